@@ -1,0 +1,14 @@
+"""Settings for every test and doctest, made before JAX starts its backend."""
+
+import os
+
+# The plug-ins of the dependency group `targets` compile for devices that are not
+# there: the tests themselves run on the CPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+# Two fake devices, for sharding; strict promotion, so that no dtype of ours comes
+# about by accident.
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_numpy_dtype_promotion", "strict")

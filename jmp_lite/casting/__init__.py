@@ -1,0 +1,1 @@
+"""What precision is: dtypes and their names, casts of pytrees, policies."""

@@ -1,0 +1,1 @@
+"""Loss scales, gradients under one, and the optax transformations that carry it."""

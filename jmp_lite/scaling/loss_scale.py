@@ -1,0 +1,466 @@
+"""Loss scales: numbers that lift gradients into the range of a narrow float.
+
+The law of this file: a scale is a strong float32 scalar, and scaling and unscaling
+happen in float32 or wider, whatever dtype comes in. A scale is a value; ``adjust``
+returns the next one. What is not a real or complex number is never scaled.
+"""
+
+import abc
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jmp_lite.casting.dtypes import (
+    is_array,
+    is_inexact,
+    needs_loss_scale,
+    parse_dtype,
+)
+
+Tree = TypeVar("Tree")
+AxisName = Any
+
+# --------------------------------------------------------------------- loss scales
+
+
+class LossScale(abc.ABC):
+    """What every loss scale does: scale a loss, unscale gradients, and adjust itself.
+
+    A loss scale of your own subclasses this and is registered as a pytree, with what
+    changes during training as its leaves.
+    """
+
+    loss_scale: Any
+    """The factor, a float32 scalar."""
+
+    @abc.abstractmethod
+    def scale(self, tree: Tree) -> Tree:
+        """Multiplies the floating-point leaves by the scale, in float32."""
+
+    @abc.abstractmethod
+    def unscale(self, tree: Tree) -> Tree:
+        """Divides the floating-point leaves by the scale, in float32."""
+
+    @abc.abstractmethod
+    def adjust(self, grads_finite: ArrayLike) -> "LossScale":
+        """Returns the scale for the next step, given whether this one was finite."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(LossScale):
+    """No loss scaling: returns the trees it is given, as they are. For bfloat16.
+
+    Example:
+      >>> grads = {"w": jnp.ones(2)}
+      >>> NoOpLossScale().unscale(grads) is grads
+      True
+    """
+
+    loss_scale: ClassVar[np.float32] = np.float32(1)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def scale(self, tree: Tree) -> Tree:
+        """Returns ``tree``."""
+        return tree
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Returns ``tree``."""
+        return tree
+
+    def adjust(self, grads_finite: ArrayLike) -> "NoOpLossScale":
+        """Returns this scale."""
+        _boolean_scalar(grads_finite)
+        return self
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(LossScale):
+    """A scale that stays as it is, such as the 128 of MXNet and MindSpore.
+
+    Attributes:
+      loss_scale: the factor, a number; best a power of two, which scales exactly. It
+        belongs to the pytree's structure: another factor is another trace.
+
+    Raises:
+      ValueError: the factor is negative or not finite (or, when used, zero).
+
+    Example:
+      >>> scale = StaticLossScale(128)
+      >>> scale.scale(jnp.float16(3.0))
+      Array(384., dtype=float32)
+    """
+
+    loss_scale: Any
+
+    def __post_init__(self) -> None:
+        factor = np.float32(_host_number(self.loss_scale, "loss_scale"))
+        if factor < 0 or not math.isfinite(factor):
+            raise ValueError(f"Expected a finite, positive loss_scale, got {factor}.")
+        object.__setattr__(self, "loss_scale", factor)
+
+    def scale(self, tree: Tree) -> Tree:
+        """Multiplies floating-point leaves in float32, and returns float32."""
+        return _scale(tree, self._positive())
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Divides floating-point leaves in float32, and returns float32."""
+        return _unscale(tree, self._positive())
+
+    def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
+        """Returns this scale."""
+        _boolean_scalar(grads_finite)
+        return self
+
+    def _positive(self) -> np.float32:
+        if self.loss_scale == 0:
+            raise ValueError("A loss_scale of 0 loses every gradient; expected > 0.")
+        return self.loss_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+    """A scale that finds its level: as large as gradients stay finite with.
+
+    It grows on exactly the ``period``-th finite step in a row and backs off on a
+    non-finite one. Its leaves are strong float32 and int32 scalars, so that a step
+    which takes and returns it is traced once.
+
+    Attributes:
+      loss_scale: the factor now. (One that starts outside of the bounds is brought
+        inside by its next change.)
+      counter: how many finite steps came in a row since the last change.
+      period: after how many finite steps in a row the scale grows.
+      factor: what it grows by and shrinks by; 2 keeps it a power of two, so that
+        scaling only moves exponents.
+      min_loss_scale: the scale does not back off below this.
+      max_loss_scale: the scale does not grow above this.
+      hysteresis: how many non-finite steps in a row it takes to back off; each one
+        after them backs off too, and a finite step starts the count again.
+      overflows: how many non-finite steps came in a row, up to ``hysteresis``; None
+        (and no leaf) where ``hysteresis`` is 1.
+
+    Raises:
+      ValueError: a number is out of range.
+
+    Source: jmp 0.0.4 (names, order of the arguments), Micikevicius et al., "Mixed
+    Precision Training", 2017; hysteresis as in Megatron-LM and DeepSpeed.
+
+    Example:
+      >>> scale = DynamicLossScale(period=2)
+      >>> scale = scale.adjust(False)
+      >>> scale.loss_scale
+      Array(16384., dtype=float32)
+      >>> scale.adjust(True).adjust(True).loss_scale
+      Array(32768., dtype=float32)
+    """
+
+    loss_scale: Any = 2.0**15
+    counter: Any = 0
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: float = 1.0
+    max_loss_scale: float = 2.0**24
+    hysteresis: int = 1
+    overflows: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss_scale", "min_loss_scale"):
+            _warn_if_not_floating(getattr(self, name), name)
+        overflows = None if self.hysteresis == 1 else self.overflows or 0
+        canonical = {
+            "loss_scale": _scalar(self.loss_scale, np.float32, "loss_scale"),
+            "counter": _scalar(self.counter, np.int32, "counter"),
+            "period": _whole_number(self.period, "period"),
+            "factor": _host_number(self.factor, "factor"),
+            "min_loss_scale": _host_number(self.min_loss_scale, "min_loss_scale"),
+            "max_loss_scale": _host_number(self.max_loss_scale, "max_loss_scale"),
+            "hysteresis": _whole_number(self.hysteresis, "hysteresis"),
+            "overflows": _scalar(overflows, np.int32, "overflows"),
+        }
+        vars(self).update(canonical)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        low, high = self.min_loss_scale, self.max_loss_scale
+        if not self.factor > 1:
+            raise ValueError(f"Expected a factor above 1, got {self.factor}.")
+        if not 0 <= low <= high < math.inf:
+            raise ValueError(
+                "Expected 0 <= min_loss_scale <= max_loss_scale < inf, got "
+                f"min_loss_scale={low} and max_loss_scale={high}."
+            )
+        # Only a number on the host: one on a device would have to be waited for.
+        start = self.loss_scale
+        if not isinstance(start, jax.Array) and not 0 < start < math.inf:
+            raise ValueError(f"Expected a finite, positive loss_scale, got {start}.")
+
+    def scale(self, tree: Tree) -> Tree:
+        """Multiplies floating-point leaves in float32, and returns float32."""
+        return _scale(tree, self.loss_scale)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Divides floating-point leaves in float32, and returns float32."""
+        return _unscale(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
+        """Returns the scale for the next step.
+
+        Args:
+          grads_finite: a boolean scalar, such as ``all_finite(grads)``.
+
+        Raises:
+          AssertionError: ``grads_finite`` is not a boolean scalar.
+        """
+        finite = _boolean_scalar(grads_finite)
+        loss_scale = jnp.asarray(self.loss_scale)
+        counter = jnp.where(finite, jnp.asarray(self.counter) + 1, 0)
+        grow = counter >= self.period
+        overflows, back_off = self._count_overflow(finite)
+
+        # Zero would be the end: nothing grows from there.
+        floor = max(self.min_loss_scale, float(jnp.finfo(jnp.float32).tiny))
+        grown = jnp.minimum(loss_scale * self.factor, self.max_loss_scale)
+        shrunk = jnp.maximum(loss_scale / self.factor, floor)
+        return self._with_leaves(
+            jnp.where(grow, grown, jnp.where(back_off, shrunk, loss_scale)),
+            jnp.where(grow, 0, counter),
+            overflows,
+        )
+
+    def _count_overflow(self, finite: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+        """Returns the overflows in a row after this step, and whether to back off."""
+        if self.overflows is None:
+            return None, ~finite
+        more = jnp.minimum(jnp.asarray(self.overflows) + 1, self.hysteresis)
+        overflows = jnp.where(finite, 0, more)
+        return overflows, overflows >= self.hysteresis
+
+    def _with_leaves(self, *leaves: Any) -> "DynamicLossScale":
+        return _unflatten_dynamic(_flatten_dynamic(self)[1], leaves)
+
+
+_DYNAMIC_LEAVES = ("loss_scale", "counter", "overflows")
+_DYNAMIC_STATIC = tuple(
+    field.name
+    for field in dataclasses.fields(DynamicLossScale)
+    if field.name not in _DYNAMIC_LEAVES
+)
+
+
+def _flatten_dynamic(scale: DynamicLossScale) -> tuple[tuple[Any, ...], Any]:
+    return (
+        tuple(getattr(scale, name) for name in _DYNAMIC_LEAVES),
+        tuple(getattr(scale, name) for name in _DYNAMIC_STATIC),
+    )
+
+
+def _flatten_dynamic_with_keys(scale: DynamicLossScale) -> tuple[Any, Any]:
+    leaves, static = _flatten_dynamic(scale)
+    keys = map(jax.tree_util.GetAttrKey, _DYNAMIC_LEAVES)
+    return tuple(zip(keys, leaves, strict=True)), static
+
+
+def _unflatten_dynamic(static: Any, leaves: Any) -> DynamicLossScale:
+    # Not through __init__: JAX and its libraries also put shapes, shardings and bare
+    # objects where the leaves were, and those must come through unchanged.
+    scale = object.__new__(DynamicLossScale)
+    vars(scale).update(zip(_DYNAMIC_LEAVES, leaves, strict=True))
+    vars(scale).update(zip(_DYNAMIC_STATIC, static, strict=True))
+    return scale
+
+
+jax.tree_util.register_pytree_with_keys(
+    DynamicLossScale, _flatten_dynamic_with_keys, _unflatten_dynamic, _flatten_dynamic
+)
+
+
+def default_loss_scale(compute_dtype: DTypeLike) -> LossScale:
+    """Returns the loss scale that a compute dtype needs.
+
+    Args:
+      compute_dtype: a floating dtype or its name.
+
+    Returns:
+      ``NoOpLossScale()`` where the dtype has float32's exponents (bfloat16, float32,
+      float64), ``DynamicLossScale()`` where it has fewer (float16, float8).
+
+    Example:
+      >>> default_loss_scale("bfloat16")
+      NoOpLossScale()
+      >>> default_loss_scale("float16").loss_scale
+      np.float32(32768.0)
+    """
+    dtype = parse_dtype(compute_dtype)
+    return DynamicLossScale() if needs_loss_scale(dtype) else NoOpLossScale()
+
+
+# ------------------------------------------------------------------ finite, select
+
+
+def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
+    """Returns whether every number in a pytree is finite.
+
+    Args:
+      tree: a pytree; its real and complex arrays and Python floats are looked at, and
+        all else counts as finite, the empty tree too.
+      axis_name: a mapped axis or several; the answer is then about all of them.
+
+    Returns:
+      A boolean scalar.
+
+    Example:
+      >>> all_finite({"w": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
+      Array(False, dtype=bool)
+    """
+    checks = (
+        jnp.all(jnp.isfinite(leaf))
+        for leaf in jax.tree.leaves(tree)
+        if is_inexact(leaf)
+    )
+    finite = functools.reduce(jnp.logical_and, checks, jnp.array(True))
+    if axis_name is None:
+        return finite
+    return lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
+
+
+def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
+    """Selects ``a`` where ``pred`` is true, else ``b``, leaf by leaf.
+
+    Args:
+      pred: a boolean scalar.
+      a: a pytree.
+      b: a pytree of the same structure, shapes and dtypes. Leaves that are no arrays or
+        numbers have to be equal in both.
+
+    Returns:
+      A pytree like ``a`` and ``b``.
+
+    Raises:
+      AssertionError: ``pred`` is not a boolean scalar.
+      TypeError: two leaves differ in shape or dtype; the message says where.
+
+    Example:
+      >>> select_tree(jnp.array(False), {"w": jnp.ones(1)}, {"w": jnp.zeros(1)})
+      {'w': Array([0.], dtype=float32)}
+    """
+    pred = _boolean_scalar(pred)
+    return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, pred), a, b)
+
+
+def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
+    if a is b:
+        return a
+    if not (_is_selectable(a) and _is_selectable(b)):
+        if type(a) is type(b) and a == b:
+            return a
+        raise TypeError(_differ(path, repr(a), repr(b)))
+    a, b = (leaf if is_array(leaf) else jnp.asarray(leaf) for leaf in (a, b))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        raise TypeError(
+            _differ(path, f"{a.dtype}{list(a.shape)}", f"{b.dtype}{list(b.shape)}")
+        )
+    if a.dtype == jax.dtypes.float0:
+        return a
+    return lax.select(pred, jnp.asarray(a), jnp.asarray(b))
+
+
+def _is_selectable(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def _differ(path: Any, a: str, b: str) -> str:
+    where = jax.tree_util.keystr(path) or "the root"
+    return f"Cannot select between {a} and {b} at {where}: expected equals in both."
+
+
+# ------------------------------------------------------------------------- helpers
+
+
+def _scale(tree: Tree, loss_scale: Any) -> Tree:
+    return _map_inexact(jnp.multiply, tree, loss_scale)
+
+
+def _unscale(tree: Tree, loss_scale: Any) -> Tree:
+    # A division rather than a product with the reciprocal: it is exact for every scale
+    # for which the product is, and rounds once for those that are no power of two.
+    return _map_inexact(jnp.divide, tree, loss_scale)
+
+
+def _map_inexact(
+    op: Callable[[jax.Array, jax.Array], jax.Array], tree: Tree, loss_scale: Any
+) -> Tree:
+    """Applies ``op(leaf, loss_scale)`` to real and complex leaves, in >= 32 bits."""
+
+    def apply(leaf: Any) -> Any:
+        if not is_inexact(leaf):
+            return leaf
+        array = jnp.asarray(leaf)
+        if jnp.iscomplexobj(array):
+            # Part by part: inf + 0j times a complex factor would be NaN in both.
+            return lax.complex(apply(array.real), apply(array.imag))
+        width = max(jnp.finfo(array.dtype).bits, 32)
+        dtype = np.dtype(f"float{width}")
+        return op(array.astype(dtype), jnp.asarray(loss_scale).astype(dtype))
+
+    return jax.tree.map(apply, tree)
+
+
+def _boolean_scalar(pred: Any) -> jax.Array:
+    # AssertionError is jmp's choice, and code written for jmp catches it.
+    if not _is_selectable(pred):
+        raise AssertionError(f"expected boolean scalar, got {type(pred).__name__}")
+    array = jnp.asarray(pred)
+    if array.ndim != 0 or array.dtype != jnp.bool_:
+        got = f"{array.dtype}{list(array.shape)}"
+        raise AssertionError(f"expected boolean scalar, got {got}")
+    return array
+
+
+def _scalar(value: Any, dtype: Any, name: str) -> Any:
+    """Returns a strong scalar: on the host if it came from there, else where it was.
+
+    A loss scale made at import then wakes no backend.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool | int | float | np.ndarray | np.generic):
+        array = np.asarray(value).astype(dtype)[()]
+    else:
+        array = jnp.asarray(value).astype(dtype)
+    if array.ndim != 0:
+        raise ValueError(f"Expected a scalar {name}, got the shape {array.shape}.")
+    return array
+
+
+def _host_number(value: Any, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(
+            f"Expected a number for {name}, known when the loss scale is made, got "
+            f"{value!r}. What changes during training is a DynamicLossScale's job."
+        ) from error
+
+
+def _whole_number(value: Any, name: str) -> int:
+    number = _host_number(value, name)
+    if number < 1 or number != int(number):
+        raise ValueError(f"Expected a whole number of at least 1 for {name}: {value}.")
+    return int(number)
+
+
+def _warn_if_not_floating(value: Any, name: str) -> None:
+    dtype = value.dtype if is_array(value) else jnp.result_type(value)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        # Up through __post_init__ and __init__ to the line that made the scale.
+        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)

@@ -1,0 +1,343 @@
+"""Optax transformations whose state holds a loss scale and which skip overflows.
+
+The law of this file: an inner transformation sees finite gradients only, and a step
+whose gradients were not finite leaves no trace in its state. Wrappers here take true
+gradients, as ``jmp_lite.value_and_grad`` returns them.
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jmp_lite.casting.dtypes import is_inexact, is_number, upcast_tree
+from jmp_lite.scaling.loss_scale import (
+    AxisName,
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    all_finite,
+    select_tree,
+)
+
+Tree = TypeVar("Tree")
+
+
+class LossScalingState(NamedTuple):
+    """The state of ``loss_scaling``.
+
+    Attributes:
+      loss_scale: the ``LossScale`` for the next step.
+      inner_state: the state of the wrapped transformation.
+      grads_finite: whether the last step's gradients were finite, a boolean scalar.
+      skipped: how many steps were skipped in all, an int32 scalar.
+      consecutive_skipped: how many of the last steps in a row, an int32 scalar.
+    """
+
+    loss_scale: LossScale
+    inner_state: Any
+    grads_finite: Any
+    skipped: Any
+    consecutive_skipped: Any
+
+
+class LossScaleError(ValueError):
+    """Too many steps in a row were skipped: training does not move any more."""
+
+
+def loss_scaling(
+    inner: Any,
+    loss_scale: LossScale | None = None,
+    *,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it carries a loss scale and skips overflowed steps.
+
+    The gradients it is given are the true ones: ``jmp_lite.value_and_grad`` scales and
+    unscales. This wrapper checks them, adjusts the scale, and where one of them is not
+    finite returns zero updates and leaves the inner state as it was, bit for bit,
+    schedules included. The inner transformation then gets ones for gradients, never a
+    NaN or an infinity, and what it makes of them is dropped.
+
+    Put it around the whole chain and around ``optax.MultiSteps``. Inside ``MultiSteps``
+    one overflow would stay in optax's accumulator for ever; inside ``optax.partition``
+    or ``optax.masked`` a wrapper judges its own leaves alone.
+
+    Args:
+      inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
+        ``optax.MultiSteps``.
+      loss_scale: the scale to start from; None for ``DynamicLossScale()``.
+      axis_name: a mapped axis or several over which all replicas skip together.
+
+    Returns:
+      A transformation whose state is a ``LossScalingState``. ``update`` takes gradients
+      of any floating dtype and passes extra arguments on. Where gradients or parameters
+      have 16 bits, ``inner`` sees them in float32, and so its state and the updates are
+      those of float32 parameters.
+
+    Raises:
+      TypeError: ``inner`` is no transformation or ``loss_scale`` no ``LossScale``; on
+        update, ``inner`` returned a state of another structure or shape than it got.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2017.
+
+    Example:
+      >>> optimizer = loss_scaling(optax.sgd(0.5), DynamicLossScale(8.0))
+      >>> params = {"w": jnp.ones(2)}
+      >>> state = optimizer.init(params)
+      >>> overflowed = {"w": jnp.array([1.0, jnp.inf])}
+      >>> updates, state = optimizer.update(overflowed, state, params)
+      >>> updates["w"], state.loss_scale.loss_scale, state.skipped
+      (Array([0., 0.], dtype=float32), Array(4., dtype=float32), Array(1, dtype=int32))
+    """
+    inner = with_extra_args(inner)
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"Expected a LossScale or None, got {type(loss_scale).__name__}: write "
+            "StaticLossScale(128.0) or DynamicLossScale()."
+        )
+
+    def init(params: Any) -> Any:
+        start = DynamicLossScale() if loss_scale is None else loss_scale
+        return LossScalingState(
+            # Copied, because the state may be donated and the wrapper used again.
+            loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), start),
+            inner_state=_strongly_typed(inner.init(upcast_tree(params))),
+            grads_finite=jnp.array(True),
+            skipped=jnp.zeros([], jnp.int32),
+            consecutive_skipped=jnp.zeros([], jnp.int32),
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        if not isinstance(state, LossScalingState):
+            raise TypeError(
+                "Expected the LossScalingState that init returned, got "
+                f"{type(state).__name__}."
+            )
+        grads_finite = all_finite(updates, axis_name)
+        return update_if(grads_finite, inner, updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def skip_nonfinite(
+    inner: Any, *, axis_name: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it skips steps whose gradients are not finite.
+
+    ``loss_scaling`` without a scale, for bfloat16 and float32. Unlike
+    ``optax.apply_if_finite`` it never gives up and lets a NaN through; ask
+    ``check_loss_scale`` whether to stop.
+
+    Args:
+      inner: see ``loss_scaling``.
+      axis_name: see ``loss_scaling``.
+
+    Returns:
+      A transformation whose state is a ``LossScalingState`` with ``NoOpLossScale()``.
+
+    Example:
+      >>> optimizer = skip_nonfinite(optax.sgd(0.5))
+      >>> state = optimizer.init(jnp.ones(1))
+      >>> optimizer.update(jnp.array([jnp.nan]), state)[0]
+      Array([0.], dtype=float32)
+    """
+    return loss_scaling(inner, NoOpLossScale(), axis_name=axis_name)
+
+
+def update_if(
+    grads_finite: jax.Array,
+    inner: Any,
+    updates: Any,
+    state: LossScalingState,
+    params: Any = None,
+    **extra_args: Any,
+) -> tuple[Any, LossScalingState]:
+    """Runs ``inner.update`` and keeps what it did only where ``grads_finite``.
+
+    Selected, not branched: on accelerators a ``lax.cond`` moves more bytes and holds
+    temporaries, and it refuses an inner transformation whose weak types change.
+    """
+    grads, extra_args = _finite_or_ones(grads_finite, (updates, extra_args))
+    new_updates, new_inner_state = inner.update(
+        upcast_tree(grads),
+        state.inner_state,
+        upcast_tree(params),
+        **upcast_tree(extra_args),
+    )
+    new_inner_state = _like(state.inner_state, new_inner_state)
+    no_updates = jax.tree.map(jnp.zeros_like, new_updates)
+    skipped, in_a_row = map(
+        optax.safe_increment, (state.skipped, state.consecutive_skipped)
+    )
+    return select_tree(grads_finite, new_updates, no_updates), LossScalingState(
+        loss_scale=state.loss_scale.adjust(grads_finite),
+        inner_state=select_tree(grads_finite, new_inner_state, state.inner_state),
+        grads_finite=grads_finite,
+        skipped=jnp.where(grads_finite, state.skipped, skipped),
+        consecutive_skipped=jnp.where(grads_finite, 0, in_a_row),
+    )
+
+
+# ---------------------------------------------------------------- reading the state
+
+
+def get_loss_scale(opt_state: Any) -> LossScale:
+    """Returns the loss scale that an optimizer state carries.
+
+    Args:
+      opt_state: the state of an optimizer with ``loss_scaling`` anywhere in it, or any
+        pytree that holds one such state.
+
+    Raises:
+      ValueError: there is no loss scale in it, or more than one; the message lists
+        where it looked or what it found.
+
+    Example:
+      >>> optimizer = optax.chain(optax.clip(1.0), loss_scaling(optax.sgd(0.1)))
+      >>> get_loss_scale(optimizer.init(jnp.ones(1))).loss_scale
+      Array(32768., dtype=float32)
+    """
+    found = _loss_scaling_states(opt_state)
+    if len(found) > 1:
+        listed = "\n".join(f"  {path}: {state.loss_scale}" for path, state in found)
+        raise ValueError(
+            f"Expected one loss scale, found {len(found)}:\n{listed}\n"
+            "Pass the part of the state that holds the one you want."
+        )
+    return found[0][1].loss_scale
+
+
+def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
+    """Raises an error when training has stopped moving; for the host, between steps.
+
+    Args:
+      opt_state: as for ``get_loss_scale``, but it may hold several states.
+      max_consecutive_skips: how many skipped steps in a row are still tolerated.
+
+    Raises:
+      LossScaleError: more than ``max_consecutive_skips`` steps in a row were skipped.
+      ValueError: there is no ``LossScalingState`` in ``opt_state``.
+      TypeError: called inside ``jit``, where there is nothing to read yet.
+
+    Source: MindSpore's ``DynamicLossScaleManager`` and DeepSpeed abort likewise.
+
+    Example:
+      >>> check_loss_scale(loss_scaling(optax.sgd(0.1)).init(jnp.ones(1)))
+    """
+    for path, state in _loss_scaling_states(opt_state):
+        try:
+            in_a_row = int(np.max(state.consecutive_skipped))
+        except (
+            jax.errors.TracerArrayConversionError,
+            jax.errors.TracerIntegerConversionError,
+        ):
+            raise TypeError(
+                "check_loss_scale reads numbers on the host: call it between steps, "
+                "outside of jit."
+            ) from None
+        if in_a_row > max_consecutive_skips:
+            raise LossScaleError(
+                f"The last {in_a_row} steps in a row were skipped (tolerated: "
+                f"{max_consecutive_skips}; skipped in all: {np.max(state.skipped)}), "
+                f"because gradients were not finite, at {path} with "
+                f"{state.loss_scale}. Likely causes: (a) parameters or inputs hold "
+                "NaN or infinity already: check all_finite of them; (b) training "
+                "diverged: lower the learning rate or clip; (c) the forward pass "
+                "overflows the compute dtype whatever the scale: compute that part in "
+                "float32."
+            )
+
+
+def _loss_scaling_states(tree: Any) -> list[tuple[str, LossScalingState]]:
+    """Returns every ``LossScalingState`` in a tree with its path; at least one."""
+    found = _find_states(tree, ())
+    if not found:
+        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+        names = [jax.tree_util.keystr(path) or "the root" for path, _ in paths]
+        looked = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise ValueError(
+            f"No loss scale in this {type(tree).__name__}: looked at "
+            f"{looked or 'a tree without leaves'}. Wrap the optimizer in "
+            "loss_scaling(...) or skip_nonfinite(...), and pass its state."
+        )
+    return [(jax.tree_util.keystr(path) or "the root", state) for path, state in found]
+
+
+def _find_states(
+    tree: Any, prefix: tuple[Any, ...]
+) -> list[tuple[tuple[Any, ...], LossScalingState]]:
+    def is_state(node: Any) -> bool:
+        return isinstance(node, LossScalingState)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
+    found: list[tuple[tuple[Any, ...], LossScalingState]] = []
+    for path, leaf in leaves:
+        if is_state(leaf):
+            inner_prefix = (*prefix, *path, jax.tree_util.GetAttrKey("inner_state"))
+            found.append(((*prefix, *path), leaf))
+            found += _find_states(leaf.inner_state, inner_prefix)
+    return found
+
+
+# ----------------------------------------------------------- what update is made of
+
+
+def with_extra_args(inner: Any) -> Any:
+    """Returns a transformation that takes extra arguments, whether it uses them or not."""
+    if isinstance(inner, optax.GradientTransformation):
+        return optax.with_extra_args_support(inner)
+    # Used as it is: with_extra_args_support would take it for a transformation that
+    # knows no extra arguments, and drop them.
+    if isinstance(inner, optax.MultiSteps):
+        return inner
+    name = getattr(inner, "__name__", type(inner).__name__)
+    hint = f" Did you mean {name}(...)?" if callable(inner) else ""
+    raise TypeError(f"Expected an optax.GradientTransformation, got {name}.{hint}")
+
+
+def _finite_or_ones(grads_finite: jax.Array, tree: Tree) -> Tree:
+    """Replaces floating leaves by ones on a non-finite step.
+
+    Ones rather than zeros: an optimizer that normalizes would divide 0 by 0.
+    """
+
+    def replace(leaf: Any) -> Any:
+        if not is_inexact(leaf):
+            return leaf
+        return jnp.where(grads_finite, leaf, jnp.ones_like(leaf))
+
+    return jax.tree.map(replace, tree)
+
+
+def _strongly_typed(state: Tree) -> Tree:
+    """Gives numbers in a fresh inner state the types they will have from then on."""
+
+    def strengthen(leaf: Any) -> Any:
+        if not is_number(leaf):
+            return leaf
+        array = jnp.asarray(leaf)
+        return array.astype(array.dtype)
+
+    return jax.tree.map(strengthen, state)
+
+
+def _like(old_state: Any, new_state: Any) -> Any:
+    """Returns the new inner state in the old one's dtypes."""
+    old, new = map(jax.tree.structure, (old_state, new_state))
+    if old != new:
+        raise TypeError(
+            "The wrapped optimizer changed the structure of its state on update (as "
+            "optax.monitor does), so there is no keeping the old one on a skipped "
+            f"step; wrap the optimizer without that part.\nBefore: {old}\nAfter: {new}"
+        )
+
+    def cast(leaf_before: Any, leaf: Any) -> Any:
+        both_numbers = is_number(leaf) and is_number(leaf_before)
+        return jnp.asarray(leaf, leaf_before.dtype) if both_numbers else leaf
+
+    return jax.tree.map(cast, old_state, new_state)

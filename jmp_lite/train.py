@@ -1,0 +1,167 @@
+"""One train step out of all the parts, in the order of the paper.
+
+The law of this file: a function over pytrees. ``build_train_step`` calls what the rest
+of the library offers and nothing a user could not call by hand; the caller jits it,
+donates to it and loops over it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_lite.casting.dtypes import upcast_tree
+from jmp_lite.scaling.gradients import value_and_grad
+from jmp_lite.scaling.loss_scale import (
+    LossScale,
+    NoOpLossScale,
+    all_finite,
+    select_tree,
+)
+from jmp_lite.scaling.transforms import (
+    LossScalingState,
+    loss_scaling,
+    update_if,
+    with_extra_args,
+)
+
+
+class TrainingState(NamedTuple):
+    """All that changes during training.
+
+    Attributes:
+      params: the parameters.
+      model_state: what the loss function returns and gets back, such as batch
+        statistics.
+      opt_state: the optimizer's ``LossScalingState``.
+      ema: the exponential moving average of the parameters, in float32, or None.
+      rng: the key that the keys of all steps are derived from, or None.
+      step: how many steps were applied, an int32 scalar.
+    """
+
+    params: Any
+    model_state: Any
+    opt_state: LossScalingState
+    ema: Any
+    rng: Any
+    step: Any
+
+
+def build_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    *,
+    loss_scale: LossScale | None = None,
+    ema: float | None = None,
+) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
+    """Builds ``init`` and ``step`` of a training loop.
+
+    A step whose loss or gradients are not finite changes nothing but the loss scale and
+    the counts of skipped steps: parameters, optimizer state, schedules, model state,
+    EMA and step count stay as they were, bit for bit.
+
+    Args:
+      loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
+        aux))``. It casts what it computes in 16 bits.
+      optimizer: an optax transformation, without ``loss_scaling``: it is wrapped here.
+      loss_scale: the loss scale to start from; None for no scaling, which suits
+        bfloat16 and float32. For float16 pass ``DynamicLossScale()``.
+      ema: the decay of a moving average of the parameters; None for none.
+
+    Returns:
+      ``init(params, model_state=None, rng=None) -> TrainingState`` and
+      ``step(state, batch) -> (state, metrics)``. ``metrics`` is a dictionary of
+      ``loss``, ``grad_norm``, ``grads_finite`` (of the loss too), ``loss_scale`` (that
+      the step used), ``skipped`` (in all) and ``aux``.
+
+    Raises:
+      ValueError: ``ema`` is not in [0, 1).
+      TypeError: ``optimizer`` is no transformation or ``loss_scale`` no ``LossScale``.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2017; the seven steps of
+    MindSpore's mixed-precision training.
+
+    Example:
+      >>> def loss_fn(params, model_state, batch, rng):
+      ...     return jnp.mean((batch @ params["w"]) ** 2), (model_state, None)
+      >>> init, step = build_train_step(loss_fn, optax.sgd(0.1))
+      >>> state = init({"w": jnp.ones(3)})
+      >>> state, metrics = jax.jit(step, donate_argnums=0)(state, jnp.ones((8, 3)))
+      >>> metrics["loss"], state.step
+      (Array(9., dtype=float32), Array(1, dtype=int32))
+    """
+    if ema is not None and not 0 <= ema < 1:
+        raise ValueError(f"Expected a decay in [0, 1) for ema, got {ema}.")
+    scale_at_start = NoOpLossScale() if loss_scale is None else loss_scale
+    inner = with_extra_args(optimizer)
+    wrapped = loss_scaling(optimizer, scale_at_start)
+
+    def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainingState:
+        average = None if ema is None else jax.tree.map(jnp.copy, upcast_tree(params))
+        return TrainingState(
+            params=params,
+            model_state=model_state,
+            opt_state=_init_optimizer(wrapped, params),
+            ema=average,
+            rng=rng,
+            step=jnp.zeros([], jnp.int32),
+        )
+
+    def step(state: TrainingState, batch: Any) -> tuple[TrainingState, Any]:
+        params, opt_state = state.params, state.opt_state
+        # A skipped step leaves the key alone too, yet the next one draws anew.
+        attempt = state.step + opt_state.skipped
+        rng = None if state.rng is None else jax.random.fold_in(state.rng, attempt)
+
+        # The loss in float32, scaled; the gradients unscaled, in float32.
+        (loss, (model_state, aux)), grads = value_and_grad(
+            loss_fn, opt_state.loss_scale, has_aux=True
+        )(params, state.model_state, batch, rng)
+
+        # Overflow or not: one decision for all that is state.
+        finite = all_finite((loss, grads))
+        updates, new_opt_state = update_if(finite, inner, grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        new_ema = None if ema is None else _moving_average(ema, state.ema, new_params)
+        kept = (params, state.model_state, state.ema, state.step)
+        changed = (new_params, model_state, new_ema, state.step + 1)
+        new_params, model_state, new_ema, count = select_tree(finite, changed, kept)
+
+        metrics = {
+            "loss": upcast_tree(loss),
+            "grad_norm": optax.global_norm(grads),
+            "grads_finite": finite,
+            "loss_scale": jnp.asarray(opt_state.loss_scale.loss_scale),
+            "skipped": new_opt_state.skipped,
+            "aux": aux,
+        }
+        new_state = TrainingState(
+            new_params, model_state, new_opt_state, new_ema, state.rng, count
+        )
+        return new_state, metrics
+
+    return init, step
+
+
+def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:
+    opt_state = wrapped.init(params)
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, LossScalingState)
+
+    if any(map(is_state, jax.tree.leaves(opt_state.inner_state, is_leaf=is_state))):
+        raise ValueError(
+            "The optimizer carries a loss scale already: pass it without loss_scaling "
+            "or skip_nonfinite, and the scale as loss_scale=..."
+        )
+    return opt_state
+
+
+def _moving_average(decay: float, average: Any, params: Any) -> Any:
+    # In float32: with 16 bits it would stall where (1 - decay) rounds away.
+    def mix(old: Any, new: Any) -> Any:
+        return decay * old + (1 - decay) * new.astype(old.dtype)
+
+    return jax.tree.map(mix, average, params)
