@@ -23,6 +23,7 @@ from jmp_lite.scaling.loss_scale import (
 from jmp_lite.scaling.transforms import (
     LossScalingState,
     loss_scaling,
+    strongly_typed,
     update_if,
     with_extra_args,
 )
@@ -101,10 +102,10 @@ def build_train_step(
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainingState:
         average = None if ema is None else jax.tree.map(jnp.copy, upcast_tree(params))
         return TrainingState(
-            params=params,
-            model_state=model_state,
+            params=strongly_typed(params),
+            model_state=strongly_typed(model_state),
             opt_state=_init_optimizer(wrapped, params),
-            ema=average,
+            ema=strongly_typed(average),
             rng=rng,
             step=jnp.zeros([], jnp.int32),
         )
@@ -123,24 +124,26 @@ def build_train_step(
         # Overflow or not: one decision for all that is state.
         finite = all_finite((loss, grads))
         updates, new_opt_state = update_if(finite, inner, grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        new_ema = None if ema is None else _moving_average(ema, state.ema, new_params)
-        kept = (params, state.model_state, state.ema, state.step)
-        changed = (new_params, model_state, new_ema, state.step + 1)
-        new_params, model_state, new_ema, count = select_tree(finite, changed, kept)
+        new_params = _apply_updates(params, updates)
+        new_state = TrainingState(
+            params=new_params,
+            model_state=model_state,
+            opt_state=new_opt_state,
+            ema=None if ema is None else _moving_average(ema, state.ema, new_params),
+            rng=state.rng,
+            step=state.step + 1,
+        )
+        kept = state._replace(opt_state=new_opt_state)
 
         metrics = {
             "loss": upcast_tree(loss),
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "grads_finite": finite,
             "loss_scale": jnp.asarray(opt_state.loss_scale.loss_scale),
             "skipped": new_opt_state.skipped,
             "aux": aux,
         }
-        new_state = TrainingState(
-            new_params, model_state, new_opt_state, new_ema, state.rng, count
-        )
-        return new_state, metrics
+        return select_tree(finite, new_state, kept), metrics
 
     return init, step
 
@@ -157,6 +160,12 @@ def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:
             "or skip_nonfinite, and the scale as loss_scale=..."
         )
     return opt_state
+
+
+def _apply_updates(params: Any, updates: Any) -> Any:
+    # The sum in float32, rounded once to the parameters' dtype.
+    summed = optax.apply_updates(upcast_tree(params), updates)
+    return jax.tree.map(lambda old, new: new.astype(old.dtype), params, summed)
 
 
 def _moving_average(decay: float, average: Any, params: Any) -> Any:

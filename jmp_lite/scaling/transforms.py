@@ -104,7 +104,7 @@ def loss_scaling(
         return LossScalingState(
             # Copied, because the state may be donated and the wrapper used again.
             loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), start),
-            inner_state=_strongly_typed(inner.init(upcast_tree(params))),
+            inner_state=strongly_typed(inner.init(upcast_tree(params))),
             grads_finite=jnp.array(True),
             skipped=jnp.zeros([], jnp.int32),
             consecutive_skipped=jnp.zeros([], jnp.int32),
@@ -288,7 +288,7 @@ def _find_states(
 
 
 def with_extra_args(inner: Any) -> Any:
-    """Returns a transformation that takes extra arguments, whether it uses them or not."""
+    """Returns a transformation that takes extra arguments, used or not."""
     if isinstance(inner, optax.GradientTransformation):
         return optax.with_extra_args_support(inner)
     # Used as it is: with_extra_args_support would take it for a transformation that
@@ -314,8 +314,8 @@ def _finite_or_ones(grads_finite: jax.Array, tree: Tree) -> Tree:
     return jax.tree.map(replace, tree)
 
 
-def _strongly_typed(state: Tree) -> Tree:
-    """Gives numbers in a fresh inner state the types they will have from then on."""
+def strongly_typed(state: Tree) -> Tree:
+    """Gives the numbers of a fresh state the types they will have from then on."""
 
     def strengthen(leaf: Any) -> Any:
         if not is_number(leaf):
