@@ -176,18 +176,20 @@ class DynamicLossScale(LossScale):
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(getattr(self, name), name)
-        overflows = None if self.hysteresis == 1 else self.overflows or 0
-        canonical = {
-            "loss_scale": _scalar(self.loss_scale, np.float32, "loss_scale"),
-            "counter": _scalar(self.counter, np.int32, "counter"),
-            "period": _whole_number(self.period, "period"),
-            "factor": _host_number(self.factor, "factor"),
-            "min_loss_scale": _host_number(self.min_loss_scale, "min_loss_scale"),
-            "max_loss_scale": _host_number(self.max_loss_scale, "max_loss_scale"),
-            "hysteresis": _whole_number(self.hysteresis, "hysteresis"),
-            "overflows": _scalar(overflows, np.int32, "overflows"),
-        }
-        vars(self).update(canonical)
+        hysteresis = _whole_number(self.hysteresis, "hysteresis")
+        overflows = 0 if self.overflows is None else self.overflows
+        vars(self).update(
+            loss_scale=_scalar(self.loss_scale, np.float32, "loss_scale"),
+            counter=_scalar(self.counter, np.int32, "counter"),
+            period=_whole_number(self.period, "period"),
+            factor=_host_number(self.factor, "factor"),
+            min_loss_scale=_host_number(self.min_loss_scale, "min_loss_scale"),
+            max_loss_scale=_host_number(self.max_loss_scale, "max_loss_scale"),
+            hysteresis=hysteresis,
+            overflows=_scalar(overflows, np.int32, "overflows")
+            if hysteresis > 1
+            else None,
+        )
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -431,12 +433,13 @@ def _scalar(value: Any, dtype: Any, name: str) -> Any:
 
     A loss scale made at import then wakes no backend.
     """
-    if value is None:
-        return None
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         array = np.asarray(value).astype(dtype)[()]
     else:
-        array = jnp.asarray(value).astype(dtype)
+        try:
+            array = jnp.asarray(value).astype(dtype)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"Expected a number for {name}, got {value!r}.") from error
     if array.ndim != 0:
         raise ValueError(f"Expected a scalar {name}, got the shape {array.shape}.")
     return array
@@ -445,7 +448,7 @@ def _scalar(value: Any, dtype: Any, name: str) -> Any:
 def _host_number(value: Any, name: str) -> float:
     try:
         return float(value)
-    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"Expected a number for {name}, known when the loss scale is made, got "
             f"{value!r}. What changes during training is a DynamicLossScale's job."
@@ -460,7 +463,10 @@ def _whole_number(value: Any, name: str) -> int:
 
 
 def _warn_if_not_floating(value: Any, name: str) -> None:
-    dtype = value.dtype if is_array(value) else jnp.result_type(value)
+    try:
+        dtype = jnp.result_type(value)
+    except (TypeError, ValueError):
+        return  # No number at all: the conversion will say so.
     if not jnp.issubdtype(dtype, jnp.floating):
         # Up through __post_init__ and __init__ to the line that made the scale.
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)

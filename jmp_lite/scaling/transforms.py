@@ -231,11 +231,8 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
     """
     for path, state in _loss_scaling_states(opt_state):
         try:
-            in_a_row = int(np.max(state.consecutive_skipped))
-        except (
-            jax.errors.TracerArrayConversionError,
-            jax.errors.TracerIntegerConversionError,
-        ):
+            in_a_row = int(np.asarray(state.consecutive_skipped).max())
+        except jax.errors.TracerArrayConversionError:
             raise TypeError(
                 "check_loss_scale reads numbers on the host: call it between steps, "
                 "outside of jit."
@@ -243,7 +240,7 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
         if in_a_row > max_consecutive_skips:
             raise LossScaleError(
                 f"The last {in_a_row} steps in a row were skipped (tolerated: "
-                f"{max_consecutive_skips}; skipped in all: {np.max(state.skipped)}), "
+                f"{max_consecutive_skips}; in all: {np.asarray(state.skipped).max()}), "
                 f"because gradients were not finite, at {path} with "
                 f"{state.loss_scale}. Likely causes: (a) parameters or inputs hold "
                 "NaN or infinity already: check all_finite of them; (b) training "

@@ -1,0 +1,141 @@
+"""Every line is where the house says it is."""
+
+import ast
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jmp_lite
+
+PACKAGE = pathlib.Path(jmp_lite.__file__).parent
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+# Which rooms a room may import from; imports run one way.
+ROOMS = {
+    "casting": {"casting"},
+    "autocasting": {"autocasting", "casting"},
+    "scaling": {"scaling", "casting"},
+    "numerics": {"autocasting", "casting"},
+    "train": {"autocasting", "casting", "scaling"},
+    "linen": {"autocasting", "casting", "scaling"},
+    "nnx": {"autocasting", "casting", "scaling"},
+}
+FLAX_ROOMS = {"linen", "nnx", "__main__"}
+CORE_DEPENDENCIES = {"jax", "numpy", "optax", *sys.stdlib_module_names}
+UNPROMISED = ("jax._src", "jax.extend", "jax.core", "jax.interpreters")
+
+
+def room_of(module):
+    return pathlib.PurePath(module).parts[0].removesuffix(".py")
+
+
+def imported_names(source):
+    """Yields every dotted name that a module imports, or reads off jax."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            if dotted.startswith("jax."):
+                yield dotted
+
+
+def faults(module, source):
+    """Lists what a module imports and should not."""
+    room = room_of(module)
+    is_core = room not in {"__main__", *FLAX_ROOMS}
+    is_compat = pathlib.PurePath(module) == pathlib.PurePath("autocasting/compat.py")
+    found = []
+    for name in imported_names(source):
+        top, *rest = name.split(".")
+        if top == "jmp_lite" and room in ROOMS and rest[0] not in ROOMS[room]:
+            found.append(f"{module}: {room} imports from {rest[0]}")
+        if top in ("flax", "orbax") and room not in FLAX_ROOMS:
+            found.append(f"{module}: imports {top}")
+        if is_core and top not in {"jmp_lite", *CORE_DEPENDENCIES}:
+            found.append(f"{module}: {top} is no core dependency")
+        is_private = top != "jmp_lite" and any(part.startswith("_") for part in rest)
+        if not is_compat and (is_private or name.startswith(UNPROMISED)):
+            found.append(f"{module}: {name} is not promised by its library")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_every_module_imports_only_what_its_room_may(module):
+    assert faults(module, (PACKAGE / module).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fragment"),
+    [
+        ("casting/x.py", "from jmp_lite.scaling import loss_scale", "casting imports"),
+        ("scaling/x.py", "import jmp_lite.train", "scaling imports from train"),
+        ("scaling/x.py", "import flax.linen as nn", "imports flax"),
+        ("scaling/x.py", "import pandas", "no core dependency"),
+        ("train.py", "from jax._src import core", "not promised"),
+        ("train.py", "import jax\njax.extend.core.Jaxpr", "not promised"),
+        ("train.py", "from optax import _private", "not promised"),
+        ("autocasting/rules.py", "from jax.extend.core import Jaxpr", "not promised"),
+    ],
+)
+def test_the_import_check_can_fail(module, source, fragment):
+    assert any(fragment in fault for fault in faults(module, source))
+
+
+def test_unpromised_jax_is_allowed_in_the_compat_module_only():
+    source = "from jax._src import core"
+    assert faults(pathlib.Path("autocasting/compat.py"), source) == []
+
+
+def test_all_is_the_public_face():
+    public = {
+        name
+        for name, value in vars(jmp_lite).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert set(jmp_lite.__all__) == public
+    assert sorted(jmp_lite.__all__) == sorted(set(jmp_lite.__all__))
+
+
+@pytest.mark.parametrize("name", sorted(jmp_lite.__all__))
+def test_every_public_function_and_class_has_a_docstring(name):
+    value = getattr(jmp_lite, name)
+    if callable(value):
+        assert value.__module__.startswith("jmp_lite.")
+        assert value.__doc__
+        assert not value.__doc__.startswith(f"{name}("), "a dataclass's default one"
+
+
+IMPORT_CHECK = """
+import sys
+{statement}
+from jax._src import xla_bridge
+assert not any(name.split(".")[0] == "flax" for name in sys.modules), "flax is loaded"
+assert not xla_bridge.backends_are_initialized(), "a backend is awake"
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "complaint"),
+    [
+        ("import jmp_lite; jmp_lite.loss_scaling(__import__('optax').sgd(1.0))", None),
+        ("import jmp_lite; jmp_lite.DynamicLossScale()", None),
+        ("import jmp_lite, flax", "flax is loaded"),
+        ("import jmp_lite; jmp_lite.half_dtype()", "a backend is awake"),
+    ],
+)
+def test_importing_loads_no_flax_and_wakes_no_backend(statement, complaint):
+    code = IMPORT_CHECK.format(statement=statement)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    if complaint is None:
+        assert result.returncode == 0, result.stderr
+    else:
+        assert complaint in result.stderr

@@ -1,0 +1,170 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_lite as jmp
+
+SCALES = [jmp.NoOpLossScale(), jmp.StaticLossScale(64), jmp.DynamicLossScale(2.0**10)]
+each_scale = pytest.mark.parametrize(
+    "scale", SCALES, ids=lambda scale: type(scale).__name__
+)
+
+
+def loss_fn(params, x, *, power=2):
+    return jnp.mean((x @ params["w"] + params["b"]) ** power)
+
+
+def problem(dtype=jnp.float32):
+    params = {"w": jnp.linspace(-1, 1, 6, dtype=dtype).reshape(3, 2)}
+    params["b"] = jnp.zeros(2, dtype)
+    return params, jnp.linspace(0, 1, 12, dtype=dtype).reshape(4, 3)
+
+
+@each_scale
+def test_value_and_gradients_are_those_of_the_plain_function(scale):
+    params, x = problem()
+    value, grads = jmp.value_and_grad(loss_fn, scale)(params, x, power=4)
+    expected_value, expected = jax.value_and_grad(loss_fn)(params, x, power=4)
+    assert value == expected_value
+    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+
+
+@each_scale
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_the_value_keeps_its_dtype_and_gradients_are_float32(scale, dtype):
+    params, x = problem(dtype)
+    value, grads = jmp.value_and_grad(loss_fn, scale)(params, x)
+    assert value.dtype == dtype
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype("float32")}
+    assert value == loss_fn(params, x)
+
+
+def test_a_gradient_that_underflows_float16_is_recovered():
+    def tiny(w):
+        return (w * jnp.float16(2.0**-14) * jnp.float16(2.0**-14)).sum()
+
+    w = jnp.ones(2, jnp.float16)
+    assert not jmp.grad(tiny, jmp.NoOpLossScale())(w).any()
+    grads = jmp.grad(tiny, jmp.DynamicLossScale())(w)
+    np.testing.assert_array_equal(grads, np.full(2, 2.0**-28, np.float32))
+
+
+def test_gradients_are_unscaled_by_the_scale_that_was_used():
+    """Growing and overflowing steps give the plain gradients as well."""
+    params, x = problem()
+    expected = jax.grad(loss_fn)(params, x)
+    scale = jmp.DynamicLossScale(4.0, period=1)
+    for finite in [True, False, True, True]:
+        value, grads = jmp.value_and_grad(loss_fn, scale)(params, x)
+        assert value == loss_fn(params, x)
+        jax.tree.map(np.testing.assert_array_equal, grads, expected)
+        scale = scale.adjust(finite)
+
+
+def test_an_overflowing_scale_leaves_the_value_alone():
+    loss = lambda w: jnp.float16(3.0) * w
+    value, grads = jmp.value_and_grad(loss, jmp.DynamicLossScale(2.0**20))(
+        jnp.float16(1.0)
+    )
+    assert value == 3.0
+    assert not jnp.isfinite(grads)
+
+
+@each_scale
+def test_aux_comes_back_as_it_is(scale):
+    def fun(w):
+        return (w**2).sum(), {"count": 3, "w": w, "text": "aux"}
+
+    w = jnp.ones(2, jnp.bfloat16)
+    (value, aux), grads = jmp.value_and_grad(fun, scale, has_aux=True)(w)
+    assert aux["count"] == 3
+    assert aux["text"] == "aux"
+    assert aux["w"].dtype == jnp.bfloat16
+    grads_alone, aux_alone = jmp.grad(fun, scale, has_aux=True)(w)
+    np.testing.assert_array_equal(grads, grads_alone)
+    assert aux_alone["count"] == 3
+    assert value.dtype == jnp.bfloat16
+
+
+@each_scale
+def test_argnums_follow_jax(scale):
+    fun = lambda a, b, c: a * b * c["x"]
+    args = (2.0, 3.0, {"x": jnp.array(4.0)})
+    for argnums in (1, (0, 2), [0, 1], -1):
+        _, grads = jmp.value_and_grad(fun, scale, argnums)(*args)
+        expected = jax.grad(fun, argnums)(*args)
+        assert jax.tree.structure(grads) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_allclose, grads, expected)
+
+
+@each_scale
+def test_it_works_under_jit_vmap_scan_and_remat(scale):
+    fun = jax.checkpoint(lambda w, x: jnp.tanh(w * x).sum())
+    w, xs = jnp.float32(0.5), jnp.arange(3.0)
+    expected = jax.vmap(jax.grad(fun), (None, 0))(w, xs)
+    grad = jmp.grad(fun, scale)
+    np.testing.assert_array_equal(jax.vmap(grad, (None, 0))(w, xs), expected)
+    _, scanned = jax.lax.scan(lambda c, x: (c, jax.jit(grad)(w, x)), 0, xs)
+    np.testing.assert_allclose(scanned, expected, rtol=1e-6)
+
+
+def test_integer_and_complex_arguments_follow_jax():
+    scale = jmp.StaticLossScale(4)
+    tree = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    fun = lambda t: (t["w"] * t["n"].astype(jnp.float32)).sum()
+    grads = jmp.grad(fun, scale, allow_int=True)(tree)
+    assert grads["n"].dtype == jax.dtypes.float0
+    np.testing.assert_array_equal(grads["w"], [0.0, 1.0])
+    z = jnp.complex64(1 + 2j)
+    np.testing.assert_allclose(
+        jmp.grad(lambda z: z * z, scale, holomorphic=True)(z),
+        jax.grad(lambda z: z * z, holomorphic=True)(z),
+    )
+
+
+def test_the_function_keeps_its_name():
+    assert jmp.value_and_grad(loss_fn, SCALES[0]).__name__ == "loss_fn"
+    assert jmp.grad(loss_fn, SCALES[0]).__name__ == "loss_fn"
+    partial = functools.partial(loss_fn, power=2)
+    assert jmp.grad(partial, SCALES[0])(*problem()) is not None
+
+
+@pytest.mark.parametrize("bad", [128.0, None, jmp.DynamicLossScale, jnp.float32(2)])
+def test_what_is_no_loss_scale_is_refused_at_the_door(bad):
+    with pytest.raises(TypeError, match=r"Expected a LossScale.*StaticLossScale"):
+        jmp.value_and_grad(loss_fn, bad)
+
+
+@pytest.mark.parametrize("result", [lambda x: x, lambda x: (x, 1, 2), lambda x: [x, 1]])
+def test_a_missing_aux_is_named(result):
+    with pytest.raises(TypeError, match=r"pair \(loss, aux\)"):
+        jmp.grad(result, SCALES[0], has_aux=True)(1.0)
+
+
+def test_a_loss_that_is_no_scalar_gets_jax_s_error():
+    with pytest.raises(TypeError, match="scalar-output"):
+        jmp.grad(lambda x: x, SCALES[1])(jnp.ones(2))
+
+
+@pytest.mark.parametrize("clip", [optax.identity(), optax.clip_by_global_norm(0.5)])
+def test_training_follows_the_bare_optimizer_s_trajectory(clip):
+    """Under SGD, which unlike Adam shows any factor left in the gradients."""
+    params, x = problem()
+    bare = optax.chain(clip, optax.sgd(0.1))
+    scaled = jmp.loss_scaling(bare, jmp.DynamicLossScale(2.0**8, period=2))
+    bare_params, bare_state = params, bare.init(params)
+    state = scaled.init(params)
+    for _ in range(10):
+        grads = jax.grad(loss_fn)(bare_params, x)
+        updates, bare_state = bare.update(grads, bare_state, bare_params)
+        bare_params = optax.apply_updates(bare_params, updates)
+
+        grads = jmp.grad(loss_fn, jmp.get_loss_scale(state))(params, x)
+        updates, state = scaled.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        jax.tree.map(np.testing.assert_array_equal, params, bare_params)
+    assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**13
