@@ -1,0 +1,80 @@
+# Everything runs in a virtual environment that is made on first use. A target's
+# dependencies are installed once, and again when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+ARGS ?=
+
+.PHONY: help demo test slow targets lint format types clean
+
+help:
+	@echo "make demo     train on real digits in three precisions (about a minute)"
+	@echo "make test     the tests and doctests"
+	@echo "make slow     the tests that take minutes"
+	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
+	@echo "make lint     ruff; make format mends what it can"
+	@echo "make types    pyright"
+	@echo "make clean    remove the virtual environment and caches"
+	@echo "Another interpreter: make PYTHON=python3.12 VENV=.venv-3.12 test"
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m jmp_lite demo $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m "slow and not targets" $(ARGS)
+
+targets: $(VENV)/.targets
+	$(BIN)/python -m pytest -m targets $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist
+
+$(VENV)/.python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "jmp_lite needs Python >= 3.11 and finds no '$(PYTHON)'."; \
+	  echo "Name one that is there: make PYTHON=/path/to/python3.12 demo"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	  "jmp_lite needs Python >= 3.11, but $(PYTHON) is %d.%d.\n" \
+	  "Name a newer one: make PYTHON=/path/to/python3.12 demo" \
+	  % sys.version_info[:2])'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make a virtual environment (on Debian and Ubuntu:"; \
+	  echo "apt install python3-venv)."; exit 1; }
+	@$(PIP) --upgrade "pip>=25.1"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml
+	@echo "Installing what the demo needs into $(VENV) ..."
+	@$(PIP) --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	@echo "Installing what the tests need into $(VENV) ..."
+	@$(PIP) --editable ".[demo]" --group test
+	@touch $@
+
+$(VENV)/.targets: $(VENV)/.test
+	@echo "Installing the compilers for the H100 and the TPU v5e into $(VENV) ..."
+	@$(PIP) --editable ".[demo]" --group test --group targets
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	@echo "Installing ruff and pyright into $(VENV) ..."
+	@$(PIP) --editable ".[demo]" --group test --group dev
+	@touch $@
