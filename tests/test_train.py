@@ -108,15 +108,14 @@ def test_the_step_after_a_skipped_one_draws_new_random_numbers():
 
 
 def test_16_bit_parameters_are_rounded_once_and_ema_stays_float32():
-    init, step = jmp.build_train_step(
-        lambda p, s, x, r: (jnp.sum(p["w"].astype(jnp.float32) * x), (s, None)),
-        optax.sgd(1.0),
-        ema=0.99,
-    )
     # Just past the middle between 1 and its neighbour: an update that was rounded to
     # bfloat16 before the sum would be the middle itself, and round to 1.
-    update = jnp.float32(2.0**-9 + 2.0**-20)
-    state, _ = step(init({"w": jnp.ones(2, jnp.bfloat16)}), update)
+    init, step = jmp.build_train_step(
+        lambda params, s, x, r: (jnp.sum(params["w"]) * x, (s, None)),
+        optax.sgd(2.0**-9 + 2.0**-20),
+        ema=0.99,
+    )
+    state, _ = step(init({"w": jnp.ones(2, jnp.bfloat16)}), jnp.bfloat16(1))
     assert state.params["w"].dtype == jnp.bfloat16
     assert float(state.params["w"][0]) == 1 - 2.0**-8
     assert state.ema["w"].dtype == np.float32
