@@ -1,0 +1,1 @@
+"""What XLA makes of our programs, and the numbers that the README quotes."""

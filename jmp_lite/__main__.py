@@ -1,0 +1,386 @@
+"""The commands ``python -m jmp_lite demo`` and ``python -m jmp_lite doctor``.
+
+The law of this file: it does what a user could do. The demo trains with the library's
+public names alone, and packages from outside the core are imported by the functions
+that use them, so that the doctor runs without.
+"""
+
+import argparse
+import collections
+import functools
+import importlib.metadata
+import importlib.util
+import pathlib
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jmp_lite as jmp
+from jmp_lite.casting.dtypes import explain_half_dtype
+
+BATCH_SIZE = 64
+TEST_SIZE = 449  # A quarter of the images.
+PEAK_LEARNING_RATE = 3e-3
+WINDOW = 20
+"""A loss that is shown is the mean of this many steps in a row."""
+
+# float16 starts far too high and tries to grow often, so that within one short training
+# its scale is seen to back off, to grow again and to find its level.
+LOSS_SCALES: dict[str, jmp.LossScale] = {
+    "float32": jmp.NoOpLossScale(),
+    "bfloat16": jmp.NoOpLossScale(),
+    "float16": jmp.DynamicLossScale(2.0**24, period=50),
+}
+
+# What the demo needs, by the name to install and the name to import.
+DEMO_PACKAGES = {
+    "flax": "flax",
+    "matplotlib": "matplotlib",
+    "rich": "rich",
+    "scikit-learn": "sklearn",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: the words after ``python -m jmp_lite``; None for those of this process.
+
+    Returns:
+      The exit code: 0, or 1 where something that the command needs is not there.
+
+    Raises:
+      SystemExit: the words make no command (code 2), or ask for help (code 0).
+    """
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.command == "doctor":
+        return doctor()
+
+    there = importlib.util.find_spec
+    missing = [name for name, module in DEMO_PACKAGES.items() if not there(module)]
+    if missing:
+        needs = f"The demo needs {', '.join(missing)}"
+        print(f"{needs}: pip install 'jmp_lite[demo]'", file=sys.stderr)
+        return 1
+    try:  # Now, not when all the work is done.
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: {error.strerror}: {options.out}")
+    demo(options.epochs, options.seed, options.out)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser("python -m jmp_lite")
+    told = f"jmp_lite {jmp.__version__}"
+    parser.add_argument("--version", action="version", version=told)
+    commands = parser.add_subparsers(dest="command", required=True)
+    about = "print versions, devices and the half dtype"
+    commands.add_parser("doctor", help=about, description=about)
+    about = "train on handwritten digits in three precisions"
+    demo = commands.add_parser("demo", help=about, description=about)
+    positive = functools.partial(whole_number, at_least=1)
+    for name, metavar, read, default, text in (
+        ("--epochs", "N", positive, 20, "passes over the images"),
+        ("--seed", "S", whole_number, 0, "of the parameters and the order of images"),
+        ("--out", "DIR", pathlib.Path, "demo_out", "folder for the picture"),
+    ):
+        text += " (default: %(default)s)"
+        demo.add_argument(name, metavar=metavar, type=read, default=default, help=text)
+    return parser
+
+
+def whole_number(text: str, at_least: int = 0) -> int:
+    """Reads a whole number that fits an int32."""
+    if text.isdecimal() and at_least <= int(text) < 2**31:
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        f"expected a whole number from {at_least} to 2**31 - 1, got {text!r}"
+    )
+
+
+# ------------------------------------------------------------------------- the demo
+
+
+class Run(NamedTuple):
+    """What one training came to; ``losses`` and what follows have a row per step."""
+
+    precision: str
+    test_accuracy: float
+    final_loss_scale: float
+    param_bytes: int
+    kept_bytes: int
+    losses: np.ndarray
+    loss_scales: np.ndarray
+    grads_finite: np.ndarray
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the run had a loss scale."""
+        return bool(np.any(self.loss_scales != 1))
+
+
+COLUMNS: dict[str, Callable[[Run], str]] = {
+    "precision": lambda run: run.precision,
+    "test accuracy": lambda run: f"{run.test_accuracy:.2%}",
+    "final loss": lambda run: f"{running_mean(run.losses)[-1]:.5f}",
+    "steps skipped": lambda run: f"{np.sum(~run.grads_finite)}",
+    "final loss scale": lambda run: (
+        f"2**{np.log2(run.final_loss_scale):g}" if run.is_scaled else "none"
+    ),
+    "parameter bytes": lambda run: f"{run.param_bytes:,}",
+    "activation bytes kept": lambda run: f"{run.kept_bytes:,}",
+}
+
+
+def demo(epochs: int, seed: int, out: pathlib.Path) -> None:
+    """Trains in three precisions, prints the table and draws the picture."""
+    from rich.console import Console
+    from rich.table import Table
+
+    runs = train_all(epochs, seed)
+    table = Table(
+        title=f"LeNet on handwritten digits: {len(runs[0].losses)} steps, seed {seed}",
+        caption=f"final loss: mean of the last {WINDOW} steps\n"
+        f"activation bytes kept: for the backward pass of {BATCH_SIZE} images",
+    )
+    for header in COLUMNS:
+        justify = "left" if header == "precision" else "right"
+        table.add_column(header.replace(" ", "\n"), justify=justify)
+    for run in runs:
+        table.add_row(*(cell(run) for cell in COLUMNS.values()))
+    Console().print(table)
+
+    picture = out / "demo.png"
+    draw(runs, picture)
+    print(f"Losses and loss scale, step by step: {picture}")
+
+
+def train_all(epochs: int, seed: int) -> list[Run]:
+    """Trains once per precision, from the same seed and in the same order of data."""
+    from rich import progress
+    from rich.console import Console
+
+    # On stderr: it tells the time, while stdout depends on the seed alone.
+    with progress.Progress(
+        progress.TextColumn("{task.description:<8}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("steps"),
+        progress.TimeElapsedColumn(),
+        console=Console(stderr=True),
+    ) as bar:
+        return [
+            train(precision, loss_scale, epochs, seed, bar.track)
+            for precision, loss_scale in LOSS_SCALES.items()
+        ]
+
+
+def train(
+    precision: str,
+    loss_scale: jmp.LossScale,
+    epochs: int,
+    seed: int,
+    track: Callable[..., Iterable[Any]],
+) -> Run:
+    """Trains once; ``track`` goes through the batches and shows how far it is."""
+    (images, labels), (test_images, test_labels) = load_digits()
+    batches = order_of_images(len(images), epochs, seed)
+    model = make_lenet()
+    forward = in_precision(model.apply, precision)
+
+    def loss_fn(params: Any, images: Any, labels: Any) -> Any:
+        logits = forward(params, images)  # In float32, as is all that follows.
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    schedule = optax.cosine_decay_schedule(PEAK_LEARNING_RATE, len(batches))
+    optimizer = jmp.loss_scaling(optax.adam(schedule), loss_scale)
+    step = make_step(loss_fn, optimizer)
+    params = model.init(jax.random.key(seed), images[:1])
+    opt_state = optimizer.init(params)
+
+    history: list[Any] = []
+    # Step by step from Python: on a CPU, XLA's convolutions are slow in a lax.scan.
+    for batch in track(batches, description=precision):
+        params, opt_state, told = step(params, opt_state, images[batch], labels[batch])
+        history.append(jax.device_get(told))
+
+    losses, loss_scales, grads_finite = map(np.stack, zip(*history, strict=True))
+    logits = jax.device_get(jax.jit(forward)(params, test_images))
+    one_batch = images[:BATCH_SIZE], labels[:BATCH_SIZE]
+    return Run(
+        precision=precision,
+        test_accuracy=float(np.mean(logits.argmax(axis=-1) == test_labels)),
+        final_loss_scale=float(jmp.get_loss_scale(opt_state).loss_scale),
+        param_bytes=jmp.dtype_summary(params).total.bytes,
+        kept_bytes=bytes_kept(loss_fn, params, *one_batch),
+        losses=losses,
+        loss_scales=loss_scales,
+        grads_finite=grads_finite,
+    )
+
+
+def load_digits() -> tuple[Any, Any]:
+    """Returns ``(images, labels)`` to train on and to test on, the same every time.
+
+    Images are float32 of shape ``(n, 8, 8, 1)`` in [0, 1], labels int32 of ``(n,)``.
+    """
+    from sklearn import datasets
+
+    digits: Any = datasets.load_digits()
+    # Shuffled, because the file is not: it starts 0, 1, 2, ..., 9, 0, 1, 2, ...
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    images = digits.images[order, :, :, None].astype(np.float32) / 16
+    labels = digits.target[order].astype(np.int32)
+    to_train, to_test = slice(TEST_SIZE, None), slice(TEST_SIZE)
+    return (images[to_train], labels[to_train]), (images[to_test], labels[to_test])
+
+
+def order_of_images(n_images: int, epochs: int, seed: int) -> np.ndarray:
+    """Returns indices of shape ``(steps, BATCH_SIZE)``, shuffled anew every epoch."""
+    rng = np.random.default_rng(seed)
+    n_used = n_images - n_images % BATCH_SIZE
+    order = [rng.permutation(n_images)[:n_used] for _ in range(epochs)]
+    return np.reshape(order, (-1, BATCH_SIZE))
+
+
+def make_lenet() -> Any:
+    """Returns the network. Nothing in it says which precision it runs in."""
+    from flax import linen as nn
+
+    class LeNet(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for features in (32, 64):
+                x = nn.relu(nn.Conv(features, (3, 3))(x))
+                x = nn.max_pool(x, (2, 2), (2, 2))
+            x = x.reshape(len(x), -1)
+            x = nn.relu(nn.Dense(128)(x))
+            return nn.Dense(10)(x)
+
+    return LeNet()
+
+
+def in_precision(forward: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    """Returns ``forward`` computing in ``dtype``, with float32 outside."""
+    policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
+    return lambda *args: policy.cast_to_output(forward(*policy.cast_to_compute(args)))
+
+
+def make_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    """Returns the training step, which also tells what happened in it."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, opt_state: Any, images: Any, labels: Any) -> Any:
+        scale = jmp.get_loss_scale(opt_state)
+        loss, grads = jmp.value_and_grad(loss_fn, scale)(params, images, labels)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, (loss, scale.loss_scale, opt_state.grads_finite)
+
+    return step
+
+
+def bytes_kept(loss_fn: Callable[..., Any], params: Any, *batch: Any) -> int:
+    """Returns how many bytes wait for the backward pass, without computing anything.
+
+    They are the residuals of ``jax.vjp``, each counted once, but for the parameters and
+    the batch, which are there anyway. Whatever is made of those counts, such as weights
+    cast to 16 bits. (XLA may compute a residual twice rather than keep it.)
+    """
+
+    def residuals(params: Any, batch: Any) -> list[Any]:
+        _, backward = jax.vjp(lambda params: loss_fn(params, *batch), params)
+        arguments = set(map(id, jax.tree.leaves((params, batch))))
+        # The function that vjp returns is a pytree: its leaves are the residuals.
+        kept = {id(leaf): leaf for leaf in jax.tree.leaves(backward)}
+        return [leaf for name, leaf in kept.items() if name not in arguments]
+
+    return jmp.dtype_summary(jax.eval_shape(residuals, params, batch)).total.bytes
+
+
+def draw(runs: Sequence[Run], path: pathlib.Path) -> None:
+    """Draws the losses and, of each run that has one, the loss scale over the steps."""
+    from matplotlib.figure import Figure
+
+    # Not by pyplot: a figure of its own is drawn by Agg and needs no screen.
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    upper.set_title("LeNet on handwritten digits")
+    upper.set(yscale="log", ylabel=f"loss (mean of {WINDOW} steps)")
+    lower.set(ylabel="loss scale", xlabel="step")
+    lower.set_yscale("log", base=2)
+
+    # From wide and light to thin and dark, because the curves lie on each other.
+    styles = (("#f0b040", "-", 5.0), ("#2f7fc1", "--", 2.5), ("black", ":", 1.5))
+    for run, (color, line, width) in zip(runs, styles, strict=True):
+        means, name = running_mean(run.losses), run.precision
+        steps = np.arange(WINDOW - 1, len(run.losses))
+        upper.plot(steps, means, line, color=color, lw=width, label=name)
+        if not run.is_scaled:
+            continue
+        skipped = np.flatnonzero(~run.grads_finite)
+        lower.plot(run.loss_scales, drawstyle="steps-mid", color=color, label=name)
+        lower.plot(skipped, run.loss_scales[skipped], "rx", label="skipped step")
+    for axes in (upper, lower):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def running_mean(losses: np.ndarray) -> np.ndarray:
+    """Returns the means of ``WINDOW`` losses in a row."""
+    return np.convolve(losses, np.full(WINDOW, 1 / WINDOW), mode="valid")
+
+
+# ----------------------------------------------------------------------- the doctor
+
+
+def doctor() -> int:
+    """Prints what there is to know about this machine and how JAX is set up on it."""
+    config: Any = jax.config
+    rows = [("python", platform.python_version()), ("jmp_lite", jmp.__version__)]
+    rows += [(name, version(name)) for name in ("jax", "jaxlib", "optax", "flax")]
+    rows += [("x64", "on" if config.jax_enable_x64 else "off")]
+    precision = config.jax_default_matmul_precision
+    rows += [("matmul precision", precision or "not set: the backend chooses")]
+    code = 0
+    try:
+        rows += describe_devices()
+    except RuntimeError as error:  # No backend starts, or not the one asked for.
+        rows += [("devices", f"none: {error}")]
+        code = 1
+    for name, text in rows:
+        print(f"{name:<18}{text}")
+    return code
+
+
+def version(package: str) -> str:
+    """Returns the version of a package, or says that there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def describe_devices() -> list[tuple[str, str]]:
+    """Returns what devices there are, and the half dtype of the one JAX uses first."""
+    kinds = collections.Counter(f"{d.platform}: {d.device_kind}" for d in jax.devices())
+    rows = [("devices", f"{count} x {kind}") for kind, count in kinds.items()]
+    (default,) = jnp.zeros([]).devices()
+    dtype, why = explain_half_dtype(default)
+    half = f"{np.dtype(dtype).name}, because {why}"
+    return [*rows, ("default device", str(default)), ("half dtype", half)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

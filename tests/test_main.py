@@ -1,0 +1,292 @@
+import contextlib
+import importlib.metadata
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_lite as jmp
+from jmp_lite import __main__ as cli
+
+DEMO_MODULES = list(cli.DEMO_PACKAGES.values())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    # optax's adam divides a Python float by an int32, which strict promotion forbids.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_terminal():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        patch.delenv("FORCE_COLOR", raising=False)
+        yield
+
+
+def in_a_subprocess_without(modules, *argv, **environment):
+    code = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({json.dumps(modules)}))
+sys.argv[1:] = {json.dumps(argv)}
+runpy.run_module("jmp_lite", run_name="__main__", alter_sys=True)
+"""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+# ----------------------------------------------------------------------- the doctor
+
+
+def test_the_doctor_tells_versions_devices_and_the_half_dtype(capsys):
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = {line[:18].strip(): line[18:] for line in lines}
+    assert told["jmp_lite"] == jmp.__version__
+    for package in ("jax", "jaxlib", "optax", "flax"):
+        assert told[package] == importlib.metadata.version(package)
+    assert told["devices"] == "2 x cpu: cpu"
+    assert told["x64"] == "off"
+    assert told["half dtype"] == "bfloat16, because cpu devices compute in bfloat16"
+    assert told["matmul precision"] == "not set: the backend chooses"
+
+
+def test_the_doctor_reads_the_configuration_of_now(capsys):
+    with jax.enable_x64(True), jax.default_matmul_precision("tensorfloat32"):
+        cli.main(["doctor"])
+    told = capsys.readouterr().out
+    assert re.search(r"^x64 +on$", told, re.MULTILINE)
+    assert re.search(r"^matmul precision +tensorfloat32$", told, re.MULTILINE)
+
+
+def test_the_doctor_says_that_a_package_is_not_installed():
+    assert cli.version("no-such-package-of-ours") == "not installed"
+
+
+def test_the_doctor_needs_the_core_dependencies_alone():
+    result = in_a_subprocess_without(DEMO_MODULES, "doctor")
+    assert result.returncode == 0, result.stderr
+    assert "half dtype" in result.stdout
+
+
+def test_the_doctor_examines_a_machine_whose_backend_does_not_start():
+    result = in_a_subprocess_without([], "doctor", JAX_PLATFORMS="no_such_platform")
+    assert result.returncode == 1
+    assert re.search(r"^devices +none: .*no_such_platform", result.stdout, re.MULTILINE)
+    assert "Traceback" not in result.stderr
+
+
+# ----------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        ([], "required: command"),
+        (["train"], "invalid choice: 'train'"),
+        (["demo", "--epochs", "0"], "--epochs: .* from 1 to .*, got '0'"),
+        (["demo", "--epochs", "two"], "--epochs: expected a whole number.*'two'"),
+        (["demo", "--seed", "-1"], "--seed: .* from 0 to .*, got '-1'"),
+        (["demo", "--seed", str(2**31)], "--seed: expected a whole number"),
+        (["demo", "--out", __file__], "--out: File exists: .*test_main.py"),
+        (["doctor", "--epochs", "3"], "unrecognized arguments"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_say_what_is_wrong(argv, fragment, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(argv)
+    assert error.value.code == 2
+    assert re.search(fragment, capsys.readouterr().err)
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["--version"])
+    assert error.value.code == 0
+    assert capsys.readouterr().out == f"jmp_lite {jmp.__version__}\n"
+
+
+@pytest.mark.parametrize("package", cli.DEMO_PACKAGES)
+def test_a_demo_without_its_extra_says_what_to_install(
+    package, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setitem(sys.modules, cli.DEMO_PACKAGES[package], None)
+    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == f"The demo needs {package}: pip install 'jmp_lite[demo]'\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_demo_without_any_of_its_extra_names_every_package(tmp_path):
+    result = in_a_subprocess_without(DEMO_MODULES, "demo", "--out", str(tmp_path))
+    assert result.returncode == 1
+    assert "flax, matplotlib, rich, scikit-learn: pip install" in result.stderr
+
+
+# ------------------------------------------------------------------------- the demo
+
+
+@pytest.fixture(scope="module")
+def quick_demo(tmp_path_factory):
+    """What ``demo --epochs 1`` wrote on stdout and stderr, and its folder."""
+    out = tmp_path_factory.mktemp("demo") / "not" / "there yet"
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        assert (
+            cli.main(["demo", "--epochs", "1", "--seed", "3", "--out", str(out)]) == 0
+        )
+    return stdout.getvalue(), stderr.getvalue(), out
+
+
+@pytest.fixture(scope="module")
+def runs_again():
+    return cli.train_all(epochs=1, seed=3)
+
+
+def cells_of(table, precision):
+    (line,) = (line for line in table.splitlines() if f" {precision} " in line)
+    return re.split(r"\s*[│|]\s*", line)[1:-1]
+
+
+def test_the_demo_prints_a_table_with_a_row_per_precision(quick_demo):
+    table, _, _ = quick_demo
+    headers = table[: table.index(" float32 ")]
+    for word in " ".join(cli.COLUMNS).split():
+        assert re.search(rf"\b{word}\b", headers)
+    for precision in ("float32", "bfloat16", "float16"):
+        assert len(cells_of(table, precision)) == len(cli.COLUMNS)
+    assert "…" not in table
+
+
+def test_the_same_seed_prints_the_same_results(quick_demo, runs_again):
+    table, _, _ = quick_demo
+    for run in runs_again:
+        again = [cell(run) for cell in cli.COLUMNS.values()]
+        assert cells_of(table, run.precision) == again
+
+
+def test_the_progress_of_every_run_is_on_stderr_alone(quick_demo, runs_again):
+    stdout, stderr, _ = quick_demo
+    steps = len(runs_again[0].losses)
+    assert stderr.count(f"{steps}/{steps} steps") == 3
+    assert "steps 0:" not in stdout
+
+
+def test_the_demo_draws_a_picture_and_tells_where(quick_demo):
+    from matplotlib import image
+
+    stdout, _, out = quick_demo
+    (picture,) = out.iterdir()
+    assert f"Losses and loss scale, step by step: {picture}\n" in stdout
+    pixels = image.imread(picture)
+    assert pixels.ndim == 3
+    assert min(pixels.shape[:2]) > 300
+    assert len(np.unique(pixels[..., :3].reshape(-1, 3), axis=0)) > 50
+
+
+def test_only_float16_is_scaled_and_backs_off_from_a_scale_that_overflows(runs_again):
+    float32, bfloat16, float16 = runs_again
+    for run in (float32, bfloat16):
+        assert not run.is_scaled
+        assert run.grads_finite.all()
+        assert cli.COLUMNS["final loss scale"](run) == "none"
+    assert float16.is_scaled
+    assert float16.loss_scales[0] == 2**24
+    assert not float16.grads_finite[0]
+    assert float16.grads_finite[-1]
+    assert float16.final_loss_scale < 2**20
+    after = np.where(float16.grads_finite, float16.loss_scales, float16.loss_scales / 2)
+    np.testing.assert_array_equal(float16.loss_scales[1:], after[:-1])
+
+
+def test_the_runs_start_alike_and_differ_by_rounding_alone(runs_again):
+    float32, bfloat16, float16 = runs_again
+    assert all(run.losses.dtype == np.float32 for run in runs_again)
+    assert float32.losses[0] == pytest.approx(bfloat16.losses[0], rel=1e-2)
+    assert float32.losses[0] == pytest.approx(float16.losses[0], rel=1e-3)
+    assert float32.losses[0] != bfloat16.losses[0] != float16.losses[0]
+
+
+def test_parameters_stay_float32_and_activations_take_less(runs_again):
+    float32, bfloat16, float16 = runs_again
+    assert float32.param_bytes == bfloat16.param_bytes == float16.param_bytes
+    assert bfloat16.kept_bytes == float16.kept_bytes
+    assert 0.5 < float16.kept_bytes / float32.kept_bytes < 0.65
+
+
+def test_training_and_test_images_are_apart_and_stay_so():
+    (images, labels), (test_images, test_labels) = cli.load_digits()
+    assert len(images) + len(test_images) == 1797
+    assert (images.dtype, labels.dtype) == (np.float32, np.int32)
+    assert images.shape[1:] == test_images.shape[1:] == (8, 8, 1)
+    assert images.min() == 0
+    assert images.max() == 1
+    assert set(labels) == set(test_labels) == set(range(10))
+    (again, _), _ = cli.load_digits()
+    np.testing.assert_array_equal(images, again)
+
+
+def test_every_epoch_takes_no_image_twice_and_another_order():
+    order = cli.order_of_images(130, epochs=2, seed=0)
+    assert order.shape == (4, cli.BATCH_SIZE)
+    first, second = order.reshape(2, -1)
+    assert len(set(first)) == len(set(second)) == 128
+    assert (first != second).any()
+    np.testing.assert_array_equal(order, cli.order_of_images(130, epochs=2, seed=0))
+    assert (order != cli.order_of_images(130, epochs=2, seed=1)).any()
+
+
+@pytest.mark.parametrize("dtype", cli.LOSS_SCALES)
+def test_a_forward_function_computes_in_its_precision_between_float32(dtype):
+    seen = []
+
+    def forward(params, images):
+        seen.extend([params["w"].dtype, images.dtype])
+        return images @ params["w"]
+
+    params = {"w": jnp.ones((3, 2))}
+    logits = cli.in_precision(forward, dtype)(params, jnp.ones((4, 3)))
+    assert seen == [jnp.dtype(dtype)] * 2
+    assert logits.dtype == jnp.float32
+
+
+def test_bytes_kept_are_the_residuals_but_for_parameters_and_batch():
+    def loss_fn(params, images):
+        return jnp.sin(images @ params).sum()
+
+    def loss_fn_in_16_bits(params, images):
+        low = loss_fn(params.astype(jnp.bfloat16), images.astype(jnp.bfloat16))
+        return low.astype(jnp.float32)
+
+    params, images = jnp.ones((3, 2)), jnp.ones((5, 3))
+    # By hand: the cosine of 5 x 2 numbers; in 16 bits the cast images as well.
+    assert cli.bytes_kept(loss_fn, params, images) == 4 * 5 * 2
+    assert cli.bytes_kept(loss_fn_in_16_bits, params, images) == 2 * (5 * 2 + 5 * 3)
+
+
+@pytest.mark.slow
+def test_the_three_precisions_reach_the_same_accuracy(tmp_path, capsys):
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    accuracies = [
+        float(cells_of(table, precision)[1].rstrip("%"))
+        for precision in cli.LOSS_SCALES
+    ]
+    assert min(accuracies) > 97
+    assert max(accuracies) - min(accuracies) <= 1
+    assert int(cells_of(table, "float16")[3]) > 0
