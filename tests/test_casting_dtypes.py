@@ -52,7 +52,7 @@ def test_the_name_of_every_dtype_reads_back(dtype):
     ("bad", "fragment"),
     [
         ("bfloat", "Unknown dtype 'bfloat'.*Did you mean 'bfloat16'"),
-        ("qqq", "Unknown dtype 'qqq': expected one of bf16, bfloat16"),
+        ("qqq", r"Unknown dtype 'qqq'\. Expected one of bf16, bfloat16"),
         ("int32", "Unknown dtype 'int32'"),
         (np.int32, "Expected a floating dtype.*int32"),
         (np.complex64, "Expected a floating dtype.*complex64"),
@@ -63,11 +63,6 @@ def test_the_name_of_every_dtype_reads_back(dtype):
 def test_what_is_no_floating_dtype_is_named_in_the_error(bad, fragment):
     with pytest.raises(ValueError, match=fragment):
         parse_dtype(bad)
-
-
-def test_a_name_unlike_all_others_gets_no_guess():
-    with pytest.raises(ValueError, match=r"half\.$"):
-        parse_dtype("qqq")
 
 
 @pytest.mark.parametrize(

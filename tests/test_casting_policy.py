@@ -47,7 +47,7 @@ def test_half_is_the_device_s_half_dtype():
     [
         ("compute_float16", "Unknown dtype 'compute_float16'"),
         ("c=bfloat61", "'bfloat61'.*Did you mean 'bfloat16'.*'c=bfloat61'"),
-        ("comptue=f16", "Unknown key 'comptue'.*params.*Did you mean 'compute'"),
+        ("comptue=f16", "Unknown key 'comptue'.*mean 'compute'.*one of p, params"),
         ("c=f16,,p=f32", "Expected key=dtype, got ''"),
         ("c=f16,f32", "Expected key=dtype, got 'f32'"),
         ("c=f16,compute=f32", "compute_dtype is given twice"),

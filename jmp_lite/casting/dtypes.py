@@ -76,12 +76,12 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def unknown_name(kind: str, got: str, accepted: Iterable[str]) -> ValueError:
-    """Returns an error that names the accepted words and the one nearest to ``got``."""
+    """Returns an error that names the word nearest to ``got`` and the accepted ones."""
     accepted = list(accepted)
     near = difflib.get_close_matches(got, accepted, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ValueError(
-        f"Unknown {kind} {got!r}: expected one of {', '.join(accepted)}.{hint}"
+        f"Unknown {kind} {got!r}.{hint} Expected one of {', '.join(accepted)}."
     )
 
 

@@ -1,0 +1,333 @@
+import dataclasses
+import gc
+import importlib
+import json
+import pkgutil
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+
+from jmp_lite.autocasting.rules import (
+    ASCEND_OPS,
+    GROUPS,
+    HIGHER_ORDER,
+    PRESETS,
+    Precision,
+    Rules,
+    get_rules,
+    group_of,
+    parse_precision,
+)
+
+OPS = sorted(op for group in GROUPS for op in group.ops)
+LOWERABLE = [
+    op
+    for op in OPS
+    if group_of(op).has_low_form and group_of(op).precision is not Precision.KEEP
+]
+NORMS = ["LayerNorm_0", "RMSNorm_1", "layer_norm", "BatchNorm", "groupnorm"]
+
+
+# ------------------------------------------------------------------ the table of ops
+
+
+def test_no_op_is_in_two_groups():
+    assert len(OPS) == len(set(OPS))
+    assert not HIGHER_ORDER & set(OPS)
+
+
+def test_every_group_says_why():
+    assert all(group.ops and group.reason for group in GROUPS)
+
+
+def installed_primitives():
+    """The names of all primitives of JAX, whether or not a program uses them."""
+    importlib.import_module("jax.experimental.pallas")
+    for package in ("jax._src", "jax.experimental.sparse", "jax._src.cudnn"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if module.name.endswith("_test") or module.name == "__main__":
+                continue
+            with warnings.catch_warnings(action="ignore"):
+                try:
+                    importlib.import_module(f"{package}.{module.name}")
+                except (ImportError, AttributeError, AssertionError):
+                    continue  # It wants a package or a device that is not there.
+    return {
+        primitive.name
+        for primitive in gc.get_objects()
+        if isinstance(primitive, Primitive)
+        and type(primitive).__module__.startswith("jax")
+    }
+
+
+def test_every_primitive_of_the_installed_jax_is_in_a_group_by_decision():
+    found = installed_primitives()
+    assert {"dot_general", "scan", "pallas_call", "bcoo_todense"} <= found
+    assert len(found) > 250
+    new = sorted(found - set(OPS) - HIGHER_ORDER)
+    assert not new, f"decide where they belong: {new}"
+
+
+@pytest.mark.parametrize(
+    ("op", "precision"),
+    [
+        ("dot_general", "low"),
+        ("conv_general_dilated", "low"),
+        ("exp", "full"),
+        ("reduce_sum", "full"),
+        ("psum", "full"),
+        ("scatter-add", "full"),
+        ("cholesky", "full"),
+        ("add", "follow"),
+        ("integer_pow", "follow"),
+        ("select_n", "follow"),
+        ("sin", "follow"),
+        ("pallas_call", "keep"),
+        ("random_bits", "keep"),
+        ("bitcast_convert_type", "keep"),
+        ("an op nobody knows", "keep"),
+    ],
+)
+def test_the_classes_of_mixed_are_the_design_s(op, precision):
+    assert get_rules("mixed").precision_of(op) is Precision(precision)
+
+
+# -------------------------------------------------------------------------- presets
+
+
+def count(rules):
+    precisions = [rules.precision_of(op) for op in OPS]
+    return {precision: precisions.count(precision) for precision in set(precisions)}
+
+
+def test_o0_keeps_every_op_and_is_the_only_identity():
+    assert set(count(get_rules("O0"))) == {Precision.KEEP}
+    identities = {name for name, rules in PRESETS.items() if rules.is_identity}
+    assert identities == {"O0", "must_keep_origin_dtype"}
+    assert not get_rules("O0").low("dot_general").is_identity
+    assert not get_rules("O0").scope("head", "low").is_identity
+
+
+def test_o1_is_low_for_matmuls_and_float32_for_all_else():
+    rules = get_rules("O1")
+    assert rules.precision_of("dot_general") is Precision.LOW
+    assert rules.precision_of("add") is Precision.FULL
+    assert rules.precision_of("reshape") is Precision.FULL
+    assert Precision.FOLLOW not in count(rules)
+
+
+def test_o2_is_low_but_for_the_full_table_and_norms():
+    rules = get_rules("O2")
+    assert rules.precision_of("add") is Precision.LOW
+    assert rules.precision_of("exp") is Precision.FULL
+    assert rules.precision_in("M/LayerNorm_0") is Precision.FULL_INSIDE
+
+
+def test_o3_is_low_wherever_there_is_a_low_form():
+    rules = get_rules("O3")
+    assert all(rules.precision_of(op) is Precision.LOW for op in LOWERABLE)
+    assert rules.precision_of("cholesky") is Precision.FULL
+    assert rules.precision_of("pallas_call") is Precision.KEEP
+    assert rules.precision_in("M/LayerNorm_0") is None
+
+
+def test_torch_widens_and_knows_no_norm_layers():
+    rules = get_rules("torch")
+    assert rules.precision_of("add") is Precision.WIDEST
+    assert rules.precision_of("integer_pow") is Precision.FULL
+    assert rules.scopes == ()
+
+
+def test_ascend_s_modes_are_presets():
+    assert get_rules("allow_mix_precision") == get_rules("mixed")
+    assert get_rules("force_fp16") == get_rules("O3", compute_dtype="float16")
+    convolutions = get_rules("allow_fp32_to_fp16")
+    low = [op for op in OPS if convolutions.precision_of(op) is Precision.LOW]
+    assert low == ["conv_general_dilated"]
+    assert convolutions.compute_dtype == np.float16
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_takes_another_compute_dtype(name):
+    rules = get_rules(name, "f16")
+    assert rules.compute_dtype == np.dtype("float16")
+    assert dataclasses.replace(rules, compute_dtype=PRESETS[name].compute_dtype) == (
+        get_rules(name)
+    )
+
+
+@pytest.mark.parametrize("path", NORMS)
+def test_norm_layers_are_float32_inside_whatever_their_spelling(path):
+    rules = get_rules("mixed")
+    assert rules.precision_in(f"LM/Block_0/{path}/Dense") is Precision.FULL_INSIDE
+    assert rules.precision_in("LM/Block_0/Dense_0") is None
+    assert rules.precision_in("norm") is None
+
+
+# ----------------------------------------------------------------------------- edits
+
+
+def test_an_edit_is_a_new_value_and_leaves_the_old_one():
+    rules = get_rules("mixed")
+    edited = (
+        rules.full("tanh", "erf").low("add").follow("exp").widest("mul").keep("sub")
+    )
+    assert rules == get_rules("mixed")
+    expected = dict(tanh="full", erf="full", add="low", exp="follow", mul="widest")
+    for op, precision in {**expected, "sub": "keep"}.items():
+        assert edited.precision_of(op) is Precision(precision)
+    assert edited.low("tanh").precision_of("tanh") is Precision.LOW
+
+
+def test_rules_are_equal_by_value_whatever_the_order_of_edits():
+    a = get_rules("mixed").full("tanh").low("add")
+    b = get_rules("mixed").low("add").full("tanh")
+    assert a == b
+    assert len({a, b}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a.default = Precision.LOW
+
+
+def test_user_s_scopes_come_in_order_and_before_the_preset_s():
+    rules = get_rules("mixed").scope("head", "full").scope("head|LayerNorm", "low")
+    assert rules.precision_in("M/head") is Precision.FULL
+    assert rules.precision_in("M/LayerNorm_0") is Precision.LOW
+    assert rules.precision_in("M/RMSNorm_0") is Precision.FULL_INSIDE
+
+
+def test_carries_are_found_by_path():
+    rules = get_rules("mixed").carry("layers", "follow").carry(".", "full")
+    assert rules.carry_in("LM/layers") == "follow"
+    assert rules.carry_in("LM/solver") == "full"
+    assert get_rules("mixed").carry_in("LM") is None
+
+
+@pytest.mark.parametrize("spelling", ["full", "FULL", "Full", Precision.FULL])
+def test_a_precision_may_be_spelt_in_any_case(spelling):
+    assert parse_precision(spelling) is Precision.FULL
+
+
+BAD_EDITS = {
+    "an unknown op": (
+        lambda r: r.low("tanhh"),
+        "Unknown op 'tanhh'.*mean 'tanh'.*one of abs, acos",
+    ),
+    "a kept op": (
+        lambda r: r.low("pallas_call"),
+        "'pallas_call' cannot be LOW.*kernel",
+    ),
+    "a kept op, full": (lambda r: r.full("random_bits"), "cannot be FULL.*random bits"),
+    "no 16-bit form": (lambda r: r.low("cholesky"), "cannot be LOW.*stays FULL"),
+    "a loop": (lambda r: r.low("scan"), "'scan' is entered.*name those ops"),
+    "inside an op": (
+        lambda r: dataclasses.replace(r, ops=(("exp", "full_inside"),)),
+        "FULL_INSIDE is for scopes",
+    ),
+    "a precision": (lambda r: r.scope("x", "hgih"), "Unknown precision 'hgih'"),
+    "a pattern": (lambda r: r.scope("(", "low"), r"regular expression, got '\('"),
+    "no pattern": (lambda r: r.scope(3, "low"), "regular expression, got 3"),
+    "a carry": (lambda r: r.carry("x", "low"), "Unknown precision of a carry 'low'"),
+    "a dtype": (lambda r: get_rules("mixed", "bf61"), "Unknown dtype 'bf61'"),
+    "a preset": (
+        lambda r: get_rules("mixd"),
+        "Unknown preset 'mixd'.*mean 'mixed'.*one of mixed, O0",
+    ),
+    "a level": (lambda r: get_rules("O4"), "Unknown preset 'O4'.*O0, O1, O2, O3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EDITS)
+def test_a_bad_edit_names_what_came_and_what_is_accepted(name):
+    edit, fragment = BAD_EDITS[name]
+    with pytest.raises(ValueError, match=fragment):
+        edit(get_rules("mixed"))
+
+
+# ----------------------------------------------------------------------------- JSON
+
+RULES = st.builds(
+    Rules,
+    compute_dtype=st.sampled_from(["bfloat16", "float16"]),
+    ops=st.dictionaries(
+        st.sampled_from(LOWERABLE),
+        st.sampled_from([p for p in Precision if p is not Precision.FULL_INSIDE]),
+        max_size=4,
+    ).map(lambda ops: tuple(ops.items())),
+    default=st.sampled_from([Precision.FOLLOW, Precision.LOW, Precision.WIDEST]),
+    scopes=st.lists(
+        st.tuples(
+            st.sampled_from(["head", "^LM/", r"Dense_\d"]),
+            st.sampled_from(list(Precision)),
+        )
+    ).map(tuple),
+    carries=st.lists(
+        st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["follow", "full"]))
+    ).map(tuple),
+)
+
+
+@hypothesis.given(RULES)
+def test_rules_read_back_from_their_json(rules):
+    again = Rules.from_json(rules.to_json())
+    assert again == rules
+    assert hash(again) == hash(rules)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_read_back_from_their_json(name):
+    assert Rules.from_json(get_rules(name).to_json()) == get_rules(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("{", "rules as JSON: Expecting"),
+        ("[]", "JSON object, got list"),
+        ('{"opps": {}}', "Unknown field of rules 'opps'.*Did you mean 'ops'"),
+        ('{"ops": []}', "ops as a JSON object, got list"),
+        ('{"ops": {"exxp": "low"}}', "Unknown op 'exxp'.*Did you mean 'exp"),
+        ('{"scopes": ["head"]}', r"scopes as pairs \[pattern, precision\]"),
+        ('{"compute_dtype": "int8"}', "Unknown dtype 'int8'"),
+        ('{"default": "lowest"}', "Unknown precision 'lowest'"),
+        ('{"MatMul": {"precision_reduce": {"flag": "yes"}}}', "'MatMul', got 'yes'"),
+    ],
+)
+def test_malformed_json_names_the_bad_part(text, fragment):
+    with pytest.raises(ValueError, match=fragment):
+        Rules.from_json(text)
+
+
+def test_ascend_s_json_becomes_rules():
+    flags = {"MatMul": "false", "Exp": "true", "LayerNorm": "false", "Tanh": "true"}
+    text = json.dumps(
+        {op: {"precision_reduce": {"flag": flag}} for op, flag in flags.items()}
+    )
+    rules = Rules.from_json(text)
+    assert rules.precision_of("dot_general") is Precision.FULL
+    assert rules.precision_of("exp") is Precision.LOW
+    assert rules.precision_of("tanh") is Precision.LOW
+    assert rules.precision_of("erf") is Precision.FOLLOW
+    assert rules.precision_in("M/LayerNorm_0") is Precision.FULL
+
+
+def test_ascend_s_operators_without_a_counterpart_warn_once():
+    text = json.dumps(
+        {
+            name: {"precision_reduce": {"flag": "true"}}
+            for name in ("NPUGetFloatStatus", "MatMul", "LARSV2")
+        }
+    )
+    with pytest.warns(UserWarning, match="NPUGetFloatStatus, LARSV2") as seen:
+        rules = Rules.from_json(text)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert rules.precision_of("dot_general") is Precision.LOW
+
+
+def test_every_operator_of_ascend_s_table_is_an_op_or_a_scope_here():
+    for operator, op in ASCEND_OPS.items():
+        assert op in OPS or op.startswith("scope:"), operator
