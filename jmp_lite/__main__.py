@@ -70,11 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         needs = f"The demo needs {', '.join(missing)}"
         print(f"{needs}: pip install 'jmp_lite[demo]'", file=sys.stderr)
         return 1
+    picture = options.out / "demo.png"
     try:  # Now, not when all the work is done.
         options.out.mkdir(parents=True, exist_ok=True)
+        picture.open("ab").close()
     except OSError as error:
-        parser.error(f"argument --out: {error.strerror}: {options.out}")
-    demo(options.epochs, options.seed, options.out)
+        parser.error(f"argument --out: {error.strerror}: {error.filename}")
+    reason = why_no_device()
+    if reason:
+        print(f"JAX finds no device: {reason}", file=sys.stderr)
+        return 1
+    demo(options.epochs, options.seed, picture)
     return 0
 
 
@@ -142,7 +148,7 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
 }
 
 
-def demo(epochs: int, seed: int, out: pathlib.Path) -> None:
+def demo(epochs: int, seed: int, picture: pathlib.Path) -> None:
     """Trains in three precisions, prints the table and draws the picture."""
     from rich.console import Console
     from rich.table import Table
@@ -160,7 +166,6 @@ def demo(epochs: int, seed: int, out: pathlib.Path) -> None:
         table.add_row(*(cell(run) for cell in COLUMNS.values()))
     Console().print(table)
 
-    picture = out / "demo.png"
     draw(runs, picture)
     print(f"Losses and loss scale, step by step: {picture}")
 
@@ -353,15 +358,20 @@ def doctor() -> int:
     rows += [("x64", "on" if config.jax_enable_x64 else "off")]
     precision = config.jax_default_matmul_precision
     rows += [("matmul precision", precision or "not set: the backend chooses")]
-    code = 0
-    try:
-        rows += describe_devices()
-    except RuntimeError as error:  # No backend starts, or not the one asked for.
-        rows += [("devices", f"none: {error}")]
-        code = 1
+    reason = why_no_device()
+    rows += [("devices", f"none: {reason}")] if reason else describe_devices()
     for name, text in rows:
         print(f"{name:<18}{text}")
-    return code
+    return 1 if reason else 0
+
+
+def why_no_device() -> str | None:
+    """Returns why no backend starts, or not the one asked for; None where one does."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        return str(error) or "no backend that JAX_PLATFORMS names is there"
+    return None
 
 
 def version(package: str) -> str:

@@ -33,6 +33,8 @@ FLOATS = [np.dtype(dtype) for dtype in jmp.dtype_to_names]
         ("f16", np.float16),
         ("full", np.float32),
         (np.float32, np.float32),
+        (np.dtype(">f4"), np.float32),
+        (float, np.float64),
         ("f64", np.float64),
         ("float8_e5m2", jnp.float8_e5m2),
     ],
@@ -58,6 +60,9 @@ def test_the_name_of_every_dtype_reads_back(dtype):
         (np.complex64, "Expected a floating dtype.*complex64"),
         (None, "Expected a floating dtype.*None"),
         (object(), "Expected a floating dtype.*object"),
+        ({"w": np.ones(1)}, "Expected a floating dtype.*'w'"),
+        (np.ones(1, np.float32), "Expected a floating dtype.*array"),
+        (np.longdouble, "Expected a floating dtype.*longdouble"),
     ],
 )
 def test_what_is_no_floating_dtype_is_named_in_the_error(bad, fragment):

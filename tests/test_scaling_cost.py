@@ -12,13 +12,6 @@ from benchmarks.loss_scaling import GRADIENT_BYTES, compile_update
 pytestmark = pytest.mark.targets
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # Optax itself mixes int32 counters with floats, which strict promotion forbids.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture(params=TARGETS)
 def target(request):
     if missing(request.param):

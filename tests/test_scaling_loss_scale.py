@@ -101,6 +101,8 @@ def test_a_scale_never_reaches_zero_or_infinity():
     for _ in range(8):
         scale = scale.adjust(True)
     assert float(scale.loss_scale) == 2.0**24
+    scale = jmp.DynamicLossScale(2.0**127, max_loss_scale=2.0**127, period=1)
+    assert float(scale.adjust(True).loss_scale) == 2.0**127
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
@@ -235,14 +237,22 @@ def test_a_loss_scale_of_one_s_own_needs_all_three_methods():
         (dict(loss_scale=np.inf), "got inf"),
         (dict(loss_scale=np.nan), "got nan"),
         (dict(loss_scale=np.ones(2)), r"scalar loss_scale, got the shape \(2,\)"),
-        (dict(period=0), "at least 1 for period: 0"),
-        (dict(period=2.5), "at least 1 for period: 2.5"),
+        (dict(period=0), "at least 1 for period.*got 0"),
+        (dict(period=2.5), "at least 1 for period.*got 2.5"),
         (dict(factor=1), "factor above 1, got 1"),
         (dict(factor=0.5), "factor above 1, got 0.5"),
-        (dict(hysteresis=0), "at least 1 for hysteresis: 0"),
+        (dict(hysteresis=0), "at least 1 for hysteresis.*got 0"),
         (dict(min_loss_scale=-1.0), "min_loss_scale=-1"),
         (dict(min_loss_scale=4.0, max_loss_scale=2.0), "max_loss_scale=2"),
         (dict(max_loss_scale=np.inf), "max_loss_scale=inf"),
+        (dict(max_loss_scale=1e300), "max_loss_scale=1e.300"),
+        (dict(loss_scale=jnp.float32(0)), "finite, positive loss_scale, got 0"),
+        (dict(loss_scale=jnp.float32(np.nan)), "finite, positive loss_scale, got nan"),
+        (dict(period=np.inf), r"less than 2\*\*31, got inf"),
+        (dict(period=2**40), r"less than 2\*\*31, got 1099511627776"),
+        (dict(factor=np.inf), "finite factor above 1, got inf"),
+        (dict(counter=-5), "at least 0 for counter.*got -5"),
+        (dict(counter=1.7), "at least 0 for counter.*got 1.7"),
     ],
 )
 def test_numbers_out_of_range_are_refused_by_name(numbers, fragment):
@@ -253,6 +263,11 @@ def test_numbers_out_of_range_are_refused_by_name(numbers, fragment):
 def test_what_is_no_number_is_refused_by_name():
     with pytest.raises(TypeError, match="number for period"):
         jmp.DynamicLossScale(period="often")
+    for bad in ("big", None, {}, 1j):
+        with pytest.raises(TypeError, match="number for loss_scale, got"):
+            jmp.DynamicLossScale(bad)
+    with pytest.raises(TypeError, match="number for counter, got None"):
+        jmp.DynamicLossScale(counter=None)
     with pytest.raises(TypeError, match=r"loss_scale.*DynamicLossScale's job"):
         jax.jit(lambda s: jmp.StaticLossScale(s).scale(1.0))(2.0)
     with pytest.raises(ValueError, match="positive loss_scale, got nan"):

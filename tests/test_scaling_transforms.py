@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import lenient
 
 import jmp_lite as jmp
 
@@ -17,9 +18,9 @@ GOOD = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 4.0)}
 BAD = {"w": jnp.full((2, 2), jnp.nan), "b": jnp.full(2, 4.0)}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def standard_promotion():
-    # Optax itself mixes int32 counters with floats, which strict promotion forbids.
+    """For what of optax stands around our wrapper, and mixes int32 with floats."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -45,9 +46,10 @@ def sgd_with_schedule():
 
 
 def wrap(inner):
-    return jmp.loss_scaling(inner)
+    return jmp.loss_scaling(lenient(inner))
 
 
+ADAM = lenient(optax.adam(0.1))
 COMPOSITIONS = {
     "around a chain": lambda w: w(
         optax.chain(optax.clip_by_global_norm(1.0), sgd_with_schedule())
@@ -66,20 +68,24 @@ COMPOSITIONS = {
     ),
     "around partition": lambda w: w(
         optax.partition(
-            {"one": optax.sgd(0.1), "two": optax.adam(0.1)}, {"w": "one", "b": "two"}
+            {"one": optax.sgd(0.1), "two": ADAM},
+            {"w": "one", "b": "two"},
         )
     ),
     "inside partition": lambda w: optax.partition(
-        {"one": w(optax.sgd(0.1)), "two": optax.adam(0.1)}, {"w": "one", "b": "two"}
+        {"one": w(optax.sgd(0.1)), "two": ADAM},
+        {"w": "one", "b": "two"},
     ),
     "around inject_hyperparams": lambda w: w(
         optax.inject_hyperparams(optax.adam)(
             learning_rate=optax.linear_schedule(1.0, 0.0, 4)
         )
     ),
-    "inside inject_hyperparams": lambda w: optax.inject_hyperparams(
-        lambda learning_rate: w(optax.adam(learning_rate))
-    )(learning_rate=optax.linear_schedule(1.0, 0.0, 4)),
+    "inside inject_hyperparams": lambda w: lenient(
+        optax.inject_hyperparams(lambda learning_rate: w(optax.adam(learning_rate)))(
+            learning_rate=optax.linear_schedule(1.0, 0.0, 4)
+        )
+    ),
     "around apply_if_finite": lambda w: w(optax.apply_if_finite(optax.adam(0.1), 3)),
     "inside apply_if_finite": lambda w: optax.apply_if_finite(w(optax.adam(0.1)), 3),
 }
@@ -89,7 +95,7 @@ COMPOSITIONS = {
 def test_finite_steps_of_a_composition_are_the_bare_one_s(name):
     compose = COMPOSITIONS[name]
     params, state = run(compose(wrap), GOOD, GOOD, GOOD)
-    expected, _ = run(compose(lambda inner: inner), GOOD, GOOD, GOOD)
+    expected, _ = run(compose(lenient), GOOD, GOOD, GOOD)
     chex.assert_trees_all_equal(params, expected)
     assert scale_of(state) == 2.0**15
 
@@ -146,7 +152,7 @@ def test_apply_if_finite_around_it_hides_overflows_from_the_scale_until_it_gives
 
 
 def test_around_lookahead_it_takes_its_pairs_of_parameters():
-    optimizer = jmp.loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+    optimizer = wrap(optax.lookahead(optax.sgd(0.1), 2, 0.5))
     params = optax.LookaheadParams.init_synced(PARAMS)
     state = optimizer.init(params)
     updates, state = optimizer.update(BAD, state, params)
@@ -163,7 +169,7 @@ def test_without_parameters_it_works_where_the_inner_optimizer_does():
 
 @pytest.mark.parametrize("tree", [{}, (), None, {"a": None}])
 def test_empty_trees_are_fine(tree):
-    optimizer = jmp.loss_scaling(optax.adam(0.1))
+    optimizer = wrap(optax.adam(0.1))
     updates, state = optimizer.update(tree, optimizer.init(tree), tree)
     assert jax.tree.leaves(updates) == []
     assert state.grads_finite
@@ -172,6 +178,7 @@ def test_empty_trees_are_fine(tree):
 # ------------------------------------------------------------------------ MultiSteps
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_around_multi_steps_an_overflowed_micro_batch_is_left_out_of_its_window():
     multi_steps = optax.MultiSteps(optax.sgd(0.1), 2)
     optimizer = jmp.loss_scaling(multi_steps)
@@ -182,6 +189,7 @@ def test_around_multi_steps_an_overflowed_micro_batch_is_left_out_of_its_window(
     assert int(state.skipped) == 1
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_multi_steps_object_gets_the_extra_arguments():
     def update(updates, state, params=None, *, value):
         return jax.tree.map(lambda u: u * value, updates), state
@@ -192,6 +200,7 @@ def test_a_multi_steps_object_gets_the_extra_arguments():
     chex.assert_trees_all_close(params["b"], 2 * GOOD["b"])
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_inside_multi_steps_optax_keeps_the_nan_for_ever():
     """Why the wrapper goes around: this is optax's behaviour, not ours."""
     optimizer = optax.MultiSteps(jmp.loss_scaling(optax.sgd(0.1)), 2)
@@ -211,7 +220,10 @@ def test_extra_arguments_reach_the_inner_optimizer_and_only_one_that_takes_them(
         return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    run(jmp.loss_scaling(inner), GOOD, value=1.5, function=len, key=jax.random.key(0))
+    # Whatever they are called: these are names of parameters of ours.
+    arguments = dict(value=1.5, function=len, inner=2, grads_finite=4)
+    optimizer = jmp.loss_scaling(inner)
+    optimizer.update(GOOD, optimizer.init(PARAMS), PARAMS, **arguments)
     assert seen["value"] == 1.5
     assert seen["function"] is len
     run(jmp.loss_scaling(optax.sgd(0.1)), GOOD, value=1.5)
@@ -235,7 +247,8 @@ def test_on_an_overflow_the_inner_optimizer_meets_finite_numbers_only():
 
 def test_a_state_whose_dtype_or_weak_type_changes_keeps_its_first_type():
     def update(updates, state, params=None):
-        return updates, {"half": state["half"] * np.float32(2), "weak": 2.0, "n": 1}
+        doubled = state["half"].astype(jnp.float32) * 2
+        return updates, {"half": doubled, "weak": 2.0, "n": 1}
 
     inner = optax.GradientTransformation(
         lambda _: {"half": jnp.ones(2, jnp.bfloat16), "weak": 1.0, "n": 0}, update
@@ -257,12 +270,45 @@ def test_an_inner_state_that_changes_its_shape_is_a_clear_type_error():
     inner = optax.GradientTransformation(
         lambda _: {"m": jnp.ones(2)}, lambda u, s, p=None: (u, {"m": jnp.ones(3)})
     )
-    with pytest.raises(TypeError, match=r"float32\[3\] and float32\[2\] at \['m'\]"):
+    with pytest.raises(
+        TypeError, match=r"at \['m'\] from float32\[2\] to float32\[3\]"
+    ):
         run(jmp.loss_scaling(inner), GOOD)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "fragment"),
+    [
+        (0, 0.5, r"at \['m'\] from int32\[\] to float32\[\]"),
+        (0.5, 1j, r"from float32\[\] to complex64\[\]"),
+        (jnp.array(True), 1, r"from bool\[\] to int32\[\]"),
+    ],
+)
+def test_an_inner_state_that_changes_its_kind_of_number_is_refused(
+    before, after, fragment
+):
+    inner = optax.GradientTransformation(
+        lambda _: {"m": before}, lambda u, s, p=None: (u, {"m": jnp.asarray(after)})
+    )
+    with pytest.raises(TypeError, match=fragment):
+        run(jmp.loss_scaling(inner), GOOD)
+
+
+def test_a_python_number_may_be_put_into_the_state():
+    """As optax's guide does to change a learning rate."""
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    optimizer = wrap(inner)
+    state = optimizer.init(PARAMS)
+    state.inner_state.hyperparams["learning_rate"] = 0.5
+    updates, after = optimizer.update(GOOD, state, PARAMS)
+    chex.assert_trees_all_equal(updates["b"], -0.5 * GOOD["b"])
+    assert after.inner_state.hyperparams["learning_rate"].dtype == np.float32
+    updates, again = optimizer.update(BAD, after, PARAMS)
+    chex.assert_trees_all_equal(again.inner_state, after.inner_state)
+
+
 def test_an_explicit_moment_dtype_stays():
-    optimizer = jmp.loss_scaling(optax.adam(0.1, mu_dtype="bfloat16"))
+    optimizer = wrap(optax.adam(0.1, mu_dtype="bfloat16"))
     _, state = run(optimizer, jmp.cast_tree(GOOD, "f16"), params=PARAMS)
     assert state.inner_state[0].mu["w"].dtype == jnp.bfloat16
     assert state.inner_state[0].nu["w"].dtype == np.float32
@@ -270,7 +316,7 @@ def test_an_explicit_moment_dtype_stays():
 
 def test_a_state_may_be_donated_and_the_wrapper_used_again():
     scale = jmp.DynamicLossScale(jnp.float32(8.0))
-    optimizer = jmp.loss_scaling(optax.adam(0.1), scale)
+    optimizer = jmp.loss_scaling(lenient(optax.adam(0.1)), scale)
     step = jax.jit(
         lambda state, grads: optimizer.update(grads, state, PARAMS), donate_argnums=0
     )
@@ -285,7 +331,7 @@ def test_a_state_may_be_donated_and_the_wrapper_used_again():
 
 
 def test_one_trace_for_finite_and_overflowed_steps():
-    optimizer, traces = jmp.loss_scaling(optax.adam(0.1)), []
+    optimizer, traces = wrap(optax.adam(0.1)), []
 
     @jax.jit
     def step(state, grads):
@@ -366,9 +412,11 @@ def test_check_loss_scale_raises_when_too_many_steps_in_a_row_were_skipped():
     with pytest.raises(jmp.LossScaleError, match=r"last 3 steps.*in all: 4.*\[0\]"):
         jmp.check_loss_scale(state, max_consecutive_skips=2)
     assert issubclass(jmp.LossScaleError, ValueError)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        jmp.check_loss_scale(state, max_consecutive_skips=-1)
     with pytest.raises(TypeError, match="outside of jit"):
         jax.jit(jmp.check_loss_scale)(state)
-    with pytest.raises(ValueError, match="No loss scale"):
+    with pytest.raises(ValueError, match="No LossScalingState"):
         jmp.check_loss_scale(optax.sgd(0.1).init(PARAMS))
 
 
@@ -386,9 +434,30 @@ def test_what_is_no_transformation_is_refused_at_the_door(inner, fragment):
         jmp.loss_scaling(inner)
 
 
-def test_a_wrong_loss_scale_or_state_is_refused():
-    with pytest.raises(TypeError, match=r"got float.*StaticLossScale\(128\.0\)"):
-        jmp.loss_scaling(optax.sgd(0.1), 128.0)
+class Unregistered(jmp.LossScale):
+    def scale(self, tree):
+        return tree
+
+    unscale = scale
+
+    def adjust(self, grads_finite):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("bad", "fragment"),
+    [
+        (128.0, r"got float.*StaticLossScale\(128\.0\)"),
+        (jmp.DynamicLossScale, r"did you mean DynamicLossScale\(\)\?"),
+        (Unregistered(), "Unregistered is not registered as a pytree"),
+    ],
+)
+def test_a_wrong_loss_scale_is_refused(bad, fragment):
+    with pytest.raises(TypeError, match=fragment):
+        jmp.loss_scaling(optax.sgd(0.1), bad)
+
+
+def test_a_wrong_state_is_refused():
     optimizer = wrap(optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"Expected the LossScalingState.*got dict"):
         optimizer.update(GOOD, {"inner_state": ()}, PARAMS)

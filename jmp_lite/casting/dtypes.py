@@ -46,7 +46,7 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
 
     Args:
       dtype: a name of ``dtype_to_names``, ``"half"`` (``half_dtype()``, asked of the
-        device now), or anything NumPy takes for a dtype.
+        device now), a ``np.dtype``, or a scalar type such as ``jnp.bfloat16``.
 
     Raises:
       ValueError: the name is unknown, or the dtype is not a floating one.
@@ -57,16 +57,13 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
         if dtype not in _NAME_TO_DTYPE:
             raise unknown_name("dtype", dtype, [*_NAME_TO_DTYPE, "half"])
         return _NAME_TO_DTYPE[dtype]
-    try:
-        # NumPy reads None as float64: nobody who passes None means that.
-        parsed = None if dtype is None else np.dtype(dtype)
-    except TypeError:
-        parsed = None
-    if parsed is None or parsed.type not in dtype_to_names:
+    # Not whatever NumPy takes for a dtype: it reads None as float64, and more.
+    parsed = np.dtype(dtype).type if isinstance(dtype, type | np.dtype) else None
+    if parsed not in dtype_to_names:
         raise ValueError(
             f"Expected a floating dtype or the name of one, got {dtype!r}."
         )
-    return parsed
+    return np.dtype(parsed)
 
 
 def dtype_name(dtype: DTypeLike) -> str:
@@ -245,7 +242,12 @@ def _cast_leaf(leaf: Any, dtype: np.dtype[Any]) -> Any:
 
 
 class DtypeTotals(NamedTuple):
-    """How much of a pytree has one dtype: ``leaves``, ``elements`` and ``bytes``."""
+    """How much of a pytree has one dtype: ``leaves``, ``elements`` and ``bytes``.
+
+    Example:
+      >>> dtype_summary(jnp.ones((2, 3)))["float32"]
+      DtypeTotals(leaves=1, elements=6, bytes=24)
+    """
 
     leaves: int
     elements: int
@@ -253,7 +255,12 @@ class DtypeTotals(NamedTuple):
 
 
 class DtypeSummary(dict[str, DtypeTotals]):
-    """A mapping from a dtype's name to its ``DtypeTotals``; prints as a table."""
+    """A mapping from a dtype's name to its ``DtypeTotals``; prints as a table.
+
+    Example:
+      >>> dtype_summary({"w": jnp.ones(2), "n": jnp.arange(3)}).total.bytes
+      20
+    """
 
     @property
     def total(self) -> DtypeTotals:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jmp_lite.casting.dtypes import upcast_tree
-from jmp_lite.scaling.loss_scale import LossScale
+from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
 
 def value_and_grad(
@@ -60,7 +60,7 @@ def value_and_grad(
       >>> loss.dtype, grads.dtype
       (dtype('float16'), dtype('float32'))
     """
-    _check_loss_scale(loss_scale)
+    check_is_loss_scale(loss_scale)
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         value, aux = _call(fun, has_aux, args, kwargs)
@@ -125,14 +125,6 @@ def grad(
     return grad_fun
 
 
-def _check_loss_scale(loss_scale: Any) -> None:
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            f"Expected a LossScale, got {type(loss_scale).__name__}: pass "
-            "get_loss_scale(opt_state), StaticLossScale(128.0) or NoOpLossScale()."
-        )
-
-
 def _call(
     fun: Callable[..., Any], has_aux: bool, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
@@ -140,9 +132,10 @@ def _call(
     result = fun(*args, **kwargs)
     if not has_aux:
         return result, None
-    if not isinstance(result, tuple) or len(result) != 2:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
         raise TypeError(
             "Expected fun to return a pair (loss, aux) because has_aux=True, got "
-            f"{type(result).__name__}."
+            f"{type(result).__name__}{size}."
         )
-    return result
+    return result[0], result[1]

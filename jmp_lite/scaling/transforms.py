@@ -12,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_lite.casting.dtypes import is_inexact, is_number, upcast_tree
+from jmp_lite.casting.dtypes import is_array, is_inexact, is_number, upcast_tree
 from jmp_lite.scaling.loss_scale import (
     AxisName,
     DynamicLossScale,
     LossScale,
     NoOpLossScale,
     all_finite,
+    check_is_loss_scale,
     select_tree,
+    type_of,
 )
 
 Tree = TypeVar("Tree")
@@ -34,6 +36,11 @@ class LossScalingState(NamedTuple):
       grads_finite: whether the last step's gradients were finite, a boolean scalar.
       skipped: how many steps were skipped in all, an int32 scalar.
       consecutive_skipped: how many of the last steps in a row, an int32 scalar.
+
+    Example:
+      >>> state = loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> state.skipped.dtype, state.loss_scale.loss_scale.dtype
+      (dtype('int32'), dtype('float32'))
     """
 
     loss_scale: LossScale
@@ -44,7 +51,17 @@ class LossScalingState(NamedTuple):
 
 
 class LossScaleError(ValueError):
-    """Too many steps in a row were skipped: training does not move any more."""
+    """Too many steps in a row were skipped: training does not move any more.
+
+    Example:
+      >>> state = skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> stuck = state._replace(consecutive_skipped=jnp.int32(51))
+      >>> try:
+      ...     check_loss_scale(stuck)
+      ... except LossScaleError as error:
+      ...     print(str(error)[:39])
+      The last 51 steps in a row were skipped
+    """
 
 
 def loss_scaling(
@@ -63,7 +80,9 @@ def loss_scaling(
 
     Put it around the whole chain and around ``optax.MultiSteps``. Inside ``MultiSteps``
     one overflow would stay in optax's accumulator for ever; inside ``optax.partition``
-    or ``optax.masked`` a wrapper judges its own leaves alone.
+    or ``optax.masked`` a wrapper judges its own leaves alone. Under ``jax_debug_nans``
+    it adds no error, but some optimizers raise by themselves: ``optax.lbfgs`` outside
+    of jit, and ``optax.contrib.schedule_free``, which writes NaN as a constant.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -93,11 +112,8 @@ def loss_scaling(
       (Array([0., 0.], dtype=float32), Array(4., dtype=float32), Array(1, dtype=int32))
     """
     inner = with_extra_args(inner)
-    if loss_scale is not None and not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"Expected a LossScale or None, got {type(loss_scale).__name__}: write "
-            "StaticLossScale(128.0) or DynamicLossScale()."
-        )
+    if loss_scale is not None:
+        check_is_loss_scale(loss_scale)
 
     def init(params: Any) -> Any:
         start = DynamicLossScale() if loss_scale is None else loss_scale
@@ -155,6 +171,7 @@ def update_if(
     updates: Any,
     state: LossScalingState,
     params: Any = None,
+    /,
     **extra_args: Any,
 ) -> tuple[Any, LossScalingState]:
     """Runs ``inner.update`` and keeps what it did only where ``grads_finite``.
@@ -163,20 +180,22 @@ def update_if(
     temporaries, and it refuses an inner transformation whose weak types change.
     """
     grads, extra_args = _finite_or_ones(grads_finite, (updates, extra_args))
+    # Somebody may have put a Python number into it, such as a new learning rate.
+    inner_state = strongly_typed(state.inner_state)
     new_updates, new_inner_state = inner.update(
         upcast_tree(grads),
-        state.inner_state,
+        inner_state,
         upcast_tree(params),
         **upcast_tree(extra_args),
     )
-    new_inner_state = _like(state.inner_state, new_inner_state)
+    new_inner_state = _like(inner_state, new_inner_state)
     no_updates = jax.tree.map(jnp.zeros_like, new_updates)
     skipped, in_a_row = map(
         optax.safe_increment, (state.skipped, state.consecutive_skipped)
     )
     return select_tree(grads_finite, new_updates, no_updates), LossScalingState(
         loss_scale=state.loss_scale.adjust(grads_finite),
-        inner_state=select_tree(grads_finite, new_inner_state, state.inner_state),
+        inner_state=select_tree(grads_finite, new_inner_state, inner_state),
         grads_finite=grads_finite,
         skipped=jnp.where(grads_finite, state.skipped, skipped),
         consecutive_skipped=jnp.where(grads_finite, 0, in_a_row),
@@ -229,6 +248,11 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
     Example:
       >>> check_loss_scale(loss_scaling(optax.sgd(0.1)).init(jnp.ones(1)))
     """
+    if max_consecutive_skips < 0:
+        raise ValueError(
+            "Expected max_consecutive_skips of at least 0, got "
+            f"{max_consecutive_skips}."
+        )
     for path, state in _loss_scaling_states(opt_state):
         try:
             in_a_row = int(np.asarray(state.consecutive_skipped).max())
@@ -241,7 +265,7 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
             raise LossScaleError(
                 f"The last {in_a_row} steps in a row were skipped (tolerated: "
                 f"{max_consecutive_skips}; in all: {np.asarray(state.skipped).max()}), "
-                f"because gradients were not finite, at {path} with "
+                f"because gradients or the loss were not finite, at {path} with "
                 f"{state.loss_scale}. Likely causes: (a) parameters or inputs hold "
                 "NaN or infinity already: check all_finite of them; (b) training "
                 "diverged: lower the learning rate or clip; (c) the forward pass "
@@ -258,9 +282,11 @@ def _loss_scaling_states(tree: Any) -> list[tuple[str, LossScalingState]]:
         names = [jax.tree_util.keystr(path) or "the root" for path, _ in paths]
         looked = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise ValueError(
-            f"No loss scale in this {type(tree).__name__}: looked at "
-            f"{looked or 'a tree without leaves'}. Wrap the optimizer in "
-            "loss_scaling(...) or skip_nonfinite(...), and pass its state."
+            f"No LossScalingState in this {type(tree).__name__}: looked at "
+            f"{looked or 'a tree without leaves'}. Pass the state of an optimizer that "
+            "is wrapped in loss_scaling(...) or skip_nonfinite(...); one that comes "
+            "from a checkpoint has to be restored into the structure of "
+            "optimizer.init(params)."
         )
     return [(jax.tree_util.keystr(path) or "the root", state) for path, state in found]
 
@@ -332,9 +358,21 @@ def _like(old_state: Any, new_state: Any) -> Any:
             "optax.monitor does), so there is no keeping the old one on a skipped "
             f"step; wrap the optimizer without that part.\nBefore: {old}\nAfter: {new}"
         )
+    return jax.tree_util.tree_map_with_path(_leaf_like, old_state, new_state)
 
-    def cast(leaf_before: Any, leaf: Any) -> Any:
-        both_numbers = is_number(leaf) and is_number(leaf_before)
-        return jnp.asarray(leaf, leaf_before.dtype) if both_numbers else leaf
 
-    return jax.tree.map(cast, old_state, new_state)
+def _leaf_like(path: Any, before: Any, after: Any) -> Any:
+    if not is_array(before) or not (is_array(after) or is_number(after)):
+        return after
+    after = jnp.asarray(after)
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    same_kind = any(is_number(before, k) and is_number(after, k) for k in kinds)
+    same_type = after.dtype == before.dtype or same_kind
+    if not same_type or after.shape != before.shape:
+        raise TypeError(
+            f"The wrapped optimizer changed its state at {jax.tree_util.keystr(path)} "
+            f"from {type_of(before)} to {type_of(after)} on update, so there is no "
+            "keeping the old one on a skipped step; its init has to return what its "
+            "update will."
+        )
+    return after.astype(before.dtype) if same_kind else after
