@@ -60,6 +60,10 @@ def _group(precision: Precision, reason: str, ops: str, low: bool = True) -> Gro
     return Group(precision, reason, frozenset(ops.split()), low)
 
 
+_MOVES = "exact: it moves numbers"
+_SENDS = "exact: it moves numbers between devices or memories"
+_CHOOSES = "exact: it chooses or compares"
+
 # Seen in jax 0.10.2 and 0.12.0. An op that is in no group is KEEP.
 GROUPS: tuple[Group, ...] = (
     _group(
@@ -121,14 +125,14 @@ GROUPS: tuple[Group, ...] = (
     ),
     _group(
         Precision.FOLLOW,
-        "exact: it chooses or compares",
+        _CHOOSES,
         """max min clamp select_n reduce_max reduce_min reduce_window_max
         reduce_window_min cummax cummin argmax argmin sort top_k approx_top_k eq ne lt
         le gt ge eq_to lt_to le_to is_finite scatter-min scatter-max""",
     ),
     _group(
         Precision.FOLLOW,
-        "exact: it moves numbers",
+        _MOVES,
         """reshape transpose broadcast_in_dim broadcast_to squeeze slice
         dynamic_slice dynamic_update_slice gather scatter rev pad split tile unstack
         stack concatenate copy stop_gradient name optimization_barrier
@@ -136,7 +140,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _group(
         Precision.FOLLOW,
-        "exact: it moves numbers between devices or memories",
+        _SENDS,
         """sharding_constraint layout_constraint reshard relayout device_put
         with_memory_space_constraint all_gather all_gather_invariant all_gather_start
         all_gather_done all_gather_reduced all_gather_reduced_start all_to_all
@@ -215,6 +219,60 @@ HIGHER_ORDER = frozenset(
         *("custom_jvp_call", "custom_vjp_call", "shard_map"),
     }
 )
+
+# What follows refines single ops of the groups above.
+
+PRODUCTS = frozenset(op for g in GROUPS if g.precision is Precision.LOW for op in g.ops)
+"""Matrix products: what is low in every preset that lowers anything."""
+
+MOVING = frozenset(op for g in GROUPS if g.reason in (_MOVES, _SENDS) for op in g.ops)
+"""Each number of the result is a number of an operand, whatever those are."""
+
+EXACT = MOVING.union(
+    ("neg", "abs"), *(group.ops for group in GROUPS if group.reason == _CHOOSES)
+)
+"""These round nothing, so that demand looks through them."""
+
+PASSING = frozenset(["optimization_barrier"])
+"""Each result is an operand: their precisions are not joined."""
+
+POSITIONAL = frozenset(["sin", "cos"])
+"""In float32, because arguments may be positions; what comes out is bounded."""
+
+BROADCASTING = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "rem",
+        "max",
+        "min",
+        "pow",
+        "atan2",
+        "select_n",
+        "clamp",
+        "nextafter",
+    ]
+)
+"""These spread scalars and axes of size 1 over the other operands."""
+
+DTYPE_PARAMS: Mapping[str, bool] = MappingProxyType(
+    {"preferred_element_type": True, "out_dtype": True, "precision": False}
+)
+"""Parameters that name a dtype, which low ops change (True) or drop (False)."""
+
+AUTOCAST_SCOPE = "__autocast__"
+FULL_SCOPE = "__full_precision__"
+LOW_SCOPE = "__low_precision__"
+_MARKS: Mapping[str, Precision] = MappingProxyType(
+    {
+        AUTOCAST_SCOPE: Precision.KEEP,  # An inner autocast has decided already.
+        FULL_SCOPE: Precision.FULL,
+        LOW_SCOPE: Precision.LOW,
+    }
+)
+"""Reserved names of scopes, which come before all others, the innermost first."""
 
 _GROUP_OF: Mapping[str, Group] = MappingProxyType(
     {op: group for group in GROUPS for op in group.ops}
@@ -333,7 +391,19 @@ class Rules:
 
     def precision_in(self, path: str) -> Precision | None:
         """Returns the precision of all ops in a scope; None where no pattern says."""
+        for name in reversed(path.split("/")):
+            if name in _MARKS:
+                return _MARKS[name]
         return _first_match(self.scopes, path)
+
+    def region_in(self, path: str) -> str | None:
+        """Returns the path of the ``FULL_INSIDE`` scope that a path is in, or None."""
+        if self.precision_in(path) is not Precision.FULL_INSIDE:
+            return None
+        pattern = next(p for p, _ in self.scopes if re.search(p, path))
+        found = re.search(pattern, path)
+        end = path.find("/", found.end()) if found else -1
+        return path if end < 0 else path[:end]
 
     def carry_in(self, path: str) -> str | None:
         """Returns ``"follow"`` or ``"full"`` for the carries of a loop, or None."""

@@ -1,0 +1,210 @@
+"""All that this library knows of JAX and JAX does not promise, seen on 0.10.2 and 0.12.
+
+The law of this file: the rest of the library reads a jaxpr through these names alone.
+Where versions differ, a feature is asked for, never a version number.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax._src.interpreters import partial_eval
+from jax.extend import core, linear_util, source_info_util
+
+Jaxpr = Any
+Equation = Any
+Atom = Any
+Aval = Any
+
+
+class Parts(NamedTuple):
+    """A jaxpr, whichever class it is of, with its constants beside it."""
+
+    constvars: Sequence[Atom]
+    consts: Sequence[Any]
+    invars: Sequence[Atom]
+    eqns: Sequence[Equation]
+    outvars: Sequence[Atom]
+
+
+def parts(jaxpr: Jaxpr) -> Parts:
+    """Takes a closed or an open jaxpr apart; an open one has no constants."""
+    # 0.10 has two classes, of which the closed one holds the other; 0.12 has one.
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    consts = getattr(jaxpr, "consts", ())
+    return Parts(inner.constvars, consts, inner.invars, inner.eqns, inner.outvars)
+
+
+def trace(fun: Callable[..., Any], avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
+    """Traces a function of arrays to a closed jaxpr.
+
+    Args:
+      fun: takes one tracer per aval and returns a list of arrays.
+      avals: the types of its arguments.
+      like: a jaxpr that the new one stands in for, of which its name is taken.
+    """
+    debug_info = getattr(like, "jaxpr", like).debug_info.with_unknown_names()
+    wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
+    # 0.12 has the constants as the first inputs; 0.10 keeps them apart.
+    if hasattr(jaxpr, "with_consts"):
+        return jaxpr.with_consts(consts)
+    return core.ClosedJaxpr(jaxpr, consts)
+
+
+def without_consts(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns the open jaxpr of a closed one that has no constants."""
+    assert not jaxpr.consts, "a rematerialized function may not gain constants"
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def is_literal(atom: Atom) -> bool:
+    """Whether an atom is a number written into the jaxpr."""
+    return isinstance(atom, core.Literal)
+
+
+def dtype_of(atom: Atom) -> Any:
+    """Returns the dtype that an atom was traced with; None for what has none."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def is_float32(atom: Atom) -> bool:
+    """Whether an atom was traced as an array of float32 (a Ref is no array)."""
+    return isinstance(atom.aval, jax.core.ShapedArray) and dtype_of(atom) == np.float32
+
+
+def is_float(atom: Atom) -> bool:
+    """Whether an atom was traced as an array of floats of any width."""
+    dtype = dtype_of(atom)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def name_of(jaxpr: Jaxpr) -> str:
+    """Returns the name of the function that a jaxpr was traced from."""
+    return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_name
+
+
+def is_tracer(array: Any) -> bool:
+    """Whether the numbers of an array are not known yet."""
+    return isinstance(array, jax.core.Tracer)
+
+
+def inner_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
+    """Yields the jaxprs among an equation's parameters."""
+    for param in eqn.params.values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                yield item
+
+
+def retyped(aval: Aval, dtype: Any) -> Aval:
+    """Returns a type with another dtype, or itself."""
+    if getattr(aval, "dtype", None) == dtype:
+        return aval
+    return aval.update(dtype=np.dtype(dtype), weak_type=False)
+
+
+def scopes(eqn: Equation) -> tuple[str, ...]:
+    """Returns the names of the scopes that an equation stands in, outermost first."""
+    stack = eqn.source_info.name_stack.stack
+    return tuple(item.name for item in stack if isinstance(item, _Scope))
+
+
+_Scope = type(source_info_util.new_name_stack("a").stack[0])
+
+
+def path_of(eqn: Equation, path: str) -> str:
+    """Returns the path that an equation stands in, of a jaxpr that stands in one.
+
+    That of what is inside of it, if it is a call with a name.
+    """
+    name = eqn.params["name"] if eqn.primitive.name == "jit" else ""
+    return "/".join(filter(None, (path, *scopes(eqn), name)))
+
+
+def source(eqn: Equation) -> str:
+    """Returns ``file:line (function)`` of the user's code that made an equation."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+@contextlib.contextmanager
+def context_of(eqn: Equation) -> Generator[None]:
+    """Everything bound inside stands where the equation stood, in its settings."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    with (
+        source_info_util.user_context(traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """Binds an equation's primitive to other operands, with some parameters changed."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    out = eqn.primitive.bind(*operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def bind_custom(
+    eqn: Equation, operands: Sequence[Any], replace: Callable[..., Any]
+) -> list[Any]:
+    """Binds a function with a custom derivative rule, its functions replaced.
+
+    Args:
+      eqn: a ``custom_jvp_call`` or a ``custom_vjp_call``.
+      operands: what to bind it to.
+      replace: takes ``(fun, jvp)`` or ``(fun, fwd, bwd)`` as plain functions and
+        returns as many.
+    """
+    params = dict(eqn.primitive.get_bind_params(eqn.params))
+    wrapped = params["subfuns"]
+    # On 0.12 a backward function may be of a kind that is no function: it stays.
+    plain = replace(*(getattr(fun, "call_wrapped", fun) for fun in wrapped))
+    params["subfuns"] = tuple(
+        linear_util.wrap_init(new, debug_info=old.debug_info)
+        if hasattr(old, "call_wrapped")
+        else old
+        for new, old in zip(plain, wrapped, strict=True)
+    )
+    return list(eqn.primitive.bind(*operands, **params))
+
+
+def scan_counts(eqn: Equation) -> tuple[int, int]:
+    """Returns how many of a scan's operands are constants, and how many carries."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].update(eqn.invars).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def shard_map_arguments(eqn: Equation) -> dict[str, Any]:
+    """Returns what ``jax.shard_map`` has to be given to make an equation again."""
+    params = eqn.params
+    return {
+        "mesh": params["mesh"],
+        "in_specs": tuple(params["in_specs"]),
+        "out_specs": list(params["out_specs"]),
+        "axis_names": set(params["newly_manual_axes"]),
+        "check_vma": params["check_vma"],
+    }
+
+
+def ambient_precision() -> Any:
+    """Returns the matmul precision that a dot gets which asks for none."""
+    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def has_only_axis_effects(eqn: Equation) -> bool:
+    """Whether an equation does nothing but talk over named axes."""
+    return all(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
+
+
+def as_array(value: Any) -> Any:
+    """Returns a literal's or a constant's value as something that has a dtype."""
+    return value if hasattr(value, "dtype") else jnp.asarray(value)

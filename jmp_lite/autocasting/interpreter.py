@@ -1,0 +1,574 @@
+"""``autocast``: a function, run op by op in the precision that the rules say.
+
+The law of this file: decide, then do. The function is traced in float32, so whatever is
+valid for it stays valid; then each equation gets a ``Decision`` from the rules, from
+the states of its operands and from who reads its result, and is bound again in that
+precision.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.demand import Demands, Readers
+from jmp_lite.autocasting.higher_order import HANDLERS, Call, join
+from jmp_lite.autocasting.rules import (
+    AUTOCAST_SCOPE,
+    BROADCASTING,
+    DTYPE_PARAMS,
+    MOVING,
+    PASSING,
+    POSITIONAL,
+    Precision,
+    Rules,
+    get_rules,
+    group_of,
+)
+from jmp_lite.autocasting.values import Kind, State, Value
+from jmp_lite.casting.dtypes import is_array, parse_dtype
+
+# ------------------------------------------------------------------------- autocast
+
+
+def autocast(
+    fun: Callable[..., Any] | None = None,
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Any:
+    """Returns ``fun`` run op by op in mixed precision.
+
+    Matrix products and convolutions run in the compute dtype, delicate ops in float32,
+    and the rest in the precision of what they are given. The signature, the structure,
+    the shapes and the dtypes of the results are those of ``fun``; only values that were
+    float32 are ever changed.
+
+    Args:
+      fun: any function of pytrees that JAX can trace. Arrays are traced; every other
+        argument reaches it as it is.
+      rules: a preset's name (``"mixed"``, ``"O0"`` to ``"O3"``, ``"torch"``, ...) or a
+        ``Rules``.
+      compute_dtype: the dtype of low ops instead of the rules' own; ``"half"`` asks the
+        device, when the function is called.
+
+    Returns:
+      The function; without ``fun`` a decorator.
+
+    Raises:
+      ValueError: there is no such preset or dtype.
+    """
+    if fun is None:
+        return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
+    chosen = get_rules(rules) if isinstance(rules, str) else rules
+    if compute_dtype is not None and compute_dtype != "half":
+        parse_dtype(compute_dtype)
+
+    @functools.wraps(fun)
+    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        final = chosen
+        if compute_dtype is not None:
+            final = dataclasses.replace(chosen, compute_dtype=compute_dtype)
+        with jax.named_scope(AUTOCAST_SCOPE):
+            if final.is_identity:
+                return fun(*args, **kwargs)
+            return _run(fun, final, args, kwargs)
+
+    return autocast_fun
+
+
+def _run(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any) -> Any:
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    dynamic = [leaf for leaf in leaves if is_array(leaf)]
+
+    def of_arrays(*arrays: Any) -> Any:
+        remaining = iter(arrays)
+        merged = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(treedef, merged)
+        return fun(*args, **kwargs)
+
+    traced, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(*dynamic)
+    walk = Walk(rules)
+    parts = compat.parts(traced)
+    values = [
+        walk.given(var, array) for var, array in zip(parts.invars, dynamic, strict=True)
+    ]
+    outside = [Readers.OUTPUT] * len(parts.outvars)
+    results = [walk.full(v) for v in walk.run(traced, values, outside, "")]
+    return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+
+
+# ------------------------------------------------------------------------ decisions
+
+
+class Run(enum.Enum):
+    """The dtype that an equation runs in."""
+
+    LOW = "low"
+    FULL = "full"
+    AS_TRACED = "as traced"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one equation runs, what its float32 results are, and why."""
+
+    run: Run
+    state: State | None
+    reason: str
+
+
+def decide(
+    op: str,
+    precision: Precision,
+    operands: Sequence[tuple[State, Kind]],
+    readers: Readers,
+) -> Decision:
+    """Decides how an equation runs.
+
+    Args:
+      op: the name of its primitive.
+      precision: what the rules say of it, where it stands.
+      operands: state and kind of each operand that was traced in float32.
+      readers: who reads its results.
+    """
+    group = group_of(op)
+    if precision is Precision.KEEP or group is None:
+        return Decision(Run.AS_TRACED, State.HARD, f"KEEP: {_why(op)}")
+    if precision is Precision.LOW:
+        return Decision(Run.LOW, State.LOW, f"LOW: {_why(op)}")
+    if precision in (Precision.FULL, Precision.FULL_INSIDE):
+        return Decision(Run.FULL, State.HARD, f"FULL: {_why(op)}")
+    state = _joined(op, precision, operands)
+    if op in POSITIONAL:
+        # Positions need their digits going in, not coming out.
+        return Decision(Run.FULL, State.SOFT, "its argument may be a position")
+    if readers.want_float32:
+        held = State.SOFT if state is State.SOFT else State.HARD
+        return Decision(Run.FULL, held, "all that read it are float32")
+    if state is State.LOW:
+        return Decision(Run.LOW, state, "follows a low operand")
+    return Decision(Run.FULL, state, f"follows {state.name} operands")
+
+
+def _why(op: str) -> str:
+    group = group_of(op)
+    return group.reason if group else f"nothing is known of {op!r}"
+
+
+def _joined(
+    op: str, precision: Precision, operands: Sequence[tuple[State, Kind]]
+) -> State:
+    states = [State.SOFT]
+    for state, kind in operands:
+        if kind is Kind.END and op == "select_n":
+            state = State.SOFT
+        widens = kind not in (Kind.LITERAL, Kind.END)
+        if precision is Precision.WIDEST and state is State.SOFT and widens:
+            state = State.HARD
+        states.append(state)
+    return max(states)
+
+
+# ------------------------------------------------------------------------- the walk
+
+
+class Walk:
+    """Runs jaxprs under rules; one for each call of an autocast function.
+
+    Args:
+      rules: what decides.
+      tell: called with each equation, the path it stands in and its ``Decision``.
+    """
+
+    def __init__(
+        self, rules: Rules, tell: Callable[[Any, str, Decision], None] | None = None
+    ) -> None:
+        self.rules = rules
+        self.low_dtype = np.dtype(rules.compute_dtype)
+        self.demands = Demands(rules)
+        self.tell = tell
+        self.memo: dict[Any, Any] = {}
+
+    def run(
+        self,
+        jaxpr: Any,
+        values: Sequence[Value],
+        outside: Sequence[Readers],
+        path: str,
+        region: str | None = None,
+    ) -> list[Value]:
+        """Runs a jaxpr.
+
+        Args:
+          jaxpr: a jaxpr, closed or open.
+          values: what stands for its inputs.
+          outside: the readers of its outputs.
+          path: the scopes that it stands in.
+          region: the ``FULL_INSIDE`` scope that it is called from, if any.
+        """
+        parts = compat.parts(jaxpr)
+        readers = self.demands.inside(jaxpr, outside)
+        env: dict[Any, Value] = {}
+        for var, const in zip(parts.constvars, parts.consts, strict=True):
+            env[var] = self.constant(var, const)
+        env.update(zip(parts.invars, values, strict=True))
+        places = [join(path, *compat.scopes(eqn)) for eqn in parts.eqns]
+        inside = [self.rules.region_in(place) for place in places]
+        regions = _Regions(self, parts, inside, readers, outside)
+
+        def read(atom: Any, region: str | None) -> Value:
+            if compat.is_literal(atom):
+                return self.literal(atom)
+            if env[atom].region not in (None, region):
+                env[atom] = regions.leave(atom, env[atom])
+            return env[atom]
+
+        for eqn, where, here in zip(parts.eqns, places, inside, strict=True):
+            wanted = [readers[var] or Readers.OUTPUT for var in eqn.outvars]
+            with compat.context_of(eqn):
+                operands = [read(atom, here) for atom in eqn.invars]
+                if here:
+                    operands = regions.enter(here, operands)
+                results = self.equation(eqn, operands, wanted, where)
+            for var, result in zip(eqn.outvars, results, strict=True):
+                result.region = here if result.state is not None else None
+                env[var] = result
+        return [read(atom, region) for atom in parts.outvars]
+
+    def equation(
+        self,
+        eqn: Any,
+        operands: Sequence[Value],
+        wanted: Sequence[Readers],
+        path: str,
+    ) -> list[Value]:
+        """Decides and runs one equation."""
+        op = eqn.primitive.name
+        if op in HANDLERS:
+            return HANDLERS[op](self, Call(eqn, operands, wanted, path))
+        if op == "convert_element_type":
+            return [self.converted(eqn, operands[0], path)]
+        if op in PASSING:
+            arrays = compat.bind(eqn, [value.array for value in operands])
+            return [
+                Value(array, value.state, value.kind)
+                for array, value in zip(arrays, operands, strict=True)
+            ]
+        decision = self.decision(eqn, operands, wanted, path)
+        if self.tell:
+            self.tell(eqn, path, decision)
+        return self.perform(eqn, operands, decision)
+
+    def decision(
+        self,
+        eqn: Any,
+        operands: Sequence[Value],
+        wanted: Sequence[Readers],
+        path: str,
+    ) -> Decision:
+        """Returns the decision for an equation without a jaxpr of its own."""
+        atoms = (*eqn.invars, *eqn.outvars)
+        if not any(map(compat.is_float32, atoms)):
+            return Decision(Run.AS_TRACED, None, "nothing in it is float32")
+        if not compat.has_only_axis_effects(eqn):
+            return Decision(Run.AS_TRACED, State.HARD, "KEEP: it has effects")
+        if any(map(_is_other_float, eqn.invars)):
+            return Decision(Run.AS_TRACED, State.HARD, "KEEP: mixed by the user")
+        precision = self.precision(eqn, path)
+        states = [(v.state, v.kind) for v in operands if v.state is not None]
+        readers = Readers.NOBODY
+        for one in wanted:
+            readers |= one
+        if not any(map(compat.is_float32, eqn.outvars)):
+            readers |= Readers.OTHER
+        return decide(eqn.primitive.name, precision, states, readers)
+
+    def precision(self, eqn: Any, path: str) -> Precision:
+        """Returns what the rules say of an equation where it stands."""
+        op = eqn.primitive.name
+        of_op, in_scope = self.rules.precision_of(op), self.rules.precision_in(path)
+        if in_scope is None or of_op is Precision.KEEP:
+            precision = of_op
+        else:
+            group = group_of(op)
+            is_lowerable = group is not None and group.has_low_form
+            can = is_lowerable or in_scope is not Precision.LOW
+            precision = in_scope if can else of_op
+        if precision is Precision.LOW and _asks_for_float32(eqn):
+            return Precision.FULL
+        return precision
+
+    def said_inside(self, jaxpr: Any, path: str) -> tuple[Precision | None, ...]:
+        """Returns what the scope rules say at each place inside of a jaxpr.
+
+        All that a path decides: a block that stands in many places is converted once
+        where they say the same.
+        """
+        key = (id(jaxpr), "paths")
+        if key not in self.memo:
+            self.memo[key] = (jaxpr, tuple(dict.fromkeys(_paths_inside(jaxpr))))
+        paths = self.memo[key][1]
+        return tuple(self.rules.precision_in(f"{path}/{inner}") for inner in paths)
+
+    def perform(
+        self, eqn: Any, operands: Sequence[Value], decision: Decision
+    ) -> list[Value]:
+        """Binds an equation as it was decided."""
+        op = eqn.primitive.name
+        if decision.run is Run.LOW:
+            arrays = self._in_low(eqn, operands)
+        else:
+            arrays = compat.bind(eqn, [self.full(value) for value in operands])
+        kind = _kind_of_result(op, operands)
+        return [
+            self._value(var, array, decision.state, kind)
+            for var, array in zip(eqn.outvars, arrays, strict=True)
+        ]
+
+    def _in_low(self, eqn: Any, operands: Sequence[Value]) -> list[Any]:
+        op, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+        if op == "broadcast_in_dim":
+            # Broadcast in float32 and cast after: JAX's transpose of a broadcast is a
+            # sum, and runs in the dtype that was broadcast.
+            full = compat.bind(eqn, [self.full(value) for value in operands])
+            return [array.astype(self.low_dtype) for array in full]
+        arrays: list[Any] = []
+        for value in operands:
+            is_spread = op in BROADCASTING and value.kind is not Kind.LITERAL
+            if value.state is not None and is_spread and value.array.shape != shape:
+                full = _spread(self.full(value), shape)
+                arrays.append(full.astype(self.low_dtype))
+            else:
+                arrays.append(self.low(value))
+        if op in _SCATTERS:
+            return [_scatter(eqn, arrays)]
+        changed = {
+            name: self.low_dtype if is_dtype else None
+            for name, is_dtype in DTYPE_PARAMS.items()
+            if eqn.params.get(name) is not None
+        }
+        return compat.bind(eqn, arrays, **changed)
+
+    def _value(self, var: Any, array: Any, state: State | None, kind: Kind) -> Value:
+        if not compat.is_float32(var):
+            return Value(array, None, kind)
+        is_low = array.dtype == self.low_dtype
+        if is_low != (state is State.LOW):  # An op that has a result of its own mind.
+            state = State.LOW if is_low else State.HARD
+        return Value(array, state, kind)
+
+    # What a value is, and its two dtypes.
+
+    def given(self, var: Any, array: Any) -> Value:
+        """Returns an argument."""
+        return Value(array, State.SOFT if compat.is_float32(var) else None, Kind.GIVEN)
+
+    def constant(self, var: Any, array: Any) -> Value:
+        """Returns a constant; one with elements too large for 16 bits is HARD."""
+        value = self.given(var, array)
+        if value.state is State.SOFT and not compat.is_tracer(array):
+            numbers = np.asarray(array)
+            low = numbers.astype(self.low_dtype)
+            if np.any(np.isfinite(numbers) & ~np.isfinite(low.astype(np.float32))):
+                value.state = State.HARD
+        return value
+
+    def literal(self, atom: Any) -> Value:
+        """Returns a number in the program; one that 16 bits cannot tell is HARD."""
+        if not compat.is_float32(atom):
+            return Value(compat.as_array(atom.val), None, Kind.LITERAL)
+        number = np.float32(atom.val)
+        if number in _ENDS:
+            return Value(number, State.HARD, Kind.END)
+        state = State.SOFT if _fits(number, self.low_dtype) else State.HARD
+        return Value(number, state, Kind.LITERAL)
+
+    def converted(self, eqn: Any, value: Value, path: str) -> Value:
+        """Returns the result of a cast that the user wrote, or JAX for them."""
+        (var,), atom = eqn.outvars, eqn.invars[0]
+        if not compat.is_float32(var):
+            if value.state is State.LOW and var.aval.dtype == self.low_dtype:
+                return Value(value.array)
+            (array,) = compat.bind(eqn, [self.full(value)])
+            return Value(array, None, value.kind)
+        if value.state is State.LOW:
+            return value
+        is_low = getattr(value.array, "dtype", None) == self.low_dtype
+        if is_low and self.rules.precision_in(path) is Precision.LOW:
+            return Value(value.array, State.LOW)
+        (array,) = compat.bind(eqn, [value.array])
+        if value.state is not None:
+            return Value(array, value.state, value.kind)
+        return Value(array, self._state_of_upcast(atom, value), value.kind)
+
+    def _state_of_upcast(self, atom: Any, value: Value) -> State:
+        dtype = compat.dtype_of(atom)
+        if dtype == np.bool_:
+            return State.SOFT
+        if value.kind is Kind.LITERAL and np.ndim(value.array) == 0:
+            if compat.is_tracer(value.array):
+                return State.SOFT  # It was judged where it was written.
+            fits = _fits(np.float32(value.array), self.low_dtype)
+            return State.SOFT if fits else State.HARD
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        return State.SOFT if is_float and value.kind is Kind.GIVEN else State.HARD
+
+    def full(self, value: Value) -> Any:
+        """Returns a value as it was traced."""
+        if value.state is State.LOW:
+            return value.array.astype(jnp.float32)
+        return value.array
+
+    def low(self, value: Value) -> Any:
+        """Returns a float32 value in the compute dtype, and any other as it is."""
+        if value.state is None or value.state is State.LOW:
+            return value.array
+        if value.kind is Kind.END:
+            ends = jnp.finfo(self.low_dtype)
+            low, high = np.float32(ends.min), np.float32(ends.max)
+            return lax.clamp(low, value.array, high).astype(self.low_dtype)
+        if value.kind is not Kind.COMPUTED:
+            return compat.as_array(value.array).astype(self.low_dtype)
+        if value.cast is None:  # Once for all uses: each would be kept for backward.
+            value.cast = value.array.astype(self.low_dtype)
+        return value.cast
+
+
+def _paths_inside(jaxpr: Any) -> Iterator[str]:
+    for eqn in compat.parts(jaxpr).eqns:
+        here = "/".join(compat.scopes(eqn))
+        yield here
+        for inner in compat.inner_jaxprs(eqn):
+            prefix = f"{here}/{eqn.params.get('name', '')}"
+            yield from (f"{prefix}/{path}" for path in _paths_inside(inner))
+
+
+_ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
+
+
+def _fits(number: np.float32, dtype: Any) -> bool:
+    """Whether a number does not overflow, vanish, or become one in a dtype."""
+    with np.errstate(over="ignore"):
+        low = np.float32(number.astype(dtype))
+    if not np.isfinite(number):
+        return True
+    return bool(
+        np.isfinite(low) and (low != 0 or number == 0) and (low != 1 or number == 1)
+    )
+
+
+class _Regions:
+    """The ``FULL_INSIDE`` scopes of one jaxpr: what enters them, and what leaves."""
+
+    def __init__(
+        self,
+        walk: Walk,
+        parts: compat.Parts,
+        inside: Sequence[str | None],
+        readers: Mapping[Any, Readers],
+        outside: Sequence[Readers],
+    ) -> None:
+        self._walk = walk
+        self._parts = parts
+        self._inside = inside
+        self._readers = readers
+        self._outside = outside
+        self._entered_low: set[str] = set()
+
+    def enter(self, region: str, operands: Sequence[Value]) -> list[Value]:
+        """Returns what the operands of an op are inside: float32."""
+        if any(value.state is State.LOW for value in operands):
+            self._entered_low.add(region)
+        return [
+            Value(self._walk.full(value), State.HARD)
+            if value.state is State.LOW
+            else value
+            for value in operands
+        ]
+
+    def leave(self, atom: Any, value: Value) -> Value:
+        """Returns what a value is outside of its region."""
+        if self._readers_outside(atom, value.region).want_float32:
+            return Value(value.array, value.state, value.kind)
+        if value.region in self._entered_low:
+            return Value(self._walk.low(value), State.LOW)
+        return Value(value.array, State.SOFT, value.kind)
+
+    def _readers_outside(self, atom: Any, region: str | None) -> Readers:
+        found = Readers.NOBODY
+        for eqn, here in zip(self._parts.eqns, self._inside, strict=True):
+            if here != region and any(other is atom for other in eqn.invars):
+                results = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
+                as_reader = self._walk.demands.as_reader(eqn, results)
+                for other, readers in zip(eqn.invars, as_reader, strict=True):
+                    found |= readers if other is atom else Readers.NOBODY
+        for other, readers in zip(self._parts.outvars, self._outside, strict=True):
+            found |= readers if other is atom else Readers.NOBODY
+        return found
+
+
+def _is_other_float(atom: Any) -> bool:
+    return compat.is_float(atom) and compat.dtype_of(atom) != np.float32
+
+
+def _asks_for_float32(eqn: Any) -> bool:
+    """Whether a matrix product asks for more than every other one here gets."""
+    if eqn.params.get("preferred_element_type") not in (None, np.dtype("float32")):
+        return True
+    asked = eqn.params.get("precision")
+    if asked is None:
+        return False
+    if not isinstance(asked, tuple):
+        return True  # An algorithm.
+    ambient = compat.ambient_precision()
+    usual = lax.Precision(ambient) if _is_precision(ambient) else None
+    return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST
+
+
+def _is_precision(name: Any) -> bool:
+    try:
+        lax.Precision(name)
+    except (ValueError, KeyError):
+        return False
+    return name is not None
+
+
+def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
+    kinds = {value.kind for value in operands}
+    if op not in MOVING or Kind.COMPUTED in kinds or not kinds:
+        return Kind.COMPUTED
+    for kind in (Kind.GIVEN, Kind.END):
+        if kind in kinds:
+            return kind
+    return Kind.LITERAL
+
+
+def _spread(array: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcasts a scalar, or the axes of size 1, to a shape."""
+    dims = range(len(shape)) if jnp.ndim(array) else ()
+    return lax.broadcast_in_dim(array, shape, tuple(dims))
+
+
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
+
+
+def _scatter(eqn: Any, arrays: Sequence[Any]) -> Any:
+    """Builds a scatter anew: its combiner is typed."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    params = {name: eqn.params[name] for name in names}
+    return _SCATTERS[eqn.primitive.name](*arrays, **params)

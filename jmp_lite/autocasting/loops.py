@@ -1,0 +1,258 @@
+"""Which carries of a loop may be low, and which loops are run as they were traced.
+
+The law of this file: it reads the body of a loop and decides, before anything of it is
+run. A carry is float32 unless there is a reason to let it be low.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.rules import MOVING, PRODUCTS, Precision, Rules
+
+
+class Slot(enum.Enum):
+    """What a carry may be.
+
+    ``LOW``: low, whatever it starts from. ``FOLLOW``: low unless the body makes it
+    hard. ``FULL``: float32.
+    """
+
+    LOW = "low"
+    FOLLOW = "follow"
+    FULL = "full"
+
+
+# What the rules say of an equation that stands in a path.
+PrecisionOf = Callable[[Any, str], Precision]
+
+
+def classify(
+    rules: Rules,
+    precision_of: PrecisionOf,
+    body: Any,
+    n_consts: int,
+    last_is_read: Sequence[bool],
+    path: str,
+) -> list[Slot]:
+    """Returns what each carry of a scan may be.
+
+    Args:
+      rules: the carries that the user decides.
+      precision_of: what the rules say of an equation that stands in a path.
+      body: the scan's jaxpr.
+      n_consts: how many of its inputs are constants; the carries follow them.
+      last_is_read: for each carry, whether something else than an output reads its last
+        value.
+      path: the scopes that the loop stands in.
+    """
+    said = rules.carry_in(path)
+    n_carry = len(last_is_read)
+    if said is not None:
+        return [Slot(said)] * n_carry
+    flow = _Flow(precision_of, body, n_consts, n_carry, path)
+    only_low = _read_by_low_ops_only(precision_of, body, n_consts, n_carry, path)
+    slots = list[Slot]()
+    for i, (is_only_low, is_read) in enumerate(
+        zip(only_low, last_is_read, strict=True)
+    ):
+        if is_only_low:
+            slots.append(Slot.LOW)
+        elif is_read and flow.is_stack_of_layers and not flow.is_added_to(i):
+            slots.append(Slot.FOLLOW)
+        else:
+            slots.append(Slot.FULL)
+    return slots
+
+
+class _Source(NamedTuple):
+    """Where a value of a loop's body comes from.
+
+    Attributes:
+      inputs: the inputs of the body that it is computed from.
+      around: the carries among them that reach it without passing a low op.
+      added: what was added to such a carry on the way: the carry, and the inputs that
+        the addend is computed from.
+      is_moved: whether it is an input, a slice of one, or a number: nothing computed.
+      is_sliced: whether this step's slice of something is in it.
+    """
+
+    inputs: frozenset[int] = frozenset()
+    around: frozenset[int] = frozenset()
+    added: frozenset[tuple[int, frozenset[int]]] = frozenset()
+    is_moved: bool = True
+    is_sliced: bool = False
+
+
+class _Flow:
+    """Follows a loop's body from its inputs to its results."""
+
+    def __init__(
+        self,
+        precision_of: PrecisionOf,
+        body: Any,
+        n_consts: int,
+        n_carry: int,
+        path: str,
+    ) -> None:
+        parts = compat.parts(body)
+        self._precision_of = precision_of
+        self._carries = range(n_consts, n_consts + n_carry)
+        self._float_carries = frozenset(
+            i for i in self._carries if compat.is_float(parts.invars[i])
+        )
+        self.is_stack_of_layers = False
+        self._results = self._through(
+            parts,
+            [
+                _Source(
+                    inputs=frozenset([i]),
+                    around=frozenset([i]) & self._float_carries,
+                    is_sliced=i >= self._carries.stop,
+                )
+                for i in range(len(parts.invars))
+            ],
+            path,
+        )
+
+    def is_added_to(self, carry: int) -> bool:
+        """Whether something is added to a carry, step by step, that is not its own."""
+        i = self._carries.start + carry
+        return any(
+            i not in self._in_any_step(inputs)
+            for added_to, inputs in self._results[carry].added
+            if added_to == i
+        )
+
+    def _in_any_step(self, inputs: frozenset[int]) -> frozenset[int]:
+        """Returns what inputs are computed from, in this step and those before."""
+        while True:
+            more = inputs.union(
+                *(
+                    self._results[i - self._carries.start].inputs
+                    for i in inputs
+                    if i in self._carries
+                )
+            )
+            if more == inputs:
+                return inputs
+            inputs = more
+
+    def _through(
+        self, parts: compat.Parts, sources: Sequence[_Source], path: str
+    ) -> list[_Source]:
+        known = dict(zip(parts.invars, sources, strict=True))
+
+        def read(atom: Any) -> _Source:
+            return _NUMBER if compat.is_literal(atom) else known.get(atom, _NUMBER)
+
+        for eqn in parts.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            inner, where = _called(eqn), compat.path_of(eqn, path)
+            if inner is not None:
+                results = self._through(compat.parts(inner), operands, where)
+            else:
+                results = [self._of_op(eqn, operands, where)] * len(eqn.outvars)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in parts.outvars]
+
+    def _of_op(self, eqn: Any, operands: Sequence[_Source], path: str) -> _Source:
+        op = eqn.primitive.name
+        inputs = frozenset[int]().union(*(o.inputs for o in operands))
+        is_sliced = any(o.is_sliced for o in operands) or op == "dynamic_slice"
+        if op in PRODUCTS and self._precision_of(eqn, path) is Precision.LOW:
+            self._see_product(operands)
+            return _Source(inputs, is_moved=False, is_sliced=is_sliced)
+        added = frozenset[tuple[int, frozenset[int]]]().union(
+            *(o.added for o in operands)
+        )
+        if op in ("add", "sub", "add_any"):
+            added |= {
+                (carry, other.inputs)
+                for one, other in (operands, operands[::-1])
+                for carry in one.around
+                if not other.is_moved
+            }
+        around = frozenset[int]().union(*(o.around for o in operands))
+        is_moved = op in _MOVING and all(o.is_moved for o in operands)
+        return _Source(inputs, around, added, is_moved, is_sliced)
+
+    def _see_product(self, operands: Sequence[_Source]) -> None:
+        """Notes a product of what comes from a carry and this step's slice."""
+        for one, other in (operands[:2], operands[1::-1]):
+            weights = other.is_sliced and not other.inputs & self._float_carries
+            if weights and one.inputs & self._float_carries:
+                self.is_stack_of_layers = True
+
+
+_NUMBER = _Source()
+_MOVING = MOVING | {"convert_element_type"}
+
+
+def _called(eqn: Any) -> Any:
+    """Returns the jaxpr that an equation does no more than call, or None."""
+    if eqn.primitive.name in ("jit", "checkpoint", "remat", "remat2"):
+        return eqn.params["jaxpr"]
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return eqn.params["call_jaxpr"]
+    return None
+
+
+def _read_by_low_ops_only(
+    precision_of: PrecisionOf, body: Any, n_consts: int, n_carry: int, path: str
+) -> list[bool]:
+    """Returns, for each carry, whether only low products read it, perhaps moved.
+
+    They would cast it anyway: the hidden state of an LSTM.
+    """
+    parts = compat.parts(body)
+    other, low = set[Any](), set[Any]()
+    # A carry that is handed on is read by whatever takes it: not by a low op alone.
+    outputs = [atom for atom in parts.outvars if not compat.is_literal(atom)]
+    other.update(map(id, outputs))
+    for eqn in reversed(parts.eqns):
+        op = eqn.primitive.name
+        inputs = [atom for atom in eqn.invars if not compat.is_literal(atom)]
+        results = set(map(id, eqn.outvars))
+        said = precision_of(eqn, compat.path_of(eqn, path))
+        is_low = op in PRODUCTS and said is Precision.LOW
+        if op in MOVING and not results & other:
+            low.update(id(atom) for atom in inputs if results & low)
+        elif is_low:
+            low.update(map(id, inputs))
+        else:
+            other.update(map(id, inputs))
+    carries = parts.invars[n_consts : n_consts + n_carry]
+    return [
+        compat.is_float32(var) and id(var) in low and id(var) not in other
+        for var in carries
+    ]
+
+
+def ends_by_a_float(cond: Any, n_cond: int, body: Any, n_body: int) -> bool:
+    """Whether a float that the body computes decides when a ``while`` ends.
+
+    A tolerance that float32 reaches may never be reached in 16 bits.
+    """
+    carry_of_cond = compat.parts(cond).invars[n_cond:]
+    parts = compat.parts(body)
+    reads = _reads(compat.parts(cond), compat.parts(cond).outvars)
+    deciding = {i for i, var in enumerate(carry_of_cond) if id(var) in reads}
+    while True:
+        reads = _reads(parts, [parts.outvars[i] for i in deciding])
+        slots = enumerate(parts.invars[n_body:])
+        more = deciding | {i for i, var in slots if id(var) in reads}
+        if more == deciding:
+            break
+        deciding = more
+    return any(compat.is_float(carry_of_cond[i]) for i in deciding)
+
+
+def _reads(parts: compat.Parts, atoms: Sequence[Any]) -> set[int]:
+    """Returns the ids of all variables that some atoms are computed from."""
+    found = {id(atom) for atom in atoms if not compat.is_literal(atom)}
+    for eqn in reversed(parts.eqns):
+        if any(id(var) in found for var in eqn.outvars):
+            found.update(id(a) for a in eqn.invars if not compat.is_literal(a))
+    return found

@@ -1,0 +1,148 @@
+"""What a user says in the code of a function about the precision of a part of it.
+
+The law of this file: a mark is a scope with a reserved name, so it travels with the
+equations through every transform and reaches those of the backward pass. Outside of
+autocast a mark means nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.rules import FULL_SCOPE, LOW_SCOPE
+from jmp_lite.casting.dtypes import cast_tree, is_floating, parse_dtype, upcast_tree
+
+Tree = TypeVar("Tree")
+
+
+class Region:
+    """A part of a function whose ops have one precision: a decorator and a block."""
+
+    def __init__(self, scope: str, name: str) -> None:
+        self._scope = scope
+        self._name = name
+        self._open: list[Any] = []
+
+    def __call__(self, fun: Callable[..., Any] | None = None) -> Any:
+        """Marks a function; without one, returns a block for ``with``."""
+        if fun is None:
+            return Region(self._scope, self._name)
+
+        @functools.wraps(fun)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(self._scope):
+                return fun(*args, **kwargs)
+
+        return marked
+
+    def __enter__(self) -> None:
+        scope = jax.named_scope(self._scope)
+        scope.__enter__()
+        self._open.append(scope)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.pop().__exit__(kind, error, traceback)
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+full_precision = Region(FULL_SCOPE, "full_precision")
+"""Float32 inside, and what leaves is float32 on purpose.
+
+``@full_precision`` over a function, or ``with full_precision():`` around a block.
+"""
+
+low_precision = Region(LOW_SCOPE, "low_precision")
+"""The compute dtype inside, for every op that has a 16-bit form, delicate or not.
+
+``@low_precision`` over a function, or ``with low_precision():`` around a block.
+"""
+
+
+def as_full(tree: Tree) -> Tree:
+    """Says of values that their digits matter: what is added to them is float32.
+
+    In place of ``x.astype(jnp.float32)``, which leaves no trace in a function that is
+    traced in float32.
+
+    Args:
+      tree: a pytree; its floating-point arrays are marked.
+
+    Returns:
+      The same tree.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> as_full(jnp.ones(1))
+      Array([1.], dtype=float32)
+    """
+    return _marked(tree, FULL_SCOPE)
+
+
+def as_low(tree: Tree) -> Tree:
+    """Says of values that 16 bits are enough, where they come from a float32 op.
+
+    Args:
+      tree: a pytree; its floating-point arrays are marked.
+
+    Returns:
+      The same tree.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> as_low(jnp.ones(1))
+      Array([1.], dtype=float32)
+    """
+    return _marked(tree, LOW_SCOPE)
+
+
+def low_call(
+    fun: Callable[..., Any], dtype: DTypeLike = "bfloat16"
+) -> Callable[..., Any]:
+    """Returns a function that calls a kernel which takes 16 bits only.
+
+    Args:
+      fun: the kernel, such as a fused attention.
+      dtype: the dtype that its floating arguments are given in.
+
+    Returns:
+      A function whose floating results are float32, and low under an autocast that
+      computes in ``dtype``.
+
+    Raises:
+      ValueError: ``dtype`` is unknown or not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> low_call(jnp.sin)(jnp.ones(1)).dtype
+      dtype('float32')
+    """
+    parse_dtype(dtype)
+
+    @functools.wraps(fun)
+    def low_fun(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_tree((args, kwargs), dtype)
+        results = fun(*args, **kwargs)
+        with jax.named_scope(LOW_SCOPE):
+            return upcast_tree(results)
+
+    return low_fun
+
+
+def _marked(tree: Tree, scope: str) -> Tree:
+    def mark(leaf: Any) -> Any:
+        return checkpoint_name(leaf, scope) if is_floating(leaf) else leaf
+
+    with jax.named_scope(scope):
+        return jax.tree.map(mark, tree)

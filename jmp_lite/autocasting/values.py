@@ -1,0 +1,63 @@
+"""What stands for a traced value while its function is run in another precision.
+
+The law of this file: a value knows what it is held in and where it comes from, and
+nothing of the ops that read it.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class State(enum.IntEnum):
+    """What a float32 value is held in, and why; where values join, the largest wins.
+
+    ``SOFT``: float32, because nobody has decided. ``LOW``: the compute dtype. ``HARD``:
+    float32 on purpose.
+    """
+
+    SOFT = 0
+    LOW = 1
+    HARD = 2
+
+
+class Kind(enum.Enum):
+    """Where a value comes from.
+
+    ``GIVEN``: an argument or a constant, perhaps moved: it is cast at each use, so that
+    the gradients of its uses add up in float32. ``LITERAL``: a number in the program.
+    ``END``: the end of float32's range, which as a branch of a selection means the end
+    of whatever range there is.
+    """
+
+    COMPUTED = "computed"
+    GIVEN = "given"
+    LITERAL = "literal"
+    END = "end"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """What stands for a traced value.
+
+    Attributes:
+      array: the array, in the compute dtype where ``state`` is LOW.
+      state: None for what was not traced in float32.
+      kind: where it comes from.
+      region: the ``FULL_INSIDE`` scope that computed it, if one did.
+      cast: the array in the compute dtype, once a use has asked for it.
+    """
+
+    array: Any
+    state: State | None = None
+    kind: Kind = Kind.COMPUTED
+    region: str | None = None
+    cast: Any = None
+
+    @property
+    def spec(self) -> "Spec":
+        """All but the numbers."""
+        return self.state, self.kind
+
+
+Spec = tuple[State | None, Kind]

@@ -1,0 +1,270 @@
+"""Programs of many kinds, and the transforms they go through: data for the battery."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (4, 8))
+W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
+B = jax.random.normal(jax.random.key(2), (8,)) / 3
+LAYERS = jnp.stack([W, -W, W.T])
+
+
+def mlp(x, w, b):
+    return jax.nn.gelu(x @ w + b) @ w
+
+
+def relu_net(x, w, b):
+    return jax.nn.relu(x @ w + b) @ w - jax.nn.silu(x @ w)
+
+
+def softmax_attention(x, w):
+    scores = (x @ w) @ x.T / np.sqrt(8)
+    mask = jnp.tril(jnp.ones((4, 4), bool))
+    return jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ x
+
+
+def masked_with_the_end_of_the_range(x, w):
+    mask = jnp.arange(4)[:, None] > 0
+    scores = jnp.where(mask, x @ w, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(scores) @ w
+
+
+def cross_entropy(x, w):
+    log_probabilities = jax.nn.log_softmax(x @ w)
+    return -jnp.mean(log_probabilities[:, 0]) + jax.nn.logsumexp(x @ w)
+
+
+def variance(x, w):
+    y = x @ w
+    return (y - y.mean()) / jnp.sqrt(jnp.var(y, axis=0) + 1e-6)
+
+
+def positions(x, w):
+    angles = jnp.arange(300.0, 304.0)[:, None] * jnp.ones(8)
+    return (x + jnp.sin(angles)) @ w
+
+
+def convolution(x, w):
+    image, kernel = x.reshape(1, 4, 4, 2), w.reshape(2, 2, 2, 8)
+    y = lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.nn.relu(y).sum((1, 2)) @ w
+
+
+def embedding(x, w):
+    rows = jnp.take(w, jnp.array([1, 1, 3, 0]), axis=0)
+    return (rows + x) @ w
+
+
+def reused_weight(x, w):
+    for _ in range(3):
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def scanned_layers(x, layers):
+    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, layers)[0] @ layers[0]
+
+
+def scanned_layers_with_an_auxiliary_loss(x, layers):
+    def body(carry, w):
+        h, loss = carry
+        return (h + jnp.tanh(h @ w), loss + jnp.mean(h**2)), None
+
+    (h, loss), _ = lax.scan(body, (x, jnp.float32(0)), layers)
+    return h @ layers[0], loss
+
+
+def recurrent(x, w):
+    return lax.scan(lambda h, x: (jnp.tanh(x @ w + h @ w), h.sum()), x[0], x)
+
+
+def running_sum(x, w):
+    return lax.scan(lambda total, x: (total + x @ w, total), x[0] @ w, x)[0]
+
+
+def for_loop(x, w):
+    return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w), x)
+
+
+def branches(x, w):
+    return lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: jnp.sin(x), x)
+
+
+def switch(x, w):
+    return lax.switch(1, [lambda x: x @ w, lambda x: x * 2, lambda x: jnp.exp(x)], x)
+
+
+rematerialized = jax.checkpoint(lambda x, w: jax.nn.gelu(x @ w) @ w)
+
+
+def nested_jits(x, w):
+    inner = jax.jit(lambda x, w: jnp.tanh(x @ w))
+    return jax.jit(lambda x, w: inner(inner(x, w), w))(x, w)
+
+
+@jax.custom_vjp
+def doubled_gradient(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _forward(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (x, w, y)
+
+
+def _backward(residuals, g):
+    x, w, y = residuals
+    d = 2 * g * (1 - y * y)
+    return d @ w.T, x.T @ d
+
+
+doubled_gradient.defvjp(_forward, _backward)
+
+
+def custom_vjp(x, w):
+    return doubled_gradient(x @ w, w)
+
+
+def custom_vjp_in_a_scan(x, w):
+    return lax.scan(lambda h, _: (doubled_gradient(h, w), None), x, length=3)[0]
+
+
+@jax.custom_jvp
+def tripled_tangent(x):
+    return jnp.tanh(x)
+
+
+@tripled_tangent.defjvp
+def _tripled_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    y = tripled_tangent(x)
+    return y, 3 * t * (1 - y * y)
+
+
+def custom_jvp(x, w):
+    return tripled_tangent(x @ w) @ w
+
+
+def sharded(x, w):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()
+    )
+    def mean(x, w):
+        return lax.psum(jnp.tanh(x @ w).sum(0), "data")
+
+    return mean(x, w)
+
+
+def einsum_and_friends(x, w):
+    y = jnp.einsum("ij,kj->ik", x, w)
+    return jnp.concatenate([y, x]).reshape(-1, 4).T[:, ::-1], jnp.sort(y), y.max(0)
+
+
+def cumulative(x, w):
+    return jnp.cumsum(x @ w, axis=0) @ w, jnp.cumprod(1 + 0.1 * x, axis=0)
+
+
+def integers_and_booleans(x, w):
+    y = x @ w
+    return jnp.where(y > 0, y, 0), jnp.argmax(y, axis=1), (y > 0).sum()
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm()(x)
+        h = nn.Dense(8)(nn.gelu(nn.Dense(16)(h)))
+        return nn.RMSNorm()(x + h)
+
+
+BLOCK = Block()
+BLOCK_PARAMS = BLOCK.init(KEY, X)
+LSTM = nn.RNN(nn.LSTMCell(8))
+LSTM_PARAMS = LSTM.init(KEY, X[None])
+ATTENTION = nn.MultiHeadDotProductAttention(num_heads=2)
+ATTENTION_PARAMS = ATTENTION.init(KEY, X[None], X[None])
+
+PROGRAMS = {
+    **{
+        fun.__name__: (fun, (X, W))
+        for fun in (
+            *(softmax_attention, masked_with_the_end_of_the_range, cross_entropy),
+            *(variance, positions, convolution, embedding, reused_weight, recurrent),
+            *(running_sum, for_loop, branches, switch, nested_jits, custom_vjp),
+            *(custom_vjp_in_a_scan, custom_jvp, sharded, einsum_and_friends),
+            *(cumulative, integers_and_booleans),
+        )
+    },
+    "mlp": (mlp, (X, W, B)),
+    "relu_net": (relu_net, (X, W, B)),
+    "rematerialized": (rematerialized, (X, W)),
+    "scanned_layers": (scanned_layers, (X, LAYERS)),
+    "scanned_layers_with_an_auxiliary_loss": (
+        scanned_layers_with_an_auxiliary_loss,
+        (X, LAYERS),
+    ),
+    "a linen block": (lambda x, p: BLOCK.apply(p, x), (X, BLOCK_PARAMS)),
+    "a linen LSTM": (lambda x, p: LSTM.apply(p, x), (X[None], LSTM_PARAMS)),
+    "linen attention": (
+        lambda x, p: ATTENTION.apply(p, x, x),
+        (X[None], ATTENTION_PARAMS),
+    ),
+}
+
+
+def total(tree):
+    """A scalar of all floating results, in which none outweighs the others."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype == jnp.float32]
+    return sum(jnp.mean(jnp.sin(leaf)) for leaf in leaves)
+
+
+def gradient(fun):
+    return lambda *args: jax.grad(lambda args: total(fun(*args)), allow_int=True)(args)
+
+
+def tangent(fun):
+    return lambda *args: jax.jvp(fun, args, jax.tree.map(jnp.ones_like, args))
+
+
+def mapped(fun):
+    def call(x, *rest):
+        return jax.vmap(fun, in_axes=(0, *(None for _ in rest)))(
+            jnp.stack([x, x / 2]), *rest
+        )
+
+    return call
+
+
+def scanned(fun):
+    return lambda *args: lax.scan(lambda c, _: (c, fun(*args)), 0, length=2)[1]
+
+
+# What has a custom vjp rule has no forward mode.
+REVERSE_ONLY = {"custom_vjp", "custom_vjp_in_a_scan"}
+FORWARD = {"jvp"}
+
+TRANSFORMS = {
+    "eager": lambda fun: fun,
+    "jit": jax.jit,
+    "grad": gradient,
+    "jit of grad": lambda fun: jax.jit(gradient(fun)),
+    "jvp": tangent,
+    "vmap": mapped,
+    "grad of vmap": lambda fun: gradient(mapped(fun)),
+    "scan": scanned,
+    "grad of scan": lambda fun: gradient(scanned(fun)),
+    "remat": lambda fun: gradient(jax.checkpoint(fun)),
+    "linearize": lambda fun: lambda *args: jax.linearize(fun, *args)[0],
+}

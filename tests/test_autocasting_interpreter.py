@@ -1,0 +1,397 @@
+import collections
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.interpreters import partial_eval
+from programs import (
+    BLOCK,
+    BLOCK_PARAMS,
+    FORWARD,
+    LAYERS,
+    PROGRAMS,
+    REVERSE_ONLY,
+    TRANSFORMS,
+    W,
+    X,
+)
+
+from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.rules import get_rules
+
+DTYPES = ["bfloat16", "float16"]
+TOLERANCE = {"bfloat16": 0.06, "float16": 0.015}
+MATRIX_PRODUCTS = ("dot_general", "conv_general_dilated")
+NEVER_LOW = ("exp", "log", "log1p", "rsqrt", "pow", "reduce_sum", "cumsum", "cumprod")
+
+
+def equations(jaxpr):
+    """Yields every equation that does something, in all jaxprs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple | list) else (param,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def live_equations(fun, *args):
+    closed = jax.make_jaxpr(fun)(*args)
+    live, _ = partial_eval.dce_jaxpr(
+        getattr(closed, "jaxpr", closed), [True] * len(closed.out_avals), True
+    )
+    return list(equations(live))
+
+
+def products(eqns):
+    """How many matrix products there are, by operands' and result's dtypes."""
+    return collections.Counter(
+        tuple(str(v.aval.dtype) for v in (*eqn.invars[:2], eqn.outvars[0]))
+        for eqn in eqns
+        if eqn.primitive.name in MATRIX_PRODUCTS
+    )
+
+
+def relative_error(actual, expected):
+    actual, expected = (
+        np.concatenate(
+            [np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]
+        )
+        for t in (actual, expected)
+    )
+    return np.linalg.norm(actual - expected) / (np.linalg.norm(expected) + 1e-12)
+
+
+def floats(tree):
+    return [x for x in jax.tree.leaves(tree) if x.dtype == np.float32]
+
+
+# ------------------------------------------------------------------------ the battery
+
+
+BATTERY = [
+    (name, transform, dtype)
+    for name in PROGRAMS
+    for transform in TRANSFORMS
+    for dtype in DTYPES
+    if not (name in REVERSE_ONLY and transform in FORWARD)
+    and (dtype == "bfloat16" or transform in ("eager", "jit of grad"))
+]
+
+
+@pytest.mark.parametrize(("name", "transform", "dtype"), BATTERY)
+def test_a_program_keeps_its_types_and_its_value_and_multiplies_in_16_bits(
+    name, transform, dtype
+):
+    fun, args = PROGRAMS[name]
+    low = TRANSFORMS[transform](autocast(fun, compute_dtype=dtype))
+    full = TRANSFORMS[transform](fun)
+    expected, actual = full(*args), low(*args)
+    chex.assert_trees_all_equal_structs(actual, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    assert relative_error(floats(actual), floats(expected)) < TOLERANCE[dtype]
+
+    eqns = live_equations(low, *args)
+    traced = live_equations(full, *args)
+    assert set(products(eqns)) <= {(dtype,) * 3}
+    assert products(eqns).total() == products(traced).total()
+    for eqn in eqns:
+        # Outside of autocast, vmap broadcasts what it does not map, in the dtype that
+        # it was cast to: the transpose of that is a sum nobody here has a say in.
+        is_vmap_s = transform == "grad of vmap" and eqn.primitive.name == "reduce_sum"
+        if eqn.primitive.name in NEVER_LOW and not is_vmap_s:
+            assert eqn.outvars[0].aval.dtype != dtype, eqn
+
+
+# --------------------------------------------------------------------------- the laws
+
+
+def compiled(fun, *args):
+    """The results of a compiled program that rounds wherever it says so."""
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(fun).lower(*args).compile(options)(*args)
+
+
+def decisions(fun, *args):
+    """What runs in which dtypes, in order, as if nothing were wrapped in jit."""
+    return [
+        (eqn.primitive.name, *(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
+        for eqn in live_equations(fun, *args)
+        if eqn.primitive.name != "jit"
+    ]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_wrapping_a_program_in_jit_changes_no_decision_and_no_bit(name):
+    fun, args = PROGRAMS[name]
+    plain, wrapped = autocast(fun), autocast(jax.jit(fun))
+    assert decisions(plain, *args) == decisions(wrapped, *args)
+    chex.assert_trees_all_equal(compiled(plain, *args), compiled(wrapped, *args))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_o0_is_the_identity(name):
+    fun, args = PROGRAMS[name]
+    for rules in ("O0", get_rules("O0")):
+        chex.assert_trees_all_equal(autocast(fun, rules)(*args), fun(*args))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_twice_is_once(name):
+    fun, args = PROGRAMS[name]
+    once, twice = (
+        live_equations(f, *args) for f in (autocast(fun), autocast(autocast(fun)))
+    )
+    assert products(once) == products(twice)
+    chex.assert_trees_all_equal(
+        compiled(autocast(fun), *args), compiled(autocast(autocast(fun)), *args)
+    )
+
+
+def test_returning_one_more_value_changes_no_other_result():
+    def hidden_states(x, layers):
+        states = [x]
+        for w in layers:
+            states.append(jnp.tanh(states[-1] @ w))
+        return states
+
+    last = compiled(autocast(lambda x, w: hidden_states(x, w)[-1]), X, LAYERS)
+    every = compiled(autocast(hidden_states), X, LAYERS)
+    chex.assert_trees_all_equal(last, every[-1])
+
+
+SMALL = st.integers(-2, 2)
+STEPS = {
+    "matmul": lambda h, w: jnp.clip(h @ w, -4, 4),
+    "add": lambda h, w: jnp.clip(h + w[0], -4, 4),
+    "relu": lambda h, w: jax.nn.relu(h),
+    "where": lambda h, w: jnp.where(h > 0, h, 0),
+    "double": lambda h, w: jnp.clip(2 * h, -4, 4),
+    "transpose": lambda h, w: h.T,
+    "sum": lambda h, w: jnp.clip(h - h.sum(0), -4, 4),
+    "maximum": lambda h, w: jnp.maximum(h, h.max(1, keepdims=True) - 1),
+    "square": lambda h, w: jnp.clip(h**2 - 1, -4, 4),
+}
+NESTS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: (
+        lambda h, w: lax.scan(lambda h, _: (f(h, w), None), h, length=2)[0]
+    ),
+    "cond": lambda f: lambda h, w: lax.cond(h.sum() > 0, f, lambda h, w: h + 1, h, w),
+    "fori": lambda f: lambda h, w: lax.fori_loop(0, 2, lambda i, h: f(h, w), h),
+    "vmap": lambda f: lambda h, w: jax.vmap(f, (0, None))(h[None], w)[0],
+}
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(NESTS)), st.sampled_from(sorted(STEPS))),
+        min_size=1,
+        max_size=5,
+    ),
+    st.lists(SMALL, min_size=18, max_size=18),
+    st.sampled_from(["bfloat16", "float16"]),
+    st.sampled_from(["mixed", "O1", "O2", "torch"]),
+)
+def test_a_program_on_small_integers_gives_float32_s_results_bit_for_bit(
+    steps, numbers, dtype, rules
+):
+    h, w = np.array(numbers, np.float32).reshape(2, 3, 3)
+
+    def program(h, w):
+        for nest, step in steps:
+            h = NESTS[nest](STEPS[step])(h, w)
+        return h
+
+    actual = autocast(program, rules, compute_dtype=dtype)(h, w)
+    np.testing.assert_array_equal(actual, program(h, w))
+
+
+# --------------------------------------------------------------- single decisions
+
+
+def ops(fun, *args):
+    """The dtypes of the results of each op, by name."""
+    found = collections.defaultdict(set)
+    for eqn in live_equations(fun, *args):
+        for var in eqn.outvars:
+            found[eqn.primitive.name].add(str(var.aval.dtype))
+    return found
+
+
+def test_the_stream_stays_low_and_norms_are_float32_inside():
+    found = ops(autocast(lambda p, x: BLOCK.apply(p, x @ W) @ W), BLOCK_PARAMS, X)
+    assert found["dot_general"] == {"bfloat16"}
+    assert found["rsqrt"] == {"float32"}
+    assert found["tanh"] == {"bfloat16"}
+    norm_inputs = [
+        eqn.invars[0].aval.dtype
+        for eqn in live_equations(autocast(BLOCK.apply), BLOCK_PARAMS, X)
+        if eqn.primitive.name == "square"
+    ]
+    assert set(map(str, norm_inputs)) == {"float32"}
+
+
+def test_a_bias_does_not_widen_the_stream_and_its_gradient_adds_up_in_float32():
+    def loss(b, x):
+        return jnp.sum(jnp.tanh(x @ W + b) @ W)
+
+    x = jax.random.normal(jax.random.key(5), (4096, 8))
+    assert ops(autocast(loss), W[0], x)["add"] == {"bfloat16"}
+    actual, expected = (jax.grad(f)(W[0], x) for f in (autocast(loss), loss))
+    assert relative_error(actual, expected) < 0.005
+    assert ops(jax.grad(autocast(loss)), W[0], x)["reduce_sum"] == {"float32"}
+
+
+def test_a_weight_reused_over_a_scan_adds_up_its_gradient_in_float32():
+    def loss(w, xs):
+        return lax.scan(lambda c, x: (c + jnp.sum(x @ w), None), 0.0, xs)[0]
+
+    xs = jnp.full((2048, 1, 8), 0.01)
+    actual, expected = (jax.grad(f)(W, xs) for f in (autocast(loss), loss))
+    assert relative_error(actual, expected) < 0.005
+
+
+def test_a_running_sum_that_starts_at_a_dot_does_not_stall():
+    def total(x, w):
+        step = lambda c, _: (c + 0.5, None)
+        return lax.scan(step, (x @ w)[0, 0], length=2048)[0]
+
+    actual, expected = autocast(total)(X, W), total(X, W)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)
+
+
+def test_sgd_inside_a_scan_moves_its_weights():
+    def train(w, xs):
+        def step(w, x):
+            grads = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+            return w - 1e-4 * grads, None
+
+        return lax.scan(step, w, xs)[0]
+
+    xs = jnp.ones((200, 4, 8))
+    moved, expected = autocast(train)(W, xs) - W, train(W, xs) - W
+    assert relative_error(moved, expected) < 0.05
+
+
+def test_a_loop_to_a_tolerance_takes_as_many_steps_as_in_float32():
+    def fixed_point(x):
+        def step(state):
+            n, _, x = state
+            return n + 1, x, jnp.cos(x @ W * 0.1)
+
+        def go_on(state):
+            return jnp.max(jnp.abs(state[1] - state[2])) > 1e-5
+
+        return lax.while_loop(go_on, step, (0, x, x + 1))[0]
+
+    assert int(autocast(fixed_point)(X)) == int(fixed_point(X))
+
+
+def test_large_masks_small_epsilons_and_far_positions_survive_float16():
+    def attention(x):
+        scores = jnp.where(jnp.zeros((4, 4), bool), x @ x.T, -1e9)
+        masked = jax.nn.softmax(scores) @ x
+        safe = x / (jnp.sqrt((x * 0) ** 2) + 1e-8)
+        return masked, jnp.isfinite(safe), jnp.arange(1000.0)[:, None] @ x[:1, :1]
+
+    masked, safe, positions = autocast(attention, compute_dtype="float16")(X)
+    assert np.all(np.isfinite(masked))
+    np.testing.assert_array_equal(safe, attention(X)[1])
+    assert np.all(np.isfinite(positions))
+    clipped = lambda p: jnp.log(jnp.clip(p, 1e-7, 1 - 1e-7))
+    assert np.isfinite(autocast(clipped)(jnp.float32(1.0)))
+
+
+def test_random_bits_are_those_of_float32():
+    def dropout(key, x):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return keep, jnp.where(keep, x @ W, 0), jax.random.normal(key, (3,))
+
+    key = jax.random.key(3)
+    actual, expected = autocast(dropout)(key, X), dropout(key, X)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_array_equal(actual[2], expected[2])
+
+
+def test_only_float32_is_changed():
+    def program(tree):
+        return jax.tree.map(lambda x: x + x, tree) | {
+            "dot": tree["half"] @ tree["half"]
+        }
+
+    tree = {
+        "half": jnp.ones((2, 2), jnp.float16),
+        "int": jnp.arange(3),
+        "complex": jnp.ones(2, jnp.complex64),
+    }
+    actual = autocast(program)(tree)
+    chex.assert_trees_all_equal(actual, program(tree))
+    found = live_equations(autocast(program), tree)
+    assert products(found) == {("float16",) * 3: 1}
+
+
+def test_arguments_that_are_no_arrays_reach_the_function_as_they_are():
+    seen = []
+
+    def program(x, flag, name, scale, *, activation, nothing=None):
+        seen.append((flag, name, scale, activation, nothing))
+        return activation(x @ x.T) * scale if flag else x
+
+    out = autocast(program)(X, True, "name", 2.0, activation=jnp.tanh)
+    assert seen == [(True, "name", 2.0, jnp.tanh, None)]
+    assert out.dtype == np.float32
+
+
+def test_autocast_is_a_decorator_with_and_without_arguments():
+    @autocast
+    def plain(x):
+        "Doc."
+        return x @ x
+
+    @autocast(rules="O2", compute_dtype="float16")
+    def chosen(x):
+        return jnp.tanh(x + x) @ x
+
+    assert (plain.__name__, plain.__doc__) == ("plain", "Doc.")
+    assert products(live_equations(plain, W)) == {("bfloat16",) * 3: 1}
+    assert ops(chosen, W)["add"] == {"float16"}
+
+
+def test_bad_rules_are_refused_when_the_function_is_made():
+    with pytest.raises(ValueError, match=r"Unknown preset 'mixde'.*'mixed'"):
+        autocast(jnp.sin, "mixde")
+    with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
+        autocast(jnp.sin, compute_dtype="bf61")
+
+
+def test_a_dot_that_asks_for_the_highest_precision_stays_float32():
+    dot = lambda x: jnp.dot(x, x, precision="highest")
+    assert products(live_equations(autocast(dot), W)) == {("float32",) * 3: 1}
+    with jax.default_matmul_precision("tensorfloat32"):
+        plain = lambda x: x @ x
+        assert products(live_equations(autocast(plain), W)) == {("bfloat16",) * 3: 1}
+
+
+def test_a_block_that_is_called_often_is_lowered_as_often_as_in_float32():
+    block = jax.jit(lambda x, w: jnp.tanh(x @ w) + x)
+
+    def model(x):
+        for _ in range(24):
+            x = block(x, W)
+        return x
+
+    def functions(fun):
+        return jax.jit(fun).lower(X).as_text().count("func.func")
+
+    # Once for the first, whose x is an argument, once for the last, once between.
+    assert functions(autocast(model)) <= functions(model) + 3
