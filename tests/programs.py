@@ -185,7 +185,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         h = nn.LayerNorm()(x)
-        h = nn.Dense(8)(nn.gelu(nn.Dense(16)(h)))
+        width = x.shape[-1]
+        h = nn.Dense(width)(nn.gelu(nn.Dense(2 * width)(h)))
         return nn.RMSNorm()(x + h)
 
 

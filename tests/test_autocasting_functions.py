@@ -1,0 +1,311 @@
+"""Functions that others wrote, from JAX's and optax's own packages, under autocast."""
+
+import contextlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental.ode import odeint
+from optimizers import lenient
+from test_autocasting_interpreter import live_equations, products, relative_error
+
+from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.marks import (
+    as_full,
+    as_low,
+    full_precision,
+    low_call,
+    low_precision,
+)
+
+X = jax.random.normal(jax.random.key(0), (4, 4))
+POSITIVE = X @ X.T + 4 * jnp.eye(4)
+ACTIVATIONS = (
+    *(jax.nn.silu, jax.nn.gelu, jax.nn.softplus, jax.nn.elu, jax.nn.selu),
+    *(jax.nn.glu, jax.nn.log_sigmoid, jax.nn.hard_swish, jax.nn.celu, jax.nn.mish),
+)
+DIFFERENTIABLE = {
+    "cholesky": lambda x: jnp.linalg.cholesky(POSITIVE + 0.01 * x @ x.T),
+    "solve": lambda x: jnp.linalg.solve(POSITIVE, x @ x),
+    "svd": lambda x: jnp.linalg.svd(x)[1],
+    "fft": lambda x: jnp.abs(jnp.fft.fft(x @ x)),
+    "conjugate gradients": lambda x: jax.scipy.sparse.linalg.cg(
+        lambda v: POSITIVE @ v, x[0]
+    )[0],
+    "odeint": lambda x: odeint(lambda y, t: -0.1 * y @ x, x[0], jnp.arange(4.0) / 4),
+    "custom_root": lambda x: lax.custom_root(
+        lambda v: v**2 - jnp.abs(x[0, 0]) - 1,
+        1.0,
+        lambda f, v: lax.fori_loop(0, 8, lambda i, v: v - f(v) / (2 * v), v),
+        lambda g, y: y / g(1.0),
+    ),
+    "resize": lambda x: jax.image.resize(x, (8, 8), "bicubic"),
+    "gammaln": lambda x: jax.scipy.special.gammaln(jnp.abs(x @ x) + 1),
+    "norm.logpdf": lambda x: jax.scipy.stats.norm.logpdf(x @ x),
+    "huber_loss": lambda x: optax.losses.huber_loss(x @ x),
+    "cosine_similarity": lambda x: optax.losses.cosine_similarity(x @ x, x),
+    "focal loss": lambda x: optax.losses.sigmoid_focal_loss(x @ x, jnp.ones((4, 4))),
+    "ctc_loss": lambda x: optax.ctc_loss(
+        (x @ x)[None], jnp.zeros((1, 4)), jnp.array([[1, 2]]), jnp.zeros((1, 2))
+    ),
+    "scatters": lambda x: (x @ x).at[0].set(1.0).at[1].add(2.0).at[2].max(0.0) @ x,
+    "segment_sum": lambda x: jax.ops.segment_sum(x @ x, jnp.array([0, 0, 1, 1]), 2),
+    "associative_scan": lambda x: lax.associative_scan(jnp.add, x @ x),
+    "map": lambda x: lax.map(lambda row: row @ x, x),
+    "convolve": lambda x: jnp.convolve(x[0], x[1]),
+    "average pooling": lambda x: lax.reduce_window(
+        x @ x, 0.0, lax.add, (2, 2), (1, 1), "VALID"
+    ),
+    "max pooling": lambda x: lax.reduce_window(
+        x @ x, -jnp.inf, lax.max, (2, 2), (1, 1), "VALID"
+    ),
+    "saved dots": jax.checkpoint(
+        lambda x: jnp.tanh(x @ x), policy=jax.checkpoint_policies.dots_saveable
+    ),
+    "inner jit": lambda x: jax.jit(lambda x, n: x @ x * n, static_argnums=1)(
+        x + 1, 3.0
+    ),
+    **{f.__name__: lambda x, f=f: f(x @ x) for f in ACTIVATIONS},
+}
+OTHERS = {
+    "callback": lambda x: jax.pure_callback(
+        lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct((4, 4), jnp.float32), x @ x
+    ),
+    "a donated argument": lambda x: jax.jit(lambda y: y @ y, donate_argnums=0)(x + 1),
+    "generic reduce": lambda x: lax.reduce(
+        x @ x, np.float32(1), lambda a, b: a * b + 1, (0,)
+    ),
+    "eigh": lambda x: jnp.linalg.eigh(POSITIVE)[0] + (x @ x)[0],
+    "a new ref": lambda x: _through_a_ref(x),
+    "adam": lambda x: lenient(optax.adam(1e-3)).update(
+        x @ x, lenient(optax.adam(1e-3)).init(x), x
+    ),
+}
+
+
+def _through_a_ref(x):
+    ref = jax.new_ref(jnp.zeros((4, 4)))
+    ref[...] += x @ x
+    return ref[...]
+
+
+@pytest.mark.parametrize("name", [*DIFFERENTIABLE, *OTHERS])
+def test_its_results_are_those_of_float32_within_rounding(name):
+    fun = {**DIFFERENTIABLE, **OTHERS}[name]
+    for call in (autocast(fun), jax.jit(autocast(fun))):
+        actual, expected = call(X), fun(X)
+        chex.assert_trees_all_equal_structs(actual, expected)
+        chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+        assert relative_error(actual, expected) < 0.03
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_its_gradient_is_float32_s_within_rounding(name):
+    loss = lambda fun: lambda x: jnp.sum(fun(x))
+    fun = DIFFERENTIABLE[name]
+    actual = jax.grad(loss(autocast(fun)))(X)
+    expected = jax.grad(loss(fun))(X)
+    assert actual.dtype == np.float32
+    # A pool's winner may be another one after rounding; all else is smooth.
+    assert relative_error(actual, expected) < 0.1
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_it_is_mapped_over_a_batch(name):
+    fun, batch = DIFFERENTIABLE[name], jnp.stack([X, X / 2])
+    actual, expected = (jax.vmap(f)(batch) for f in (autocast(fun), fun))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    assert relative_error(actual, expected) < 0.03
+
+
+def test_refs_that_are_closed_over_or_arguments_are_written():
+    closed, given = jax.new_ref(jnp.zeros((4, 4))), jax.new_ref(jnp.zeros((4, 4)))
+
+    def write(ref, x):
+        ref[...] += x @ x
+        closed[...] = ref[...] + 1
+        return x.sum()
+
+    jax.jit(autocast(write))(given, X)
+    assert relative_error(given[...], X @ X) < 0.03
+    np.testing.assert_array_equal(closed[...], given[...] + 1)
+
+
+def test_closed_over_tracers_of_outer_transforms_are_found():
+    def loss(fun):
+        return lambda w: fun(lambda x: jnp.sum(jnp.tanh(x @ w)))(X)
+
+    for transform in (jax.grad, lambda f: lambda w: jax.vmap(f)(jnp.stack([w, -w]))):
+        actual = transform(loss(autocast))(X)
+        expected = transform(loss(lambda f: f))(X)
+        assert relative_error(actual, expected) < 0.03
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.hessian, jax.jacrev, jax.jacfwd, lambda f: jax.vmap(jax.grad(f), in_axes=0)],
+)
+def test_it_is_differentiated_and_mapped_in_every_way(transform):
+    fun = lambda x: jnp.sum(jnp.tanh(x @ X))
+    args = jnp.stack([X, X / 2]) if transform not in (jax.hessian,) else X
+    actual, expected = transform(autocast(fun))(args), transform(fun)(args)
+    assert actual.dtype == np.float32
+    assert relative_error(actual, expected) < 0.05
+
+
+def test_collectives_over_named_axes_work():
+    def mean(v):
+        return lax.pmean(jnp.tanh(v @ X), "i")
+
+    batch = jnp.stack([X, -X / 2])
+    for mapping in (jax.vmap, jax.pmap):
+        actual = mapping(autocast(mean), axis_name="i")(batch)
+        expected = mapping(mean, axis_name="i")(batch)
+        assert relative_error(actual, expected) < 0.03
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: jax.checking_leaks(),
+        lambda: jax.enable_checks(True),
+        lambda: jax.enable_x64(True),
+        lambda: jax.numpy_dtype_promotion("standard"),
+        lambda: jax.disable_jit(),
+        contextlib.nullcontext,
+    ],
+)
+def test_jax_s_own_checks_find_nothing(setting):
+    def loss(x):
+        def step(h, _):
+            return jax.nn.relu(jnp.where(h > 0, h @ x, 0)), None
+
+        return lax.scan(step, x, length=2)[0].sum()
+
+    with setting():
+        actual = jax.jit(jax.grad(autocast(loss)))(X)
+    assert actual.dtype == np.float32
+    assert relative_error(actual, jax.grad(loss)(X)) < 0.03
+
+
+def test_one_trace_per_shape_under_jit():
+    traces = []
+
+    @jax.jit
+    @autocast
+    def fun(x):
+        traces.append(None)
+        return x @ x
+
+    for _ in range(3):
+        fun(X)
+    fun(X[:2, :2])
+    assert len(traces) == 2
+
+
+# ------------------------------------------------------------------------------ marks
+
+
+def dots(fun, *args):
+    return products(live_equations(autocast(fun), *args))
+
+
+FULL, LOW = ("float32",) * 3, ("bfloat16",) * 3
+
+
+def test_a_marked_function_runs_in_float32_and_so_does_its_backward_pass():
+    @full_precision
+    def exact(x):
+        return x @ x
+
+    assert dots(exact, X) == {FULL: 1}
+    assert dots(lambda x: exact(x) + x @ x, X) == {FULL: 1, LOW: 1}
+    loss = lambda x: jnp.sum(exact(x))
+    assert products(live_equations(jax.grad(autocast(loss)), X)) == {FULL: 2}
+    assert exact.__name__ == "exact"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda x: lax.scan(lambda h, _: (f(h), None), x, length=2)[0],
+        lambda f: lambda x: lax.cond(x.sum() > 0, f, f, x),
+        lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    ],
+)
+def test_a_marked_block_reaches_through_every_transform(wrap):
+    def block(x):
+        with full_precision():
+            return x @ x
+
+    found = dots(lambda x: jnp.sum(wrap(block)(x)), X)
+    assert set(found) == {FULL}
+    gradient = jax.grad(autocast(lambda x: jnp.sum(wrap(block)(x))))
+    assert set(products(live_equations(gradient, X))) == {FULL}
+
+
+def test_the_innermost_mark_wins_and_blocks_may_be_nested():
+    def fun(x):
+        with full_precision:
+            with low_precision:
+                y = jnp.exp(x)
+            return y @ x
+
+    eqns = live_equations(autocast(fun), X)
+    (exp,) = (e for e in eqns if e.primitive.name == "exp")
+    assert exp.outvars[0].aval.dtype == jnp.bfloat16
+    assert products(eqns) == {FULL: 1}
+
+
+def test_marked_values_widen_or_narrow_what_they_are_added_to():
+    def dtype_of_add(mark):
+        fun = lambda x: (mark(x) + x @ x) @ x
+        (add,) = (
+            eqn
+            for eqn in live_equations(autocast(fun), X)
+            if eqn.primitive.name == "add"
+        )
+        return add.outvars[0].aval.dtype
+
+    assert dtype_of_add(lambda x: x) == jnp.bfloat16
+    assert dtype_of_add(as_full) == np.float32
+    assert dtype_of_add(jnp.exp) == np.float32
+    assert dtype_of_add(lambda x: as_low(jnp.exp(x))) == jnp.bfloat16
+
+
+def test_marks_do_nothing_outside_of_autocast_and_leave_other_leaves_alone():
+    tree = {"x": X, "n": jnp.arange(2), "key": jax.random.key(0), "text": "a"}
+    for mark in (as_full, as_low):
+        marked = mark(tree)
+        chex.assert_trees_all_equal(marked["x"], X)
+        assert all(marked[name] is tree[name] for name in ("n", "key", "text"))
+    chex.assert_trees_all_equal(full_precision(jnp.sin)(X), jnp.sin(X))
+    assert repr(low_precision) == "low_precision"
+
+
+def test_a_kernel_for_16_bits_is_given_16_bits_and_its_result_is_low():
+    seen = []
+
+    def kernel(a, n):
+        seen.append((a.dtype, n))
+        return a @ a
+
+    fun = lambda x: low_call(kernel)(x @ x, 3) @ x
+    assert dots(fun, X) == {LOW: 3}
+    assert seen == [(jnp.bfloat16, 3)]
+    assert low_call(kernel, "float16")(X, 1).dtype == np.float32
+    with pytest.raises(ValueError, match="Unknown dtype 'int8'"):
+        low_call(kernel, "int8")
+
+
+def test_an_inner_autocast_has_decided_already():
+    inner = autocast(lambda x: x @ x, "O0")
+    assert dots(lambda x: inner(x) @ x, X) == {FULL: 1, LOW: 1}
+    other = autocast(lambda x: x @ x, compute_dtype="float16")
+    assert dots(lambda x: other(x) @ x, X) == {("float16",) * 3: 1, LOW: 1}

@@ -1,0 +1,36 @@
+"""What a real compiler makes of a function under autocast."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import BLOCK
+
+from benchmarks.compiled import TARGETS, compile_for, missing
+from jmp_lite.autocasting.interpreter import autocast
+
+pytestmark = pytest.mark.targets
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    if missing(request.param):
+        pytest.skip(missing(request.param))
+    return request.param
+
+
+def loss(params, x):
+    return jnp.mean(BLOCK.apply(params, x) ** 2)
+
+
+def compile_gradient(target, fun):
+    params = jax.eval_shape(BLOCK.init, jax.random.key(0), jnp.ones((512, 1024)))
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    return compile_for(target, jax.grad(fun), params, x)
+
+
+def test_all_matrix_products_of_a_gradient_are_16_bit(target):
+    traced, low = (compile_gradient(target, f) for f in (loss, autocast(loss)))
+    assert sum(low.matmuls.values()) == sum(traced.matmuls.values())
+    assert "bf16" not in traced.matmuls
+    assert {dtypes.split("->")[0] for dtypes in low.matmuls} == {"bf16"}
+    assert low.bytes_moved <= traced.bytes_moved
