@@ -6,7 +6,13 @@ import os
 # there: the tests themselves run on the CPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
+
+# The same examples every time: what fails here fails everywhere, and the other way
+# round. To search for more: `pytest --hypothesis-profile=default`.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # Two fake devices, for sharding; strict promotion, so that no dtype of ours comes
 # about by accident.

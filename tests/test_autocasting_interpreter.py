@@ -191,7 +191,7 @@ NESTS = {
 }
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(
     st.lists(
         st.tuples(st.sampled_from(sorted(NESTS)), st.sampled_from(sorted(STEPS))),

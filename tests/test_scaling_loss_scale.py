@@ -51,7 +51,7 @@ def jitted_adjust():
     return jax.jit(lambda scale, finite: scale.adjust(finite))
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     start=POWERS,
     period=st.integers(1, 4),

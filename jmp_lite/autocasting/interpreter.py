@@ -65,6 +65,14 @@ def autocast(
 
     Raises:
       ValueError: there is no such preset or dtype.
+
+    Example:
+      >>> low = autocast(lambda x, w: jnp.tanh(x @ w))
+      >>> x, w = jnp.ones((2, 4)), jnp.full((4, 4), 0.1)
+      >>> low(x, w).dtype
+      dtype('float32')
+      >>> "bf16[2,4] = dot_general" in str(jax.make_jaxpr(low)(x, w))
+      True
     """
     if fun is None:
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
@@ -240,8 +248,8 @@ class Walk:
                     operands = regions.enter(here, operands)
                 results = self.equation(eqn, operands, wanted, where)
             for var, result in zip(eqn.outvars, results, strict=True):
-                result.region = here if result.state is not None else None
-                env[var] = result
+                inner = here if result.state is not None else None
+                env[var] = dataclasses.replace(result, region=inner)
         return [read(atom, region) for atom in parts.outvars]
 
     def equation(
