@@ -148,7 +148,8 @@ GROUPS: tuple[Group, ...] = (
         pbroadcast pbroadcast_start pbroadcast_done pbroadcast_dynamic pmax pmin
         unreduced_pmax unreduced_pmin pvary ragged_all_to_all psend precv
         reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
-        vary_unreduced_cast_p preduced""",
+        vary_unreduced_cast_p preduced global_array_to_host_local_array
+        host_local_array_to_global_array""",
     ),
     _group(
         Precision.KEEP,
@@ -166,7 +167,7 @@ GROUPS: tuple[Group, ...] = (
         custom_vmap_call custom_partitioning custom_lin composite call closed_call
         eval_jaxpr jaxpr_call run_state run_scoped stage call_hi_primitive
         call_hi_primitive_linearized call_exported custom_jvp_call_jaxpr remat_opt
-        core_map mpmd_map compute_on xla_metadata_call xla_metadata_value""",
+        core_map mpmd_map fused_call compute_on xla_metadata_call xla_metadata_value""",
         low=False,
     ),
     _group(
@@ -178,7 +179,18 @@ GROUPS: tuple[Group, ...] = (
         cudnn_fusion dot_product_attention_fwd dot_product_attention_fwd_wrapper
         dot_product_attention_bwd dot_product_attention_bwd_wrapper
         dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper""",
+        dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
+        rnn_fwd rnn_bwd""",
+        low=False,
+    ),
+    _group(
+        Precision.KEEP,
+        "a step of XLA's own, as it was written",
+        """thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
+        thunky.async_start thunky.call_jax thunky.call_thunky_nested
+        thunky.collective_group thunky.collective_permute thunky.cond thunky.copy
+        thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero
+        thunky.ptx_kernel thunky.reduce_scatter thunky.while""",
         low=False,
     ),
     _group(
