@@ -260,7 +260,6 @@ TRANSFORMS = {
     "eager": lambda fun: fun,
     "jit": jax.jit,
     "grad": gradient,
-    "jit of grad": lambda fun: jax.jit(gradient(fun)),
     "jvp": tangent,
     "vmap": mapped,
     "grad of vmap": lambda fun: gradient(mapped(fun)),
