@@ -126,11 +126,6 @@ def path_of(eqn: Equation, path: str) -> str:
     return "/".join(filter(None, (path, *scopes(eqn), name)))
 
 
-def source(eqn: Equation) -> str:
-    """Returns ``file:line (function)`` of the user's code that made an equation."""
-    return source_info_util.summarize(eqn.source_info)
-
-
 @contextlib.contextmanager
 def context_of(eqn: Equation) -> Generator[None]:
     """Everything bound inside stands where the equation stood, in its settings."""

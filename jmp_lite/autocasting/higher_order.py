@@ -190,16 +190,8 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
         values[carries] = _recast(walk, operands[carries], specs)
         _, found = convert(walk, body, values, readers, path)
         raised = [
-            _carry(value, spec[0] is State.LOW and not is_hard)
-            for value, spec, is_hard in zip(
-                operands[carries],
-                specs,
-                (
-                    slot is loops.Slot.FOLLOW and result[0] is State.HARD
-                    for slot, result in zip(slots, found, strict=False)
-                ),
-                strict=True,
-            )
+            _raised(spec, slot, result)
+            for spec, slot, result in zip(specs, slots, found[:n_carry], strict=True)
         ]
         if raised == specs:
             break
@@ -230,6 +222,12 @@ def _carry(value: Value, is_low: bool) -> Spec:
     if value.state is None:
         return None, Kind.COMPUTED
     return (State.LOW if is_low else State.HARD), Kind.COMPUTED
+
+
+def _raised(spec: Spec, slot: loops.Slot, result: Spec) -> Spec:
+    """Returns what a carry is, given what the body makes of it."""
+    is_hard = slot is loops.Slot.FOLLOW and result[0] is State.HARD
+    return (State.HARD, Kind.COMPUTED) if is_hard else spec
 
 
 def _recast(walk: Walk, values: Sequence[Value], specs: Sequence[Spec]) -> list[Value]:
