@@ -397,3 +397,32 @@ def test_a_block_that_is_called_often_is_lowered_as_often_as_in_float32():
 
     # Once for the first, whose x is an argument, once for the last, once between.
     assert functions(autocast(model)) <= functions(model) + 3
+
+
+def test_what_a_float32_op_or_an_output_alone_reads_is_float32():
+    assert ops(autocast(lambda x: jax.nn.softmax(x @ W) @ W), X)["sub"] == {"float32"}
+    assert ops(autocast(lambda x, b: x @ W + b), X, W[0])["add"] == {"float32"}
+    assert ops(autocast(lambda x, b: (x @ W + b) @ W), X, W[0])["add"] == {"bfloat16"}
+
+
+def test_a_low_value_that_is_broadcast_adds_up_its_gradient_in_float32():
+    def loss(x):
+        return jnp.sum(jnp.broadcast_to((x @ W)[0], (64, 8)) @ W)
+
+    assert ops(jax.grad(autocast(loss)), X)["reduce_sum"] == {"float32"}
+
+
+def test_sine_and_cosine_are_float32_and_what_follows_is_not():
+    found = ops(autocast(lambda x: (jnp.sin(x @ W) + x) @ W), X)
+    assert found["sin"] == {"float32"}
+    assert found["dot_general"] == {"bfloat16"}
+
+
+def test_a_weight_is_cast_at_each_use():
+    loss = lambda w: jnp.sum((X @ w) @ w)
+    sums = [
+        str(eqn.outvars[0].aval)
+        for eqn in live_equations(jax.grad(autocast(loss)), W)
+        if eqn.primitive.name == "add_any"
+    ]
+    assert sums == ["float32[8,8]"]
