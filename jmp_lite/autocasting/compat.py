@@ -169,6 +169,15 @@ def bind_custom(
     return list(eqn.primitive.bind(*operands, **params))
 
 
+def forwarded_residuals(eqn: Equation) -> Sequence[int | None]:
+    """Returns which operand of a ``custom_vjp_call`` each of its residuals is, if any.
+
+    It is known once the forward function has been run.
+    """
+    _, _, forwards = eqn.params["out_trees"]()
+    return forwards
+
+
 def scan_counts(eqn: Equation) -> tuple[int, int]:
     """Returns how many of a scan's operands are constants, and how many carries."""
     params = eqn.params

@@ -7,10 +7,10 @@ as a matrix product, and it is not.
 
 import enum
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jmp_lite.autocasting import compat
+from jmp_lite.autocasting import compat, loops
 from jmp_lite.autocasting.rules import EXACT, Precision, Rules
 
 Atom = Any
@@ -41,6 +41,14 @@ class Demands:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._known: dict[Any, tuple[Any, Mapping[Atom, Readers]]] = {}
+        self._inside: dict[str, AsReader] = {
+            **dict.fromkeys(("jit", "checkpoint", "remat", "remat2"), self._call),
+            **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), self._call),
+            "shard_map": self._call,
+            "cond": self._cond,
+            "scan": self._scan,
+            "while": self._while,
+        }
 
     def inside(self, jaxpr: Any, outside: Sequence[Readers]) -> Mapping[Atom, Readers]:
         """Returns the readers of each variable.
@@ -80,16 +88,9 @@ class Demands:
 
     def as_reader(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
         """Returns what an equation is to each of its operands, as a reader."""
-        op, params = eqn.primitive.name, eqn.params
-        others = [Readers.OTHER] * len(eqn.invars)
-        if op in ("jit", "checkpoint", "remat", "remat2"):
-            return self.of_inputs(params["jaxpr"], results)
-        if op == "custom_jvp_call":
-            return self.of_inputs(params["call_jaxpr"], results)
-        if op == "cond":
-            branches = [self.of_inputs(b, results) for b in params["branches"]]
-            joined = [_union(column) for column in zip(*branches, strict=True)]
-            return [Readers.OTHER, *joined]
+        op, others = eqn.primitive.name, [Readers.OTHER] * len(eqn.invars)
+        if op in self._inside:
+            return self._inside[op](eqn, results)
         if not any(map(compat.is_float32, eqn.outvars)):
             return others
         precision, wanted = self._rules.precision_of(op), _union(results)
@@ -102,6 +103,58 @@ class Demands:
         if is_exact or (follows and wanted == Readers.OUTPUT):
             return [wanted] * len(eqn.invars)
         return others
+
+    def _call(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
+        params = eqn.params
+        jaxpr = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+        return self.of_inputs(jaxpr, results)
+
+    def _cond(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
+        branches = [self.of_inputs(b, results) for b in eqn.params["branches"]]
+        joined = [_union(column) for column in zip(*branches, strict=True)]
+        return [Readers.OTHER, *joined]
+
+    def _scan(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
+        body, (n_consts, n_carry) = eqn.params["jaxpr"], compat.scan_counts(eqn)
+        is_read = last_is_read(results, n_carry)
+        carries = loops.classify(
+            self._rules, self._by_table, body, n_consts, is_read, ""
+        )
+        readers = self.of_inputs(body, [*of_carries(carries), *results[n_carry:]])
+        is_full = [slot is loops.Slot.FULL for slot, _ in carries]
+        of_start = [Readers.FULL if yes else Readers.OTHER for yes in is_full]
+        return [*readers[:n_consts], *of_start, *readers[n_consts + n_carry :]]
+
+    def _while(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
+        params, carries = eqn.params, [Readers.FULL] * len(results)
+        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        if loops.ends_by_a_float(cond, n_cond, body, n_body):
+            return [Readers.FULL] * len(eqn.invars)
+        of_cond = self.of_inputs(cond, [Readers.OTHER])[:n_cond]
+        of_body = self.of_inputs(body, [Readers.OUTPUT] * len(results))[:n_body]
+        return [*of_cond, *of_body, *carries]
+
+    def _by_table(self, eqn: Any, path: str) -> Precision:
+        del path
+        return self._rules.precision_of(eqn.primitive.name)
+
+
+AsReader = Callable[[Any, Sequence[Readers]], Sequence[Readers]]
+
+
+def last_is_read(wanted: Sequence[Readers], n_carry: int) -> list[bool]:
+    """Returns, for each carry of a scan, whether more than an output reads its last."""
+    return [not readers.want_float32 for readers in wanted[:n_carry]]
+
+
+def of_carries(carries: Sequence[loops.Carry]) -> list[Readers]:
+    """Returns the readers of what the body of a loop makes of each carry.
+
+    What is float32 from step to step is a result, step by step.
+    """
+    is_full = [slot is loops.Slot.FULL for slot, _ in carries]
+    return [Readers.OUTPUT if yes else Readers.OTHER for yes in is_full]
 
 
 def _union(readers: Sequence[Readers]) -> Readers:

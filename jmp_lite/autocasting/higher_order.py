@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_lite.autocasting import compat, loops
+from jmp_lite.autocasting import compat, demand, loops
+from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.demand import Readers
 from jmp_lite.autocasting.values import Kind, Spec, State, Value
 
@@ -36,6 +37,22 @@ class Call(NamedTuple):
 # --------------------------------------------------------------------- conversion
 
 
+class Converted(NamedTuple):
+    """A jaxpr in mixed precision.
+
+    Attributes:
+      jaxpr: the jaxpr, closed.
+      specs: what its results are.
+      origins: where they come from, as ``Value.origin`` says it inside of the jaxpr.
+      told: what was decided in it.
+    """
+
+    jaxpr: Any
+    specs: tuple[Spec, ...]
+    origins: Sequence[Any]
+    told: Sequence[Any]
+
+
 def convert(
     walk: Walk,
     jaxpr: Any,
@@ -44,8 +61,8 @@ def convert(
     path: str,
     name: str = "",
     forced: tuple[Spec, ...] | None = None,
-) -> tuple[Any, tuple[Spec, ...]]:
-    """Returns a closed jaxpr in mixed precision and what its results are.
+) -> Converted:
+    """Returns a jaxpr in mixed precision.
 
     The same jaxpr under the same rules, operands and readers is converted once, so that
     a block which is called many times is lowered once.
@@ -65,21 +82,24 @@ def convert(
     key = (id(jaxpr), states, tuple(wanted), said, region is None, forced)
     if key not in walk.memo:
         found: list[Spec] = []
+        origins: list[Any] = []
 
         def run(*arrays: Any) -> list[Any]:
-            values = _values(arrays, states)
+            values = _values(arrays, states, range(len(arrays)))
             results = walk.run(jaxpr, values, wanted, inside, region)
             found[:] = forced or [value.spec for value in results]
+            origins[:] = [value.origin for value in results]
             return _as_specs(walk, results, found)
 
         avals = [
             compat.retyped(var.aval, walk.low_dtype) if state is State.LOW else var.aval
             for var, (state, _) in zip(compat.parts(jaxpr).invars, states, strict=True)
         ]
-        converted = compat.trace(run, avals, jaxpr)
+        with walk.telling() as told:
+            low = compat.trace(run, avals, jaxpr)
         # The jaxpr is kept with the answer, so that its id stays its own.
-        walk.memo[key] = (jaxpr, converted, tuple(found))
-    return walk.memo[key][1:]
+        walk.memo[key] = (jaxpr, Converted(low, tuple(found), origins, told))
+    return walk.memo[key][1]
 
 
 def join(*names: str) -> str:
@@ -87,8 +107,29 @@ def join(*names: str) -> str:
     return "/".join(filter(None, names))
 
 
-def _values(arrays: Sequence[Any], specs: Sequence[Spec]) -> list[Value]:
-    return [Value(array, *spec) for array, spec in zip(arrays, specs, strict=True)]
+def _values(
+    arrays: Sequence[Any], specs: Sequence[Spec], origins: Sequence[Any] | None = None
+) -> list[Value]:
+    return [
+        Value(array, state, kind, origin=origin)
+        for array, (state, kind), origin in zip(
+            arrays, specs, origins or [None] * len(specs), strict=True
+        )
+    ]
+
+
+def _results(
+    walk: Walk,
+    call: Call,
+    arrays: Sequence[Any],
+    converted: Converted,
+    times: int | None = 1,
+) -> list[Value]:
+    """Returns the results of an equation, and notes what was decided inside of it."""
+    origins = [value.origin for value in call.operands]
+    walk.told.append(ToldInside(call.eqn, converted.told, origins, times))
+    outside = [origins[o] if isinstance(o, int) else o for o in converted.origins]
+    return _values(arrays, converted.specs, outside)
 
 
 def _arrays(operands: Sequence[Value]) -> list[Any]:
@@ -113,10 +154,12 @@ def _join(specs: Sequence[Spec]) -> Spec:
     return max(states, default=None), kinds.pop() if len(kinds) == 1 else Kind.COMPUTED
 
 
-def _kept(walk: Walk, call: Call) -> list[Value]:
+def _kept(walk: Walk, call: Call, reason: str) -> list[Value]:
+    decision = Decision(Run.AS_TRACED, State.HARD, f"KEEP: {reason}")
+    walk.told.append(Told(call.eqn, decision))
     arrays = compat.bind(call.eqn, [walk.full(value) for value in call.operands])
     return [
-        Value(array, State.HARD if compat.is_float32(var) else None)
+        Value(array, State.HARD if compat.is_float32(var) else None, origin=call.eqn)
         for var, array in zip(call.eqn.outvars, arrays, strict=True)
     ]
 
@@ -127,44 +170,53 @@ def _kept(walk: Walk, call: Call) -> list[Value]:
 def _jit(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
     name = eqn.params["name"]
-    jaxpr, specs = convert(walk, eqn.params["jaxpr"], operands, wanted, path, name)
-    return _values(compat.bind(eqn, _arrays(operands), jaxpr=jaxpr), specs)
+    inside = convert(walk, eqn.params["jaxpr"], operands, wanted, path, name)
+    arrays = compat.bind(eqn, _arrays(operands), jaxpr=inside.jaxpr)
+    return _results(walk, call, arrays, inside)
 
 
 def _remat(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
-    jaxpr, specs = convert(walk, eqn.params["jaxpr"], operands, wanted, path)
-    jaxpr = compat.without_consts(jaxpr)
-    return _values(compat.bind(eqn, _arrays(operands), jaxpr=jaxpr), specs)
+    inside = convert(walk, eqn.params["jaxpr"], operands, wanted, path)
+    jaxpr = compat.without_consts(inside.jaxpr)
+    return _results(
+        walk, call, compat.bind(eqn, _arrays(operands), jaxpr=jaxpr), inside
+    )
 
 
 def _cond(walk: Walk, call: Call) -> list[Value]:
     eqn, (index, *operands), wanted, path = call
 
-    def all_branches(forced: tuple[Spec, ...] | None = None) -> list[Any]:
+    def all_branches(forced: tuple[Spec, ...] | None = None) -> list[Converted]:
         return [
             convert(walk, branch, operands, wanted, path, forced=forced)
             for branch in eqn.params["branches"]
         ]
 
-    joined = _join_all([specs for _, specs in all_branches()])
-    branches = tuple(jaxpr for jaxpr, _ in all_branches(joined))
-    arrays = compat.bind(eqn, [index.array, *_arrays(operands)], branches=branches)
-    return _values(arrays, joined)
+    joined = _join_all([branch.specs for branch in all_branches()])
+    branches = all_branches(joined)
+    jaxprs = tuple(branch.jaxpr for branch in branches)
+    arrays = compat.bind(eqn, [index.array, *_arrays(operands)], branches=jaxprs)
+    inner = call._replace(operands=operands)
+    first, *_ = [_results(walk, inner, arrays, branch) for branch in branches]
+    return first
 
 
 def _shard_map(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
     jaxpr, region = eqn.params["jaxpr"], walk.rules.region_in(path)
-    states, found = [value.spec for value in operands], list[Spec]()
+    states, found = [value.spec for value in operands], list[Value]()
+    with walk.telling() as told:
 
-    def run(*arrays: Any) -> list[Any]:
-        results = walk.run(jaxpr, _values(arrays, states), wanted, path, region)
-        found[:] = [value.spec for value in results]
-        return _arrays(results)
+        def run(*arrays: Any) -> list[Any]:
+            values = _values(arrays, states, range(len(arrays)))
+            found[:] = walk.run(jaxpr, values, wanted, path, region)
+            return _arrays(found)
 
-    mapped = jax.shard_map(run, **compat.shard_map_arguments(eqn))
-    return _values(mapped(*_arrays(operands)), found)
+        mapped = jax.shard_map(run, **compat.shard_map_arguments(eqn))
+        arrays = mapped(*_arrays(operands))
+    specs, origins = (tuple(v.spec for v in found), [v.origin for v in found])
+    return _results(walk, call, arrays, Converted(None, specs, origins, told))
 
 
 # ------------------------------------------------------------------------- loops
@@ -174,31 +226,48 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
     body = eqn.params["jaxpr"]
     n_consts, n_carry = compat.scan_counts(eqn)
-    carries = slice(n_consts, n_consts + n_carry)
-    # What the next step reads of a carry, anything may.
-    readers = [*[Readers.OTHER] * n_carry, *wanted[n_carry:]]
-    last_is_read = [not one.want_float32 for one in wanted[:n_carry]]
-    slots = loops.classify(
-        walk.rules, walk.precision, body, n_consts, last_is_read, path
-    )
+    at = slice(n_consts, n_consts + n_carry)
+    is_read = demand.last_is_read(wanted, n_carry)
+    carries = loops.classify(walk.rules, walk.precision, body, n_consts, is_read, path)
+    readers = [*demand.of_carries(carries), *wanted[n_carry:]]
     specs = [
         _carry(value, slot is not loops.Slot.FULL)
-        for value, slot in zip(operands[carries], slots, strict=True)
+        for value, (slot, _) in zip(operands[at], carries, strict=True)
     ]
     while True:
         values = list(operands)
-        values[carries] = _recast(walk, operands[carries], specs)
-        _, found = convert(walk, body, values, readers, path)
+        values[at] = _recast(walk, operands[at], specs, eqn)
+        found = convert(walk, body, values, readers, path)
         raised = [
             _raised(spec, slot, result)
-            for spec, slot, result in zip(specs, slots, found[:n_carry], strict=True)
+            for spec, (slot, _), result in zip(
+                specs, carries, found.specs[:n_carry], strict=True
+            )
         ]
         if raised == specs:
             break
         specs = raised
-    forced = (*specs, *found[n_carry:])
-    jaxpr, _ = convert(walk, body, values, readers, path, forced=forced)
-    return _values(compat.bind(eqn, _arrays(values), jaxpr=jaxpr), forced)
+    forced = (*specs, *found.specs[n_carry:])
+    inside = convert(walk, body, values, readers, path, forced=forced)
+    _tell_carries(walk, call, carries, inside)
+    arrays = compat.bind(eqn, _arrays(values), jaxpr=inside.jaxpr)
+    turned = call._replace(operands=values)
+    return _results(walk, turned, arrays, inside, eqn.params["length"])
+
+
+def _tell_carries(
+    walk: Walk, call: Call, carries: Sequence[loops.Carry], inside: Converted
+) -> None:
+    for i, (slot, reason) in enumerate(carries):
+        state, origin = inside.specs[i][0], inside.origins[i]
+        if state is None:
+            continue
+        is_raised = slot is loops.Slot.FOLLOW and state is State.HARD
+        run = Run.LOW if state is State.LOW else Run.FULL
+        told = f"carry {i}: {reason}" + (", and its body makes it" * is_raised)
+        is_inside = is_raised and not isinstance(origin, int)
+        where = origin if is_inside else None
+        walk.told.append(Told(call.eqn, Decision(run, state, told), where, i))
 
 
 def _while(walk: Walk, call: Call) -> list[Value]:
@@ -206,16 +275,23 @@ def _while(walk: Walk, call: Call) -> list[Value]:
     cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     if loops.ends_by_a_float(cond, n_cond, body, n_body):
-        return _kept(walk, call)
+        return _kept(walk, call, "a float decides when it ends")
     start = operands[n_cond + n_body :]
-    specs = [_carry(value, False) for value in start]
-    carry = _recast(walk, start, specs)
-    of_cond, of_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
-    others = [Readers.OTHER] * len(carry)
-    test, _ = convert(walk, cond, [*of_cond, *carry], [Readers.OTHER], path)
-    step, _ = convert(walk, body, [*of_body, *carry], others, path, forced=tuple(specs))
-    arrays = _arrays([*of_cond, *of_body, *carry])
-    return _values(compat.bind(eqn, arrays, cond_jaxpr=test, body_jaxpr=step), specs)
+    specs = tuple(_carry(value, False) for value in start)
+    carry = _recast(walk, start, specs, eqn)
+    of_cond = [*operands[:n_cond], *carry]
+    of_body = [*operands[n_cond : n_cond + n_body], *carry]
+    carried = [Readers.OUTPUT] * len(carry)
+    test = convert(walk, cond, of_cond, [Readers.OTHER], path)
+    step = convert(walk, body, of_body, carried, path, forced=specs)
+    arrays = compat.bind(
+        eqn,
+        _arrays([*operands[: n_cond + n_body], *carry]),
+        cond_jaxpr=test.jaxpr,
+        body_jaxpr=step.jaxpr,
+    )
+    _results(walk, call._replace(operands=of_cond), [None], test)
+    return _results(walk, call._replace(operands=of_body), arrays, step, None)
 
 
 def _carry(value: Value, is_low: bool) -> Spec:
@@ -230,8 +306,15 @@ def _raised(spec: Spec, slot: loops.Slot, result: Spec) -> Spec:
     return (State.HARD, Kind.COMPUTED) if is_hard else spec
 
 
-def _recast(walk: Walk, values: Sequence[Value], specs: Sequence[Spec]) -> list[Value]:
-    return _values(_as_specs(walk, values, specs), specs)
+def _recast(
+    walk: Walk, values: Sequence[Value], specs: Sequence[Spec], loop: Any
+) -> list[Value]:
+    """Returns values as the specs say; the loop is the origin of what changes."""
+    origins = [
+        value.origin if value.state is spec[0] else loop
+        for value, spec in zip(values, specs, strict=True)
+    ]
+    return _values(_as_specs(walk, values, specs), specs, origins)
 
 
 # ---------------------------------------------------------- custom derivative rules
@@ -241,9 +324,10 @@ def _custom_jvp(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
     jaxpr, region = eqn.params["call_jaxpr"], walk.rules.region_in(path)
     if "_custom_root" in compat.name_of(jaxpr):
-        return _kept(walk, call)
+        return _kept(walk, call, "a root is found to a tolerance")
     states = [value.spec for value in operands]
-    specs = convert(walk, jaxpr, operands, wanted, path)[1]
+    inside = convert(walk, jaxpr, operands, wanted, path)
+    specs = inside.specs
 
     def replace(fun: Callable[..., Any], jvp: Callable[..., Any]) -> Any:
         del fun  # It evaluates the jaxpr.
@@ -261,60 +345,75 @@ def _custom_jvp(walk: Walk, call: Call) -> list[Value]:
 
         return low_fun, low_jvp
 
-    return _values(compat.bind_custom(eqn, _arrays(operands), replace), specs)
+    with walk.telling():  # It was told already.
+        arrays = compat.bind_custom(eqn, _arrays(operands), replace)
+    return _results(walk, call, arrays, inside)
 
 
 def _custom_vjp(walk: Walk, call: Call) -> list[Value]:
-    """Binds it to the dtypes it was traced with; its functions are low inside."""
-    eqn, operands, _, path = call
+    """Binds it to what its operands are held in; each function is low inside.
+
+    What waits for the backward pass waits in the dtype that it has there.
+    """
+    eqn, operands, wanted, path = call
     jaxpr = eqn.params["call_jaxpr"]
     avals = [var.aval for var in compat.parts(jaxpr).invars]
-    states = [value.spec for value in operands]
-    others = [Readers.OTHER] * len(eqn.outvars)
-    specs = convert(walk, jaxpr, operands, others, path)[1]
-
-    def entering(arrays: Sequence[Any]) -> list[Value]:
-        """A low operand was raised to be bound: it loses nothing by going back."""
-        full = _values(arrays, [(s and min(s, State.SOFT), k) for s, k in states])
-        return _recast(walk, full, states)
+    states = tuple(value.spec for value in operands)
+    inside = convert(walk, jaxpr, operands, wanted, path)
+    specs = inside.specs
+    region, n_out = walk.rules.region_in(path), len(specs)
+    computed: list[Spec] = []  # The residuals that are no operands.
 
     def replace(fun: Any, fwd: Any, bwd: Any) -> Any:
+        del fun  # It evaluates the jaxpr.
+
         def low_fun(*arrays: Any) -> list[Any]:
-            out = _follow(walk, fun, entering(arrays), avals, jaxpr, path)
-            return [_out(walk, o, (State.HARD, Kind.COMPUTED)) for o in out]
+            results = walk.run(jaxpr, _values(arrays, states), wanted, path, region)
+            return _as_specs(walk, results, specs)
 
         def low_fwd(*args: Any) -> list[Any]:
             # Each operand is followed by whether it is differentiated.
-            def called(*arrays: Any) -> Any:
+            def flat(*arrays: Any) -> Any:
                 pairs = zip(arrays, args[1::2], strict=True)
                 return fwd(*(item for pair in pairs for item in pair))
 
-            out = _follow(walk, called, entering(args[::2]), avals, jaxpr, path)
-            return [_out(walk, o, (State.HARD, Kind.COMPUTED)) for o in out]
+            values = _values(args[::2], states)
+            out = _follow(walk, flat, values, avals, jaxpr, path, wanted)
+            kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
+            computed[:] = [(v.state, Kind.COMPUTED) for v in kept]
+            return [v.array for v in kept] + _as_specs(walk, results, specs)
 
         def low_bwd(*args: Any) -> Any:
-            types = [a.aval if _is_zero(a) else jax.typeof(a) for a in args]
-            values = [
-                Value(a, State.SOFT if t.dtype == jax.numpy.float32 else None)
-                for a, t in zip(args, types, strict=True)
-            ]
-            structure = list[Any]()
+            held, fresh = compat.forwarded_residuals(eqn), iter(computed)
+            kept = [next(fresh) if i is None else states[i] for i in held]
+            values = _values(args, [*kept, *((s, Kind.COMPUTED) for s, _ in specs)])
+            structure: list[Any] = []
 
             def flat(*arrays: Any) -> list[Any]:
-                leaves, tree = jax.tree.flatten(bwd(*arrays))
+                leaves, tree = jax.tree.flatten(bwd(*arrays), _is_any_zero)
                 structure[:] = [tree]
                 return leaves
 
-            out = _follow(walk, flat, values, types, jaxpr, path)
-            full = [_out(walk, o, (State.HARD, Kind.COMPUTED)) for o in out]
-            return jax.tree.unflatten(structure[0], full)
+            types = [_type_as_traced(value) for value in values]
+            grads = _follow(walk, flat, values, types, jaxpr, path)
+            # JAX puts what it tells of a backward pass behind the gradients.
+            grads[: len(states)] = [
+                _out(walk, grad, spec)
+                for grad, spec in zip(grads[: len(states)], states, strict=True)
+            ]
+            rest = [v.array if isinstance(v, Value) else v for v in grads]
+            return jax.tree.unflatten(structure[0], rest)
 
         return low_fun, low_fwd, low_bwd
 
-    full = [walk.full(value) for value in operands]
-    raised = _values(compat.bind_custom(eqn, full, replace), [(s, k) for s, k in specs])
-    soft = [Value(v.array, v.state and State.SOFT, v.kind) for v in raised]
-    return _recast(walk, soft, specs)
+    with walk.telling():  # It was told already.
+        arrays = compat.bind_custom(eqn, _arrays(operands), replace)
+    return _results(walk, call, arrays, inside)
+
+
+def _type_as_traced(value: Value) -> Any:
+    aval = value.array.aval if _is_zero(value.array) else jax.typeof(value.array)
+    return aval if value.state is None else compat.retyped(aval, "float32")
 
 
 def _follow(
@@ -324,11 +423,21 @@ def _follow(
     avals: Sequence[Any],
     like: Any,
     path: str,
+    wanted: Sequence[Readers] = (),
 ) -> list[Any]:
     """Runs a function of a derivative rule under the rules.
 
     It is traced with the types it was written for, then walked. Symbolic zeros and
     whatever is no array reach it, and leave it, as they are.
+
+    Args:
+      walk: the walk that comes to it.
+      fun: takes arrays and symbolic zeros, and returns a list.
+      values: what it is called on.
+      avals: the types that it was written for.
+      like: the jaxpr that it belongs to.
+      path: the scopes that it stands in.
+      wanted: the readers of its last results; anything may read those before.
 
     Returns:
       A ``Value`` for each array that ``fun`` returns, everything else as it came.
@@ -346,14 +455,12 @@ def _follow(
         for i, array in zip(live, arrays, strict=True):
             full[i] = array
         out = list(fun(*full))
-        is_array = [isinstance(item, jax.Array) for item in out]
-        others[:] = [
-            None if yes else item for item, yes in zip(out, is_array, strict=True)
-        ]
-        return [item for item, yes in zip(out, is_array, strict=True) if yes]
+        others[:] = [None if _is_array(item) else item for item in out]
+        return [item for item in out if _is_array(item)]
 
     jaxpr = compat.trace(traced, [avals[i] for i in live], like)
-    readers = [Readers.OTHER] * len(compat.parts(jaxpr).outvars)
+    n_before = len(compat.parts(jaxpr).outvars) - len(wanted)
+    readers = [*[Readers.OTHER] * n_before, *wanted]
     region = walk.rules.region_in(path)
     results = iter(walk.run(jaxpr, [values[i] for i in live], readers, path, region))
     return [next(results) if item is None else item for item in others]
@@ -362,13 +469,22 @@ def _follow(
 def _out(walk: Walk, item: Any, spec: Spec) -> Any:
     if isinstance(item, Value):
         return _as_spec(walk, item, spec)
-    if _is_zero(item) and spec[0] is State.LOW:
+    if _is_any_zero(item) and spec[0] is State.LOW:
         return type(item)(compat.retyped(item.aval, walk.low_dtype))
     return item
 
 
+def _is_any_zero(item: Any) -> bool:
+    return type(item).__name__ in ("SymbolicZero", "Zero")
+
+
 def _is_zero(array: Any) -> bool:
     return type(array).__name__ == "SymbolicZero"
+
+
+def _is_array(item: Any) -> bool:
+    """Whether an item is an array or a typed number, and no symbolic zero."""
+    return hasattr(item, "dtype") and not _is_any_zero(item)
 
 
 HANDLERS: Mapping[str, Callable[[Walk, Call], list[Value]]] = MappingProxyType(

@@ -1,15 +1,14 @@
 """``autocast``: a function, run op by op in the precision that the rules say.
 
 The law of this file: decide, then do. The function is traced in float32, so whatever is
-valid for it stays valid; then each equation gets a ``Decision`` from the rules, from
-the states of its operands and from who reads its result, and is bound again in that
-precision.
+valid for it stays valid; then each equation gets a ``Decision`` and is bound again in
+that precision.
 """
 
+import contextlib
 import dataclasses
-import enum
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,20 +17,21 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting import compat
+from jmp_lite.autocasting import compat, decisions
+from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.demand import Demands, Readers
 from jmp_lite.autocasting.higher_order import HANDLERS, Call, join
+from jmp_lite.autocasting.regions import Regions
 from jmp_lite.autocasting.rules import (
     AUTOCAST_SCOPE,
     BROADCASTING,
     DTYPE_PARAMS,
     MOVING,
     PASSING,
-    POSITIONAL,
     Precision,
     Rules,
+    Said,
     get_rules,
-    group_of,
 )
 from jmp_lite.autocasting.values import Kind, State, Value
 from jmp_lite.casting.dtypes import is_array, parse_dtype
@@ -88,12 +88,13 @@ def autocast(
         with jax.named_scope(AUTOCAST_SCOPE):
             if final.is_identity:
                 return fun(*args, **kwargs)
-            return _run(fun, final, args, kwargs)
+            return run(Walk(final), fun, args, kwargs)
 
     return autocast_fun
 
 
-def _run(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any) -> Any:
+def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Traces a function, walks along it, and returns its results as it would."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [leaf for leaf in leaves if is_array(leaf)]
 
@@ -104,86 +105,14 @@ def _run(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any) -> Any:
         return fun(*args, **kwargs)
 
     traced, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(*dynamic)
-    walk = Walk(rules)
     parts = compat.parts(traced)
     values = [
-        walk.given(var, array) for var, array in zip(parts.invars, dynamic, strict=True)
+        walk.given(var, array, "an argument")
+        for var, array in zip(parts.invars, dynamic, strict=True)
     ]
     outside = [Readers.OUTPUT] * len(parts.outvars)
     results = [walk.full(v) for v in walk.run(traced, values, outside, "")]
     return jax.tree.unflatten(jax.tree.structure(out_shape), results)
-
-
-# ------------------------------------------------------------------------ decisions
-
-
-class Run(enum.Enum):
-    """The dtype that an equation runs in."""
-
-    LOW = "low"
-    FULL = "full"
-    AS_TRACED = "as traced"
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """How one equation runs, what its float32 results are, and why."""
-
-    run: Run
-    state: State | None
-    reason: str
-
-
-def decide(
-    op: str,
-    precision: Precision,
-    operands: Sequence[tuple[State, Kind]],
-    readers: Readers,
-) -> Decision:
-    """Decides how an equation runs.
-
-    Args:
-      op: the name of its primitive.
-      precision: what the rules say of it, where it stands.
-      operands: state and kind of each operand that was traced in float32.
-      readers: who reads its results.
-    """
-    group = group_of(op)
-    if precision is Precision.KEEP or group is None:
-        return Decision(Run.AS_TRACED, State.HARD, f"KEEP: {_why(op)}")
-    if precision is Precision.LOW:
-        return Decision(Run.LOW, State.LOW, f"LOW: {_why(op)}")
-    if precision in (Precision.FULL, Precision.FULL_INSIDE):
-        return Decision(Run.FULL, State.HARD, f"FULL: {_why(op)}")
-    state = _joined(op, precision, operands)
-    if op in POSITIONAL:
-        # Positions need their digits going in, not coming out.
-        return Decision(Run.FULL, State.SOFT, "its argument may be a position")
-    if readers.want_float32:
-        held = State.SOFT if state is State.SOFT else State.HARD
-        return Decision(Run.FULL, held, "all that read it are float32")
-    if state is State.LOW:
-        return Decision(Run.LOW, state, "follows a low operand")
-    return Decision(Run.FULL, state, f"follows {state.name} operands")
-
-
-def _why(op: str) -> str:
-    group = group_of(op)
-    return group.reason if group else f"nothing is known of {op!r}"
-
-
-def _joined(
-    op: str, precision: Precision, operands: Sequence[tuple[State, Kind]]
-) -> State:
-    states = [State.SOFT]
-    for state, kind in operands:
-        if kind is Kind.END and op == "select_n":
-            state = State.SOFT
-        widens = kind not in (Kind.LITERAL, Kind.END)
-        if precision is Precision.WIDEST and state is State.SOFT and widens:
-            state = State.HARD
-        states.append(state)
-    return max(states)
 
 
 # ------------------------------------------------------------------------- the walk
@@ -194,17 +123,26 @@ class Walk:
 
     Args:
       rules: what decides.
-      tell: called with each equation, the path it stands in and its ``Decision``.
+
+    Attributes:
+      told: what was decided, in order.
     """
 
-    def __init__(
-        self, rules: Rules, tell: Callable[[Any, str, Decision], None] | None = None
-    ) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.low_dtype = np.dtype(rules.compute_dtype)
         self.demands = Demands(rules)
-        self.tell = tell
         self.memo: dict[Any, Any] = {}
+        self.told: list[Told | ToldInside] = []
+
+    @contextlib.contextmanager
+    def telling(self) -> Generator[list[Told | ToldInside]]:
+        """Yields the list of what is decided inside, apart from what was before."""
+        outer, self.told = self.told, []
+        try:
+            yield self.told
+        finally:
+            self.told = outer
 
     def run(
         self,
@@ -231,7 +169,7 @@ class Walk:
         env.update(zip(parts.invars, values, strict=True))
         places = [join(path, *compat.scopes(eqn)) for eqn in parts.eqns]
         inside = [self.rules.region_in(place) for place in places]
-        regions = _Regions(self, parts, inside, readers, outside)
+        regions = Regions(self, parts, inside, readers, outside)
 
         def read(atom: Any, region: str | None) -> Value:
             if compat.is_literal(atom):
@@ -268,13 +206,16 @@ class Walk:
         if op in PASSING:
             arrays = compat.bind(eqn, [value.array for value in operands])
             return [
-                Value(array, value.state, value.kind)
+                dataclasses.replace(value, array=array, cast=None)
                 for array, value in zip(arrays, operands, strict=True)
             ]
         decision = self.decision(eqn, operands, wanted, path)
-        if self.tell:
-            self.tell(eqn, path, decision)
-        return self.perform(eqn, operands, decision)
+        origin = None
+        if decision.leader is not None:
+            float32 = [value for value in operands if value.state is not None]
+            origin = float32[decision.leader].origin
+        self.told.append(Told(eqn, decision, origin))
+        return self.perform(eqn, operands, decision, origin or eqn)
 
     def decision(
         self,
@@ -286,34 +227,30 @@ class Walk:
         """Returns the decision for an equation without a jaxpr of its own."""
         atoms = (*eqn.invars, *eqn.outvars)
         if not any(map(compat.is_float32, atoms)):
-            return Decision(Run.AS_TRACED, None, "nothing in it is float32")
+            return decisions.NOT_FLOAT32
         if not compat.has_only_axis_effects(eqn):
-            return Decision(Run.AS_TRACED, State.HARD, "KEEP: it has effects")
+            return decisions.HAS_EFFECTS
         if any(map(_is_other_float, eqn.invars)):
-            return Decision(Run.AS_TRACED, State.HARD, "KEEP: mixed by the user")
-        precision = self.precision(eqn, path)
+            return decisions.MIXED_BY_THE_USER
         states = [(v.state, v.kind) for v in operands if v.state is not None]
         readers = Readers.NOBODY
         for one in wanted:
             readers |= one
         if not any(map(compat.is_float32, eqn.outvars)):
             readers |= Readers.OTHER
-        return decide(eqn.primitive.name, precision, states, readers)
+        said = self.said_of(eqn, path)
+        return decisions.decide(eqn.primitive.name, said, states, readers)
+
+    def said_of(self, eqn: Any, path: str) -> Said:
+        """Returns what the rules say of an equation where it stands, and why."""
+        said = self.rules.said_of(eqn.primitive.name, path)
+        if said.precision is Precision.LOW and _asks_for_float32(eqn):
+            return Said(Precision.FULL, "it asks for the highest precision")
+        return said
 
     def precision(self, eqn: Any, path: str) -> Precision:
         """Returns what the rules say of an equation where it stands."""
-        op = eqn.primitive.name
-        of_op, in_scope = self.rules.precision_of(op), self.rules.precision_in(path)
-        if in_scope is None or of_op is Precision.KEEP:
-            precision = of_op
-        else:
-            group = group_of(op)
-            is_lowerable = group is not None and group.has_low_form
-            can = is_lowerable or in_scope is not Precision.LOW
-            precision = in_scope if can else of_op
-        if precision is Precision.LOW and _asks_for_float32(eqn):
-            return Precision.FULL
-        return precision
+        return self.said_of(eqn, path).precision
 
     def said_inside(self, jaxpr: Any, path: str) -> tuple[Precision | None, ...]:
         """Returns what the scope rules say at each place inside of a jaxpr.
@@ -328,7 +265,7 @@ class Walk:
         return tuple(self.rules.precision_in(f"{path}/{inner}") for inner in paths)
 
     def perform(
-        self, eqn: Any, operands: Sequence[Value], decision: Decision
+        self, eqn: Any, operands: Sequence[Value], decision: Decision, origin: Any
     ) -> list[Value]:
         """Binds an equation as it was decided."""
         op = eqn.primitive.name
@@ -338,7 +275,7 @@ class Walk:
             arrays = compat.bind(eqn, [self.full(value) for value in operands])
         kind = _kind_of_result(op, operands)
         return [
-            self._value(var, array, decision.state, kind)
+            self._value(var, array, decision.state, kind, origin)
             for var, array in zip(eqn.outvars, arrays, strict=True)
         ]
 
@@ -366,28 +303,32 @@ class Walk:
         }
         return compat.bind(eqn, arrays, **changed)
 
-    def _value(self, var: Any, array: Any, state: State | None, kind: Kind) -> Value:
+    def _value(
+        self, var: Any, array: Any, state: State | None, kind: Kind, origin: Any
+    ) -> Value:
         if not compat.is_float32(var):
             return Value(array, None, kind)
         is_low = array.dtype == self.low_dtype
         if is_low != (state is State.LOW):  # An op that has a result of its own mind.
             state = State.LOW if is_low else State.HARD
-        return Value(array, state, kind)
+        return Value(array, state, kind, origin=origin)
 
     # What a value is, and its two dtypes.
 
-    def given(self, var: Any, array: Any) -> Value:
-        """Returns an argument."""
-        return Value(array, State.SOFT if compat.is_float32(var) else None, Kind.GIVEN)
+    def given(self, var: Any, array: Any, origin: str) -> Value:
+        """Returns an argument or a constant."""
+        state = State.SOFT if compat.is_float32(var) else None
+        return Value(array, state, Kind.GIVEN, origin=origin)
 
     def constant(self, var: Any, array: Any) -> Value:
         """Returns a constant; one with elements too large for 16 bits is HARD."""
-        value = self.given(var, array)
+        value = self.given(var, array, "a constant")
         if value.state is State.SOFT and not compat.is_tracer(array):
             numbers = np.asarray(array)
             low = numbers.astype(self.low_dtype)
             if np.any(np.isfinite(numbers) & ~np.isfinite(low.astype(np.float32))):
                 value.state = State.HARD
+                value.origin = "a constant too large for 16 bits"
         return value
 
     def literal(self, atom: Any) -> Value:
@@ -396,9 +337,9 @@ class Walk:
             return Value(compat.as_array(atom.val), None, Kind.LITERAL)
         number = np.float32(atom.val)
         if number in _ENDS:
-            return Value(number, State.HARD, Kind.END)
+            return Value(number, State.HARD, Kind.END, origin="the end of the range")
         state = State.SOFT if _fits(number, self.low_dtype) else State.HARD
-        return Value(number, state, Kind.LITERAL)
+        return Value(number, state, Kind.LITERAL, origin=f"the number {number}")
 
     def converted(self, eqn: Any, value: Value, path: str) -> Value:
         """Returns the result of a cast that the user wrote, or JAX for them."""
@@ -412,11 +353,11 @@ class Walk:
             return value
         is_low = getattr(value.array, "dtype", None) == self.low_dtype
         if is_low and self.rules.precision_in(path) is Precision.LOW:
-            return Value(value.array, State.LOW)
+            return Value(value.array, State.LOW, origin=eqn)
         (array,) = compat.bind(eqn, [value.array])
         if value.state is not None:
-            return Value(array, value.state, value.kind)
-        return Value(array, self._state_of_upcast(atom, value), value.kind)
+            return Value(array, value.state, value.kind, origin=value.origin)
+        return Value(array, self._state_of_upcast(atom, value), value.kind, origin=eqn)
 
     def _state_of_upcast(self, atom: Any, value: Value) -> State:
         dtype = compat.dtype_of(atom)
@@ -472,56 +413,6 @@ def _fits(number: np.float32, dtype: Any) -> bool:
     return bool(
         np.isfinite(low) and (low != 0 or number == 0) and (low != 1 or number == 1)
     )
-
-
-class _Regions:
-    """The ``FULL_INSIDE`` scopes of one jaxpr: what enters them, and what leaves."""
-
-    def __init__(
-        self,
-        walk: Walk,
-        parts: compat.Parts,
-        inside: Sequence[str | None],
-        readers: Mapping[Any, Readers],
-        outside: Sequence[Readers],
-    ) -> None:
-        self._walk = walk
-        self._parts = parts
-        self._inside = inside
-        self._readers = readers
-        self._outside = outside
-        self._entered_low: set[str] = set()
-
-    def enter(self, region: str, operands: Sequence[Value]) -> list[Value]:
-        """Returns what the operands of an op are inside: float32."""
-        if any(value.state is State.LOW for value in operands):
-            self._entered_low.add(region)
-        return [
-            Value(self._walk.full(value), State.HARD)
-            if value.state is State.LOW
-            else value
-            for value in operands
-        ]
-
-    def leave(self, atom: Any, value: Value) -> Value:
-        """Returns what a value is outside of its region."""
-        if self._readers_outside(atom, value.region).want_float32:
-            return Value(value.array, value.state, value.kind)
-        if value.region in self._entered_low:
-            return Value(self._walk.low(value), State.LOW)
-        return Value(value.array, State.SOFT, value.kind)
-
-    def _readers_outside(self, atom: Any, region: str | None) -> Readers:
-        found = Readers.NOBODY
-        for eqn, here in zip(self._parts.eqns, self._inside, strict=True):
-            if here != region and any(other is atom for other in eqn.invars):
-                results = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
-                as_reader = self._walk.demands.as_reader(eqn, results)
-                for other, readers in zip(eqn.invars, as_reader, strict=True):
-                    found |= readers if other is atom else Readers.NOBODY
-        for other, readers in zip(self._parts.outvars, self._outside, strict=True):
-            found |= readers if other is atom else Readers.NOBODY
-        return found
 
 
 def _is_other_float(atom: Any) -> bool:

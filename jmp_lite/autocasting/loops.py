@@ -24,6 +24,13 @@ class Slot(enum.Enum):
     FULL = "full"
 
 
+class Carry(NamedTuple):
+    """What one carry may be, and why in words."""
+
+    slot: Slot
+    reason: str
+
+
 # What the rules say of an equation that stands in a path.
 PrecisionOf = Callable[[Any, str], Precision]
 
@@ -35,7 +42,7 @@ def classify(
     n_consts: int,
     last_is_read: Sequence[bool],
     path: str,
-) -> list[Slot]:
+) -> list[Carry]:
     """Returns what each carry of a scan may be.
 
     Args:
@@ -50,20 +57,22 @@ def classify(
     said = rules.carry_in(path)
     n_carry = len(last_is_read)
     if said is not None:
-        return [Slot(said)] * n_carry
+        return [Carry(Slot(said), "a carry rule")] * n_carry
     flow = _Flow(precision_of, body, n_consts, n_carry, path)
     only_low = _read_by_low_ops_only(precision_of, body, n_consts, n_carry, path)
-    slots = list[Slot]()
-    for i, (is_only_low, is_read) in enumerate(
-        zip(only_low, last_is_read, strict=True)
-    ):
-        if is_only_low:
-            slots.append(Slot.LOW)
-        elif is_read and flow.is_stack_of_layers and not flow.is_added_to(i):
-            slots.append(Slot.FOLLOW)
-        else:
-            slots.append(Slot.FULL)
-    return slots
+
+    def classified(i: int) -> Carry:
+        if only_low[i]:
+            return Carry(Slot.LOW, "only low matrix products read it")
+        if not flow.is_stack_of_layers:
+            return Carry(Slot.FULL, "a state: the loop is no stack of layers")
+        if flow.is_added_to(i):
+            return Carry(Slot.FULL, "a sum: something else is added to it at each step")
+        if not last_is_read[i]:
+            return Carry(Slot.FULL, "a result: nothing but an output reads its last")
+        return Carry(Slot.FOLLOW, "a stack of layers: it follows")
+
+    return list(map(classified, range(n_carry)))
 
 
 class _Source(NamedTuple):

@@ -44,6 +44,13 @@ class Precision(enum.Enum):
         return f"Precision.{self.name}"
 
 
+class Said(NamedTuple):
+    """What rules say of an op, and why in words."""
+
+    precision: Precision
+    reason: str
+
+
 # ------------------------------------------------------------------ the table of ops
 
 
@@ -277,11 +284,11 @@ DTYPE_PARAMS: Mapping[str, bool] = MappingProxyType(
 AUTOCAST_SCOPE = "__autocast__"
 FULL_SCOPE = "__full_precision__"
 LOW_SCOPE = "__low_precision__"
-_MARKS: Mapping[str, Precision] = MappingProxyType(
+_MARKS: Mapping[str, Said] = MappingProxyType(
     {
-        AUTOCAST_SCOPE: Precision.KEEP,  # An inner autocast has decided already.
-        FULL_SCOPE: Precision.FULL,
-        LOW_SCOPE: Precision.LOW,
+        AUTOCAST_SCOPE: Said(Precision.KEEP, "an inner autocast has decided it"),
+        FULL_SCOPE: Said(Precision.FULL, "marked by full_precision or as_full"),
+        LOW_SCOPE: Said(Precision.LOW, "marked by low_precision or as_low"),
     }
 )
 """Reserved names of scopes, which come before all others, the innermost first."""
@@ -403,10 +410,37 @@ class Rules:
 
     def precision_in(self, path: str) -> Precision | None:
         """Returns the precision of all ops in a scope; None where no pattern says."""
+        said = self._said_in(path)
+        return said.precision if said else None
+
+    def said_of(self, op: str, path: str) -> Said:
+        """Returns the precision of an op where it stands, and why.
+
+        What is decided by a kernel, by bits or by effects, no scope changes.
+        """
+        group = group_of(op)
+        if group is None:
+            return Said(Precision.KEEP, f"nothing is known of {op!r}")
+        if group.precision is Precision.KEEP:
+            return Said(Precision.KEEP, group.reason)
+        said = self._said_in(path)
+        if said and (group.has_low_form or said.precision is not Precision.LOW):
+            return said
+        precision = self.precision_of(op)
+        if op in self._ops:
+            return Said(precision, f"the rules say so of {op!r}")
+        if precision is not group.precision:
+            return Said(precision, "the rules' default")
+        return Said(precision, group.reason)
+
+    def _said_in(self, path: str) -> Said | None:
         for name in reversed(path.split("/")):
             if name in _MARKS:
                 return _MARKS[name]
-        return _first_match(self.scopes, path)
+        for pattern, precision in self.scopes:
+            if re.search(pattern, path):
+                return Said(precision, f"scope rule {pattern!r}")
+        return None
 
     def region_in(self, path: str) -> str | None:
         """Returns the path of the ``FULL_INSIDE`` scope that a path is in, or None."""

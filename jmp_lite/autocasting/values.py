@@ -46,6 +46,8 @@ class Value:
       kind: where it comes from.
       region: the ``FULL_INSIDE`` scope that computed it, if one did.
       cast: the array in the compute dtype, once a use has asked for it.
+      origin: what made it what it is held in: an equation, the number of an input of
+        the jaxpr, or words.
     """
 
     array: Any
@@ -53,6 +55,7 @@ class Value:
     kind: Kind = Kind.COMPUTED
     region: str | None = None
     cast: Any = None
+    origin: Any = None
 
     @property
     def spec(self) -> "Spec":

@@ -1,0 +1,126 @@
+"""How one equation runs, and why.
+
+The law of this file: a decision is a value, made from values alone: what the rules say
+of the op where it stands, the states of its operands, and who reads its results.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jmp_lite.autocasting.demand import Readers
+from jmp_lite.autocasting.rules import POSITIONAL, Precision, Said
+from jmp_lite.autocasting.values import Kind, State
+
+
+class Run(enum.Enum):
+    """The dtype that an equation runs in."""
+
+    LOW = "low"
+    FULL = "full"
+    AS_TRACED = "as traced"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one equation runs, what its float32 results are, and why.
+
+    Attributes:
+      run: the dtype it runs in.
+      state: what its float32 results are held in; None where it has none.
+      reason: why, in words.
+      leader: which of the operands that it follows decided, if one did.
+    """
+
+    run: Run
+    state: State | None
+    reason: str
+    leader: int | None = None
+
+
+NOT_FLOAT32 = Decision(Run.AS_TRACED, None, "nothing in it is float32")
+HAS_EFFECTS = Decision(Run.AS_TRACED, State.HARD, "KEEP: it has effects")
+MIXED_BY_THE_USER = Decision(
+    Run.AS_TRACED, State.HARD, "KEEP: another float than float32 is among its operands"
+)
+
+
+def decide(
+    op: str, said: Said, operands: Sequence[tuple[State, Kind]], readers: Readers
+) -> Decision:
+    """Decides how an equation runs.
+
+    Args:
+      op: the name of its primitive.
+      said: what the rules say of it, where it stands.
+      operands: state and kind of each operand that was traced in float32.
+      readers: who reads its results.
+    """
+    precision, reason = said.precision, f"{said.precision.name}: {said.reason}"
+    if precision is Precision.KEEP:
+        return Decision(Run.AS_TRACED, State.HARD, reason)
+    if precision is Precision.LOW:
+        return Decision(Run.LOW, State.LOW, reason)
+    if precision in (Precision.FULL, Precision.FULL_INSIDE):
+        return Decision(Run.FULL, State.HARD, reason)
+    state, leader = _joined(op, precision, operands)
+    if op in POSITIONAL:
+        # Positions need their digits going in, not coming out.
+        return Decision(Run.FULL, State.SOFT, "its argument may be a position")
+    if readers.want_float32:
+        held = State.SOFT if state is State.SOFT else State.HARD
+        return Decision(Run.FULL, held, "every reader of it is float32 or returns it")
+    if state is State.LOW:
+        return Decision(Run.LOW, state, "follows an operand in 16 bits", leader)
+    if state is State.HARD:
+        return Decision(Run.FULL, state, "follows an operand in float32", leader)
+    return Decision(Run.FULL, state, "nobody has decided yet: arguments and numbers")
+
+
+class Told(NamedTuple):
+    """One decision of a walk.
+
+    Attributes:
+      eqn: the equation that was decided.
+      decision: what was decided of it.
+      origin: where the operand comes from that decided it, if one did.
+      result: which of its results, where those are decided one by one.
+    """
+
+    eqn: Any
+    decision: Decision
+    origin: Any = None
+    result: int | None = None
+
+
+class ToldInside(NamedTuple):
+    """The decisions of a walk along a jaxpr that an equation holds.
+
+    Attributes:
+      eqn: the equation.
+      told: the decisions, in order.
+      origins: where the inputs of the jaxpr come from.
+      times: how often the jaxpr is run; None where that is not known.
+    """
+
+    eqn: Any
+    told: "Sequence[Told | ToldInside]"
+    origins: Sequence[Any]
+    times: int | None = 1
+
+
+def _joined(
+    op: str, precision: Precision, operands: Sequence[tuple[State, Kind]]
+) -> tuple[State, int | None]:
+    """Returns the state of an op that follows, and which operand it follows."""
+    joined, leader = State.SOFT, None
+    for i, (state, kind) in enumerate(operands):
+        if kind is Kind.END and op == "select_n":
+            state = State.SOFT
+        widens = kind not in (Kind.LITERAL, Kind.END)
+        if precision is Precision.WIDEST and state is State.SOFT and widens:
+            state = State.HARD
+        if state > joined:
+            joined, leader = state, i
+    return joined, leader
