@@ -5,6 +5,7 @@ Where versions differ, a feature is asked for, never a version number.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -112,6 +113,12 @@ def scopes(eqn: Equation) -> tuple[str, ...]:
     """Returns the names of the scopes that an equation stands in, outermost first."""
     stack = eqn.source_info.name_stack.stack
     return tuple(item.name for item in stack if isinstance(item, _Scope))
+
+
+def source(eqn: Equation) -> str:
+    """Returns where an equation stands in the user's code: file, line, (function)."""
+    # JAX writes the column behind the line.
+    return re.sub(r":(\d+):\d+ ", r":\1 ", source_info_util.summarize(eqn.source_info))
 
 
 _Scope = type(source_info_util.new_name_stack("a").stack[0])

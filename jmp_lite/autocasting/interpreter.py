@@ -76,21 +76,35 @@ def autocast(
     """
     if fun is None:
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
-    chosen = get_rules(rules) if isinstance(rules, str) else rules
-    if compute_dtype is not None and compute_dtype != "half":
-        parse_dtype(compute_dtype)
+    chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        final = chosen
-        if compute_dtype is not None:
-            final = dataclasses.replace(chosen, compute_dtype=compute_dtype)
+        final = chosen()
         with jax.named_scope(AUTOCAST_SCOPE):
             if final.is_identity:
                 return fun(*args, **kwargs)
             return run(Walk(final), fun, args, kwargs)
 
     return autocast_fun
+
+
+def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:
+    """Checks what a user has chosen, and returns what gives the rules at a call.
+
+    Not before, because ``"half"`` has to ask the device.
+    """
+    chosen = get_rules(rules) if isinstance(rules, str) else rules
+    if not isinstance(chosen, Rules):
+        raise TypeError(
+            "Expected the name of a preset or a Rules, got "
+            f"{type(chosen).__name__}: {chosen!r}."
+        )
+    if compute_dtype is None:
+        return lambda: chosen
+    if compute_dtype != "half":
+        parse_dtype(compute_dtype)
+    return lambda: dataclasses.replace(chosen, compute_dtype=compute_dtype)
 
 
 def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:

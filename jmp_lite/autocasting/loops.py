@@ -5,7 +5,10 @@ run. A carry is float32 unless there is a reason to let it be low.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jmp_lite.autocasting import compat
@@ -216,27 +219,50 @@ def _read_by_low_ops_only(
     They would cast it anyway: the hidden state of an LSTM.
     """
     parts = compat.parts(body)
-    other, low = set[Any](), set[Any]()
     # A carry that is handed on is read by whatever takes it: not by a low op alone.
-    outputs = [atom for atom in parts.outvars if not compat.is_literal(atom)]
-    other.update(map(id, outputs))
-    for eqn in reversed(parts.eqns):
-        op = eqn.primitive.name
-        inputs = [atom for atom in eqn.invars if not compat.is_literal(atom)]
-        results = set(map(id, eqn.outvars))
-        said = precision_of(eqn, compat.path_of(eqn, path))
-        is_low = op in PRODUCTS and said is Precision.LOW
-        if op in MOVING and not results & other:
-            low.update(id(atom) for atom in inputs if results & low)
-        elif is_low:
-            low.update(map(id, inputs))
-        else:
-            other.update(map(id, inputs))
-    carries = parts.invars[n_consts : n_consts + n_carry]
+    outside = [_Use.OTHER] * len(parts.outvars)
+    uses = _uses_of_inputs(precision_of, parts, outside, path)
+    carries = slice(n_consts, n_consts + n_carry)
     return [
-        compat.is_float32(var) and id(var) in low and id(var) not in other
-        for var in carries
+        compat.is_float32(var) and use is _Use.PRODUCT
+        for var, use in zip(parts.invars[carries], uses[carries], strict=True)
     ]
+
+
+class _Use(enum.Flag):
+    """What a value is used for."""
+
+    NONE = 0
+    PRODUCT = 1
+    OTHER = 2
+
+
+def _uses_of_inputs(
+    precision_of: PrecisionOf, parts: compat.Parts, outside: Sequence[_Use], path: str
+) -> list[_Use]:
+    """Returns what the inputs of a jaxpr are used for, given that of its outputs."""
+    uses: dict[Any, _Use] = defaultdict(lambda: _Use.NONE)
+
+    def note(atoms: Sequence[Any], each: Sequence[_Use]) -> None:
+        for atom, use in zip(atoms, each, strict=True):
+            if not compat.is_literal(atom):
+                uses[atom] |= use
+
+    note(parts.outvars, outside)
+    for eqn in reversed(parts.eqns):
+        op, inner, where = eqn.primitive.name, _called(eqn), compat.path_of(eqn, path)
+        results = [uses[var] for var in eqn.outvars]
+        n_in = len(eqn.invars)
+        if inner is not None:
+            each = _uses_of_inputs(precision_of, compat.parts(inner), results, where)
+        elif op in MOVING:
+            each = [functools.reduce(operator.or_, results)] * n_in
+        elif op in PRODUCTS and precision_of(eqn, where) is Precision.LOW:
+            each = [_Use.PRODUCT] * n_in
+        else:
+            each = [_Use.OTHER] * n_in
+        note(eqn.invars, each)
+    return [uses[var] for var in parts.invars]
 
 
 def ends_by_a_float(cond: Any, n_cond: int, body: Any, n_body: int) -> bool:
@@ -244,24 +270,27 @@ def ends_by_a_float(cond: Any, n_cond: int, body: Any, n_body: int) -> bool:
 
     A tolerance that float32 reaches may never be reached in 16 bits.
     """
-    carry_of_cond = compat.parts(cond).invars[n_cond:]
-    parts = compat.parts(body)
-    reads = _reads(compat.parts(cond), compat.parts(cond).outvars)
-    deciding = {i for i, var in enumerate(carry_of_cond) if id(var) in reads}
+    test, step = compat.parts(cond), compat.parts(body)
+    deciding = {i - n_cond for i in _reads(test, [0]) if i >= n_cond}
     while True:
-        reads = _reads(parts, [parts.outvars[i] for i in deciding])
-        slots = enumerate(parts.invars[n_body:])
-        more = deciding | {i for i, var in slots if id(var) in reads}
+        reads = _reads(step, deciding)
+        more = deciding | {i - n_body for i in reads if i >= n_body}
         if more == deciding:
             break
         deciding = more
-    return any(compat.is_float(carry_of_cond[i]) for i in deciding)
+    return any(compat.is_float(step.outvars[i]) for i in deciding)
 
 
-def _reads(parts: compat.Parts, atoms: Sequence[Any]) -> set[int]:
-    """Returns the ids of all variables that some atoms are computed from."""
-    found = {id(atom) for atom in atoms if not compat.is_literal(atom)}
+def _reads(parts: compat.Parts, outputs: Iterable[int]) -> set[int]:
+    """Returns which inputs of a jaxpr some of its outputs are computed from."""
+    found = {id(parts.outvars[i]) for i in outputs}
     for eqn in reversed(parts.eqns):
-        if any(id(var) in found for var in eqn.outvars):
-            found.update(id(a) for a in eqn.invars if not compat.is_literal(a))
-    return found
+        wanted = [i for i, var in enumerate(eqn.outvars) if id(var) in found]
+        if not wanted:
+            continue
+        inner = _called(eqn)
+        read = range(len(eqn.invars))
+        if inner is not None:
+            read = _reads(compat.parts(inner), wanted)
+        found.update(id(eqn.invars[i]) for i in read)
+    return {i for i, var in enumerate(parts.invars) if id(var) in found}

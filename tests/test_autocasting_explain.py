@@ -1,0 +1,174 @@
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
+from test_autocasting_interpreter import equations
+
+from jmp_lite.autocasting.explain import Explanation, Row, explain
+from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.marks import as_full, full_precision
+from jmp_lite.autocasting.rules import HIGHER_ORDER, get_rules
+
+# What the interpreter binds of its own: casts, and what spreads an operand before one.
+ITS_OWN = {"convert_element_type", "broadcast_in_dim", "clamp"}
+RULES = ["mixed", "O1", "O2", "O3", "torch"]
+
+
+def told(rows):
+    """How often each op stands in the program with which float32 or 16-bit results."""
+    return collections.Counter(
+        (row.op, *(shape.replace("float32", row.precision) for shape in row.shapes))
+        for row in rows
+        if row.op not in HIGHER_ORDER | ITS_OWN
+    )
+
+
+def bound(fun, *args):
+    return collections.Counter(
+        (eqn.primitive.name, *(var.aval.str_short() for var in eqn.outvars))
+        for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr)
+        if eqn.primitive.name not in HIGHER_ORDER | ITS_OWN
+    )
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_it_says_is_what_runs(name, rules):
+    fun, args = PROGRAMS[name]
+    shapes = jax.eval_shape(lambda: args)
+    assert told(explain(fun, rules)(*shapes).rows) == bound(autocast(fun, rules), *args)
+
+
+def reasons(fun, *args, rules="mixed"):
+    return {row.op: row.reason for row in explain(fun, rules)(*args).rows}
+
+
+def test_a_reason_leads_to_what_widened_the_stream():
+    def model(x, w):
+        scale = jnp.exp(x)  # The culprit.
+        return jnp.tanh(x @ w + scale) @ w
+
+    (culprit,) = (row for row in explain(model)(X, W).rows if row.op == "exp")
+    said = reasons(model, X, W)
+    place = culprit.source.split(" ")[0].rpartition("/")[-1]
+    assert said["tanh"] == f"follows an operand in float32: exp at {place}"
+    assert said["dot_general"].startswith("LOW: a matrix product")
+    assert __file__ in culprit.source
+    assert culprit.source.endswith(
+        "(test_a_reason_leads_to_what_widened_the_stream.<locals>.model)"
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_reason_leads_out_of_and_into_calls(wrap):
+    widen = wrap(lambda x: jnp.exp(x))
+    use = wrap(lambda h, s: jnp.tanh(h + s))
+
+    def model(x, w):
+        return use(x @ w, widen(x)) @ w
+
+    for op in ("add", "tanh"):
+        assert (
+            "float32: exp at test_autocasting_explain.py:" in reasons(model, X, W)[op]
+        )
+
+
+def test_reasons_name_scopes_marks_rules_and_the_unknown():
+    def fun(x):
+        with jax.named_scope("head"):
+            y = x @ x
+        with full_precision():
+            z = y @ x
+        return z, jnp.sin(x), jnp.floor(as_full(y) * 2), lax.nextafter(x, x)
+
+    rules = get_rules("mixed").scope("head", "full").low("floor")
+    said = [row.reason for row in explain(fun, rules)(X[:, :4]).rows]
+    assert "FULL: scope rule 'head'" in said
+    assert "FULL: marked by full_precision or as_full" in said
+    assert "LOW: the rules say so of 'floor'" in said
+    assert "its argument may be a position" in said
+    assert any(
+        reason.startswith("KEEP: its result depends on the bits") for reason in said
+    )
+    said = reasons(jnp.tanh, X, rules="O2")
+    assert said["tanh"] == "LOW: the rules' default"
+    inner = autocast(lambda x: x @ x, "O0")
+    assert reasons(inner, W)["dot_general"] == "KEEP: an inner autocast has decided it"
+
+
+def test_loops_are_told_once_with_their_trips_and_their_carries_one_by_one():
+    def layers(x, layers):
+        def body(carry, w):
+            h, total = carry
+            return (jnp.tanh(h @ w), total + h.sum()), None
+
+        (h, total), _ = lax.scan(body, (x, 0.0), layers)
+        return h @ layers[0], total
+
+    rows = explain(layers)(X, LAYERS).rows
+    assert [row.times for row in rows if row.op == "tanh"] == [3]
+    assert [(row.precision, row.reason) for row in rows if row.op == "scan"] == [
+        ("bfloat16", "carry 0: a stack of layers: it follows"),
+        ("float32", "carry 1: a sum: something else is added to it at each step"),
+    ]
+
+    def fixed_point(x):
+        return lax.while_loop(lambda x: x.max() > 1e-3, lambda x: x @ W / 9, x)
+
+    def counted(x):
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ W))
+        return lax.while_loop(lambda c: c[0] < x.shape[0], step, (0, x))
+
+    (dot,) = (row for row in explain(counted)(X).rows if row.op == "dot_general")
+    assert (dot.precision, dot.times) == ("bfloat16", None)
+    kept = explain(fixed_point)(X).rows
+    assert kept[0].reason == "KEEP: a float decides when it ends"
+    (dot,) = (row for row in kept if row.op == "dot_general")
+    assert (dot.precision, dot.reason) == (
+        "float32",
+        "inside of while, which is run as traced",
+    )
+
+
+def test_a_block_that_is_called_often_is_told_at_each_call_with_its_own_path():
+    block = jax.jit(lambda x: jnp.tanh(x @ W))
+
+    def model(x):
+        for i in range(4):
+            with jax.named_scope(f"block_{i}"):
+                x = block(x)
+        return x
+
+    scopes = [row.scope for row in explain(model)(X).rows if row.op == "tanh"]
+    assert scopes == [f"block_{i}/<lambda>" for i in range(4)]
+
+
+def test_rows_first_and_text_second():
+    explanation = explain(BLOCK.apply)(BLOCK_PARAMS, X)
+    assert isinstance(explanation, Explanation)
+    assert all(isinstance(row, Row) for row in explanation.rows)
+    (dense, *_) = (row for row in explanation.rows if row.op == "dot_general")
+    assert (dense.scope, dense.shapes) == ("Block/Dense_1", ("float32[4,16]",))
+    text = str(explanation).splitlines()
+    assert text[0] == f"autocast to bfloat16: {len(explanation.rows)} equations"
+    assert text[1].split() == ["times", "op", "runs", "in", "results", "why", "where"]
+    assert "Block/LayerNorm_0" in text
+    assert max(map(len, text)) < 160
+
+
+def test_it_runs_nothing_and_passes_what_is_no_array():
+    ran = []
+
+    def fun(x, name, *, flag):
+        jax.debug.callback(lambda: ran.append(name))
+        return x @ x if flag else x
+
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    rows = explain(fun, compute_dtype="float16")(x, "a", flag=True).rows
+    assert [row.precision for row in rows] == ["as traced", "float16"]
+    assert ran == []
+    with pytest.raises(ValueError, match=r"Unknown preset 'mixde'.*'mixed'"):
+        explain(fun, "mixde")
