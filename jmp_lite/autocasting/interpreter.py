@@ -8,6 +8,7 @@ that precision.
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -109,6 +110,7 @@ def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Ru
 
 def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces a function, walks along it, and returns its results as it would."""
+    _refuse_mutable_graphs(fun, args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [leaf for leaf in leaves if is_array(leaf)]
 
@@ -127,6 +129,38 @@ def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     outside = [Readers.OUTPUT] * len(parts.outvars)
     results = [walk.full(v) for v in walk.run(traced, values, outside, "")]
     return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+
+
+def _refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
+    """Raises where an nnx module would lose its updates: a trace works on a copy."""
+    kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
+    if kind is None:
+        return
+    given = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, kind))
+    places = {
+        "an argument": given,
+        "something that its function captures": _captured(fun),
+    }
+    for where, found in places.items():
+        for module in filter(lambda x: isinstance(x, kind), found):
+            raise TypeError(
+                f"autocast got an nnx object, a {type(module).__name__}, as {where}. "
+                "What is changed in it (batch statistics, counts of random numbers) "
+                "would be lost. Use jmp_lite.nnx.autocast, with the object as an "
+                "argument, which writes changes back; or nnx.split it, and give "
+                "autocast a function of its state."
+            )
+
+
+def _captured(fun: Any) -> list[Any]:
+    """Returns a function, its owner, and what it holds, as far as can be seen."""
+    found = [fun, getattr(fun, "__self__", None)]
+    if isinstance(fun, functools.partial):
+        found += [*fun.args, *fun.keywords.values(), *_captured(fun.func)]
+    for cell in getattr(fun, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # An empty cell.
+            found.append(cell.cell_contents)
+    return found
 
 
 # ------------------------------------------------------------------------- the walk
