@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jmp_lite.autocasting import compat, loops
-from jmp_lite.autocasting.rules import EXACT, Precision, Rules
+from jmp_lite.autocasting.rules import ADDING, EXACT, Precision, Rules
 
 Atom = Any
 
@@ -97,10 +97,11 @@ class Demands:
         if precision is Precision.FULL:
             return [Readers.FULL] * len(eqn.invars)
         # An output equation is an output to what it reads; an exact op is nothing but
-        # what reads its result.
+        # what reads its result; and so is a sum that float32 alone reads.
         is_exact = op in EXACT or op == "convert_element_type"
         follows = precision in (Precision.FOLLOW, Precision.WIDEST)
-        if is_exact or (follows and wanted == Readers.OUTPUT):
+        is_summed = op in ADDING and wanted.want_float32
+        if is_exact or (follows and (is_summed or wanted == Readers.OUTPUT)):
             return [wanted] * len(eqn.invars)
         return others
 

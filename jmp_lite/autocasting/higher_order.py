@@ -128,8 +128,13 @@ def _results(
     """Returns the results of an equation, and notes what was decided inside of it."""
     origins = [value.origin for value in call.operands]
     walk.told.append(ToldInside(call.eqn, converted.told, origins, times))
-    outside = [origins[o] if isinstance(o, int) else o for o in converted.origins]
+    outside = [_outside(origin, call.operands) for origin in converted.origins]
     return _values(arrays, converted.specs, outside)
+
+
+def _outside(origin: Any, operands: Sequence[Value]) -> Any:
+    """Returns where a value comes from that is known inside by the number of an input."""
+    return operands[origin].origin if isinstance(origin, int) else origin
 
 
 def _arrays(operands: Sequence[Value]) -> list[Any]:
@@ -234,40 +239,41 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
         _carry(value, slot is not loops.Slot.FULL)
         for value, (slot, _) in zip(operands[at], carries, strict=True)
     ]
+    raised_by: dict[int, Any] = {}
     while True:
         values = list(operands)
         values[at] = _recast(walk, operands[at], specs, eqn)
         found = convert(walk, body, values, readers, path)
         raised = [
-            _raised(spec, slot, result)
-            for spec, (slot, _), result in zip(
-                specs, carries, found.specs[:n_carry], strict=True
-            )
+            i
+            for i, (slot, _) in enumerate(carries)
+            if slot is loops.Slot.FOLLOW
+            and (specs[i][0], found.specs[i][0]) == (State.LOW, State.HARD)
         ]
-        if raised == specs:
+        if not raised:
             break
-        specs = raised
+        for i in raised:
+            specs[i] = _carry(operands[at][i], False)
+            raised_by[i] = _outside(found.origins[i], values)
     forced = (*specs, *found.specs[n_carry:])
     inside = convert(walk, body, values, readers, path, forced=forced)
-    _tell_carries(walk, call, carries, inside)
+    for i, (_, reason) in enumerate(carries):
+        _tell_carry(walk, call, i, reason, specs[i][0], raised_by.get(i))
     arrays = compat.bind(eqn, _arrays(values), jaxpr=inside.jaxpr)
     turned = call._replace(operands=values)
     return _results(walk, turned, arrays, inside, eqn.params["length"])
 
 
-def _tell_carries(
-    walk: Walk, call: Call, carries: Sequence[loops.Carry], inside: Converted
+def _tell_carry(
+    walk: Walk, call: Call, i: int, reason: str, state: State | None, raised_by: Any
 ) -> None:
-    for i, (slot, reason) in enumerate(carries):
-        state, origin = inside.specs[i][0], inside.origins[i]
-        if state is None:
-            continue
-        is_raised = slot is loops.Slot.FOLLOW and state is State.HARD
-        run = Run.LOW if state is State.LOW else Run.FULL
-        told = f"carry {i}: {reason}" + (", and its body makes it" * is_raised)
-        is_inside = is_raised and not isinstance(origin, int)
-        where = origin if is_inside else None
-        walk.told.append(Told(call.eqn, Decision(run, state, told), where, i))
+    if state is None:
+        return
+    run = Run.LOW if state is State.LOW else Run.FULL
+    told = f"carry {i}: {reason}"
+    if raised_by is not None:
+        told += ", but its body makes it float32"
+    walk.told.append(Told(call.eqn, Decision(run, state, told), raised_by, i))
 
 
 def _while(walk: Walk, call: Call) -> list[Value]:
@@ -298,12 +304,6 @@ def _carry(value: Value, is_low: bool) -> Spec:
     if value.state is None:
         return None, Kind.COMPUTED
     return (State.LOW if is_low else State.HARD), Kind.COMPUTED
-
-
-def _raised(spec: Spec, slot: loops.Slot, result: Spec) -> Spec:
-    """Returns what a carry is, given what the body makes of it."""
-    is_hard = slot is loops.Slot.FOLLOW and result[0] is State.HARD
-    return (State.HARD, Kind.COMPUTED) if is_hard else spec
 
 
 def _recast(

@@ -263,7 +263,7 @@ class Walk:
             float32 = [value for value in operands if value.state is not None]
             origin = float32[decision.leader].origin
         self.told.append(Told(eqn, decision, origin))
-        return self.perform(eqn, operands, decision, origin or eqn)
+        return self.perform(eqn, operands, decision, eqn if origin is None else origin)
 
     def decision(
         self,

@@ -252,6 +252,9 @@ EXACT = MOVING.union(
 )
 """These round nothing, so that demand looks through them."""
 
+ADDING = frozenset(["add", "sub", "add_any"])
+"""Sums of two: what they are given is added up in what reads their result."""
+
 PASSING = frozenset(["optimization_barrier"])
 """Each result is an operand: their precisions are not joined."""
 

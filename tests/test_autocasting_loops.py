@@ -1,0 +1,262 @@
+"""The carries of loops: which may be low, and which would go wrong if they were."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
+from test_autocasting_interpreter import (
+    live_equations,
+    products,
+    relative_error,
+)
+
+from jmp_lite.autocasting.explain import explain
+from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.marks import full_precision
+from jmp_lite.autocasting.rules import get_rules
+
+LOW, FULL = "bfloat16", "float32"
+
+
+def carries(fun, *args, rules="mixed"):
+    """What each float32 carry of the scans of a function is, in order."""
+    return [
+        row.precision for row in explain(fun, rules)(*args).rows if row.op == "scan"
+    ]
+
+
+def layers(x, stack, after=lambda h: h @ W):
+    """A stack of layers over which a scan runs."""
+    h, _ = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, stack)
+    return after(h)
+
+
+# -------------------------------------- (1) what only low products read is low
+
+
+def test_the_hidden_state_of_an_lstm_is_low_and_its_cell_is_float32():
+    """The hidden state would be cast anyway; what a cell adds up would be lost."""
+    assert carries(LSTM.apply, LSTM_PARAMS, X[None]) == [FULL, LOW]
+    long = jnp.ones((1, 1000, 8)) * 0.1
+    actual, expected = (
+        f(LSTM_PARAMS, long) for f in (autocast(LSTM.apply), LSTM.apply)
+    )
+    assert relative_error(actual, expected) < 0.01
+
+
+def test_a_state_that_only_products_read_is_low_whatever_it_starts_from():
+    step = lambda h, x: (jnp.tanh((h.T @ W.T).T + x @ W), None)
+    for start in (lambda x: x, lambda x: x @ W, jnp.exp):
+        fun = lambda x, xs, start=start: lax.scan(step, start(x), xs)[0]
+        assert carries(fun, W, jnp.ones((3, 8, 8))) == [LOW]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_call_between_carry_and_product_changes_nothing(wrap):
+    step = wrap(lambda h: jnp.tanh(h @ W))
+    fun = lambda x: lax.scan(lambda h, _: (step(h), None), x, length=3)[0]
+    assert carries(fun, X) == [LOW]
+
+
+def test_one_other_reader_is_enough_for_float32():
+    fun = lambda x: lax.scan(lambda h, _: (jnp.tanh(h @ W), h.sum()), x, length=3)[0]
+    assert carries(fun, X) == [FULL]
+
+
+def test_a_product_that_is_marked_float32_does_not_make_its_carry_low():
+    @full_precision
+    def exact(h):
+        return h @ W
+
+    fun = lambda x: lax.scan(lambda h, _: (jnp.tanh(exact(h)), None), x, length=3)[0]
+    assert carries(fun, X) == [FULL]
+
+
+# ------------------------------------------------- (2) a stack of layers follows
+
+
+@pytest.mark.parametrize("start", [lambda x: x, lambda x: x @ W, lambda x: x + 0])
+def test_a_stack_of_layers_is_low_from_a_float32_and_from_a_low_start(start):
+    fun = lambda x, stack: layers(start(x), stack)
+    assert carries(fun, X, LAYERS) == [LOW]
+    eqns = live_equations(jax.grad(lambda x, s: autocast(fun)(x, s).sum()), X, LAYERS)
+    assert set(products(eqns)) == {(LOW,) * 3}
+
+
+def test_a_stack_of_layers_is_float32_where_its_body_adds_what_is():
+    assert carries(lambda x, s: layers(jnp.exp(x), s), X, LAYERS) == [LOW]
+
+    def body(h, w):
+        return h + jnp.tanh(h @ w) + jnp.exp(h), None
+
+    fun = lambda x, s: lax.scan(body, x, s)[0] @ W
+    assert carries(fun, X, LAYERS) == [FULL]
+    (row,) = (row for row in explain(fun)(X, LAYERS).rows if row.op == "scan")
+    assert row.reason.startswith("carry 0: a stack of layers")
+    assert (
+        "but its body makes it float32: exp at test_autocasting_loops.py:" in row.reason
+    )
+
+
+def test_an_auxiliary_loss_beside_a_stack_of_layers_is_float32():
+    def body(carry, w):
+        h, loss = carry
+        h = h + jnp.tanh(h @ w)
+        return (h, loss + (h @ w).mean()), None
+
+    def fun(x, stack):
+        (h, loss), _ = lax.scan(body, (x, jnp.float32(0)), stack)
+        return h @ W, loss, loss * (x @ W)  # Read by more than an output.
+
+    assert carries(fun, X, LAYERS) == [LOW, FULL]
+
+
+def test_dynamic_slices_of_a_stack_are_layers_too():
+    def fun(x, stack):
+        def body(i, h):
+            w = lax.dynamic_index_in_dim(stack, i, keepdims=False)
+            return h + jnp.tanh(h @ w)
+
+        return lax.fori_loop(0, 3, body, x) @ W
+
+    assert carries(fun, X, LAYERS) == [LOW]
+
+
+def test_linen_s_own_scan_over_blocks_is_a_stack_of_layers():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            h = nn.gelu(nn.Dense(16)(nn.LayerNorm()(x)))
+            return x + nn.Dense(8)(h), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(
+                nn.remat(Block),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=3,
+            )
+            return nn.Dense(4)(nn.LayerNorm()(scan()(x, None)[0]))
+
+    params = Stack().init(jax.random.key(0), X)
+    assert carries(Stack().apply, params, X) == [LOW]
+    loss = lambda f: lambda p: jnp.mean(f(p, X) ** 2)
+    both = autocast(Stack().apply), Stack().apply
+    actual, expected = (jax.grad(loss(f))(params) for f in both)
+    assert relative_error(actual, expected) < 0.03
+
+
+# ------------------------------------------------------------- (3) else it is float32
+
+
+def test_sums_averages_integrators_and_inner_optimizers_are_float32():
+    def running_sum(x, xs):
+        return lax.scan(lambda c, x: (c + x @ W, None), x @ W, xs)[0] @ W
+
+    def average(x, xs):
+        return lax.scan(lambda c, x: (0.99 * c + 0.01 * (x @ W), None), x @ W, xs)[0]
+
+    def integrator(x, xs):
+        return lax.scan(lambda c, x: (c + 0.01 * jnp.tanh(c @ W), None), x, xs)[0]
+
+    def descent(w, xs):
+        def step(w, x):
+            grad = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+            return w - 1e-4 * grad, None
+
+        return lax.scan(step, w, xs)[0]
+
+    xs = jnp.ones((500, 4, 8)) * 0.1
+    for fun, start in (
+        *((running_sum, X), (average, X), (integrator, X), (descent, W)),
+    ):
+        assert carries(fun, start, xs) == [FULL], fun
+        actual, expected = autocast(fun)(start, xs), fun(start, xs)
+        assert relative_error(actual, expected) < 0.01, fun
+        # With low carries it would be wrong, which shows that the rule is needed.
+        if fun is not descent:
+            continue
+        rules = get_rules("mixed").carry(".*", "follow")
+        moved, wanted = autocast(fun, rules)(start, xs) - start, expected - start
+        assert relative_error(moved, wanted) > 0.5
+        assert relative_error(actual - start, wanted) < 0.05
+
+
+def test_a_stack_whose_last_value_is_only_returned_is_float32():
+    assert carries(lambda x, s: layers(x, s, lambda h: h), X, LAYERS) == [FULL]
+
+
+@pytest.mark.parametrize(("said", "precision"), [("follow", LOW), ("full", FULL)])
+def test_a_carry_rule_decides_by_path(said, precision):
+    def fun(x, stack):
+        with jax.named_scope("encoder"):
+            return layers(x, stack, lambda h: h @ W if said == "full" else h)
+
+    rules = get_rules("mixed").carry("encoder", said)
+    assert carries(fun, X, LAYERS, rules=rules) == [precision]
+    other = get_rules("mixed").carry("decoder", said)
+    assert carries(fun, X, LAYERS, rules=other) != [precision]
+
+
+# ------------------------------------------------------------------------ while loops
+
+
+def test_a_while_on_integers_is_converted_and_its_carry_is_float32():
+    def fun(x, n):
+        step = lambda c: (c[0] + 1, c[1] + 0.01 * jnp.tanh(c[1] @ W))
+        return lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
+
+    eqns = live_equations(autocast(fun), X, 200)
+    assert products(eqns) == {(LOW,) * 3: 1}
+    assert relative_error(autocast(fun)(X, 200), fun(X, 200)) < 0.01
+    mapped = jax.vmap(autocast(fun), (None, 0))(X, jnp.arange(3))
+    assert relative_error(mapped, jax.vmap(fun, (None, 0))(X, jnp.arange(3))) < 0.01
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_float_decides_only_where_the_end_depends_on_it(wrap):
+    """A float beside the counter decides nothing, even where both share a call."""
+    body = wrap(lambda n, h: (n + 1, jnp.tanh(h @ W)))
+    counted = lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: body(*c), (0, x))
+    assert products(live_equations(autocast(counted), X)) == {(LOW,) * 3: 1}
+    # Here it does, by way of another carry.
+    body = wrap(lambda n, h: (n + (h.max() > 1e-3).astype(int), jnp.tanh(h @ W) / 9))
+    by_a_float = lambda x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: body(*c), (0, x)
+    )
+    assert products(live_equations(autocast(by_a_float), X)) == {(FULL,) * 3: 1}
+
+
+@pytest.mark.parametrize("length", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}])
+def test_short_reversed_and_unrolled_scans(length, options):
+    def fun(x, stack):
+        h, ys = lax.scan(
+            lambda h, w: (h + jnp.tanh(h @ w), h.sum()), x, stack, **options
+        )
+        return h @ W, ys
+
+    stack = LAYERS[:length]
+    for actual, expected in zip(autocast(fun)(X, stack), fun(X, stack), strict=True):
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        if actual.size:
+            assert relative_error(actual, expected) < 0.02
+
+
+def test_a_scan_in_a_scan_is_decided_inside_and_outside():
+    def fun(x, stack):
+        def outer(h, w):
+            h, _ = lax.scan(lambda h, _: (h + jnp.tanh(h @ w), None), h, length=2)
+            return h, None
+
+        return lax.scan(outer, x, stack)[0] @ W
+
+    actual, expected = autocast(fun)(X, LAYERS), fun(X, LAYERS)
+    assert relative_error(actual, expected) < 0.02
+    assert set(products(live_equations(autocast(fun), X, LAYERS))) == {(LOW,) * 3}
+    np.testing.assert_equal(carries(fun, X, LAYERS)[-1], FULL)
