@@ -1,8 +1,18 @@
-"""Mixed precision for JAX: policies that cast, loss scaling that travels through optax.
+"""Mixed precision for JAX: autocast, policies, loss scaling that travels through optax.
 
 ``import jmp_lite as jmp`` also runs code that was written for jmp 0.0.4.
 """
 
+from jmp_lite.autocasting.explain import Explanation, explain
+from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.marks import (
+    as_full,
+    as_low,
+    full_precision,
+    low_call,
+    low_precision,
+)
+from jmp_lite.autocasting.rules import Precision, Rules, get_rules
 from jmp_lite.casting.dtypes import (
     DtypeSummary,
     DtypeTotals,
@@ -40,14 +50,20 @@ __all__ = [
     "DtypeSummary",
     "DtypeTotals",
     "DynamicLossScale",
+    "Explanation",
     "LossScale",
     "LossScaleError",
     "LossScalingState",
     "NoOpLossScale",
     "Policy",
+    "Precision",
+    "Rules",
     "StaticLossScale",
     "TrainingState",
     "all_finite",
+    "as_full",
+    "as_low",
+    "autocast",
     "build_train_step",
     "cast_to_full",
     "cast_to_half",
@@ -56,11 +72,16 @@ __all__ = [
     "default_loss_scale",
     "dtype_summary",
     "dtype_to_names",
+    "explain",
+    "full_precision",
     "get_loss_scale",
     "get_policy",
+    "get_rules",
     "grad",
     "half_dtype",
     "loss_scaling",
+    "low_call",
+    "low_precision",
     "select_tree",
     "skip_nonfinite",
     "value_and_grad",

@@ -121,6 +121,7 @@ class Run(NamedTuple):
     """What one training came to; ``losses`` and what follows have a row per step."""
 
     precision: str
+    share_low: float
     test_accuracy: float
     final_loss_scale: float
     param_bytes: int
@@ -137,14 +138,15 @@ class Run(NamedTuple):
 
 COLUMNS: dict[str, Callable[[Run], str]] = {
     "precision": lambda run: run.precision,
+    "16-bit products": lambda run: f"{run.share_low:.0%}",
     "test accuracy": lambda run: f"{run.test_accuracy:.2%}",
     "final loss": lambda run: f"{running_mean(run.losses)[-1]:.5f}",
     "steps skipped": lambda run: f"{np.sum(~run.grads_finite)}",
     "final loss scale": lambda run: (
         f"2**{np.log2(run.final_loss_scale):g}" if run.is_scaled else "none"
     ),
-    "parameter bytes": lambda run: f"{run.param_bytes:,}",
-    "activation bytes kept": lambda run: f"{run.kept_bytes:,}",
+    "param kB": lambda run: f"{run.param_bytes / 1e3:,.0f}",
+    "kept kB": lambda run: f"{run.kept_bytes / 1e3:,.0f}",
 }
 
 
@@ -156,8 +158,9 @@ def demo(epochs: int, seed: int, picture: pathlib.Path) -> None:
     runs = train_all(epochs, seed)
     table = Table(
         title=f"LeNet on handwritten digits: {len(runs[0].losses)} steps, seed {seed}",
-        caption=f"final loss: mean of the last {WINDOW} steps\n"
-        f"activation bytes kept: for the backward pass of {BATCH_SIZE} images",
+        caption="16-bit products: share of matmuls and convs, backward ones too\n"
+        f"final loss: mean of the last {WINDOW} steps\n"
+        f"kept: for the backward pass of {BATCH_SIZE} images",
     )
     for header in COLUMNS:
         justify = "left" if header == "precision" else "right"
@@ -224,6 +227,7 @@ def train(
     one_batch = images[:BATCH_SIZE], labels[:BATCH_SIZE]
     return Run(
         precision=precision,
+        share_low=share_in_16_bits(jax.value_and_grad(loss_fn), params, *one_batch),
         test_accuracy=float(np.mean(logits.argmax(axis=-1) == test_labels)),
         final_loss_scale=float(jmp.get_loss_scale(opt_state).loss_scale),
         param_bytes=jmp.dtype_summary(params).total.bytes,
@@ -277,8 +281,7 @@ def make_lenet() -> Any:
 
 def in_precision(forward: Callable[..., Any], dtype: str) -> Callable[..., Any]:
     """Returns ``forward`` computing in ``dtype``, with float32 outside."""
-    policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
-    return lambda *args: policy.cast_to_output(forward(*policy.cast_to_compute(args)))
+    return forward if dtype == "float32" else jmp.autocast(forward, compute_dtype=dtype)
 
 
 def make_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
@@ -293,6 +296,14 @@ def make_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]
         return params, opt_state, (loss, scale.loss_scale, opt_state.grads_finite)
 
     return step
+
+
+def share_in_16_bits(fun: Callable[..., Any], *args: Any) -> float:
+    """Returns which part of the matrix products and convolutions is in 16 bits."""
+    products = ("dot_general", "conv_general_dilated")
+    rows = jmp.explain(fun, "O0")(*args).rows
+    dtypes = [row.shapes[0].split("[")[0] for row in rows if row.op in products]
+    return np.mean([dtype in ("bfloat16", "float16") for dtype in dtypes], dtype=float)
 
 
 def bytes_kept(loss_fn: Callable[..., Any], params: Any, *batch: Any) -> int:

@@ -60,6 +60,33 @@ def convolution(x, w):
     return jax.nn.relu(y).sum((1, 2)) @ w
 
 
+def pooling(x, w):
+    image = (x @ w).reshape(1, 4, 4, 2)
+    pooled = nn.max_pool(image, (2, 2), (1, 1))
+    window = (1, 2, 2, 1)
+    total = lax.reduce_window(pooled, 0.0, lax.add, window, (1, 1, 1, 1), "VALID")
+    return total.reshape(-1, 2) @ w[:2]
+
+
+def gathers_and_scatters(x, w):
+    y = x @ w
+    rows = y[jnp.array([0, 0, 3, 1])] @ w
+    sums = jax.ops.segment_max(rows, jnp.array([0, 0, 1, 1]), 2) @ w
+    return jnp.sort(y, axis=0) @ w, sums, jnp.tile(y, (2, 1)) @ w, y.at[1].set(0.0) @ w
+
+
+def smooth_functions(x, w):
+    y = x @ w
+    exact = jax.nn.gelu(y, approximate=False) + jnp.arcsinh(y) + jnp.arccosh(2 + y**2)
+    return exact @ w / (1 + y.max(0) - y.min(0))
+
+
+def additive_mask(x, w):
+    mask = jnp.arange(4)[:, None] > jnp.arange(4)
+    bias = jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(x @ x.T + bias) @ x @ w
+
+
 def embedding(x, w):
     rows = jnp.take(w, jnp.array([1, 1, 3, 0]), axis=0)
     return (rows + x) @ w
@@ -202,6 +229,7 @@ PROGRAMS = {
         fun.__name__: (fun, (X, W))
         for fun in (
             *(softmax_attention, masked_with_the_end_of_the_range, cross_entropy),
+            *(pooling, gathers_and_scatters, smooth_functions, additive_mask),
             *(variance, positions, convolution, embedding, reused_weight, recurrent),
             *(running_sum, for_loop, branches, switch, nested_jits, custom_vjp),
             *(custom_vjp_in_a_scan, custom_jvp, sharded, einsum_and_friends),

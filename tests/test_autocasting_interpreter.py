@@ -27,14 +27,23 @@ from jmp_lite.autocasting.rules import get_rules
 DTYPES = ["bfloat16", "float16"]
 TOLERANCE = {"bfloat16": 0.06, "float16": 0.015}
 MATRIX_PRODUCTS = ("dot_general", "conv_general_dilated")
-NEVER_LOW = ("exp", "log", "log1p", "rsqrt", "pow", "reduce_sum", "cumsum", "cumprod")
+NEVER_LOW = frozenset(
+    [
+        *("exp", "exp2", "expm1", "log", "log1p", "rsqrt", "pow", "erf_inv"),
+        *("reduce_sum", "cumsum", "cumprod", "reduce_prod", "cumlogsumexp"),
+        *("reduce_window_sum", "scatter-add", "select_and_scatter_add", "psum"),
+        *("reduce_scatter", "select_and_gather_add"),
+    ]
+)
 
 
 def equations(jaxpr):
     """Yields every equation that does something, in all jaxprs."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for param in eqn.params.values():
+        for name, param in eqn.params.items():
+            if name == "update_jaxpr":  # How a scatter combines: no program.
+                continue
             for inner in param if isinstance(param, tuple | list) else (param,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
@@ -426,3 +435,181 @@ def test_a_weight_is_cast_at_each_use():
         if eqn.primitive.name == "add_any"
     ]
     assert sums == ["float32[8,8]"]
+
+
+# -------------------------------------------------------- what went wrong once
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_of_the_compute_dtype_are_multiplied_in_it_and_widen_nothing(dtype):
+    def loss(params, x):
+        for w, b in params:
+            x = jnp.tanh(x @ w + b)
+        return jnp.mean(x @ W)
+
+    def kept(params):
+        """The bytes that wait for the backward pass, arguments excepted."""
+        _, backward = jax.vjp(autocast(loss, compute_dtype=dtype), params, X)
+        given = set(map(id, jax.tree.leaves((params, X))))
+        kept = {id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}
+        return sum(x.nbytes for x in kept.values() if x.dtype == np.float32)
+
+    full = [(W, W[0])] * 3
+    low = jax.tree.map(lambda p: p.astype(dtype), full)
+    with jax.numpy_dtype_promotion("standard"):
+        fun = jax.grad(autocast(loss, compute_dtype=dtype))
+        assert set(products(live_equations(fun, low, X))) == {(dtype,) * 3}
+        assert jax.tree.map(lambda g: str(g.dtype), fun(low, X)) == [(dtype, dtype)] * 3
+        assert kept(low) <= kept(full)
+        # Another 16-bit dtype than the one asked for is the user's own.
+        other = DTYPES[dtype == DTYPES[0]]
+        mixed = autocast(lambda x, w: x @ w, compute_dtype=other)
+        assert set(products(live_equations(mixed, X, low[0][0]))) == {
+            ("float32", dtype, "float32")
+        }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rules", ["mixed", "O1", "O2", "O3", "torch"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda s, m: s + jnp.where(m, 0.0, jnp.finfo(jnp.float32).min),
+        lambda s, m: s + lax.select(m, s * 0, s * 0 + jnp.finfo(jnp.float32).min),
+        lambda s, m: jnp.where(m, s, jnp.finfo(jnp.float32).min),
+        lambda s, m: jnp.where(m, s, jnp.finfo(s.dtype).min / 2),
+        lambda s, m: jnp.where(m, s, -1e9),
+        lambda s, m: jnp.where(m, s, -100000),
+        lambda s, m: jnp.where(m, s, -70000.0),
+        lambda s, m: s + (1 - m.astype(np.float32)) * -1e9,
+        lambda s, m: jnp.clip(jnp.where(m, s, -(2**30)), -(2**30), 100),
+    ],
+)
+def test_masks_of_every_kind_leave_no_nan_in_a_fully_masked_row(mask, rules, dtype):
+    allowed = jnp.tril(jnp.ones((4, 4), bool), -1)  # Nothing for the first row.
+
+    def attention(x):
+        return jax.nn.softmax(mask((x @ W) @ x.T, allowed)) @ x
+
+    fun = autocast(attention, rules, compute_dtype=dtype)
+    for f in (fun, jax.jit(fun), jax.grad(lambda x: fun(x).sum())):
+        assert np.all(np.isfinite(f(X)))
+    assert relative_error(fun(X), attention(X)) < TOLERANCE[dtype]
+
+
+def test_the_gradient_of_a_gather_adds_up_in_float32():
+    weights = jnp.linspace(0, 1, 4096)[:, None]
+    rows = jnp.zeros(4096, int)
+    loss = lambda x: jnp.sum(jnp.tanh((x @ W)[rows] @ W) * weights)
+    actual, expected = jax.grad(autocast(loss))(X), jax.grad(loss)(X)
+    assert relative_error(actual, expected) < 0.02
+
+
+def test_the_gradient_of_a_maximum_counts_its_ties_in_float32():
+    loss = lambda x: jnp.sum(jnp.max(x @ W[:, :2], axis=0) @ W[:2])
+    x = jnp.ones((70000, 8))
+    low = autocast(loss, compute_dtype="float16")
+    assert relative_error(jax.grad(low)(x), jax.grad(loss)(x)) < 0.02
+
+
+def test_a_dot_algorithm_that_is_everyone_s_does_not_switch_autocast_off():
+    for name in ("BF16_BF16_F32", "TF32_TF32_F32", "highest", "float32"):
+        with jax.default_matmul_precision(name):
+            found = products(live_equations(autocast(lambda x: x @ x), W))
+            assert found == {("bfloat16",) * 3: 1}, name
+    asked = lambda x: jnp.dot(x, x, precision="TF32_TF32_F32")
+    assert products(live_equations(autocast(asked), W)) == {("float32",) * 3: 1}
+
+
+@pytest.mark.parametrize("op", ["scatter_add", "scatter_sub", "scatter_mul"])
+def test_scatters_have_a_low_form(op):
+    dimensions = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+
+    def fun(x):
+        y = x @ W
+        return getattr(lax, op)(y, jnp.array([[0]]), y[:1], dimensions)
+
+    actual, expected = autocast(fun, "O3")(X), fun(X)
+    assert relative_error(actual, expected) < 0.03
+
+
+def test_two_layers_of_one_name_are_told_apart():
+    def norm(x):
+        with jax.named_scope("layer_norm"):
+            return x / jnp.sqrt(jnp.mean(x**2))
+
+    def fun(x, second):
+        a, b = norm(x), second(x @ W)
+        return jnp.tanh(a), jnp.tanh(b) @ W, jnp.tanh(a) @ W
+
+    plain, wrapped = (
+        compiled(autocast(lambda x, f=f: fun(x, f)), X) for f in (norm, jax.jit(norm))
+    )
+    chex.assert_trees_all_equal(plain, wrapped)
+
+
+def test_a_block_that_is_named_after_its_norm_is_none():
+    def fun(x, name):
+        with jax.named_scope(name):
+            return jnp.tanh(x @ W)
+
+    for name in ("PreLayerNormBlock_0", "LayerNormLSTMCell_0", "normal"):
+        found = products(live_equations(autocast(lambda x, n=name: fun(x, n)), X))
+        assert found == {("bfloat16",) * 3: 1}, name
+    for name in (
+        "LayerNorm_0",
+        "layernorm_before",
+        "LayerNormalization_1",
+        "BatchNorm",
+    ):
+        found = products(live_equations(autocast(lambda x, n=name: fun(x, n)), X))
+        assert found == {("float32",) * 3: 1}, name
+
+
+@pytest.mark.parametrize(
+    "angles",
+    [
+        lambda pos, rate: jnp.einsum("i,j->ij", pos, rate),
+        lambda pos, rate: jnp.outer(pos, rate),
+        lambda pos, rate: pos[:, None] * rate,
+        lambda pos, rate: pos[:, None] @ rate[None],
+        lambda pos, rate: jnp.einsum("i,j->ij", pos / 2, rate),
+    ],
+)
+def test_rotary_positions_keep_their_digits(angles):
+    def rotate(x):
+        pos = jnp.arange(1000, 1004).astype(np.float32)
+        rate = 1 / 100 ** (jnp.arange(0, 8, 2) / 8)
+        a = angles(pos, rate)
+        one, two = jnp.split(x @ W, 2, axis=-1)
+        return jnp.concatenate(
+            [one * jnp.cos(a) - two * jnp.sin(a), one * jnp.sin(a) + two * jnp.cos(a)],
+            axis=-1,
+        )
+
+    for dtype in DTYPES:
+        actual = autocast(rotate, compute_dtype=dtype)(X)
+        assert relative_error(actual, rotate(X)) < TOLERANCE[dtype]
+
+
+def test_results_are_arrays_of_the_types_that_were_traced_weak_ones_too():
+    def fun(x, weak):
+        return x @ W, jnp.float32(0.5), 3, weak * 2, weak.astype(int), x
+
+    args = X, jnp.asarray(1.5)
+    actual, expected = autocast(fun)(*args), jax.jit(fun)(*args)
+    for one, other in zip(actual, expected, strict=True):
+        assert isinstance(one, jax.Array)
+        assert jax.typeof(one) == jax.typeof(other)
+
+
+def test_arrays_that_jax_has_no_dtype_for_pass_as_they_are():
+    seen = []
+
+    def fun(x, *rest):
+        seen.extend(rest)
+        return x @ W
+
+    rest = np.array(["a"]), np.array([None]), np.datetime64("2020-01-01")
+    assert autocast(fun)(X, *rest).shape == (4, 8)
+    assert all(one is other for one, other in zip(seen, rest, strict=True))

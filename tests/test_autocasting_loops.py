@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
 from test_autocasting_interpreter import (
+    compiled,
     live_equations,
     products,
     relative_error,
@@ -201,6 +202,64 @@ def test_a_carry_rule_decides_by_path(said, precision):
     assert carries(fun, X, LAYERS, rules=rules) == [precision]
     other = get_rules("mixed").carry("decoder", said)
     assert carries(fun, X, LAYERS, rules=other) != [precision]
+
+
+@pytest.mark.parametrize("part", ["all of it", "a product", "a reshape"])
+def test_a_call_around_part_of_a_body_changes_no_carry(part):
+    def make(wrap):
+        whole, product, move = (
+            wrap if part == name else lambda f: f
+            for name in ("all of it", "a product", "a reshape")
+        )
+        times_w = product(lambda h: h @ W)
+        flat = move(lambda h: h.reshape(8))
+        step = whole(lambda h, x: jax.nn.softmax(x @ W + times_w(flat(h))))
+        return lambda x: lax.scan(lambda h, x: (step(h, x), None), x[0], x)[0]
+
+    plain, wrapped = make(lambda f: f), make(jax.jit)
+    assert carries(plain, X) == carries(wrapped, X) == [LOW]
+    np.testing.assert_array_equal(
+        compiled(autocast(plain), X), compiled(autocast(wrapped), X)
+    )
+
+
+def test_a_rule_for_one_path_does_not_reach_another_call_of_the_same_block():
+    block = jax.jit(lambda x, stack: layers(x, stack, lambda h: h))
+
+    def fun(x, stack):
+        for name in ("first", "second"):
+            with jax.named_scope(name):
+                x = block(x, stack)
+        return x @ W
+
+    assert carries(fun, X, LAYERS) == [LOW, LOW]
+    rules = get_rules("mixed").carry("second", "full")
+    assert carries(fun, X, LAYERS, rules=rules) == [LOW, FULL]
+
+
+# ------------------------------------------------------------ what every step reads
+
+
+def test_the_gradient_of_what_every_step_reads_adds_up_in_float32():
+    """Weights are cast at each use, also those that were computed in 16 bits."""
+    xs = jax.random.normal(jax.random.key(0), (2048, 1, 8)) * 0.1 + 0.3
+    a = jax.random.normal(jax.random.key(1), (8, 2)) / 3
+    b = jax.random.normal(jax.random.key(2), (2, 8)) / 3
+
+    def adapted(w, a, b):
+        w = w + a @ b
+        return lax.scan(lambda c, x: (c + jnp.sum(jnp.tanh(x @ w)), None), 0.0, xs)[0]
+
+    def attended(w, a, b):
+        memory = jnp.tanh(a @ b @ w)
+        read = lambda c, q: (c + jnp.sum(jax.nn.softmax(q @ memory.T) @ memory), None)
+        return lax.scan(read, 0.0, xs)[0]
+
+    for loss in (adapted, attended):
+        actual, expected = (
+            jax.grad(f, (0, 1, 2))(W, a, b) for f in (autocast(loss), loss)
+        )
+        assert relative_error(actual, expected) < 0.02, loss
 
 
 # ------------------------------------------------------------------------ while loops

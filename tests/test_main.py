@@ -252,17 +252,21 @@ def test_every_epoch_takes_no_image_twice_and_another_order():
 
 
 @pytest.mark.parametrize("dtype", cli.LOSS_SCALES)
-def test_a_forward_function_computes_in_its_precision_between_float32(dtype):
-    seen = []
-
+def test_a_forward_function_multiplies_in_its_precision_between_float32(dtype):
     def forward(params, images):
-        seen.extend([params["w"].dtype, images.dtype])
         return images @ params["w"]
 
-    params = {"w": jnp.ones((3, 2))}
-    logits = cli.in_precision(forward, dtype)(params, jnp.ones((4, 3)))
-    assert seen == [jnp.dtype(dtype)] * 2
-    assert logits.dtype == jnp.float32
+    args = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
+    low = cli.in_precision(forward, dtype)
+    assert low(*args).dtype == jnp.float32
+    (dot,) = (
+        eqn
+        for eqn in jax.make_jaxpr(low)(*args).eqns
+        if eqn.primitive.name == "dot_general"
+    )
+    assert [v.aval.dtype for v in (*dot.invars, *dot.outvars)] == [dtype] * 3
+    share = cli.share_in_16_bits(jax.value_and_grad(lambda *a: low(*a).sum()), *args)
+    assert share == (dtype != "float32")
 
 
 def test_bytes_kept_are_the_residuals_but_for_parameters_and_batch():
@@ -284,9 +288,11 @@ def test_the_three_precisions_reach_the_same_accuracy(tmp_path, capsys):
     assert cli.main(["demo", "--out", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     accuracies = [
-        float(cells_of(table, precision)[1].rstrip("%"))
+        float(cells_of(table, precision)[2].rstrip("%"))
         for precision in cli.LOSS_SCALES
     ]
     assert min(accuracies) > 97
     assert max(accuracies) - min(accuracies) <= 1
-    assert int(cells_of(table, "float16")[3]) > 0
+    shares = [cells_of(table, precision)[1] for precision in cli.LOSS_SCALES]
+    assert shares == ["0%", "100%", "100%"]
+    assert int(cells_of(table, "float16")[4]) > 0

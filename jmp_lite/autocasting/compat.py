@@ -14,6 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import partial_eval
+from jax._src.lax import lax
 from jax.extend import core, linear_util, source_info_util
 
 Jaxpr = Any
@@ -57,6 +58,11 @@ def trace(fun: Callable[..., Any], avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
     return core.ClosedJaxpr(jaxpr, consts)
 
 
+def evaluate(jaxpr: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a closed jaxpr."""
+    return core.jaxpr_as_fun(jaxpr)(*arrays)
+
+
 def without_consts(jaxpr: Jaxpr) -> Jaxpr:
     """Returns the open jaxpr of a closed one that has no constants."""
     assert not jaxpr.consts, "a rematerialized function may not gain constants"
@@ -82,6 +88,12 @@ def is_float(atom: Atom) -> bool:
     """Whether an atom was traced as an array of floats of any width."""
     dtype = dtype_of(atom)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_integer(atom: Atom) -> bool:
+    """Whether an atom was traced as an array of integers."""
+    dtype = dtype_of(atom)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.integer)
 
 
 def name_of(jaxpr: Jaxpr) -> str:
@@ -207,13 +219,25 @@ def shard_map_arguments(eqn: Equation) -> dict[str, Any]:
 
 
 def ambient_precision() -> Any:
-    """Returns the matmul precision that a dot gets which asks for none."""
-    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    """Returns the precision or algorithm that a dot gets which asks for none."""
+    name: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    algorithms = jax.lax.DotAlgorithmPreset.__members__
+    if name in algorithms:
+        return algorithms[name]
+    return None if name is None else jax.lax.Precision(name)
 
 
 def has_only_axis_effects(eqn: Equation) -> bool:
     """Whether an equation does nothing but talk over named axes."""
     return all(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
+
+
+def as_typed(value: Any, aval: Aval) -> Any:
+    """Returns a value as an array of a type, which may be a weak one."""
+    value = value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
+    if getattr(aval, "weak_type", False) and not value.weak_type:
+        return lax._convert_element_type(value, aval.dtype, weak_type=True)  # pyright: ignore[reportPrivateUsage]
+    return value
 
 
 def as_array(value: Any) -> Any:

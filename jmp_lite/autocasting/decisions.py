@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jmp_lite.autocasting.demand import Readers
-from jmp_lite.autocasting.rules import POSITIONAL, Precision, Said
+from jmp_lite.autocasting.rules import ADDED_UP, POSITIONAL, Precision, Said
 from jmp_lite.autocasting.values import Kind, State
 
 
@@ -61,7 +61,7 @@ def decide(
     if precision is Precision.KEEP:
         return Decision(Run.AS_TRACED, State.HARD, reason)
     if precision is Precision.LOW:
-        return Decision(Run.LOW, State.LOW, reason)
+        return _low(op, reason)
     if precision in (Precision.FULL, Precision.FULL_INSIDE):
         return Decision(Run.FULL, State.HARD, reason)
     state, leader = _joined(op, precision, operands)
@@ -72,7 +72,7 @@ def decide(
         held = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, held, "every reader of it is float32 or returns it")
     if state is State.LOW:
-        return Decision(Run.LOW, state, "follows an operand in 16 bits", leader)
+        return _low(op, "follows an operand in 16 bits", leader)
     if state is State.HARD:
         return Decision(Run.FULL, state, "follows an operand in float32", leader)
     return Decision(Run.FULL, state, "nobody has decided yet: arguments and numbers")
@@ -110,13 +110,22 @@ class ToldInside(NamedTuple):
     times: int | None = 1
 
 
+def _low(op: str, reason: str, leader: int | None = None) -> Decision:
+    if op in ADDED_UP:
+        reason = f"in float32 for its derivative, then cast; {reason}"
+        return Decision(Run.FULL, State.LOW, reason, leader)
+    return Decision(Run.LOW, State.LOW, reason, leader)
+
+
 def _joined(
     op: str, precision: Precision, operands: Sequence[tuple[State, Kind]]
 ) -> tuple[State, int | None]:
     """Returns the state of an op that follows, and which operand it follows."""
     joined, leader = State.SOFT, None
+    # As a branch of a selection, the end of the range is that of the other branch.
+    ends = op == "select_n" and any(state is State.LOW for state, _ in operands)
     for i, (state, kind) in enumerate(operands):
-        if kind is Kind.END and op == "select_n":
+        if kind is Kind.END and ends:
             state = State.SOFT
         widens = kind not in (Kind.LITERAL, Kind.END)
         if precision is Precision.WIDEST and state is State.SOFT and widens:

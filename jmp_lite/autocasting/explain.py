@@ -17,9 +17,8 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.higher_order import join
-from jmp_lite.autocasting.interpreter import Walk, choose_rules, run
+from jmp_lite.autocasting.interpreter import Walk, choose_rules, is_traceable, run
 from jmp_lite.autocasting.rules import Rules
-from jmp_lite.casting.dtypes import is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         walk = Walk(chosen())
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_dynamic = [is_array(leaf) for leaf in leaves]
+        is_dynamic = [is_traceable(leaf) for leaf in leaves]
 
         def walked(arrays: Sequence[Any]) -> None:
             given = iter(arrays)

@@ -133,7 +133,7 @@ def _results(
 
 
 def _outside(origin: Any, operands: Sequence[Value]) -> Any:
-    """Returns where a value comes from that is known inside by the number of an input."""
+    """Returns where a value comes from that inside is the number of an input."""
     return operands[origin].origin if isinstance(origin, int) else origin
 
 
@@ -242,6 +242,7 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
     raised_by: dict[int, Any] = {}
     while True:
         values = list(operands)
+        values[:n_consts] = [_invariant(walk, v) for v in operands[:n_consts]]
         values[at] = _recast(walk, operands[at], specs, eqn)
         found = convert(walk, body, values, readers, path)
         raised = [
@@ -300,6 +301,16 @@ def _while(walk: Walk, call: Call) -> list[Value]:
     return _results(walk, call._replace(operands=of_body), arrays, step, None)
 
 
+def _invariant(walk: Walk, value: Value) -> Value:
+    """Returns what a loop reads at every step: float32, cast at each use.
+
+    Otherwise its gradient would add up in 16 bits over the steps.
+    """
+    if value.state is not State.LOW:
+        return value
+    return Value(walk.full(value), State.SOFT, Kind.GIVEN, origin=value.origin)
+
+
 def _carry(value: Value, is_low: bool) -> Spec:
     if value.state is None:
         return None, Kind.COMPUTED
@@ -322,7 +333,7 @@ def _recast(
 
 def _custom_jvp(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
-    jaxpr, region = eqn.params["call_jaxpr"], walk.rules.region_in(path)
+    jaxpr = eqn.params["call_jaxpr"]
     if "_custom_root" in compat.name_of(jaxpr):
         return _kept(walk, call, "a root is found to a tolerance")
     states = [value.spec for value in operands]
@@ -333,8 +344,7 @@ def _custom_jvp(walk: Walk, call: Call) -> list[Value]:
         del fun  # It evaluates the jaxpr.
 
         def low_fun(*arrays: Any) -> list[Any]:
-            results = walk.run(jaxpr, _values(arrays, states), wanted, path, region)
-            return _as_specs(walk, results, specs)
+            return compat.evaluate(inside.jaxpr, arrays)
 
         def low_jvp(*arrays: Any) -> list[Any]:
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
@@ -361,15 +371,14 @@ def _custom_vjp(walk: Walk, call: Call) -> list[Value]:
     states = tuple(value.spec for value in operands)
     inside = convert(walk, jaxpr, operands, wanted, path)
     specs = inside.specs
-    region, n_out = walk.rules.region_in(path), len(specs)
+    n_out = len(specs)
     computed: list[Spec] = []  # The residuals that are no operands.
 
     def replace(fun: Any, fwd: Any, bwd: Any) -> Any:
         del fun  # It evaluates the jaxpr.
 
         def low_fun(*arrays: Any) -> list[Any]:
-            results = walk.run(jaxpr, _values(arrays, states), wanted, path, region)
-            return _as_specs(walk, results, specs)
+            return compat.evaluate(inside.jaxpr, arrays)
 
         def low_fwd(*args: Any) -> list[Any]:
             # Each operand is followed by whether it is differentiated.

@@ -112,14 +112,15 @@ def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces a function, walks along it, and returns its results as it would."""
     _refuse_mutable_graphs(fun, args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    dynamic = [leaf for leaf in leaves if is_array(leaf)]
+    dynamic = [leaf for leaf in leaves if is_traceable(leaf)]
 
     def of_arrays(*arrays: Any) -> Any:
         remaining = iter(arrays)
-        merged = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
+        merged = [next(remaining) if is_traceable(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(treedef, merged)
         return fun(*args, **kwargs)
 
+    of_arrays.__name__ = getattr(fun, "__name__", "autocast")
     traced, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(*dynamic)
     parts = compat.parts(traced)
     values = [
@@ -127,8 +128,20 @@ def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for var, array in zip(parts.invars, dynamic, strict=True)
     ]
     outside = [Readers.OUTPUT] * len(parts.outvars)
-    results = [walk.full(v) for v in walk.run(traced, values, outside, "")]
+    results = [
+        compat.as_typed(walk.full(value), var.aval)
+        for value, var in zip(
+            walk.run(traced, values, outside, ""), parts.outvars, strict=True
+        )
+    ]
     return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+
+
+def is_traceable(leaf: Any) -> bool:
+    """Whether a leaf is an array that JAX can compute with: not one of text."""
+    if not is_array(leaf) or isinstance(leaf, jax.Array):
+        return is_array(leaf)
+    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_
 
 
 def _refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
@@ -231,11 +244,13 @@ class Walk:
             with compat.context_of(eqn):
                 operands = [read(atom, here) for atom in eqn.invars]
                 if here:
-                    operands = regions.enter(here, operands)
+                    operands = regions.enter(operands)
                 results = self.equation(eqn, operands, wanted, where)
+            is_from_low = any(value.is_from_low for value in operands)
             for var, result in zip(eqn.outvars, results, strict=True):
-                inner = here if result.state is not None else None
-                env[var] = dataclasses.replace(result, region=inner)
+                if here and result.state is not None:
+                    result.region, result.is_from_low = here, is_from_low
+                env[var] = result
         return [read(atom, region) for atom in parts.outvars]
 
     def equation(
@@ -278,7 +293,7 @@ class Walk:
             return decisions.NOT_FLOAT32
         if not compat.has_only_axis_effects(eqn):
             return decisions.HAS_EFFECTS
-        if any(map(_is_other_float, eqn.invars)):
+        if self._is_mixed_by_the_user(eqn):
             return decisions.MIXED_BY_THE_USER
         states = [(v.state, v.kind) for v in operands if v.state is not None]
         readers = Readers.NOBODY
@@ -287,7 +302,25 @@ class Walk:
         if not any(map(compat.is_float32, eqn.outvars)):
             readers |= Readers.OTHER
         said = self.said_of(eqn, path)
+        has_positions = any(kind is Kind.INTEGER for _, kind in states)
+        if has_positions and _is_outer_product(eqn):
+            said = Said(Precision.FULL, "it scales positions, and sums nothing up")
         return decisions.decide(eqn.primitive.name, said, states, readers)
+
+    def _is_mixed_by_the_user(self, eqn: Any) -> bool:
+        """Whether an op is given other floats than float32.
+
+        Those of the compute dtype are welcome beside float32 ones.
+        """
+        others = [
+            compat.dtype_of(atom)
+            for atom in eqn.invars
+            if compat.is_float(atom) and not compat.is_float32(atom)
+        ]
+        if not others:
+            return False
+        has_float32 = any(map(compat.is_float32, eqn.invars))
+        return not has_float32 or any(dtype != self.low_dtype for dtype in others)
 
     def said_of(self, eqn: Any, path: str) -> Said:
         """Returns what the rules say of an equation where it stands, and why."""
@@ -300,7 +333,7 @@ class Walk:
         """Returns what the rules say of an equation where it stands."""
         return self.said_of(eqn, path).precision
 
-    def said_inside(self, jaxpr: Any, path: str) -> tuple[Precision | None, ...]:
+    def said_inside(self, jaxpr: Any, path: str) -> tuple[Any, ...]:
         """Returns what the scope rules say at each place inside of a jaxpr.
 
         All that a path decides: a block that stands in many places is converted once
@@ -310,36 +343,56 @@ class Walk:
         if key not in self.memo:
             self.memo[key] = (jaxpr, tuple(dict.fromkeys(_paths_inside(jaxpr))))
         paths = self.memo[key][1]
-        return tuple(self.rules.precision_in(f"{path}/{inner}") for inner in paths)
+        places = [f"{path}/{inner}" for inner in paths]
+        return tuple(
+            (self.rules.precision_in(place), self.rules.carry_in(place))
+            for place in places
+        )
 
     def perform(
         self, eqn: Any, operands: Sequence[Value], decision: Decision, origin: Any
     ) -> list[Value]:
         """Binds an equation as it was decided."""
         op = eqn.primitive.name
+        kind = _kind_of_result(op, operands)
         if decision.run is Run.LOW:
             arrays = self._in_low(eqn, operands)
+        elif decision.run is Run.FULL and decision.state is State.LOW:
+            arrays = self._in_full_then_low(eqn, operands)
         else:
             arrays = compat.bind(eqn, [self.full(value) for value in operands])
-        kind = _kind_of_result(op, operands)
         return [
             self._value(var, array, decision.state, kind, origin)
             for var, array in zip(eqn.outvars, arrays, strict=True)
         ]
 
+    def _in_full_then_low(self, eqn: Any, operands: Sequence[Value]) -> list[Any]:
+        saturates = any(value.saturates for value in operands)
+
+        def in_full(*arrays: Any) -> list[Any]:
+            full = [
+                self.full(dataclasses.replace(value, array=array))
+                for value, array in zip(operands, arrays, strict=True)
+            ]
+            return [
+                self.cast(array, saturates) if compat.is_float32(var) else array
+                for var, array in zip(eqn.outvars, compat.bind(eqn, full), strict=True)
+            ]
+
+        if eqn.primitive.name not in MOVING:
+            # What it was given waits for the backward pass in 16 bits.
+            in_full = jax.checkpoint(in_full, prevent_cse=False)
+        return in_full(*(value.array for value in operands))
+
     def _in_low(self, eqn: Any, operands: Sequence[Value]) -> list[Any]:
         op, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-        if op == "broadcast_in_dim":
-            # Broadcast in float32 and cast after: JAX's transpose of a broadcast is a
-            # sum, and runs in the dtype that was broadcast.
-            full = compat.bind(eqn, [self.full(value) for value in operands])
-            return [array.astype(self.low_dtype) for array in full]
         arrays: list[Any] = []
         for value in operands:
             is_spread = op in BROADCASTING and value.kind is not Kind.LITERAL
             if value.state is not None and is_spread and value.array.shape != shape:
+                # In float32, and cast after: JAX's transpose of it is a sum.
                 full = _spread(self.full(value), shape)
-                arrays.append(full.astype(self.low_dtype))
+                arrays.append(self.cast(full, value.saturates))
             else:
                 arrays.append(self.low(value))
         if op in _SCATTERS:
@@ -373,20 +426,26 @@ class Walk:
         value = self.given(var, array, "a constant")
         if value.state is State.SOFT and not compat.is_tracer(array):
             numbers = np.asarray(array)
-            low = numbers.astype(self.low_dtype)
-            if np.any(np.isfinite(numbers) & ~np.isfinite(low.astype(np.float32))):
+            with np.errstate(over="ignore"):
+                low = numbers.astype(self.low_dtype).astype(np.float32)
+            if np.any(np.isfinite(numbers) & ~np.isfinite(low)):
                 value.state = State.HARD
                 value.origin = "a constant too large for 16 bits"
         return value
 
     def literal(self, atom: Any) -> Value:
         """Returns a number in the program; one that 16 bits cannot tell is HARD."""
+        is_real = jnp.issubdtype(compat.dtype_of(atom), jnp.floating)
+        is_real |= compat.is_integer(atom)
+        fits = not is_real or _fits(np.float32(atom.val), self.low_dtype)
         if not compat.is_float32(atom):
-            return Value(compat.as_array(atom.val), None, Kind.LITERAL)
+            # One that does not fit is judged here for what it may be converted to.
+            kind = Kind.LITERAL if fits else Kind.COMPUTED
+            return Value(compat.as_array(atom.val), None, kind)
         number = np.float32(atom.val)
         if number in _ENDS:
             return Value(number, State.HARD, Kind.END, origin="the end of the range")
-        state = State.SOFT if _fits(number, self.low_dtype) else State.HARD
+        state = State.SOFT if fits else State.HARD
         return Value(number, state, Kind.LITERAL, origin=f"the number {number}")
 
     def converted(self, eqn: Any, value: Value, path: str) -> Value:
@@ -405,17 +464,17 @@ class Walk:
         (array,) = compat.bind(eqn, [value.array])
         if value.state is not None:
             return Value(array, value.state, value.kind, origin=value.origin)
-        return Value(array, self._state_of_upcast(atom, value), value.kind, origin=eqn)
+        state = self._state_of_upcast(atom, value)
+        is_counted = compat.is_integer(atom) and state is State.HARD
+        kind = Kind.INTEGER if is_counted else value.kind
+        return Value(array, state, kind, origin=eqn)
 
     def _state_of_upcast(self, atom: Any, value: Value) -> State:
         dtype = compat.dtype_of(atom)
         if dtype == np.bool_:
             return State.SOFT
         if value.kind is Kind.LITERAL and np.ndim(value.array) == 0:
-            if compat.is_tracer(value.array):
-                return State.SOFT  # It was judged where it was written.
-            fits = _fits(np.float32(value.array), self.low_dtype)
-            return State.SOFT if fits else State.HARD
+            return State.SOFT
         is_float = jnp.issubdtype(dtype, jnp.floating)
         return State.SOFT if is_float and value.kind is Kind.GIVEN else State.HARD
 
@@ -429,15 +488,18 @@ class Walk:
         """Returns a float32 value in the compute dtype, and any other as it is."""
         if value.state is None or value.state is State.LOW:
             return value.array
-        if value.kind is Kind.END:
-            ends = jnp.finfo(self.low_dtype)
-            low, high = np.float32(ends.min), np.float32(ends.max)
-            return lax.clamp(low, value.array, high).astype(self.low_dtype)
         if value.kind is not Kind.COMPUTED:
-            return compat.as_array(value.array).astype(self.low_dtype)
+            return self.cast(value.array, value.saturates)
         if value.cast is None:  # Once for all uses: each would be kept for backward.
-            value.cast = value.array.astype(self.low_dtype)
+            value.cast = self.cast(value.array)
         return value.cast
+
+    def cast(self, array: Any, saturates: bool = False) -> Any:
+        """Returns an array in the compute dtype."""
+        if saturates:
+            ends = jnp.finfo(self.low_dtype)
+            array = lax.clamp(np.float32(ends.min), array, np.float32(ends.max))
+        return compat.as_array(array).astype(self.low_dtype)
 
 
 def _paths_inside(jaxpr: Any) -> Iterator[str]:
@@ -463,40 +525,40 @@ def _fits(number: np.float32, dtype: Any) -> bool:
     )
 
 
-def _is_other_float(atom: Any) -> bool:
-    return compat.is_float(atom) and compat.dtype_of(atom) != np.float32
+def _is_outer_product(eqn: Any) -> bool:
+    """Whether each number of a matrix product is one product: positions by rates."""
+    dims = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = dims
+    return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
 
 
 def _asks_for_float32(eqn: Any) -> bool:
     """Whether a matrix product asks for more than every other one here gets."""
     if eqn.params.get("preferred_element_type") not in (None, np.dtype("float32")):
         return True
-    asked = eqn.params.get("precision")
-    if asked is None:
-        return False
-    if not isinstance(asked, tuple):
-        return True  # An algorithm.
-    ambient = compat.ambient_precision()
-    usual = lax.Precision(ambient) if _is_precision(ambient) else None
-    return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST
-
-
-def _is_precision(name: Any) -> bool:
-    try:
-        lax.Precision(name)
-    except (ValueError, KeyError):
-        return False
-    return name is not None
+    asked, usual = eqn.params.get("precision"), compat.ambient_precision()
+    if isinstance(asked, tuple):
+        return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST
+    return asked not in (None, usual)  # An algorithm.
 
 
 def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
     kinds = {value.kind for value in operands}
-    if op not in MOVING or Kind.COMPUTED in kinds or not kinds:
+    if op == "iota":
+        return Kind.INTEGER
+    if Kind.COMPUTED in kinds or not kinds:
         return Kind.COMPUTED
-    for kind in (Kind.GIVEN, Kind.END):
+    if op not in MOVING and not (op in _SCALING and Kind.INTEGER in kinds):
+        return Kind.COMPUTED
+    for kind in (Kind.INTEGER, Kind.GIVEN, Kind.END):
         if kind in kinds:
             return kind
     return Kind.LITERAL
+
+
+_SCALING = frozenset(["add", "sub", "mul", "div", "neg"])
 
 
 def _spread(array: Any, shape: tuple[int, ...]) -> Any:
@@ -508,6 +570,7 @@ def _spread(array: Any, shape: tuple[int, ...]) -> Any:
 _SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter": lax.scatter,
     "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
     "scatter-mul": lax.scatter_mul,
     "scatter-min": lax.scatter_min,
     "scatter-max": lax.scatter_max,

@@ -7,7 +7,6 @@ autocast a mark means nothing.
 
 import functools
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -20,54 +19,59 @@ from jmp_lite.casting.dtypes import cast_tree, is_floating, parse_dtype, upcast_
 Tree = TypeVar("Tree")
 
 
-class Region:
-    """A part of a function whose ops have one precision: a decorator and a block."""
+def full_precision(fun: Callable[..., Any] | None = None) -> Any:
+    """Marks a part of a function: float32 inside, and what leaves stays float32.
 
-    def __init__(self, scope: str, name: str) -> None:
-        self._scope = scope
-        self._name = name
-        self._open: list[Any] = []
+    ``@full_precision`` over a function, or ``with full_precision():`` around a block.
 
-    def __call__(self, fun: Callable[..., Any] | None = None) -> Any:
-        """Marks a function; without one, returns a block for ``with``."""
-        if fun is None:
-            return Region(self._scope, self._name)
+    Args:
+      fun: the function to mark.
 
-        @functools.wraps(fun)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            with jax.named_scope(self._scope):
-                return fun(*args, **kwargs)
+    Returns:
+      The function; without one, a context manager.
 
-        return marked
-
-    def __enter__(self) -> None:
-        scope = jax.named_scope(self._scope)
-        scope.__enter__()
-        self._open.append(scope)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._open.pop().__exit__(kind, error, traceback)
-
-    def __repr__(self) -> str:
-        return self._name
+    Example:
+      >>> import jax.numpy as jnp
+      >>> @full_precision
+      ... def loss(x):
+      ...     return jnp.mean((x - 1) ** 2)
+      >>> with full_precision():
+      ...     print(loss(jnp.ones(2)))
+      0.0
+    """
+    return _region(FULL_SCOPE, fun)
 
 
-full_precision = Region(FULL_SCOPE, "full_precision")
-"""Float32 inside, and what leaves is float32 on purpose.
+def low_precision(fun: Callable[..., Any] | None = None) -> Any:
+    """Marks a part of a function: 16 bits inside, for every op that has such a form.
 
-``@full_precision`` over a function, or ``with full_precision():`` around a block.
-"""
+    ``@low_precision`` over a function, or ``with low_precision():`` around a block.
 
-low_precision = Region(LOW_SCOPE, "low_precision")
-"""The compute dtype inside, for every op that has a 16-bit form, delicate or not.
+    Args:
+      fun: the function to mark.
 
-``@low_precision`` over a function, or ``with low_precision():`` around a block.
-"""
+    Returns:
+      The function; without one, a context manager.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> with low_precision():
+      ...     print(jnp.exp(jnp.zeros(2)).dtype)  # Outside of autocast it does nothing.
+      float32
+    """
+    return _region(LOW_SCOPE, fun)
+
+
+def _region(scope: str, fun: Callable[..., Any] | None) -> Any:
+    if fun is None:
+        return jax.named_scope(scope)
+
+    @functools.wraps(fun)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(scope):
+            return fun(*args, **kwargs)
+
+    return marked
 
 
 def as_full(tree: Tree) -> Tree:

@@ -39,15 +39,17 @@ class Regions:
         self._inside = inside
         self._readers = readers
         self._outside = outside
-        self._entered_low: set[str] = set()
         self._uses: Mapping[Any, list[int]] | None = None
 
-    def enter(self, region: str, operands: Sequence[Value]) -> list[Value]:
+    def enter(self, operands: Sequence[Value]) -> list[Value]:
         """Returns what the operands of an op are inside: float32."""
-        if any(value.state is State.LOW for value in operands):
-            self._entered_low.add(region)
         return [
-            Value(self._walk.full(value), State.HARD, origin=value.origin)
+            Value(
+                self._walk.full(value),
+                State.HARD,
+                is_from_low=True,
+                origin=value.origin,
+            )
             if value.state is State.LOW
             else value
             for value in operands
@@ -58,7 +60,7 @@ class Regions:
         array, state, kind = value.array, value.state, value.kind
         if self._readers_outside(atom, value.region).want_float32:
             return Value(array, state, kind, origin=value.origin)
-        if value.region in self._entered_low:
+        if value.is_from_low:
             return Value(self._walk.low(value), State.LOW, origin=value.origin)
         return Value(array, State.SOFT, kind, origin=value.origin)
 

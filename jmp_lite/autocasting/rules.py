@@ -258,6 +258,20 @@ ADDING = frozenset(["add", "sub", "add_any"])
 PASSING = frozenset(["optimization_barrier"])
 """Each result is an operand: their precisions are not joined."""
 
+ADDED_UP = frozenset(
+    [
+        *("broadcast_in_dim", "broadcast_to", "tile", "gather", "sort", "top_k"),
+        *("approx_top_k", "reduce_max", "reduce_min", "cummax", "cummin"),
+        *("reduce_window_max", "reduce_window_min"),
+        *("scatter", "scatter-min", "scatter-max", "all_gather"),
+        *("all_gather_invariant", "all_gather_start", "all_gather_reduced"),
+        *("all_gather_reduced_start", "pvary", "pbroadcast", "pbroadcast_start"),
+        *("erf", "erfc", "asinh", "acosh", "polynomial"),
+    ]
+)
+"""JAX's derivative of these adds up, or takes an exp or an rsqrt, in their dtype: they
+run in float32, and their result is cast."""
+
 POSITIONAL = frozenset(["sin", "cos"])
 """In float32, because arguments may be positions; what comes out is bounded."""
 
@@ -315,7 +329,8 @@ Scope = tuple[str, Precision]
 Carry = tuple[str, str]
 
 _NORM_LAYERS: Scope = (
-    r"(?i)(layer|rms|group|batch|instance)_?norm",
+    # Not a block or a cell that is called after its norm.
+    r"(?i)(layer|rms|group|batch|instance)_?norm(s|alization)?(?![a-z])",
     Precision.FULL_INSIDE,
 )
 

@@ -26,6 +26,7 @@ class Kind(enum.Enum):
 
     ``GIVEN``: an argument or a constant, perhaps moved: it is cast at each use, so that
     the gradients of its uses add up in float32. ``LITERAL``: a number in the program.
+    ``INTEGER``: from integers, such as positions, perhaps scaled or shifted.
     ``END``: the end of float32's range, which as a branch of a selection means the end
     of whatever range there is.
     """
@@ -33,6 +34,7 @@ class Kind(enum.Enum):
     COMPUTED = "computed"
     GIVEN = "given"
     LITERAL = "literal"
+    INTEGER = "integer"
     END = "end"
 
 
@@ -45,6 +47,7 @@ class Value:
       state: None for what was not traced in float32.
       kind: where it comes from.
       region: the ``FULL_INSIDE`` scope that computed it, if one did.
+      is_from_low: whether something low that entered that scope is in it.
       cast: the array in the compute dtype, once a use has asked for it.
       origin: what made it what it is held in: an equation, the number of an input of
         the jaxpr, or words.
@@ -54,8 +57,18 @@ class Value:
     state: State | None = None
     kind: Kind = Kind.COMPUTED
     region: str | None = None
+    is_from_low: bool = False
     cast: Any = None
     origin: Any = None
+
+    @property
+    def saturates(self) -> bool:
+        """Whether it is a number of the program that 16 bits may not reach.
+
+        In 16 bits it is then the largest there is, and not infinite.
+        """
+        is_large = self.state is State.HARD and self.kind is Kind.LITERAL
+        return is_large or self.kind in (Kind.END, Kind.INTEGER)
 
     @property
     def spec(self) -> "Spec":

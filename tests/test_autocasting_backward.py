@@ -1,0 +1,128 @@
+"""What JAX's derivatives of single ops add up, they add up in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from programs import W, X
+from test_autocasting_interpreter import (
+    NEVER_LOW,
+    live_equations,
+    relative_error,
+)
+
+from jmp_lite.autocasting.interpreter import autocast
+
+ROWS = jnp.array([0, 0, 1])
+
+
+def positive(y):
+    return jnp.abs(y) + 1.5
+
+
+# Added before a maximum over windows: rounding must not make another one the winner.
+APART = 10 * jax.random.permutation(jax.random.key(7), jnp.arange(32.0)).reshape(4, 8)
+
+
+def window(op, start):
+    return lambda y: (
+        lax.reduce_window(y + APART, start, op, (2, 2), (2, 2), "VALID") / 100
+    )
+
+
+OPS = {
+    "concatenate": lambda y: jnp.concatenate([y, y]),
+    "pad": lambda y: jnp.pad(y, 2),
+    "slice": lambda y: y[1:3],
+    "dynamic_slice": lambda y: lax.dynamic_slice(y, (1, 1), (2, 2)),
+    "dynamic_update_slice": lambda y: lax.dynamic_update_slice(y, y[:1], (1, 0)),
+    "rev": lambda y: y[::-1],
+    "select_n": lambda y: jnp.where(y > 0, y, y[0]),
+    "clamp": lambda y: jnp.clip(y, y[0], 1.0),
+    "max": lambda y: jnp.maximum(y, y[0]),
+    "min": lambda y: jnp.minimum(y, 0.0),
+    "tanh": jnp.tanh,
+    "logistic": jax.nn.sigmoid,
+    "erf": jax.scipy.special.erf,
+    "erfc": jax.scipy.special.erfc,
+    "atan": jnp.arctan,
+    "atan2": lambda y: jnp.arctan2(y, positive(y[0])),
+    "acosh": lambda y: jnp.arccosh(positive(y)),
+    "asinh": jnp.arcsinh,
+    "sqrt": lambda y: jnp.sqrt(positive(y)),
+    "cbrt": lambda y: jnp.cbrt(positive(y)),
+    "integer_pow": lambda y: y**3 + positive(y) ** -2,
+    "square": jnp.square,
+    "div": lambda y: y / positive(y[0]),
+    "rem": lambda y: jnp.fmod(y, 10 * positive(y)),
+    "sort": lambda y: jnp.sort(y, 0),
+    "sort by a key": lambda y: lax.sort((y, 2 * y), num_keys=1)[1],
+    "argsort": lambda y: y[jnp.argsort(y[:, 0])],
+    "top_k": lambda y: lax.top_k(y, 2)[0],
+    "cummax": lambda y: lax.cummax(y, 0),
+    "cummin": lambda y: lax.cummin(y, 0),
+    "reduce_max": lambda y: y.max(0),
+    "reduce_min": lambda y: y.min(0),
+    "reduce_window_max": window(lax.max, -np.inf),
+    "reduce_window_min": window(lax.min, np.inf),
+    "gather": lambda y: y[ROWS],
+    "take_along_axis": lambda y: jnp.take_along_axis(y, jnp.array([[0, 1]] * 4), 1),
+    "scatter": lambda y: y.at[0].set(y[1]),
+    "scatter-max": lambda y: y.at[ROWS].max(y[:3]),
+    "scatter-min": lambda y: y.at[ROWS].min(y[:3]),
+    "scatter-add": lambda y: y.at[ROWS].add(y[:3]),
+    "tile": lambda y: jnp.tile(y, (2, 1)),
+    "repeat": lambda y: jnp.repeat(y, 2, 0),
+    "broadcast": lambda y: jnp.broadcast_to(y[0], (3, 8)),
+    "axes of size 1": lambda y: y[:, None] * y[None],
+    "median": lambda y: jnp.median(y, 0),
+    "quantile": lambda y: jnp.quantile(y, 0.3, axis=0),
+    "polynomial": lambda y: jnp.polyval(y[:, 0], y),
+    "interpolation": lambda y: jnp.interp(y.ravel(), jnp.arange(4.0), y[:, 0]),
+    "outer product": lambda y: jnp.outer(y[0], y[0]),
+    "associative scan": lambda y: lax.associative_scan(jnp.multiply, y),
+    "hypot": lambda y: jnp.hypot(positive(y), y[0]),
+    "mean": lambda y: y - y.mean(0),
+    "convolve": lambda y: jnp.convolve(y[0], y[1]),
+    "fft": lambda y: jnp.abs(jnp.fft.rfft(y)),
+    "cumsum": jnp.cumsum,
+    "standardize": jax.nn.standardize,
+    "normal cdf": jax.scipy.stats.norm.cdf,
+    "exact gelu": lambda y: jax.nn.gelu(y, approximate=False),
+    "one branch": lambda y: lax.cond(
+        y[0, 0] > 0, lambda y: y[ROWS], lambda y: y[:3], y
+    ),
+    "remat": jax.checkpoint(lambda y: y[ROWS]),
+    "inside of jit": jax.jit(lambda y: y.max(0)),
+    "inside of vmap": lambda y: jax.vmap(lambda a: a + y[0])(y),
+    **{
+        f.__name__: f
+        for f in (
+            *(jax.nn.elu, jax.nn.celu, jax.nn.mish, jax.nn.log_sigmoid, jax.nn.glu),
+            *(jax.nn.squareplus, jax.nn.leaky_relu, jax.nn.soft_sign, jax.nn.relu6),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_no_derivative_adds_up_or_takes_an_exponential_in_16_bits(name):
+    def loss(x):
+        y = jnp.tanh(OPS[name](x @ W) * 1.01)
+        return jnp.sum(y.reshape(-1)[:, None] @ W[:1])
+
+    low = autocast(loss)
+    for fun in (
+        low,
+        jax.grad(low),
+        lambda x: jax.jvp(low, (x,), (x,)),
+        autocast(jax.grad(loss)),
+    ):
+        for eqn in live_equations(fun, X):
+            if eqn.primitive.name in NEVER_LOW | {"sin", "cos"}:
+                dtypes = {str(var.aval.dtype) for var in eqn.outvars}
+                assert "bfloat16" not in dtypes, eqn
+    expected = jax.grad(loss)(X)
+    assert relative_error(jax.grad(low)(X), expected) < 0.06
+    assert relative_error(autocast(jax.grad(loss))(X), expected) < 0.06
