@@ -6,16 +6,15 @@ import optax
 
 import jmp_lite as jmp
 
-policy = jmp.get_policy("params=float32,compute=float16,output=float32")
 optimizer = jmp.loss_scaling(
     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 )
 
 
+@jmp.autocast(compute_dtype="float16")
 def loss_fn(params, x, y):
-    low, x = policy.cast_to_compute((params, x))
-    prediction = jnp.tanh(x @ low["w1"]) @ low["w2"]
-    return jnp.mean((policy.cast_to_output(prediction) - y) ** 2)
+    prediction = jnp.tanh(x @ params["w1"]) @ params["w2"]
+    return jnp.mean((prediction - y) ** 2)
 
 
 @jax.jit

@@ -209,12 +209,16 @@ def integers_and_booleans(x, w):
 
 
 class Block(nn.Module):
+    dtype: object = None  # Of a model whose precision is written by hand.
+
     @nn.compact
     def __call__(self, x):
-        h = nn.LayerNorm()(x)
+        options = {"dtype": self.dtype}
+        h = nn.LayerNorm(**options)(x)
         width = x.shape[-1]
-        h = nn.Dense(width)(nn.gelu(nn.Dense(2 * width)(h)))
-        return nn.RMSNorm()(x + h)
+        h = nn.Dense(width, **options)(nn.gelu(nn.Dense(2 * width, **options)(h)))
+        x = x if self.dtype is None else x.astype(self.dtype)
+        return nn.RMSNorm(**options)(x + h)
 
 
 BLOCK = Block()

@@ -19,6 +19,7 @@ from test_autocasting_interpreter import (
 
 from jmp_lite.autocasting.explain import explain
 from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.marks import full_precision
 
 OPTIMIZER = lenient(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 
@@ -171,6 +172,27 @@ def test_logits_and_their_bias_are_float32_and_gelu_before_a_norm_is_not():
     assert [r.precision for r in rows if r.op == "tanh"] == ["bfloat16"]
     assert [r.precision for r in rows if r.op == "add"][-1] == "float32"
     assert products(live_equations(autocast(fun), X, W[0])) == {("bfloat16",) * 3: 2}
+
+
+def test_new_parameters_that_the_same_call_multiplies_with_are_kept_by_a_mark():
+    """Nothing tells them from a hidden state that is returned and read."""
+
+    def step(w, update):
+        grads = jax.grad(lambda w: jnp.mean((jnp.tanh(X @ w) - 1) ** 2))(w)
+        w = update(w, grads)
+        return w, jnp.mean((jnp.tanh(X @ w) - 1) ** 2)
+
+    plain = lambda w, g: w - 1e-3 * g
+    marked = full_precision(plain)
+    for update, is_kept in ((plain, False), (marked, True)):
+        rows = explain(lambda w, u=update: step(w, u))(W).rows
+        (new,) = (r for r in rows if r.op == "sub" and r.shapes == ("float32[8,8]",))
+        assert (new.precision == "float32") == is_kept
+        w, expected = W, W
+        for _ in range(20):
+            w, _ = autocast(lambda w, u=update: step(w, u))(w)
+            expected, _ = step(expected, plain)
+        assert (relative_error(w - W, expected - W) < 0.05) == is_kept
 
 
 def test_what_nothing_reads_counts_as_returned():

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from programs import BLOCK
+from programs import BLOCK, Block
 
 from benchmarks.compiled import TARGETS, compile_for, missing
 from jmp_lite.autocasting.interpreter import autocast
@@ -22,6 +22,11 @@ def loss(params, x):
     return jnp.mean(BLOCK.apply(params, x) ** 2)
 
 
+def loss_by_hand(params, x):
+    y = Block(dtype=jnp.bfloat16).apply(params, x)
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+
 def compile_gradient(target, fun):
     params = jax.eval_shape(BLOCK.init, jax.random.key(0), jnp.ones((512, 1024)))
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
@@ -34,3 +39,11 @@ def test_all_matrix_products_of_a_gradient_are_16_bit(target):
     assert "bf16" not in traced.matmuls
     assert {dtypes.split("->")[0] for dtypes in low.matmuls} == {"bf16"}
     assert low.bytes_moved <= traced.bytes_moved
+
+
+def test_there_are_as_many_matrix_products_as_in_code_written_by_hand(target):
+    low = compile_gradient(target, autocast(loss))
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own promotion.
+        by_hand = compile_gradient(target, loss_by_hand)
+    assert low.matmuls == by_hand.matmuls
+    assert low.bytes_moved <= by_hand.bytes_moved

@@ -50,12 +50,34 @@ def test_the_built_train_step_runs_as_shown():
     assert bool(names["metrics"]["grads_finite"])
 
 
+def test_the_explanation_is_what_explain_prints():
+    (block,) = (block for block in BLOCKS if "jmp.explain" in block)
+    (shown,) = re.findall(r"```text\n(autocast to .*?)```", README, re.DOTALL)
+    names = {"jax": jax, "jnp": jnp, "jmp": jmp, "print": lambda *args: None}
+    # Under the name of a file, so that its lines are told.
+    exec(compile(block, "layer.py", "exec"), names)
+    args = (names[name] for name in ("x", "w", "b"))
+    told = str(jmp.explain(names["layer"])(*args))
+    lines = [[line.split("  ") for line in text.splitlines()] for text in (told, shown)]
+    if jax.__version__ == "0.10.2":  # Another version may trace other equations.
+        assert lines[0] == lines[1]
+    assert told.startswith("autocast to bfloat16: ")
+
+
+def test_the_rules_and_marks_are_made_as_shown():
+    (block,) = (block for block in BLOCKS if "get_rules" in block)
+    names = {"jmp": jmp, "layer": jnp.tanh}
+    exec(block, names)
+    assert names["rules"].precision_of("tanh") is jmp.Precision.FULL
+    assert names["low"](jnp.ones(2)).dtype == "float32"
+
+
 def test_every_public_name_stands_in_the_table():
     (table,) = re.findall(r"\| room \| names \|.*?\n\n", README, re.DOTALL)
     named = set(re.findall(r"`(\w+)`", table))
     missing = set(jmp.__all__) - named - {"DtypeSummary", "DtypeTotals"}
     assert missing == set()
-    assert named - set(jmp.__all__) == {"casting", "scaling", "train"}
+    assert named - set(jmp.__all__) == {"autocasting", "casting", "scaling", "train"}
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))

@@ -70,12 +70,12 @@ def decide(
         return Decision(Run.FULL, State.SOFT, "its argument may be a position")
     if readers.want_float32:
         held = State.SOFT if state is State.SOFT else State.HARD
-        return Decision(Run.FULL, held, "every reader of it is float32 or returns it")
+        return Decision(Run.FULL, held, "all that read it are float32 or results")
     if state is State.LOW:
         return _low(op, "follows an operand in 16 bits", leader)
     if state is State.HARD:
         return Decision(Run.FULL, state, "follows an operand in float32", leader)
-    return Decision(Run.FULL, state, "nobody has decided yet: arguments and numbers")
+    return Decision(Run.FULL, state, "undecided: arguments and numbers")
 
 
 class Told(NamedTuple):

@@ -75,12 +75,12 @@ _CHOOSES = "exact: it chooses or compares"
 GROUPS: tuple[Group, ...] = (
     _group(
         Precision.LOW,
-        "a matrix product: what 16-bit hardware is for; it accumulates in float32",
+        "a matrix product, which accumulates in float32",
         "dot_general ragged_dot_general conv_general_dilated",
     ),
     _group(
         Precision.FULL,
-        "a small error of the argument is a large one of the result, or overflows",
+        "it makes errors larger, or overflows",
         """exp exp2 expm1 log log1p log2 pow rsqrt reciprocal erf_inv acos asin atanh
         cosh sinh tan""",
     ),
@@ -92,13 +92,13 @@ GROUPS: tuple[Group, ...] = (
     ),
     _group(
         Precision.FULL,
-        "a sum: the roundings of its terms add up",
+        "a sum, in which roundings add up",
         """reduce_sum cumsum cumlogsumexp reduce_window_sum scatter-add scatter-sub
         select_and_scatter_add select_and_gather_add""",
     ),
     _group(
         Precision.FULL,
-        "a product of many factors: it overflows, and its roundings add up",
+        "a product of many factors, which overflows",
         "reduce_prod cumprod scatter-mul",
     ),
     _group(

@@ -1,0 +1,128 @@
+"""What is lowered for accelerators: StableHLO, which no device is needed for."""
+
+import collections
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import PROGRAMS, total
+
+from jmp_lite.autocasting.interpreter import autocast
+
+PRODUCT = re.compile(
+    r"stablehlo\.(?:dot_general|convolution).*: "
+    r"\(tensor<[^>]*?(\w+)>, tensor<[^>]*?(\w+)>\) -> tensor<[^>]*?(\w+)>"
+)
+
+
+def lower(fun, *args, platform="cuda"):
+    return jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def products(text):
+    """How many matrix products are run, by the dtypes of operands and result.
+
+    Those of a function count as often as it is called, those of a loop once.
+    """
+    parts = re.split(r"func\.func \w+ @([^(]+)", text)
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+
+    @functools.cache
+    def run(name):
+        found = (match.groups() for match in PRODUCT.finditer(bodies[name]))
+        dtypes = (tuple(d.rpartition("x")[2] for d in group) for group in found)
+        calls = re.findall(r"call @([^(]+)", bodies[name])
+        return sum(map(run, calls), collections.Counter(dtypes))
+
+    return run("main")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_products_are_16_bit_in_what_is_lowered_forward_and_backward(name, platform):
+    fun, args = PROGRAMS[name]
+    low, traced = (
+        products(
+            lower(jax.grad(lambda args, f=f: total(f(*args))), args, platform=platform)
+        )
+        for f in (autocast(fun), fun)
+    )
+    assert set(low) <= {("bf16",) * 3}
+    assert set(traced) <= {("f32",) * 3}
+    assert low.total() == traced.total()
+
+
+class Block(nn.Module):
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, x, is_training):
+        options = {"dtype": self.dtype}
+        width = x.shape[-1]
+        h = nn.LayerNorm(**options)(x)
+        h = nn.MultiHeadDotProductAttention(num_heads=4, **options)(h, h)
+        x = x + nn.Dropout(0.1, deterministic=not is_training)(h)
+        h = nn.Dense(4 * width, **options)(nn.LayerNorm(**options)(x))
+        h = nn.Dense(width, **options)(nn.gelu(h))
+        return x + nn.Dropout(0.1, deterministic=not is_training)(h)
+
+
+class Model(nn.Module):
+    """A language model, in which each block is jitted."""
+
+    depth: int = 24
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 32, dtype=self.dtype)(tokens)
+        block = nn.jit(Block, static_argnums=2)
+        for _ in range(self.depth):
+            x = block(dtype=self.dtype)(x, True)
+        return nn.Dense(64, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+TOKENS = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+
+def loss_of(model):
+    def loss(params, tokens, key):
+        logits = model.apply(params, tokens, rngs={"dropout": key})
+        losses = jax.nn.log_softmax(logits.astype(jnp.float32))
+        return -jnp.mean(losses[..., 0])
+
+    return loss
+
+
+def test_a_model_of_jitted_blocks_is_lowered_to_about_as_many_functions():
+    model = Model()
+    keys = {name: jax.random.key(0) for name in ("params", "dropout")}
+    params = jax.eval_shape(model.init, keys, TOKENS)
+    loss = loss_of(model)
+    args = params, TOKENS, jax.eval_shape(lambda: jax.random.key(0))
+
+    def functions(fun):
+        return lower(fun, *args).count("func.func")
+
+    traced, low = (functions(jax.grad(f)) for f in (loss, autocast(loss)))
+    assert low <= 1.25 * traced
+    assert products(lower(jax.grad(autocast(loss)), *args)).keys() == {("bf16",) * 3}
+
+
+def test_there_are_as_many_products_as_in_the_model_written_by_hand():
+    params = jax.eval_shape(
+        Model(depth=2).init,
+        {name: jax.random.key(0) for name in ("params", "dropout")},
+        TOKENS,
+    )
+    args = params, TOKENS, jax.eval_shape(lambda: jax.random.key(0))
+    by_hand = loss_of(Model(depth=2, dtype=jnp.bfloat16))
+    with jax.numpy_dtype_promotion("standard"):
+        expected = products(lower(jax.grad(by_hand), *args))
+    actual = products(lower(jax.grad(autocast(loss_of(Model(depth=2)))), *args))
+    # Flax gives its own casts to the loss; each product is there once.
+    assert actual.total() == expected.total()
+    assert set(actual) == {("bf16",) * 3}
