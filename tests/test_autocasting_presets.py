@@ -1,0 +1,146 @@
+"""What presets, ops, scopes and dtypes that a user names make of a function."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import BLOCK, BLOCK_PARAMS, PROGRAMS, W, X, gradient
+from test_autocasting_interpreter import (
+    compiled,
+    floats,
+    live_equations,
+    ops,
+    products,
+    relative_error,
+)
+
+from jmp_lite.autocasting.explain import explain
+from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.rules import get_rules
+
+LOW, FULL = "bfloat16", "float32"
+PRESETS = ["O1", "O2", "O3", "torch"]
+# O3 runs sums and exponentials in 16 bits, as it says.
+TOLERANCE = {"O3": 0.3}
+
+
+@pytest.mark.parametrize("rules", PRESETS)
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"positions"}))
+def test_every_preset_keeps_types_and_values_of_every_program(name, rules):
+    fun, args = PROGRAMS[name]
+    low, full = jax.jit(gradient(autocast(fun, rules))), jax.jit(gradient(fun))
+    actual, expected = low(*args), full(*args)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    error = relative_error(floats(actual), floats(expected))
+    assert error < TOLERANCE.get(rules, 0.06)
+
+
+@pytest.mark.parametrize("rules", ["mixed", "O1", "torch"])
+def test_positions_keep_their_digits_but_where_everything_is_low(rules):
+    fun, args = PROGRAMS["positions"]
+    assert relative_error(autocast(fun, rules)(*args), fun(*args)) < 0.02
+    assert relative_error(autocast(fun, "O2")(*args), fun(*args)) > 0.1
+
+
+def precisions(rules):
+    """In what each op of a small network runs."""
+
+    def fun(x, w, b):
+        with jax.named_scope("LayerNorm_0"):
+            x = x / jnp.sqrt(jnp.mean(x**2) + 1e-6)
+        return jnp.exp(jnp.tanh(x @ w + b) @ w) * 2.0 @ w
+
+    return {
+        row.op: row.precision
+        for row in explain(fun, rules)(X, W, W[0]).rows
+        if "LayerNorm" not in row.scope
+    }
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ("mixed", {"dot_general": LOW, "add": LOW, "tanh": LOW, "exp": FULL}),
+        ("O0", {"dot_general": FULL, "add": FULL, "tanh": FULL, "exp": FULL}),
+        ("O1", {"dot_general": LOW, "add": FULL, "tanh": FULL, "exp": FULL}),
+        ("O2", {"dot_general": LOW, "add": LOW, "tanh": LOW, "exp": FULL, "mul": LOW}),
+        ("O3", {"dot_general": LOW, "add": LOW, "tanh": LOW, "exp": LOW, "mul": LOW}),
+        # A float32 bias widens, as ordinary promotion would.
+        ("torch", {"dot_general": LOW, "add": FULL, "tanh": FULL, "exp": FULL}),
+        ("allow_mix_precision", {"dot_general": LOW, "add": LOW, "exp": FULL}),
+        ("must_keep_origin_dtype", {"dot_general": FULL}),
+        ("allow_fp32_to_fp16", {"dot_general": FULL, "add": FULL}),
+        ("force_fp16", {"dot_general": "float16", "exp": "float16"}),
+    ],
+)
+def test_a_preset_runs_ops_in_what_it_says(rules, expected):
+    found = precisions(rules)
+    assert {op: found[op] for op in expected} == expected
+
+
+@pytest.mark.parametrize("rules", ["mixed", "O2"])
+def test_norms_are_float32_inside_and_not_in_o3(rules):
+    def inside(rules):
+        rows = explain(BLOCK.apply, rules)(BLOCK_PARAMS, X).rows
+        return {row.precision for row in rows if "Norm" in row.scope}
+
+    assert inside(rules) == {FULL}
+    assert LOW in inside("O3")
+
+
+def test_in_torch_numbers_do_not_widen_and_arrays_do():
+    for other, precision in ((1.0, LOW), (W[0], FULL), (jnp.float32(1), FULL)):
+        fun = lambda x, other=other: jnp.tanh(x @ W + other) @ W
+        rows = explain(fun, "torch")(X).rows
+        assert [r.precision for r in rows if r.op == "tanh"] == [precision]
+
+
+def test_ops_are_edited_one_by_one():
+    fun = lambda x: jnp.tanh(jnp.sin(jnp.exp(x @ W) @ W) @ W) @ W
+    for edit, op, dtype in (
+        (lambda r: r.full("tanh"), "tanh", FULL),
+        (lambda r: r.low("sin"), "sin", LOW),
+        (lambda r: r.full("dot_general"), "dot_general", FULL),
+        (lambda r: r.keep("dot_general"), "dot_general", FULL),
+        (lambda r: r.follow("exp"), "exp", LOW),
+        (lambda r: r.widest("exp"), "exp", LOW),
+    ):
+        rules = edit(get_rules("mixed"))
+        assert ops(autocast(fun, rules), X)[op] == {dtype}, (op, dtype)
+
+
+def test_a_scope_rule_reaches_a_flax_module_and_its_backward_pass():
+    rules = get_rules("mixed").scope("Dense_1", "full")
+    loss = lambda p, x: jnp.sum(BLOCK.apply(p, x))
+    found = products(live_equations(jax.grad(autocast(loss, rules)), BLOCK_PARAMS, X))
+    # Dense_1 is the first of two: forward, and one of its two backward products is for
+    # an input that is not differentiated.
+    assert found[(LOW,) * 3] == 3
+    assert found[(FULL,) * 3] == 3
+    every = products(live_equations(jax.grad(autocast(loss)), BLOCK_PARAMS, X))
+    assert set(every) == {(LOW,) * 3}
+
+
+def test_a_scope_of_the_user_comes_before_the_preset_s_norms():
+    rules = get_rules("mixed").scope("LayerNorm_0", "low")
+    rows = explain(BLOCK.apply, rules)(BLOCK_PARAMS, X).rows
+    assert {
+        r.precision for r in rows if "LayerNorm_0" in r.scope and r.op == "mul"
+    } == {LOW}
+    assert {r.precision for r in rows if "RMSNorm_0" in r.scope} == {FULL}
+
+
+def test_half_asks_the_device_when_it_is_called():
+    fun = autocast(lambda x: x @ x, compute_dtype="half")
+    assert products(live_equations(fun, W)) == {("bfloat16",) * 3: 1}
+    rows = explain(lambda x: x @ x, compute_dtype="half")(W).rows
+    assert [row.precision for row in rows] == ["bfloat16"]
+
+
+def test_float32_and_float64_are_no_compute_dtypes_that_change_anything():
+    fun = lambda x: jnp.tanh(x @ W)
+    for dtype in ("float32",):
+        np.testing.assert_array_equal(
+            compiled(autocast(fun, compute_dtype=dtype), X), compiled(fun, X)
+        )
