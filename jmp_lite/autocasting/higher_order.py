@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_lite.autocasting import compat, demand, loops
+from jmp_lite.autocasting import compat, demand, islands, loops
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.demand import Readers
 from jmp_lite.autocasting.values import Kind, Spec, State, Value
@@ -45,12 +45,15 @@ class Converted(NamedTuple):
       specs: what its results are.
       origins: where they come from, as ``Value.origin`` says it inside of the jaxpr.
       told: what was decided in it.
+      raised: the inputs that it takes in float32 although they are low, because all
+        that it does with them is to raise them.
     """
 
     jaxpr: Any
     specs: tuple[Spec, ...]
     origins: Sequence[Any]
     told: Sequence[Any]
+    raised: frozenset[int] = frozenset()
 
 
 def convert(
@@ -97,8 +100,12 @@ def convert(
         ]
         with walk.telling() as told:
             low = compat.trace(run, avals, jaxpr)
+        # Outside they are raised once, and the gradients of all uses add up in float32.
+        raised = islands.only_raised(low) if name else frozenset()
+        low = islands.with_raised(low, raised)
         # The jaxpr is kept with the answer, so that its id stays its own.
-        walk.memo[key] = (jaxpr, Converted(low, tuple(found), origins, told))
+        known = Converted(low, tuple(found), origins, told, raised)
+        walk.memo[key] = (jaxpr, known)
     return walk.memo[key][1]
 
 
@@ -176,8 +183,12 @@ def _jit(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
     name = eqn.params["name"]
     inside = convert(walk, eqn.params["jaxpr"], operands, wanted, path, name)
-    arrays = compat.bind(eqn, _arrays(operands), jaxpr=inside.jaxpr)
-    return _results(walk, call, arrays, inside)
+    arrays = [
+        walk.full(value) if i in inside.raised else value.array
+        for i, value in enumerate(operands)
+    ]
+    results = compat.bind(eqn, arrays, jaxpr=inside.jaxpr)
+    return _results(walk, call, results, inside)
 
 
 def _remat(walk: Walk, call: Call) -> list[Value]:
@@ -260,7 +271,8 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
     inside = convert(walk, body, values, readers, path, forced=forced)
     for i, (_, reason) in enumerate(carries):
         _tell_carry(walk, call, i, reason, specs[i][0], raised_by.get(i))
-    arrays = compat.bind(eqn, _arrays(values), jaxpr=inside.jaxpr)
+    body = islands.rematerialize(inside.jaxpr)
+    arrays = compat.bind(eqn, _arrays(values), jaxpr=body)
     turned = call._replace(operands=values)
     return _results(walk, turned, arrays, inside, eqn.params["length"])
 

@@ -35,7 +35,7 @@ from jmp_lite.autocasting.rules import (
     get_rules,
 )
 from jmp_lite.autocasting.values import Kind, State, Value
-from jmp_lite.casting.dtypes import is_array, parse_dtype
+from jmp_lite.casting.dtypes import is_traceable, parse_dtype
 
 # ------------------------------------------------------------------------- autocast
 
@@ -111,21 +111,12 @@ def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Ru
 def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces a function, walks along it, and returns its results as it would."""
     _refuse_mutable_graphs(fun, args, kwargs)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    dynamic = [leaf for leaf in leaves if is_traceable(leaf)]
-
-    def of_arrays(*arrays: Any) -> Any:
-        remaining = iter(arrays)
-        merged = [next(remaining) if is_traceable(leaf) else leaf for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(treedef, merged)
-        return fun(*args, **kwargs)
-
-    of_arrays.__name__ = getattr(fun, "__name__", "autocast")
-    traced, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(*dynamic)
+    of_arrays, arrays = function_of_arrays(fun, args, kwargs)
+    traced, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
     parts = compat.parts(traced)
     values = [
         walk.given(var, array, "an argument")
-        for var, array in zip(parts.invars, dynamic, strict=True)
+        for var, array in zip(parts.invars, arrays, strict=True)
     ]
     outside = [Readers.OUTPUT] * len(parts.outvars)
     results = [
@@ -137,11 +128,27 @@ def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out_shape), results)
 
 
-def is_traceable(leaf: Any) -> bool:
-    """Whether a leaf is an array that JAX can compute with: not one of text."""
-    if not is_array(leaf) or isinstance(leaf, jax.Array):
-        return is_array(leaf)
-    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_
+def function_of_arrays(
+    fun: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns ``fun`` as a function of the arrays among its arguments, and those.
+
+    Every other argument reaches it as it is.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [is_traceable(leaf) for leaf in leaves]
+
+    def of_arrays(*arrays: Any) -> Any:
+        given = iter(arrays)
+        merged = [
+            next(given) if yes else leaf
+            for leaf, yes in zip(leaves, is_array, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(treedef, merged)
+        return fun(*args, **kwargs)
+
+    of_arrays.__name__ = getattr(fun, "__name__", "autocast")
+    return of_arrays, [x for x, yes in zip(leaves, is_array, strict=True) if yes]
 
 
 def _refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
@@ -269,7 +276,7 @@ class Walk:
         if op in PASSING:
             arrays = compat.bind(eqn, [value.array for value in operands])
             return [
-                dataclasses.replace(value, array=array, cast=None)
+                dataclasses.replace(value, array=array, cast=None, raised=None)
                 for array, value in zip(arrays, operands, strict=True)
             ]
         decision = self.decision(eqn, operands, wanted, path)
@@ -369,20 +376,26 @@ class Walk:
     def _in_full_then_low(self, eqn: Any, operands: Sequence[Value]) -> list[Any]:
         saturates = any(value.saturates for value in operands)
 
-        def in_full(*arrays: Any) -> list[Any]:
-            full = [
-                self.full(dataclasses.replace(value, array=array))
-                for value, array in zip(operands, arrays, strict=True)
-            ]
+        def in_full(*full: Any) -> list[Any]:
             return [
                 self.cast(array, saturates) if compat.is_float32(var) else array
                 for var, array in zip(eqn.outvars, compat.bind(eqn, full), strict=True)
             ]
 
-        if eqn.primitive.name not in MOVING:
-            # What it was given waits for the backward pass in 16 bits.
-            in_full = jax.checkpoint(in_full, prevent_cse=False)
-        return in_full(*(value.array for value in operands))
+        if eqn.primitive.name in MOVING:
+            return in_full(*map(self.full, operands))
+
+        def from_held(*held: Any) -> list[Any]:
+            return in_full(
+                *(
+                    self.full(Value(array, value.state))
+                    for array, value in zip(held, operands, strict=True)
+                )
+            )
+
+        # What it was given waits for the backward pass in 16 bits.
+        again = jax.checkpoint(from_held, prevent_cse=False)
+        return again(*(value.array for value in operands))
 
     def _in_low(self, eqn: Any, operands: Sequence[Value]) -> list[Any]:
         op, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
@@ -480,9 +493,11 @@ class Walk:
 
     def full(self, value: Value) -> Any:
         """Returns a value as it was traced."""
-        if value.state is State.LOW:
-            return value.array.astype(jnp.float32)
-        return value.array
+        if value.state is not State.LOW:
+            return value.array
+        if value.raised is None:  # Once: the gradients of its uses add up in float32.
+            value.raised = value.array.astype(jnp.float32)
+        return value.raised
 
     def low(self, value: Value) -> Any:
         """Returns a float32 value in the compute dtype, and any other as it is."""

@@ -252,6 +252,19 @@ EXACT = MOVING.union(
 )
 """These round nothing, so that demand looks through them."""
 
+_DEAR = {"sort", "top_k", "approx_top_k", "gather", "scatter", "cummax", "cummin"}
+_LIGHT = ("arithmetic", "bounded, or as smooth as its argument", _MOVES, _CHOOSES)
+_ADDS = frozenset(["add", "add_any", "sub", "neg", "reduce_sum"])
+
+LINEAR = MOVING | _ADDS | {"convert_element_type"}
+"""Their derivative needs nothing of what they were given."""
+
+CHEAP = (
+    LINEAR.union(*(group.ops for group in GROUPS if group.reason in _LIGHT))
+    | {"exp", "exp2", "expm1", "log", "log1p", "log2", "rsqrt"}
+) - (_DEAR | {op for g in GROUPS if g.reason == _SENDS for op in g.ops})
+"""Ops that one pass over memory computes: to run them again costs little."""
+
 ADDING = frozenset(["add", "sub", "add_any"])
 """Sums of two: what they are given is added up in what reads their result."""
 

@@ -49,6 +49,7 @@ class Value:
       region: the ``FULL_INSIDE`` scope that computed it, if one did.
       is_from_low: whether something low that entered that scope is in it.
       cast: the array in the compute dtype, once a use has asked for it.
+      raised: the array in float32, likewise, where ``state`` is LOW.
       origin: what made it what it is held in: an equation, the number of an input of
         the jaxpr, or words.
     """
@@ -59,6 +60,7 @@ class Value:
     region: str | None = None
     is_from_low: bool = False
     cast: Any = None
+    raised: Any = None
     origin: Any = None
 
     @property

@@ -206,6 +206,13 @@ def is_array(leaf: Any) -> TypeGuard[Any]:
     return isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
 
 
+def is_traceable(leaf: Any) -> bool:
+    """Whether a leaf is an array that JAX can compute with: not one of text."""
+    if not is_array(leaf) or isinstance(leaf, jax.Array):
+        return is_array(leaf)
+    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_
+
+
 def is_floating(leaf: Any) -> TypeGuard[Any]:
     """Whether a leaf is an array of real floating-point numbers, or its shape."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

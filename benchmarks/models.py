@@ -1,0 +1,249 @@
+"""The models that are measured, each with a twin whose precision is written by hand.
+
+A model is made with ``dtype=None`` (as its author would write it, in float32) or with a
+16-bit dtype (Flax's own ``dtype=``, casts where a careful author puts them). Parameters
+are float32 in both.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+
+class Model(NamedTuple):
+    """A loss to differentiate, and the shapes of its arguments.
+
+    Attributes:
+      loss: from parameters and a batch to a scalar.
+      params: the shapes of the parameters.
+      batch: the shapes of the batch.
+    """
+
+    loss: Callable[..., Any]
+    params: Any
+    batch: Any
+
+
+def _shapes(init: Callable[..., Any], *args: Any) -> Any:
+    return jax.eval_shape(lambda: init(jax.random.key(0), *args))
+
+
+def _low(x: Any, dtype: Any) -> Any:
+    return x if dtype is None else x.astype(dtype)
+
+
+# ----------------------------------------------------------------------- transformers
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, causal, without dropout."""
+
+    heads: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """Returns activations of the shape of ``x``."""
+        options: dict[str, Any] = {"dtype": self.dtype}
+        batch, length, width = x.shape
+        h = nn.LayerNorm(**options)(x)
+        split = (batch, length, self.heads, width // self.heads)
+        q, k, v = (
+            nn.Dense(width, name=name, **options)(h).reshape(split) for name in "qkv"
+        )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / split[-1] ** 0.5
+        mask = jnp.tril(jnp.ones((length, length), bool))
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+        h = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        x = x + nn.Dense(width, name="o", **options)(h.reshape(x.shape))
+        h = nn.LayerNorm(**options)(x)
+        h = nn.gelu(nn.Dense(4 * width, name="up", **options)(h))
+        return x + nn.Dense(width, name="down", **options)(h)
+
+
+LAYOUTS = ("unrolled", "jit", "scan", "remat", "scan + remat")
+
+
+def transformer(
+    dtype: Any = None,
+    layout: str = "unrolled",
+    depth: int = 4,
+    width: int = 768,
+    heads: int = 12,
+    vocabulary: int = 50304,
+    batch: tuple[int, int] = (16, 1024),
+    wrap: Callable[..., Any] = lambda block: block,
+) -> Model:
+    """Returns a language model; ``wrap`` is put around each block."""
+    block = Block(heads, dtype)
+    norm = nn.LayerNorm(dtype=dtype)
+    x = jax.ShapeDtypeStruct((*batch, width), jnp.float32)
+
+    def init(key: Any) -> Any:
+        embed, head, *keys = jax.random.split(key, depth + 2)
+        blocks = [block.init(k, jnp.zeros(x.shape)) for k in keys]
+        if "scan" in layout:
+            blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+        normal = jax.random.normal
+        return {
+            "embed": normal(embed, (vocabulary, width)) * 0.02,
+            "positions": normal(embed, (batch[1], width)) * 0.02,
+            "blocks": blocks,
+            "norm": norm.init(head, jnp.zeros(x.shape)),
+            "head": normal(head, (width, vocabulary)) * 0.02,
+        }
+
+    apply = wrap(lambda p, x: block.apply(p, x))
+    if "jit" in layout:
+        apply = jax.jit(apply)
+    if "remat" in layout:
+        apply = jax.checkpoint(apply)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        x = params["embed"][tokens] + params["positions"]
+        x = _low(x, dtype)
+        if "scan" in layout:
+            x, _ = lax.scan(lambda x, p: (apply(p, x), None), x, params["blocks"])
+        else:
+            for p in params["blocks"]:
+                x = apply(p, x)
+        x = norm.apply(params["norm"], x)
+        logits = (_low(x, dtype) @ _low(params["head"], dtype)).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+
+    tokens = jax.ShapeDtypeStruct(batch, jnp.int32)
+    return Model(loss, _shapes(init), tokens)
+
+
+# ------------------------------------------------------------------------ other kinds
+
+
+class ResNet(nn.Module):
+    """A small residual network with BatchNorm, for images of 32 by 32."""
+
+    dtype: Any = None
+    widths: tuple[int, ...] = (64, 128, 256)
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """Returns logits."""
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, dtype=self.dtype
+        )
+        x = nn.relu(norm()(conv(self.widths[0], (3, 3))(x)))
+        for i, width in enumerate(self.widths):
+            for j in range(2):
+                strides = (2, 2) if i and not j else (1, 1)
+                h = nn.relu(norm()(conv(width, (3, 3), strides)(x)))
+                h = norm()(conv(width, (3, 3))(h))
+                if x.shape != h.shape:
+                    x = norm()(conv(width, (1, 1), strides)(x))
+                x = nn.relu(x + h)
+        return nn.Dense(10, dtype=self.dtype)(x.mean((1, 2)))
+
+
+def resnet(dtype: Any = None, batch: int = 256) -> Model:
+    """Returns an image classifier; its batch statistics are computed and dropped."""
+    module = ResNet(dtype)
+    images = jax.ShapeDtypeStruct((batch, 32, 32, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def loss(variables: Any, batch: Any) -> Any:
+        images, labels = batch
+        logits, _ = module.apply(variables, images, mutable=["batch_stats"])
+        logits = logits.astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, labels[:, None], -1)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen[:, 0])
+
+    return Model(loss, _shapes(module.init, jnp.zeros(images.shape)), (images, labels))
+
+
+def lstm(
+    dtype: Any = None, width: int = 1024, batch: tuple[int, int] = (64, 256)
+) -> Model:
+    """Returns an LSTM over a sequence; by hand its cell alone is float32."""
+    x = jax.ShapeDtypeStruct((*batch, width), jnp.float32)
+
+    def init(key: Any) -> Any:
+        keys = jax.random.split(key)
+        shape = (width, 4 * width)
+        w, u = (jax.random.normal(k, shape) / width**0.5 for k in keys)
+        return {"w": w, "u": u, "b": jnp.zeros(4 * width)}
+
+    def loss(params: Any, x: Any) -> Any:
+        low = jax.tree.map(lambda p: _low(p, dtype), params)
+
+        def step(carry: Any, x: Any) -> Any:
+            h, c = carry
+            gates = _low(x, dtype) @ low["w"] + h @ low["u"] + low["b"]
+            i, f, g, o = jnp.split(gates, 4, axis=-1)
+            i, f, g, o = (
+                op(gate).astype(c.dtype)
+                for op, gate in (
+                    *((jax.nn.sigmoid, i), (jax.nn.sigmoid, f)),
+                    *((jnp.tanh, g), (jax.nn.sigmoid, o)),
+                )
+            )
+            c = f * c + i * g
+            h = _low(o * jnp.tanh(c), dtype)
+            return (h, c), h
+
+        zeros = jnp.zeros((batch[0], width))
+        _, hs = lax.scan(step, (_low(zeros, dtype), zeros), x.swapaxes(0, 1))
+        return jnp.mean(hs.astype(jnp.float32) ** 2)
+
+    return Model(loss, _shapes(init), x)
+
+
+def mlp(dtype: Any = None, width: int = 4096, batch: int = 4096) -> Model:
+    """Returns a stack of dense layers."""
+    x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+
+    def init(key: Any) -> Any:
+        normal = functools.partial(jax.random.normal, shape=(width, width))
+        return [
+            (normal(k) / width**0.5, jnp.zeros(width)) for k in jax.random.split(key, 4)
+        ]
+
+    def loss(params: Any, x: Any) -> Any:
+        x = _low(x, dtype)
+        for w, b in params:
+            x = jax.nn.relu(x @ _low(w, dtype) + _low(b, dtype))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return Model(loss, _shapes(init), x)
+
+
+class NnxNet(nnx.Module):
+    """Dense layers and norms, in nnx."""
+
+    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.layers = nnx.List(nnx.Linear(width, width, **options) for _ in range(3))
+        self.norms = nnx.List(nnx.LayerNorm(width, **options) for _ in range(3))
+
+    def __call__(self, x: Any) -> Any:
+        """Returns activations of the shape of ``x``."""
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + nnx.gelu(layer(norm(x)))
+        return x
+
+
+def nnx_model(dtype: Any = None, width: int = 2048, batch: int = 8192) -> Model:
+    """Returns a residual network in nnx, as a function of its state."""
+    net = nnx.eval_shape(lambda: NnxNet(width, dtype, nnx.Rngs(0)))
+    graphdef, state = nnx.split(net)
+
+    def loss(params: Any, x: Any) -> Any:
+        out = nnx.merge(graphdef, params)(_low(x, dtype))
+        return jnp.mean(out.astype(jnp.float32) ** 2)
+
+    return Model(loss, state, jax.ShapeDtypeStruct((batch, width), jnp.float32))

@@ -1,0 +1,160 @@
+"""``compress_residuals``: what waits for the backward pass waits in 16 bits.
+
+The law of this file: the forward pass is not touched. Which residuals are compressed is
+read from the jaxpr of the forward pass; they are put together again before any of the
+backward pass is run.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.interpreter import function_of_arrays
+from jmp_lite.autocasting.rules import FULL_SCOPE
+from jmp_lite.casting.dtypes import parse_dtype
+
+
+def compress_residuals(
+    fun: Callable[..., Any], dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
+    """Returns ``fun``, whose backward pass is computed from values kept in 16 bits.
+
+    For the body of a loop over layers, where the values that the backward pass needs
+    are stacked up: ``lax.scan(compress_residuals(block), x, layers)``. Around a whole
+    loss, or in straight-line code, it gains nothing and may cost: XLA recomputes there
+    as it likes, and drops the rounding.
+
+    The results of ``fun`` are the same, bit for bit. Kept in 16 bits is what was
+    float32, but for arguments, constants, closed-over values, and what was computed
+    under ``full_precision``: a backward pass that subtracts values which are nearly
+    equal (a variance at a large mean) needs their digits. Values out of range saturate.
+    It composes with ``autocast``, which may stand inside of it, and with
+    ``jax.checkpoint``. Reverse mode only: JAX raises for ``jvp`` and ``jacfwd``.
+
+    Args:
+      fun: any function of pytrees that JAX can differentiate.
+      dtype: a 16-bit dtype; None is bfloat16, whose range is float32's.
+
+    Returns:
+      The function, of the same signature.
+
+    Raises:
+      ValueError: ``dtype`` is unknown or not floating.
+
+    Source: ActNN (Chen et al., 2021) and GACT (Liu et al., 2022) compress residuals in
+    PyTorch, to fewer bits.
+
+    Example:
+      >>> layer = compress_residuals(lambda x, w: jnp.tanh(x @ w))
+      >>> x, w = jnp.ones((2, 4)), jnp.ones((4, 4))
+      >>> _, backward = jax.vjp(layer, x, w)
+      >>> sorted(str(kept.dtype) for kept in jax.tree.leaves(backward))
+      ['bfloat16', 'float32', 'float32']
+    """
+    low_dtype = parse_dtype("bfloat16" if dtype is None else dtype)
+
+    @functools.wraps(fun)
+    def compressed(*args: Any, **kwargs: Any) -> Any:
+        of_arrays, arrays = function_of_arrays(fun, args, kwargs)
+        traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        # What the function closes over becomes an argument: its gradient is wanted.
+        hoisted, consts = compat.with_consts_as_inputs(traced)
+        try:
+            results = _compressed(hoisted, low_dtype)(*consts, *arrays)
+        except TypeError as error:
+            if "forward-mode" in str(error):
+                error.add_note(
+                    "compress_residuals is for reverse mode: grad, vjp, jacrev. What "
+                    "jvp, jacfwd or hessian needs is never kept."
+                )
+            raise
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    return compressed
+
+
+def _compressed(traced: Any, low_dtype: Any) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function of its constants and inputs, with a rule."""
+    run = jax.custom_vjp(lambda *inputs: compat.evaluate(traced, inputs))
+    put_together: list[Callable[[Sequence[Any], Any], Any]] = []
+
+    def forward(*inputs: Any) -> Any:
+        def differentiated(*inputs: Any) -> Any:
+            floats = [x for x in inputs if _is_differentiable(x)]
+
+            def of_floats(*floats: Any) -> Any:
+                given = iter(floats)
+                full = [next(given) if _is_differentiable(x) else x for x in inputs]
+                return compat.evaluate(traced, full)
+
+            return jax.vjp(of_floats, *floats)
+
+        # As one jaxpr, in which each residual is seen to come from somewhere.
+        both, shape = jax.make_jaxpr(differentiated, return_shape=True)(*inputs)
+        results, backward = jax.tree.unflatten(
+            jax.tree.structure(shape), compat.evaluate(both, inputs)
+        )
+        kept, treedef = jax.tree.flatten(backward)
+        is_low = list(_are_compressible(both))[len(results) :]
+        dtypes = [x.dtype for x in kept]
+        low = [
+            _saturate(x, low_dtype) if yes else x
+            for x, yes in zip(kept, is_low, strict=True)
+        ]
+        is_float = [_is_differentiable(x) for x in inputs]
+
+        def backward_of(low: Sequence[Any], cotangents: Any) -> Any:
+            full = [
+                x.astype(dtype) if yes else x
+                for x, dtype, yes in zip(low, dtypes, is_low, strict=True)
+            ]
+            grads = iter(jax.tree.unflatten(treedef, full)(cotangents))
+            return tuple(next(grads) if yes else None for yes in is_float)
+
+        # JAX runs this before the backward pass, and knows no better place for it.
+        put_together[:] = [backward_of]
+        return results, low
+
+    def backward(low: Any, cotangents: Any) -> Any:
+        return put_together[0](low, cotangents)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _is_differentiable(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _saturate(x: Any, dtype: Any) -> Any:
+    ends = jnp.finfo(dtype)
+    low, high = (jnp.asarray(end, x.dtype) for end in (ends.min, ends.max))
+    return jax.lax.clamp(low, x, high).astype(dtype)
+
+
+def _are_compressible(jaxpr: Any) -> Iterator[bool]:
+    """Yields, for each result of a jaxpr, whether it is float32 and was computed."""
+    parts = compat.parts(jaxpr)
+    maker = {var: eqn for eqn in parts.eqns for var in eqn.outvars}
+    for atom in parts.outvars:
+        eqn = None if compat.is_literal(atom) else maker.get(atom)
+        is_marked = eqn is not None and FULL_SCOPE in _scopes_of(eqn, atom)
+        yield compat.is_float32(atom) and eqn is not None and not is_marked
+
+
+def _scopes_of(eqn: Any, atom: Any) -> Sequence[str]:
+    """Returns the scopes in which a result of an equation was computed."""
+    here = list(compat.scopes(eqn))
+    for jaxpr in compat.inner_jaxprs(eqn):
+        parts = compat.parts(jaxpr)
+        if len(parts.outvars) == len(eqn.outvars):
+            inner = parts.outvars[eqn.outvars.index(atom)]
+            for made in parts.eqns:
+                if inner in made.outvars:
+                    here += _scopes_of(made, inner)
+    return here
