@@ -23,7 +23,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m jmp_lite demo $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --dist loadscope $(ARGS)
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow and not targets" $(ARGS)

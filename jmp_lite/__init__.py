@@ -12,6 +12,7 @@ from jmp_lite.autocasting.marks import (
     low_call,
     low_precision,
 )
+from jmp_lite.autocasting.residuals import compress_residuals
 from jmp_lite.autocasting.rules import Precision, Rules, get_rules
 from jmp_lite.casting.dtypes import (
     DtypeSummary,
@@ -69,6 +70,7 @@ __all__ = [
     "cast_to_half",
     "cast_tree",
     "check_loss_scale",
+    "compress_residuals",
     "default_loss_scale",
     "dtype_summary",
     "dtype_to_names",

@@ -271,8 +271,8 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
     inside = convert(walk, body, values, readers, path, forced=forced)
     for i, (_, reason) in enumerate(carries):
         _tell_carry(walk, call, i, reason, specs[i][0], raised_by.get(i))
-    body = islands.rematerialize(inside.jaxpr)
-    arrays = compat.bind(eqn, _arrays(values), jaxpr=body)
+    low_body = islands.rematerialize(inside.jaxpr)
+    arrays = compat.bind(eqn, _arrays(values), jaxpr=low_body)
     turned = call._replace(operands=values)
     return _results(walk, turned, arrays, inside, eqn.params["length"])
 

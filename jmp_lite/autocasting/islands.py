@@ -1,8 +1,9 @@
-"""Float32 ops in the body of a loop, run again in its backward pass rather than kept.
+"""Cheap ops in the body of a loop, run again in its backward pass rather than kept.
 
 The law of this file: results do not change. What a loop keeps for its backward pass is
-stacked up, step by step; where a few cheap float32 ops stand between 16-bit values (a
-softmax, a norm, the cell of an LSTM), those values are kept, and the ops run again.
+stacked up, step by step. Where cheap ops stand between matrix products (a softmax, a
+norm, a gelu, the cell of an LSTM), what goes in and comes out is kept, and what is
+between is computed again: most of it is float32, or would be kept many times over.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ def rematerialize(jaxpr: Any) -> Any:
 
 
 def only_raised(jaxpr: Any) -> frozenset[int]:
-    """Returns which 16-bit inputs of a jaxpr are raised to float32, and nothing else."""
+    """Returns which 16-bit inputs of a jaxpr are read by nothing but raises."""
     parts = compat.parts(jaxpr)
     raised = {eqn.invars[0] for eqn in parts.eqns if _is_raise(eqn)}
     read = {
@@ -80,7 +81,7 @@ def with_raised(jaxpr: Any, raised: frozenset[int]) -> Any:
 def _plan(parts: compat.Parts) -> list[Any]:
     """Returns the equations in an order to run them, those of an island in a list.
 
-    An island is a run of cheap ops with float32 in them. An equation that does not read
+    An island is a run of cheap ops. An equation that does not read
     what the run has made goes before it; one that does ends it.
     """
     plan: list[Any] = []
@@ -114,8 +115,18 @@ def _is_raise(eqn: Any) -> bool:
 
 
 def _is_cheap(eqn: Any) -> bool:
-    has_float32 = any(map(compat.is_float32, (*eqn.invars, *eqn.outvars)))
-    return has_float32 and eqn.primitive.name in CHEAP and not eqn.effects
+    """Whether an equation of floats is one pass over memory, or a call of such."""
+    has_floats = any(map(compat.is_float, (*eqn.invars, *eqn.outvars)))
+    return has_floats and _is_light(eqn)
+
+
+def _is_light(eqn: Any) -> bool:
+    if eqn.effects:
+        return False
+    if eqn.primitive.name in ("jit", "custom_jvp_call"):
+        inside = [e for j in compat.inner_jaxprs(eqn) for e in compat.parts(j).eqns]
+        return bool(inside) and all(map(_is_light, inside))
+    return eqn.primitive.name in CHEAP
 
 
 def _wanted(island: Run, parts: compat.Parts) -> list[Any]:
