@@ -6,6 +6,7 @@ import pytest
 from programs import BLOCK, Block
 
 from benchmarks.compiled import TARGETS, compile_for, missing
+from benchmarks.models import transformer
 from jmp_lite.autocasting.interpreter import autocast
 
 pytestmark = pytest.mark.targets
@@ -47,3 +48,20 @@ def test_there_are_as_many_matrix_products_as_in_code_written_by_hand(target):
         by_hand = compile_gradient(target, loss_by_hand)
     assert low.matmuls == by_hand.matmuls
     assert low.bytes_moved <= by_hand.bytes_moved
+
+
+def test_a_loop_over_layers_moves_and_holds_less_than_code_written_by_hand(target):
+    size = {"width": 512, "heads": 8, "vocabulary": 512, "batch": (8, 512)}
+
+    def compile_model(dtype, wrap):
+        model = transformer(dtype, layout="scan", depth=6, **size)
+        return compile_for(
+            target, jax.grad(wrap(model.loss)), model.params, model.batch
+        )
+
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own promotion.
+        by_hand = compile_model(jnp.bfloat16, lambda loss: loss)
+        low = compile_model(None, autocast)
+    assert low.matmuls == by_hand.matmuls
+    assert low.peak_memory < 0.9 * by_hand.peak_memory
+    assert low.bytes_moved < 0.95 * by_hand.bytes_moved
