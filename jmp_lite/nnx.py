@@ -57,6 +57,7 @@ def autocast(
     """
     if fun is None:
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
+    interpreter.check_function(fun)
     chosen = interpreter.choose_rules(rules, compute_dtype)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)

@@ -1,4 +1,5 @@
 import collections
+import re
 
 import chex
 import hypothesis
@@ -21,8 +22,11 @@ from programs import (
     X,
 )
 
+from jmp_lite.autocasting.explain import explain
 from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.residuals import compress_residuals
 from jmp_lite.autocasting.rules import get_rules
+from jmp_lite.nnx import autocast as nnx_autocast
 
 DTYPES = ["bfloat16", "float16"]
 TOLERANCE = {"bfloat16": 0.06, "float16": 0.015}
@@ -383,6 +387,20 @@ def test_bad_rules_are_refused_when_the_function_is_made():
         autocast(jnp.sin, "mixde")
     with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
         autocast(jnp.sin, compute_dtype="bf61")
+
+
+@pytest.mark.parametrize(
+    ("fun", "message"),
+    [
+        (3, "Expected a function, got int: 3"),
+        ("O2", "Expected a function, got str: 'O2'. Rules have a name: rules='O2'"),
+        (get_rules("O2"), "Rules have a name: rules="),
+    ],
+)
+def test_what_is_no_function_is_refused_at_the_door(fun, message):
+    for transform in (autocast, explain, compress_residuals, nnx_autocast):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            transform(fun)
 
 
 def test_a_dot_that_asks_for_the_highest_precision_stays_float32():

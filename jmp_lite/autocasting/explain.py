@@ -19,6 +19,7 @@ from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.higher_order import join
 from jmp_lite.autocasting.interpreter import (
     Walk,
+    check_function,
     choose_rules,
     function_of_arrays,
     run,
@@ -110,6 +111,7 @@ def explain(
       dot_general bfloat16 ('float32[4,4]',)
       exp float32 ('float32[4,4]',)
     """
+    check_function(fun)
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)

@@ -77,6 +77,7 @@ def autocast(
     """
     if fun is None:
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
+    check_function(fun)
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
@@ -88,6 +89,14 @@ def autocast(
             return run(Walk(final), fun, args, kwargs)
 
     return autocast_fun
+
+
+def check_function(fun: Any) -> None:
+    """Raises where something else stands in the place of a function."""
+    if callable(fun):
+        return
+    hint = f" Rules have a name: rules={fun!r}." if isinstance(fun, str | Rules) else ""
+    raise TypeError(f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}")
 
 
 def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:

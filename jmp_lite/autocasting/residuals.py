@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat
-from jmp_lite.autocasting.interpreter import function_of_arrays
+from jmp_lite.autocasting.interpreter import check_function, function_of_arrays
 from jmp_lite.autocasting.rules import FULL_SCOPE
 from jmp_lite.casting.dtypes import parse_dtype
 
@@ -56,6 +56,7 @@ def compress_residuals(
       >>> sorted({str(kept.dtype) for kept in jax.tree.leaves(backward)})
       ['bfloat16', 'float32']
     """
+    check_function(fun)
     low_dtype = parse_dtype("bfloat16" if dtype is None else dtype)
 
     @functools.wraps(fun)
