@@ -101,6 +101,7 @@ def explain(
       >>> dot.scope, dot.op, dot.precision
       ('Linear', 'dot_general', 'bfloat16')
     """
+    interpreter.check_function(fun)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
     told = core_explain(lifted, rules, compute_dtype=compute_dtype)

@@ -24,11 +24,11 @@ from programs import (
     X,
 )
 
+import jmp_lite.nnx
 from jmp_lite.autocasting.explain import explain
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.residuals import compress_residuals
 from jmp_lite.autocasting.rules import get_rules
-from jmp_lite.nnx import autocast as nnx_autocast
 
 DTYPES = ["bfloat16", "float16"]
 TOLERANCE = {"bfloat16": 0.06, "float16": 0.015}
@@ -430,7 +430,10 @@ def test_bad_rules_are_refused_when_the_function_is_made():
     ],
 )
 def test_what_is_no_function_is_refused_at_the_door(fun, message):
-    for transform in (autocast, explain, compress_residuals, nnx_autocast):
+    for transform in (
+        *(autocast, explain, compress_residuals),
+        *(jmp_lite.nnx.autocast, jmp_lite.nnx.explain),
+    ):
         with pytest.raises(TypeError, match=re.escape(message)):
             transform(fun)
 

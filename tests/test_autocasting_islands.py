@@ -12,6 +12,7 @@ from test_autocasting_interpreter import (
     relative_error,
 )
 
+from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.interpreter import autocast
 
 
@@ -122,3 +123,27 @@ def test_ops_are_taken_apart_for_the_gradient_once_and_leave_no_trace():
     assert text.count("func.func") == 1
     eager, jitted = jax.grad(autocast(model))(X), jax.jit(jax.grad(autocast(model)))(X)
     assert relative_error(eager, jitted) < 0.01
+
+
+def test_a_low_value_that_two_islands_raise_is_handed_from_one_to_the_other():
+    """Nothing else reads it: what the second needs is what the first has raised."""
+
+    def body(x, w):
+        h = 2 * jnp.tanh(x @ w)
+        k = jnp.exp(h).sum(0, keepdims=True) @ w
+        return x + 0.01 * jnp.exp(0.01 * jnp.exp(h) - 0.1 * k) + 0.01 * jnp.sin(h), None
+
+    fun = lambda x, stack: lax.scan(body, x, stack)[0] @ W
+    loss = lambda f: lambda x: jnp.sum(f(x, LAYERS))
+    actual, expected = jax.grad(loss(autocast(fun)))(X), jax.grad(loss(fun))(X)
+    assert relative_error(actual, expected) < 0.05
+
+
+def test_what_holds_a_jaxpr_is_not_held_on_to():
+    """It may close over arrays: a cache of it would never let them go."""
+    known = compat._one_op.cache_info().currsize
+    for _ in range(3):
+        inner = jax.jit(lambda x: jnp.tanh(x @ x))
+        fun = autocast(lambda x, f=inner: jnp.sum(lax.cond(x.sum() > 0, f, f, f(x))))
+        jax.make_jaxpr(jax.grad(fun))(W)
+    assert compat._one_op.cache_info().currsize <= known + 6

@@ -138,9 +138,7 @@ def test_half_asks_the_device_when_it_is_called():
     assert [row.precision for row in rows] == ["bfloat16"]
 
 
-def test_float32_and_float64_are_no_compute_dtypes_that_change_anything():
+def test_with_float32_as_the_compute_dtype_nothing_changes():
     fun = lambda x: jnp.tanh(x @ W)
-    for dtype in ("float32",):
-        np.testing.assert_array_equal(
-            compiled(autocast(fun, compute_dtype=dtype), X), compiled(fun, X)
-        )
+    low = autocast(fun, compute_dtype="float32")
+    np.testing.assert_array_equal(compiled(low, X), compiled(fun, X))

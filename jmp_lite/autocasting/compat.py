@@ -154,13 +154,18 @@ def source(eqn: Equation) -> str:
 _Scope = type(source_info_util.new_name_stack("a").stack[0])
 
 
+def join(*names: str) -> str:
+    """Returns a path of those names that there are."""
+    return "/".join(filter(None, names))
+
+
 def path_of(eqn: Equation, path: str) -> str:
     """Returns the path that an equation stands in, of a jaxpr that stands in one.
 
     That of what is inside of it, if it is a call with a name.
     """
     name = eqn.params["name"] if eqn.primitive.name == "jit" else ""
-    return "/".join(filter(None, (path, *scopes(eqn), name)))
+    return join(path, *scopes(eqn), name)
 
 
 @contextlib.contextmanager
@@ -179,7 +184,9 @@ def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Binds an equation's primitive to other operands, with some parameters changed."""
     params = {**eqn.params, **changed}
     run = functools.partial(_bind, eqn.primitive, tuple(params.items()))
-    if not eqn.effects and any(map(_is_being_linearized, operands)):
+    # What holds a jaxpr is not held on to: it may close over arrays and tracers.
+    is_plain = not eqn.effects and next(inner_jaxprs(eqn), None) is None
+    if is_plain and any(map(_is_being_linearized, operands)):
         with contextlib.suppress(TypeError):  # Its parameters cannot be hashed.
             run = _one_op(eqn.primitive, tuple(params.items()))
     out = run(*operands)
@@ -279,6 +286,39 @@ def ambient_precision() -> Any:
 def has_only_axis_effects(eqn: Equation) -> bool:
     """Whether an equation does nothing but talk over named axes."""
     return all(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
+
+
+def retraced(
+    jaxpr: Jaxpr, avals: Sequence[Aval], steps: Callable[[dict[Atom, Any]], None]
+) -> Jaxpr:
+    """Returns a closed jaxpr, traced again with its equations run another way.
+
+    Args:
+      jaxpr: the jaxpr.
+      avals: the types of its inputs, which may be other ones.
+      steps: is given what the inputs are, by variable, and adds the results.
+    """
+    old = parts(jaxpr)
+
+    def run(*arrays: Any) -> list[Any]:
+        env = dict(zip(old.constvars, old.consts, strict=True))
+        env.update(zip(old.invars, arrays, strict=True))
+        steps(env)
+        return [_read(env, atom) for atom in old.outvars]
+
+    return trace(run, avals, jaxpr)
+
+
+def run_equations(eqns: Sequence[Equation], env: dict[Atom, Any]) -> None:
+    """Runs equations, and adds their results to what is known by variable."""
+    for eqn in eqns:
+        with context_of(eqn):
+            results = bind(eqn, [_read(env, atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+
+
+def _read(env: dict[Atom, Any], atom: Atom) -> Any:
+    return as_array(atom.val) if is_literal(atom) else env[atom]
 
 
 def as_typed(value: Any, aval: Aval) -> Any:

@@ -6,6 +6,8 @@ as a matrix product, and it is not.
 """
 
 import enum
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,7 +95,7 @@ class Demands:
             return self._inside[op](eqn, results)
         if not any(map(compat.is_float32, eqn.outvars)):
             return others
-        precision, wanted = self._rules.precision_of(op), _union(results)
+        precision, wanted = self._rules.precision_of(op), union(results)
         if precision is Precision.FULL:
             return [Readers.FULL] * len(eqn.invars)
         # An output equation is an output to what it reads; an exact op is nothing but
@@ -112,7 +114,7 @@ class Demands:
 
     def _cond(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
         branches = [self.of_inputs(b, results) for b in eqn.params["branches"]]
-        joined = [_union(column) for column in zip(*branches, strict=True)]
+        joined = [union(column) for column in zip(*branches, strict=True)]
         return [Readers.OTHER, *joined]
 
     def _scan(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
@@ -158,8 +160,6 @@ def of_carries(carries: Sequence[loops.Carry]) -> list[Readers]:
     return [Readers.OUTPUT if yes else Readers.OTHER for yes in is_full]
 
 
-def _union(readers: Sequence[Readers]) -> Readers:
-    union = Readers.NOBODY
-    for one in readers:
-        union |= one
-    return union
+def union(readers: Sequence[Readers]) -> Readers:
+    """Returns all kinds of readers that some values have."""
+    return functools.reduce(operator.or_, readers, Readers.NOBODY)

@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
-from jmp_lite.autocasting.higher_order import join
 from jmp_lite.autocasting.interpreter import (
     Walk,
     check_function,
@@ -187,7 +186,7 @@ def _row(
 ) -> Row:
     vars_ = eqn.outvars if result is None else [eqn.outvars[result]]
     return Row(
-        scope=join(path, *compat.scopes(eqn)),
+        scope=compat.join(path, *compat.scopes(eqn)),
         op=eqn.primitive.name,
         precision=_precision(eqn, decision, low),
         reason=reason,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_lite.autocasting import compat, demand, islands, loops
+from jmp_lite.autocasting import compat, demand, islands, loops, raises
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.demand import Readers
 from jmp_lite.autocasting.values import Kind, Spec, State, Value
@@ -79,7 +79,7 @@ def convert(
       name: the scope that it is itself, if it has a name.
       forced: what its results have to be; None for what they become.
     """
-    inside, region = join(path, name), walk.rules.region_in(path)
+    inside, region = compat.join(path, name), walk.rules.region_in(path)
     states = tuple(value.spec for value in operands)
     said = walk.said_inside(jaxpr, inside)
     key = (id(jaxpr), states, tuple(wanted), said, region is None, forced)
@@ -101,17 +101,12 @@ def convert(
         with walk.telling() as told:
             low = compat.trace(run, avals, jaxpr)
         # Outside they are raised once, and the gradients of all uses add up in float32.
-        raised = islands.only_raised(low) if name else frozenset()
-        low = islands.with_raised(low, raised)
+        raised = raises.only_raised(low) if name else frozenset()
+        low = raises.with_raised(low, raised)
         # The jaxpr is kept with the answer, so that its id stays its own.
         known = Converted(low, tuple(found), origins, told, raised)
         walk.memo[key] = (jaxpr, known)
     return walk.memo[key][1]
-
-
-def join(*names: str) -> str:
-    """Returns a path of those names that there are."""
-    return "/".join(filter(None, names))
 
 
 def _values(

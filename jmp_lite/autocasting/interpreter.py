@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat, decisions
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
-from jmp_lite.autocasting.demand import Demands, Readers
-from jmp_lite.autocasting.higher_order import HANDLERS, Call, join
+from jmp_lite.autocasting.demand import Demands, Readers, union
+from jmp_lite.autocasting.higher_order import HANDLERS, Call
 from jmp_lite.autocasting.regions import Regions
 from jmp_lite.autocasting.rules import (
     AUTOCAST_SCOPE,
@@ -244,7 +244,7 @@ class Walk:
         for var, const in zip(parts.constvars, parts.consts, strict=True):
             env[var] = self.constant(var, const)
         env.update(zip(parts.invars, values, strict=True))
-        places = [join(path, *compat.scopes(eqn)) for eqn in parts.eqns]
+        places = [compat.join(path, *compat.scopes(eqn)) for eqn in parts.eqns]
         inside = [self.rules.region_in(place) for place in places]
         regions = Regions(self, parts, inside, readers, outside)
 
@@ -312,9 +312,7 @@ class Walk:
         if self._is_mixed_by_the_user(eqn):
             return decisions.MIXED_BY_THE_USER
         states = [(v.state, v.kind) for v in operands if v.state is not None]
-        readers = Readers.NOBODY
-        for one in wanted:
-            readers |= one
+        readers = union(wanted)
         if not any(map(compat.is_float32, eqn.outvars)):
             readers |= Readers.OTHER
         said = self.said_of(eqn, path)
@@ -551,10 +549,9 @@ def _fits(number: np.float32, dtype: Any) -> bool:
 
 def _is_outer_product(eqn: Any) -> bool:
     """Whether each number of a matrix product is one product: positions by rates."""
-    dims = eqn.params.get("dimension_numbers")
     if eqn.primitive.name != "dot_general":
         return False
-    (contracted, _), _ = dims
+    (contracted, _), _ = eqn.params["dimension_numbers"]
     return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
 
 
@@ -592,12 +589,9 @@ def _spread(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 _SCATTERS: dict[str, Callable[..., Any]] = {
-    "scatter": lax.scatter,
     "scatter-add": lax.scatter_add,
     "scatter-sub": lax.scatter_sub,
     "scatter-mul": lax.scatter_mul,
-    "scatter-min": lax.scatter_min,
-    "scatter-max": lax.scatter_max,
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.raises import is_raise
 from jmp_lite.autocasting.rules import CHEAP, LINEAR
 
 Run = list[Any]
@@ -23,66 +24,23 @@ def rematerialize(jaxpr: Any) -> Any:
     plan = _plan(parts)
     if not any(isinstance(item, list) for item in plan):
         return jaxpr
-    raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if _is_raise(eqn)}
+    raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_raise(eqn)}
 
-    def run(*arrays: Any) -> list[Any]:
-        env = dict(zip(parts.constvars, parts.consts, strict=True))
-        env.update(zip(parts.invars, arrays, strict=True))
+    def steps(env: dict[Any, Any]) -> None:
         for item in plan:
             if isinstance(item, list):
-                _run_island(item, _wanted(item, parts), raises, env)
+                _run_island(item, _wanted(item, parts, raises), raises, env)
             else:
-                _run([item], env)
-        return [_read(env, atom) for atom in parts.outvars]
+                compat.run_equations([item], env)
 
-    return compat.trace(run, [var.aval for var in parts.invars], jaxpr)
-
-
-def only_raised(jaxpr: Any) -> frozenset[int]:
-    """Returns which 16-bit inputs of a jaxpr are read by nothing but raises."""
-    parts = compat.parts(jaxpr)
-    raised = {eqn.invars[0] for eqn in parts.eqns if _is_raise(eqn)}
-    read = {
-        atom
-        for eqn in parts.eqns
-        for atom in eqn.invars
-        if not compat.is_literal(atom) and not _is_raise(eqn)
-    }
-    read.update(atom for atom in parts.outvars if not compat.is_literal(atom))
-    return frozenset(
-        i for i, var in enumerate(parts.invars) if var in raised and var not in read
-    )
-
-
-def with_raised(jaxpr: Any, raised: frozenset[int]) -> Any:
-    """Returns a jaxpr that takes some of its inputs in float32 already."""
-    if not raised:
-        return jaxpr
-    parts = compat.parts(jaxpr)
-    given = {parts.invars[i] for i in raised}
-
-    def run(*arrays: Any) -> list[Any]:
-        env = dict(zip(parts.constvars, parts.consts, strict=True))
-        env.update(zip(parts.invars, arrays, strict=True))
-        for eqn in parts.eqns:
-            if _is_raise(eqn) and eqn.invars[0] in given:
-                env[eqn.outvars[0]] = env[eqn.invars[0]]
-            else:
-                _run([eqn], env)
-        return [_read(env, atom) for atom in parts.outvars]
-
-    avals = [
-        compat.retyped(var.aval, "float32") if var in given else var.aval
-        for var in parts.invars
-    ]
-    return compat.trace(run, avals, jaxpr)
+    return compat.retraced(jaxpr, [var.aval for var in parts.invars], steps)
 
 
 def _plan(parts: compat.Parts) -> list[Any]:
     """Returns the equations in an order to run them, those of an island in a list.
 
-    An island is a run of cheap ops. An equation that does not read
-    what the run has made goes before it; one that does ends it.
+    An island is a run of cheap ops. An equation that does not read what the run has
+    made goes before it; one that does ends it.
     """
     plan: list[Any] = []
     island: Run = []
@@ -106,14 +64,6 @@ def _plan(parts: compat.Parts) -> list[Any]:
     return plan
 
 
-def _is_raise(eqn: Any) -> bool:
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    (atom,), (var,) = eqn.invars, eqn.outvars
-    is_low = compat.is_float(atom) and not compat.is_literal(atom)
-    return is_low and compat.is_float32(var) and compat.dtype_of(atom).itemsize == 2
-
-
 def _is_cheap(eqn: Any) -> bool:
     """Whether an equation of floats is one pass over memory, or a call of such."""
     has_floats = any(map(compat.is_float, (*eqn.invars, *eqn.outvars)))
@@ -129,13 +79,15 @@ def _is_light(eqn: Any) -> bool:
     return eqn.primitive.name in CHEAP
 
 
-def _wanted(island: Run, parts: compat.Parts) -> list[Any]:
+def _wanted(island: Run, parts: compat.Parts, raises: Mapping[Any, Any]) -> list[Any]:
     """Returns the results of an island that are read outside of it."""
     inside = set(map(id, island))
     read = {id(atom) for atom in parts.outvars}
     for eqn in parts.eqns:
         if id(eqn) not in inside:
             read.update(map(id, eqn.invars))
+    # What reads a raised value may raise it again, and then reads what was raised.
+    read.update(id(r.invars[0]) for var, r in raises.items() if id(var) in read)
     return [var for eqn in island for var in eqn.outvars if id(var) in read]
 
 
@@ -153,20 +105,9 @@ def _run_island(
 
     def run(*arrays: Any) -> list[Any]:
         inner = dict(zip(inputs, arrays, strict=True))
-        _run(island, inner)
+        compat.run_equations(island, inner)
         return [inner[var] for var in wanted]
 
     # In a loop XLA has nothing to eliminate: what is kept is stacked already.
     again = jax.checkpoint(run, prevent_cse=False)
     env.update(zip(wanted, again(*(env[a] for a in inputs)), strict=True))
-
-
-def _run(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-    for eqn in eqns:
-        with compat.context_of(eqn):
-            results = compat.bind(eqn, [_read(env, atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, results, strict=True))
-
-
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return compat.as_array(atom.val) if compat.is_literal(atom) else env[atom]
