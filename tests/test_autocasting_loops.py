@@ -14,6 +14,7 @@ from test_autocasting_interpreter import (
     relative_error,
 )
 
+import jmp_lite
 from jmp_lite.autocasting.explain import explain
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import full_precision
@@ -100,6 +101,74 @@ def test_a_stack_of_layers_is_float32_where_its_body_adds_what_is():
     assert (
         "but its body makes it float32: exp at test_autocasting_loops.py:" in row.reason
     )
+
+
+def written_out(step, x, stack, wrap=jax.jit):
+    """A loop over layers, written out as calls of one function."""
+    step = wrap(step)
+    for w in stack:
+        x = step(x, w)
+    return x
+
+
+def pre_norm(h, w):
+    with jax.named_scope("LayerNorm"):
+        n = (h - h.mean(-1, keepdims=True)) / h.std(-1, keepdims=True)
+    return h + jnp.tanh(n @ w)
+
+
+def calls(fun, *args):
+    """The jaxprs that a function calls by the name of a step, and what they are given.
+
+    Each jaxpr is lowered once, however often it is called.
+    """
+    jaxpr = jax.make_jaxpr(autocast(fun))(*args)
+    eqns = [e for e in jaxpr.eqns if "jaxpr" in e.params and len(e.invars) == 2]
+    return [(id(e.params["jaxpr"]), str(e.invars[0].aval.dtype)) for e in eqns]
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("start", [lambda x: x, lambda x: x + 1, lambda x: x @ W])
+def test_a_stack_of_layers_that_is_written_out_is_lowered_as_one_function(wrap, start):
+    fun = lambda x: written_out(pre_norm, start(x), LAYERS, wrap) @ W
+    (_, *others), dtypes = zip(*calls(fun, X), strict=True)
+    assert set(dtypes) == {LOW}
+    assert len({_, *others}) == 1
+    assert len(others) == 2
+    scanned = lambda x: lax.scan(lambda h, w: (pre_norm(h, w), None), x, LAYERS)[0]
+    outside = lambda x: scanned(start(x)) @ W
+    np.testing.assert_array_equal(*(compiled(autocast(f), X) for f in (fun, outside)))
+
+
+def test_what_a_loop_keeps_in_float32_is_kept_where_it_is_written_out():
+    """Weights that are trained, a sum, what is marked, and what a rule says."""
+
+    def train(w, x):
+        return w - 1e-3 * (x.T @ (x @ w))
+
+    def hard(h, w):
+        return h + jnp.tanh(h @ w) + jnp.exp(h)
+
+    samples = jnp.stack([X, -X, 2 * X])
+    assert calls(lambda w: written_out(train, w, samples), W)[0][1] == FULL
+    assert calls(lambda x: written_out(hard, x, LAYERS) @ W, X)[0][1] == FULL
+
+    kept = get_rules("mixed").carry(".*", "full")
+    marked = lambda x: written_out(pre_norm, jmp_lite.as_full(x), LAYERS) @ W
+    assert calls(marked, X)[0][1] == FULL
+    jaxpr = jax.make_jaxpr(
+        autocast(lambda x: written_out(pre_norm, x, LAYERS) @ W, kept)
+    )(X)
+    first = next(eqn for eqn in jaxpr.eqns if "jaxpr" in eqn.params)
+    assert first.invars[0].aval.dtype == FULL
+
+
+def test_calls_that_are_no_loop_are_given_what_they_were():
+    step = jax.jit(pre_norm)
+    fun = lambda x: step(x, W) @ W + step(x, W.T) @ W
+    assert {dtype for _, dtype in calls(fun, X)} == {FULL}
+    crossed = lambda x: step(step(x, W), W) @ step(step(x, W.T), W).T
+    assert calls(crossed, X)[0][1] == FULL
 
 
 def test_an_auxiliary_loss_beside_a_stack_of_layers_is_float32():

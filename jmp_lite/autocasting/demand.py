@@ -118,12 +118,10 @@ class Demands:
         return [Readers.OTHER, *joined]
 
     def _scan(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
-        body, (n_consts, n_carry) = eqn.params["jaxpr"], compat.scan_counts(eqn)
-        is_read = last_is_read(results, n_carry)
-        carries = loops.classify(
-            self._rules, self._by_table, body, n_consts, is_read, ""
-        )
-        readers = self.of_inputs(body, [*of_carries(carries), *results[n_carry:]])
+        loop, (n_consts, n_carry) = loops.Loop.of_scan(eqn), compat.scan_counts(eqn)
+        is_read = are_read(results[:n_carry])
+        carries = loops.classify(self._rules, self._by_table, loop, is_read, "")
+        readers = self.of_inputs(loop.body, [*of_carries(carries), *results[n_carry:]])
         is_full = [slot is loops.Slot.FULL for slot, _ in carries]
         of_start = [Readers.FULL if yes else Readers.OTHER for yes in is_full]
         return [*readers[:n_consts], *of_start, *readers[n_consts + n_carry :]]
@@ -146,9 +144,9 @@ class Demands:
 AsReader = Callable[[Any, Sequence[Readers]], Sequence[Readers]]
 
 
-def last_is_read(wanted: Sequence[Readers], n_carry: int) -> list[bool]:
-    """Returns, for each carry of a scan, whether more than an output reads its last."""
-    return [not readers.want_float32 for readers in wanted[:n_carry]]
+def are_read(wanted: Sequence[Readers]) -> list[bool]:
+    """Returns, for each value, whether more than outputs and float32 ops read it."""
+    return [not readers.want_float32 for readers in wanted]
 
 
 def of_carries(carries: Sequence[loops.Carry]) -> list[Readers]:

@@ -82,7 +82,8 @@ def convert(
     inside, region = compat.join(path, name), walk.rules.region_in(path)
     states = tuple(value.spec for value in operands)
     said = walk.said_inside(jaxpr, inside)
-    key = (id(jaxpr), states, tuple(wanted), said, region is None, forced)
+    wanted = tuple(Readers.OTHER if r & Readers.OTHER else r for r in wanted)
+    key = (id(jaxpr), states, wanted, said, region is None, forced)
     if key not in walk.memo:
         found: list[Spec] = []
         origins: list[Any] = []
@@ -233,13 +234,42 @@ def _shard_map(walk: Walk, call: Call) -> list[Value]:
 # ------------------------------------------------------------------------- loops
 
 
+def start(
+    walk: Walk, unrolled: loops.Unrolled, call: Call, last_wanted: Sequence[Readers]
+) -> list[Value]:
+    """Returns the operands of the first call of a loop that is written out.
+
+    A carry starts low, if that is how it goes on: all calls are then lowered as one.
+    """
+    loop, operands = unrolled.loop, list(call.operands)
+    is_read = demand.are_read([last_wanted[k] for k in loop.carries.values()])
+    carries = loops.classify(walk.rules, walk.precision, loop, is_read, call.path)
+    name = call.eqn.params.get("name", "")
+    low = {
+        i: k
+        for (i, k), (slot, _) in zip(loop.carries.items(), carries, strict=True)
+        if slot is not loops.Slot.FULL and operands[i].state is State.SOFT
+    }
+    while low:
+        for i in low:
+            array = walk.low(call.operands[i])
+            operands[i] = Value(array, State.LOW, origin=call.operands[i].origin)
+        found = convert(walk, loop.body, operands, call.wanted, call.path, name)
+        hard = [i for i, k in low.items() if found.specs[k][0] is not State.LOW]
+        if not hard:
+            break
+        for i in hard:
+            del low[i]
+            operands[i] = call.operands[i]
+    return operands
+
+
 def _scan(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
-    body = eqn.params["jaxpr"]
-    n_consts, n_carry = compat.scan_counts(eqn)
-    at = slice(n_consts, n_consts + n_carry)
-    is_read = demand.last_is_read(wanted, n_carry)
-    carries = loops.classify(walk.rules, walk.precision, body, n_consts, is_read, path)
+    loop, (n_consts, n_carry) = loops.Loop.of_scan(eqn), compat.scan_counts(eqn)
+    body, at = loop.body, slice(n_consts, n_consts + n_carry)
+    is_read = demand.are_read(wanted[:n_carry])
+    carries = loops.classify(walk.rules, walk.precision, loop, is_read, path)
     readers = [*demand.of_carries(carries), *wanted[n_carry:]]
     specs = [
         _carry(value, slot is not loops.Slot.FULL)

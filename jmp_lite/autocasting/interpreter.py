@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting import compat, decisions
+from jmp_lite.autocasting import compat, decisions, loops
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.demand import Demands, Readers, union
-from jmp_lite.autocasting.higher_order import HANDLERS, Call
+from jmp_lite.autocasting.higher_order import HANDLERS, Call, start
 from jmp_lite.autocasting.regions import Regions
 from jmp_lite.autocasting.rules import (
     AUTOCAST_SCOPE,
@@ -247,6 +247,7 @@ class Walk:
         places = [compat.join(path, *compat.scopes(eqn)) for eqn in parts.eqns]
         inside = [self.rules.region_in(place) for place in places]
         regions = Regions(self, parts, inside, readers, outside)
+        starts = loops.unrolled(parts)
 
         def read(atom: Any, region: str | None) -> Value:
             if compat.is_literal(atom):
@@ -261,6 +262,10 @@ class Walk:
                 operands = [read(atom, here) for atom in eqn.invars]
                 if here:
                     operands = regions.enter(operands)
+                if id(eqn) in starts:
+                    call, loop = Call(eqn, operands, wanted, where), starts[id(eqn)]
+                    last = [readers[v] or Readers.OUTPUT for v in loop.last.outvars]
+                    operands = start(self, loop, call, last)
                 results = self.equation(eqn, operands, wanted, where)
             is_from_low = any(value.is_from_low for value in operands)
             for var, result in zip(eqn.outvars, results, strict=True):

@@ -1,14 +1,15 @@
 """Which carries of a loop may be low, and which loops are run as they were traced.
 
 The law of this file: it reads the body of a loop and decides, before anything of it is
-run. A carry is float32 unless there is a reason to let it be low.
+run. A carry is float32 unless there is a reason to let it be low. Calls of one
+function, each on what the one before has made, are a loop too.
 """
 
 import enum
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_lite.autocasting import compat
@@ -34,6 +35,68 @@ class Carry(NamedTuple):
     reason: str
 
 
+class Loop(NamedTuple):
+    """What is run again and again.
+
+    Attributes:
+      body: the jaxpr of a step.
+      carries: the result that each carry, an input of the body, is in the next step.
+      sliced: the inputs that are others in each step.
+    """
+
+    body: Any
+    carries: Mapping[int, int]
+    sliced: frozenset[int]
+
+    @classmethod
+    def of_scan(cls, eqn: Any) -> "Loop":
+        """Returns the loop that a ``scan`` is."""
+        n_consts, n_carry = compat.scan_counts(eqn)
+        carries = {n_consts + i: i for i in range(n_carry)}
+        sliced = frozenset(range(n_consts + n_carry, len(eqn.invars)))
+        return cls(eqn.params["jaxpr"], carries, sliced)
+
+
+class Unrolled(NamedTuple):
+    """A loop that is written out, as calls.
+
+    Attributes:
+      loop: the loop.
+      last: the last call.
+    """
+
+    loop: Loop
+    last: Any
+
+
+def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
+    """Returns the loops that are written out in a jaxpr, by id of the first call."""
+    calls: dict[int, list[Any]] = defaultdict(list)
+    for eqn in parts.eqns:
+        if eqn.primitive.name in _CALLS:
+            calls[id(eqn.params["jaxpr"])].append(eqn)
+    found: dict[int, Unrolled] = {}
+    for first, *later in calls.values():
+        pairs = list(zip([first, *later], later, strict=False))
+        inputs = range(len(first.invars))
+        carries = {
+            i: k
+            for i in inputs
+            for k in range(len(first.outvars))
+            if pairs and all(b.invars[i] is a.outvars[k] for a, b in pairs)
+        }
+        if carries:
+            shared = {
+                i for i in inputs if all(a.invars[i] is b.invars[i] for a, b in pairs)
+            }
+            sliced = frozenset(inputs) - shared - {*carries}
+            loop = Loop(first.params["jaxpr"], carries, sliced)
+            found[id(first)] = Unrolled(loop, later[-1])
+    return found
+
+
+_CALLS = ("jit", "checkpoint", "remat", "remat2")
+
 # What the rules say of an equation that stands in a path.
 PrecisionOf = Callable[[Any, str], Precision]
 
@@ -41,41 +104,38 @@ PrecisionOf = Callable[[Any, str], Precision]
 def classify(
     rules: Rules,
     precision_of: PrecisionOf,
-    body: Any,
-    n_consts: int,
+    loop: Loop,
     last_is_read: Sequence[bool],
     path: str,
 ) -> list[Carry]:
-    """Returns what each carry of a scan may be.
+    """Returns what each carry of a loop may be.
 
     Args:
       rules: the carries that the user decides.
       precision_of: what the rules say of an equation that stands in a path.
-      body: the scan's jaxpr.
-      n_consts: how many of its inputs are constants; the carries follow them.
+      loop: the loop.
       last_is_read: for each carry, whether something else than an output reads its last
         value.
       path: the scopes that the loop stands in.
     """
     said = rules.carry_in(path)
-    n_carry = len(last_is_read)
     if said is not None:
-        return [Carry(Slot(said), "a carry rule")] * n_carry
-    flow = _Flow(precision_of, body, n_consts, n_carry, path)
-    only_low = _read_by_low_ops_only(precision_of, body, n_consts, n_carry, path)
+        return [Carry(Slot(said), "a carry rule")] * len(loop.carries)
+    flow = _Flow(precision_of, loop, path)
+    only_low = _read_by_low_ops_only(precision_of, loop, path)
 
-    def classified(i: int) -> Carry:
-        if only_low[i]:
+    def classified(carry: int, is_read: bool) -> Carry:
+        if only_low[carry]:
             return Carry(Slot.LOW, "only low matrix products read it")
         if not flow.is_stack_of_layers:
             return Carry(Slot.FULL, "a state: the loop is no stack of layers")
-        if flow.is_added_to(i):
+        if flow.is_added_to(carry):
             return Carry(Slot.FULL, "a sum: something else is added to it at each step")
-        if not last_is_read[i]:
+        if not is_read:
             return Carry(Slot.FULL, "a result: nothing but an output reads its last")
         return Carry(Slot.FOLLOW, "a stack of layers: it follows")
 
-    return list(map(classified, range(n_carry)))
+    return list(map(classified, loop.carries, last_is_read))
 
 
 class _Source(NamedTuple):
@@ -100,17 +160,10 @@ class _Source(NamedTuple):
 class _Flow:
     """Follows a loop's body from its inputs to its results."""
 
-    def __init__(
-        self,
-        precision_of: PrecisionOf,
-        body: Any,
-        n_consts: int,
-        n_carry: int,
-        path: str,
-    ) -> None:
-        parts = compat.parts(body)
+    def __init__(self, precision_of: PrecisionOf, loop: Loop, path: str) -> None:
+        parts = compat.parts(loop.body)
         self._precision_of = precision_of
-        self._carries = range(n_consts, n_consts + n_carry)
+        self._carries = loop.carries
         self._float_carries = frozenset(
             i for i in self._carries if compat.is_float(parts.invars[i])
         )
@@ -121,7 +174,7 @@ class _Flow:
                 _Source(
                     inputs=frozenset([i]),
                     around=frozenset([i]) & self._float_carries,
-                    is_sliced=i >= self._carries.stop,
+                    is_sliced=i in loop.sliced,
                 )
                 for i in range(len(parts.invars))
             ],
@@ -130,11 +183,10 @@ class _Flow:
 
     def is_added_to(self, carry: int) -> bool:
         """Whether something is added to a carry, step by step, that is not its own."""
-        i = self._carries.start + carry
         return any(
-            i not in self._in_any_step(inputs)
-            for added_to, inputs in self._results[carry].added
-            if added_to == i
+            carry not in self._in_any_step(inputs)
+            for added_to, inputs in self._results[self._carries[carry]].added
+            if added_to == carry
         )
 
     def _in_any_step(self, inputs: frozenset[int]) -> frozenset[int]:
@@ -142,7 +194,7 @@ class _Flow:
         while True:
             more = inputs.union(
                 *(
-                    self._results[i - self._carries.start].inputs
+                    self._results[self._carries[i]].inputs
                     for i in inputs
                     if i in self._carries
                 )
@@ -204,7 +256,7 @@ _MOVING = MOVING | {"convert_element_type"}
 
 def _called(eqn: Any) -> Any:
     """Returns the jaxpr that an equation does no more than call, or None."""
-    if eqn.primitive.name in ("jit", "checkpoint", "remat", "remat2"):
+    if eqn.primitive.name in _CALLS:
         return eqn.params["jaxpr"]
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         return eqn.params["call_jaxpr"]
@@ -212,21 +264,20 @@ def _called(eqn: Any) -> Any:
 
 
 def _read_by_low_ops_only(
-    precision_of: PrecisionOf, body: Any, n_consts: int, n_carry: int, path: str
-) -> list[bool]:
+    precision_of: PrecisionOf, loop: Loop, path: str
+) -> dict[int, bool]:
     """Returns, for each carry, whether only low products read it, perhaps moved.
 
     They would cast it anyway: the hidden state of an LSTM.
     """
-    parts = compat.parts(body)
+    parts = compat.parts(loop.body)
     # A carry that is handed on is read by whatever takes it: not by a low op alone.
     outside = [_Use.OTHER] * len(parts.outvars)
     uses = _uses_of_inputs(precision_of, parts, outside, path)
-    carries = slice(n_consts, n_consts + n_carry)
-    return [
-        compat.is_float32(var) and use is _Use.PRODUCT
-        for var, use in zip(parts.invars[carries], uses[carries], strict=True)
-    ]
+    return {
+        i: compat.is_float32(parts.invars[i]) and uses[i] is _Use.PRODUCT
+        for i in loop.carries
+    }
 
 
 class _Use(enum.Flag):
