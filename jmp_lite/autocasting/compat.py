@@ -304,7 +304,7 @@ def retraced(
         env = dict(zip(old.constvars, old.consts, strict=True))
         env.update(zip(old.invars, arrays, strict=True))
         steps(env)
-        return [_read(env, atom) for atom in old.outvars]
+        return [read(env, atom) for atom in old.outvars]
 
     return trace(run, avals, jaxpr)
 
@@ -313,12 +313,20 @@ def run_equations(eqns: Sequence[Equation], env: dict[Atom, Any]) -> None:
     """Runs equations, and adds their results to what is known by variable."""
     for eqn in eqns:
         with context_of(eqn):
-            results = bind(eqn, [_read(env, atom) for atom in eqn.invars])
+            results = bind(eqn, [read(env, atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, results, strict=True))
 
 
-def _read(env: dict[Atom, Any], atom: Atom) -> Any:
+def read(env: dict[Atom, Any], atom: Atom) -> Any:
+    """Returns what an atom is, given what is known by variable."""
     return as_array(atom.val) if is_literal(atom) else env[atom]
+
+
+def zeros(aval: Aval, length: int) -> Any:
+    """Returns zeros of a type with one more axis in front."""
+    array = jnp.zeros((length, *aval.shape), aval.dtype)
+    axes = tuple(aval.manual_axis_type.varying)
+    return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 
 def as_typed(value: Any, aval: Aval) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_lite.autocasting import compat, demand, islands, loops, raises
+from jmp_lite.autocasting import compat, demand, islands, loops, raises, weights
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.demand import Readers
 from jmp_lite.autocasting.values import Kind, Spec, State, Value
@@ -297,7 +297,7 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
     for i, (_, reason) in enumerate(carries):
         _tell_carry(walk, call, i, reason, specs[i][0], raised_by.get(i))
     low_body = islands.rematerialize(inside.jaxpr)
-    arrays = compat.bind(eqn, _arrays(values), jaxpr=low_body)
+    arrays = weights.run_scan(eqn, low_body, _arrays(values))
     turned = call._replace(operands=values)
     return _results(walk, turned, arrays, inside, eqn.params["length"])
 

@@ -13,7 +13,7 @@ import jax
 
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.raises import is_raise
-from jmp_lite.autocasting.rules import CHEAP, LINEAR
+from jmp_lite.autocasting.rules import ADDING, CHEAP, LINEAR
 
 Run = list[Any]
 
@@ -40,7 +40,8 @@ def _plan(parts: compat.Parts) -> list[Any]:
     """Returns the equations in an order to run them, those of an island in a list.
 
     An island is a run of cheap ops. An equation that does not read what the run has
-    made goes before it; one that does ends it.
+    made goes before it; one that does ends it. A sum goes before it too: it is kept in
+    place of what it adds up.
     """
     plan: list[Any] = []
     island: Run = []
@@ -53,11 +54,12 @@ def _plan(parts: compat.Parts) -> list[Any]:
         made.clear()
 
     for eqn in parts.eqns:
-        if _is_cheap(eqn):
+        reads = any(not compat.is_literal(a) and a in made for a in eqn.invars)
+        if _is_cheap(eqn) and (reads or not _is_sum(eqn)):
             island.append(eqn)
             made.update(eqn.outvars)
             continue
-        if any(not compat.is_literal(a) and a in made for a in eqn.invars):
+        if reads:
             flush()
         plan.append(eqn)
     flush()
@@ -68,6 +70,15 @@ def _is_cheap(eqn: Any) -> bool:
     """Whether an equation of floats is one pass over memory, or a call of such."""
     has_floats = any(map(compat.is_float, (*eqn.invars, *eqn.outvars)))
     return has_floats and _is_light(eqn)
+
+
+def _is_sum(eqn: Any) -> bool:
+    """Whether an equation adds two arrays of one shape."""
+    if eqn.primitive.name not in ADDING:
+        return False
+    one, other = eqn.invars
+    both = not compat.is_literal(one) and not compat.is_literal(other)
+    return both and one.aval.shape == other.aval.shape
 
 
 def _is_light(eqn: Any) -> bool:

@@ -1,0 +1,253 @@
+"""Weights that all steps of a loop multiply with: their gradient is one product.
+
+The law of this file: neither results change nor what is differentiated. JAX adds the
+gradient of such a weight up step by step, and reads and writes all of it at each. Here
+what the weight was multiplied with is stacked up, and so is the gradient of the
+product: one product of the two, after the loop, is the sum, in float32. That is done
+where the weight is larger than what is stacked at a step, as in a recurrent network.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.rules import MOVING
+
+
+class _Use(NamedTuple):
+    """A product with a weight.
+
+    Attributes:
+      eqn: the product.
+      side: which of its operands the weight is.
+      consts: the numbers of the constants that the weight is made of.
+      at: the sum that the product goes into, or the product: its tangent enters there.
+    """
+
+    eqn: Any
+    side: int
+    consts: frozenset[int]
+    at: Any
+
+    @property
+    def weight(self) -> Any:
+        """The variable that is the weight."""
+        return self.eqn.invars[self.side]
+
+    @property
+    def other(self) -> Any:
+        """The variable that it is multiplied with."""
+        return self.eqn.invars[1 - self.side]
+
+
+class _Body(NamedTuple):
+    """The body of a loop, and its products with weights.
+
+    Attributes:
+      eqn: the scan.
+      parts: the jaxpr that it runs.
+      moves: the equations that make weights of constants.
+      uses: the products.
+    """
+
+    eqn: Any
+    parts: compat.Parts
+    moves: Sequence[Any]
+    uses: Sequence[_Use]
+
+
+def run_scan(eqn: Any, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a scan on another body.
+
+    Args:
+      eqn: the scan.
+      jaxpr: the body, a closed jaxpr.
+      arrays: the constants, what the carries start from, and what is sliced.
+    """
+
+    def plain(*arrays: Any) -> list[Any]:
+        return compat.bind(eqn, arrays, jaxpr=jaxpr)
+
+    body = _read(eqn, jaxpr)
+    if not body.uses or jaxpr.effects:
+        return plain(*arrays)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return _linearized(body, primals, tangents)
+
+    run = jax.custom_jvp(plain)
+    run.defjvp(jvp, symbolic_zeros=True)
+    return run(*arrays)
+
+
+def _read(eqn: Any, jaxpr: Any) -> _Body:
+    """Finds the products with weights that are larger than what would be stacked."""
+    parts = compat.parts(jaxpr)
+    n_consts, _ = compat.scan_counts(eqn)
+    made_of = {var: frozenset([i]) for i, var in enumerate(parts.invars[:n_consts])}
+    readers: dict[Any, list[Any]] = {}
+    moves: list[Any] = []
+    for step in parts.eqns:
+        atoms = [atom for atom in step.invars if not compat.is_literal(atom)]
+        for atom in atoms:
+            readers.setdefault(atom, []).append(step)
+        is_move = step.primitive.name in (*MOVING, "convert_element_type")
+        if is_move and atoms and all(atom in made_of for atom in atoms):
+            made_of[step.outvars[0]] = frozenset[int]().union(
+                *(made_of[atom] for atom in atoms)
+            )
+            moves.append(step)
+    for atom in parts.outvars:
+        readers.setdefault(atom, []).append(None)
+    uses = [
+        _Use(step, side, made_of[step.invars[side]], _sum_of(step, readers))
+        for step in parts.eqns
+        if step.primitive.name == "dot_general"
+        for side in (0, 1)
+        if step.invars[side] in made_of and step.invars[1 - side] not in made_of
+    ]
+    return _Body(eqn, parts, moves, [use for use in uses if _is_worth_it(use)])
+
+
+def _is_worth_it(use: _Use) -> bool:
+    stacked = (use.other.aval, use.eqn.outvars[0].aval)
+    return use.weight.aval.size >= sum(aval.size for aval in stacked)
+
+
+def _sum_of(product: Any, readers: Mapping[Any, list[Any]]) -> Any:
+    """Returns the sum that a product goes into, and into nothing else."""
+    (var,) = product.outvars
+    while True:
+        reader, *others = readers.get(var, [None])
+        if others or reader is None or reader.primitive.name not in ("add", "add_any"):
+            return var
+        (result,) = reader.outvars
+        if (result.aval.shape, result.aval.dtype) != (var.aval.shape, var.aval.dtype):
+            return var
+        var = result
+
+
+def _linearized(body: _Body, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Returns the results of a loop and their tangents.
+
+    The tangents of the products are computed for all steps at once. Transposed, that is
+    the one product which the gradient of a weight is.
+    """
+    n_consts, _ = compat.scan_counts(body.eqn)
+    moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    consts = [i for i in moved if i < n_consts]
+    uses = [use for use in body.uses if use.consts & {*consts}]
+    others = list(dict.fromkeys(use.other for use in uses))
+    sums = list(dict.fromkeys(use.at for use in uses))
+
+    def weights(*arrays: Any) -> list[Any]:
+        every = [*primals[:n_consts]]
+        for i, array in zip(consts, arrays, strict=True):
+            every[i] = array
+        env = dict(zip(body.parts.invars[:n_consts], every, strict=True))
+        compat.run_equations(body.moves, env)
+        return [env[use.weight] for use in uses]
+
+    held, directions = jax.jvp(
+        weights, [primals[i] for i in consts], [tangents[i] for i in consts]
+    )
+    fixed = {id(use.eqn): (use.side, w) for use, w in zip(uses, held, strict=True)}
+
+    def shifted(shifts: Sequence[Any], *arrays: Any) -> Any:
+        every = [*primals]
+        for i, array in zip(moved, arrays, strict=True):
+            every[i] = array
+        return _scan(body, fixed, dict(zip(sums, shifts, strict=True)), others, every)
+
+    length = body.eqn.params["length"]
+    zeros = [compat.zeros(var.aval, length) for var in sums]
+    results, linear, stacks = jax.linearize(
+        shifted, zeros, *(primals[i] for i in moved), has_aux=True
+    )
+    shifts: dict[Any, Any] = {}
+    for use, direction in zip(uses, directions, strict=True):
+        shift = _products(use, stacks[others.index(use.other)], direction)
+        shifts[use.at] = shifts[use.at] + shift if use.at in shifts else shift
+    out = linear([shifts[var] for var in sums], *(tangents[i] for i in moved))
+    return results, out
+
+
+def _products(use: _Use, stack: Any, direction: Any) -> Any:
+    """Returns the products, of all steps, of what was stacked and one weight."""
+
+    def product(other: Any) -> Any:
+        pair = (direction, other) if use.side == 0 else (other, direction)
+        return compat.bind(use.eqn, pair)[0]
+
+    return jax.vmap(product)(stack)
+
+
+def _scan(
+    body: _Body,
+    fixed: Mapping[int, tuple[int, Any]],
+    shifts: Mapping[Any, Any],
+    others: Sequence[Any],
+    arrays: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Runs a loop whose weights are fixed, and whose sums can be moved.
+
+    Args:
+      body: the body.
+      fixed: the side and the weight of each product, by the id of its equation.
+      shifts: for each sum that is moved, what has its tangent, stacked up.
+      others: the variables to stack up.
+      arrays: what the scan is bound to.
+
+    Returns:
+      The results of the loop, and what was stacked up.
+    """
+    parts, params = body.parts, body.eqn.params
+    n_consts, n_carry = compat.scan_counts(body.eqn)
+    consts, start = arrays[:n_consts], arrays[n_consts : n_consts + n_carry]
+
+    def step(carry: Sequence[Any], now: Any) -> Any:
+        sliced, shifts_now = now
+        shift = dict(zip(shifts, shifts_now, strict=True))
+        env = dict(zip(parts.constvars, parts.consts, strict=True))
+        env.update(zip(parts.invars, [*consts, *carry, *sliced], strict=True))
+        for eqn in parts.eqns:
+            if id(eqn) in fixed:
+                side, weight = fixed[id(eqn)]
+                pair = [env[atom] for atom in eqn.invars]
+                pair[side] = weight
+                with compat.context_of(eqn):
+                    (env[eqn.outvars[0]],) = compat.bind(eqn, pair)
+            else:
+                compat.run_equations([eqn], env)
+            for var in eqn.outvars:
+                if var in shift:
+                    env[var] = _moved_by(env[var], shift[var])
+        out = [compat.read(env, atom) for atom in parts.outvars]
+        return out[:n_carry], (out[n_carry:], [env[var] for var in others])
+
+    last, (stacked, kept) = lax.scan(
+        step,
+        list(start),
+        (list(arrays[n_consts + n_carry :]), list(shifts.values())),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*last, *stacked], kept
+
+
+@jax.custom_jvp
+def _moved_by(value: Any, shift: Any) -> Any:
+    """Returns a value whose tangent is its own and that of a shift."""
+    del shift
+    return value
+
+
+_moved_by.defjvps(
+    lambda tangent, *_: tangent,
+    lambda tangent, *_: tangent,
+)
