@@ -206,3 +206,31 @@ def test_what_nothing_reads_counts_as_returned():
     np.testing.assert_array_equal(
         compiled(autocast(fun), X), compiled(autocast(lambda x: x @ W), X)
     )
+
+
+@pytest.mark.parametrize("other", [0.0, 0.5, -np.inf, np.finfo("float32").min])
+def test_a_selection_among_numbers_of_16_bits_stays_low_though_float32_reads_it(other):
+    """It rounds nothing, and moves half the bytes: the mask of an attention."""
+
+    def fun(x, w):
+        return jax.nn.softmax(jnp.where(x > 0, x @ w, other))
+
+    assert ops(autocast(fun), X, W)["select_n"] == {"bfloat16"}
+
+    def by_hand(x, w):
+        scores = (x.astype("bfloat16") @ w.astype("bfloat16")).astype("float32")
+        return jax.nn.softmax(jnp.where(x > 0, scores, other))
+
+    loss = lambda f: lambda x, w: jnp.sum(f(x, w)[:, 0])
+    for low, full in (
+        (autocast(fun), by_hand),
+        *((jax.grad(loss(f), i) for f in (autocast(fun), by_hand)) for i in (0, 1)),
+    ):
+        np.testing.assert_array_equal(compiled(low, X, W), compiled(full, X, W))
+
+
+def test_a_selection_of_what_16_bits_would_round_is_float32():
+    fun = lambda x, w: jax.nn.softmax(jnp.where(x > 0, x @ w, 0.1))
+    assert ops(autocast(fun), X, W)["select_n"] == {"float32"}
+    fun = lambda x, w: jax.nn.softmax(jnp.where(x > 0, x @ w, x))
+    assert ops(autocast(fun), X, W)["select_n"] == {"float32"}

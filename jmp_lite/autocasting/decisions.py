@@ -68,6 +68,8 @@ def decide(
     if op in POSITIONAL:
         # Positions need their digits going in, not coming out.
         return Decision(Run.FULL, State.SOFT, "its argument may be a position")
+    if op == "select_n" and state is State.LOW and _are_16_bit(operands):
+        return _low(op, "chooses among numbers of 16 bits", leader)
     if readers.want_float32:
         held = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, held, "all that read it are float32 or results")
@@ -110,6 +112,13 @@ class ToldInside(NamedTuple):
     times: int | None = 1
 
 
+def _are_16_bit(operands: Sequence[tuple[State, Kind]]) -> bool:
+    """Whether nothing is rounded where all operands are in 16 bits."""
+    return all(
+        state is State.LOW or kind in (Kind.EXACT, Kind.END) for state, kind in operands
+    )
+
+
 def _low(op: str, reason: str, leader: int | None = None) -> Decision:
     if op in ADDED_UP:
         reason = f"in float32 for its derivative, then cast; {reason}"
@@ -127,7 +136,7 @@ def _joined(
     for i, (state, kind) in enumerate(operands):
         if kind is Kind.END and ends:
             state = State.SOFT
-        widens = kind not in (Kind.LITERAL, Kind.END)
+        widens = kind not in (Kind.LITERAL, Kind.EXACT, Kind.END)
         if precision is Precision.WIDEST and state is State.SOFT and widens:
             state = State.HARD
         if state > joined:

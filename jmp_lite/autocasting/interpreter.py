@@ -413,7 +413,8 @@ class Walk:
         op, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
         arrays: list[Any] = []
         for value in operands:
-            is_spread = op in BROADCASTING and value.kind is not Kind.LITERAL
+            is_number = value.kind in (Kind.LITERAL, Kind.EXACT)
+            is_spread = op in BROADCASTING and not is_number
             if value.state is not None and is_spread and value.array.shape != shape:
                 # In float32, and cast after: JAX's transpose of it is a sum.
                 full = _spread(self.full(value), shape)
@@ -471,7 +472,9 @@ class Walk:
         if number in _ENDS:
             return Value(number, State.HARD, Kind.END, origin="the end of the range")
         state = State.SOFT if fits else State.HARD
-        return Value(number, state, Kind.LITERAL, origin=f"the number {number}")
+        is_exact = fits and np.float32(number.astype(self.low_dtype)) == number
+        kind = Kind.EXACT if is_exact else Kind.LITERAL
+        return Value(number, state, kind, origin=f"the number {number}")
 
     def converted(self, eqn: Any, value: Value, path: str) -> Value:
         """Returns the result of a cast that the user wrote, or JAX for them."""
@@ -498,7 +501,8 @@ class Walk:
         dtype = compat.dtype_of(atom)
         if dtype == np.bool_:
             return State.SOFT
-        if value.kind is Kind.LITERAL and np.ndim(value.array) == 0:
+        is_number = value.kind in (Kind.LITERAL, Kind.EXACT)
+        if is_number and np.ndim(value.array) == 0:
             return State.SOFT
         is_float = jnp.issubdtype(dtype, jnp.floating)
         return State.SOFT if is_float and value.kind is Kind.GIVEN else State.HARD
@@ -578,10 +582,10 @@ def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
         return Kind.COMPUTED
     if op not in MOVING and not (op in _SCALING and Kind.INTEGER in kinds):
         return Kind.COMPUTED
-    for kind in (Kind.INTEGER, Kind.GIVEN, Kind.END):
+    for kind in (Kind.INTEGER, Kind.GIVEN, Kind.END, Kind.LITERAL):
         if kind in kinds:
             return kind
-    return Kind.LITERAL
+    return Kind.EXACT
 
 
 _SCALING = frozenset(["add", "sub", "mul", "div", "neg"])

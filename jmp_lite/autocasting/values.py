@@ -26,14 +26,16 @@ class Kind(enum.Enum):
 
     ``GIVEN``: an argument or a constant, perhaps moved: it is cast at each use, so that
     the gradients of its uses add up in float32. ``LITERAL``: a number in the program.
-    ``INTEGER``: from integers, such as positions, perhaps scaled or shifted.
-    ``END``: the end of float32's range, which as a branch of a selection means the end
-    of whatever range there is.
+    ``EXACT``: one that 16 bits hold as it is, such as 0, 0.5 or -inf. ``INTEGER``: from
+    integers, such as positions, perhaps scaled or shifted. ``END``: the end of
+    float32's range, which as a branch of a selection means the end of whatever range
+    there is.
     """
 
     COMPUTED = "computed"
     GIVEN = "given"
     LITERAL = "literal"
+    EXACT = "exact"
     INTEGER = "integer"
     END = "end"
 
