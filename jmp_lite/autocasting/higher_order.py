@@ -296,7 +296,7 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
     inside = convert(walk, body, values, readers, path, forced=forced)
     for i, (_, reason) in enumerate(carries):
         _tell_carry(walk, call, i, reason, specs[i][0], raised_by.get(i))
-    low_body = islands.rematerialize(inside.jaxpr)
+    low_body = islands.rematerialize(inside.jaxpr, n_consts)
     arrays = weights.run_scan(eqn, low_body, _arrays(values))
     turned = call._replace(operands=values)
     return _results(walk, turned, arrays, inside, eqn.params["length"])

@@ -14,14 +14,20 @@ import jax
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.raises import is_raise
 from jmp_lite.autocasting.rules import ADDING, CHEAP, LINEAR
+from jmp_lite.autocasting.weights import moved_constants
 
 Run = list[Any]
 
 
-def rematerialize(jaxpr: Any) -> Any:
-    """Returns the closed jaxpr of a loop's body with its islands rematerialized."""
+def rematerialize(jaxpr: Any, n_consts: int) -> Any:
+    """Returns the closed jaxpr of a loop's body with its islands rematerialized.
+
+    Args:
+      jaxpr: the body.
+      n_consts: how many of its inputs are the same in all steps.
+    """
     parts = compat.parts(jaxpr)
-    plan = _plan(parts)
+    plan = _plan(parts, moved_constants(parts, n_consts).eqns)
     if not any(isinstance(item, list) for item in plan):
         return jaxpr
     raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_raise(eqn)}
@@ -36,13 +42,14 @@ def rematerialize(jaxpr: Any) -> Any:
     return compat.retraced(jaxpr, [var.aval for var in parts.invars], steps)
 
 
-def _plan(parts: compat.Parts) -> list[Any]:
+def _plan(parts: compat.Parts, constant: Sequence[Any]) -> list[Any]:
     """Returns the equations in an order to run them, those of an island in a list.
 
     An island is a run of cheap ops. An equation that does not read what the run has
     made goes before it; one that does ends it. A sum goes before it too: it is kept in
-    place of what it adds up.
+    place of what it adds up; and so does what is the same in all steps.
     """
+    outside = set(map(id, constant))
     plan: list[Any] = []
     island: Run = []
     made: set[Any] = set()
@@ -55,7 +62,8 @@ def _plan(parts: compat.Parts) -> list[Any]:
 
     for eqn in parts.eqns:
         reads = any(not compat.is_literal(a) and a in made for a in eqn.invars)
-        if _is_cheap(eqn) and (reads or not _is_sum(eqn)):
+        stays_out = id(eqn) in outside or (_is_sum(eqn) and not reads)
+        if _is_cheap(eqn) and not stays_out:
             island.append(eqn)
             made.update(eqn.outvars)
             continue

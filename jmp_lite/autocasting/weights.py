@@ -84,25 +84,51 @@ def run_scan(eqn: Any, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     return run(*arrays)
 
 
+class Moved(NamedTuple):
+    """What the body of a loop makes of constants by casting and moving them.
+
+    Attributes:
+      eqns: the equations that do so.
+      made_of: the numbers of the constants in each variable.
+    """
+
+    eqns: Sequence[Any]
+    made_of: Mapping[Any, frozenset[int]]
+
+
+def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
+    """Finds what is cast and moved only, and is no larger than it was."""
+    made_of = {var: frozenset([i]) for i, var in enumerate(parts.invars[:n_consts])}
+    eqns: list[Any] = []
+    for eqn in parts.eqns:
+        atoms = [atom for atom in eqn.invars if not compat.is_literal(atom)]
+        if not atoms or not all(atom in made_of for atom in atoms):
+            continue
+        is_move = eqn.primitive.name in (*MOVING, "convert_element_type")
+        if is_move and _n_bytes(eqn.outvars[:1]) <= _n_bytes(atoms):
+            union = frozenset[int]().union(*(made_of[atom] for atom in atoms))
+            made_of[eqn.outvars[0]] = union
+            eqns.append(eqn)
+    return Moved(eqns, made_of)
+
+
+def _n_bytes(atoms: Sequence[Any]) -> int:
+    return sum(atom.aval.size * compat.dtype_of(atom).itemsize for atom in atoms)
+
+
 def _read(eqn: Any, jaxpr: Any) -> _Body:
     """Finds the products with weights that are larger than what would be stacked."""
     parts = compat.parts(jaxpr)
     n_consts, _ = compat.scan_counts(eqn)
-    made_of = {var: frozenset([i]) for i, var in enumerate(parts.invars[:n_consts])}
+    moves, made_of = moved_constants(parts, n_consts)
     readers: dict[Any, list[Any]] = {}
-    moves: list[Any] = []
     for step in parts.eqns:
-        atoms = [atom for atom in step.invars if not compat.is_literal(atom)]
-        for atom in atoms:
-            readers.setdefault(atom, []).append(step)
-        is_move = step.primitive.name in (*MOVING, "convert_element_type")
-        if is_move and atoms and all(atom in made_of for atom in atoms):
-            made_of[step.outvars[0]] = frozenset[int]().union(
-                *(made_of[atom] for atom in atoms)
-            )
-            moves.append(step)
+        for atom in step.invars:
+            if not compat.is_literal(atom):
+                readers.setdefault(atom, []).append(step)
     for atom in parts.outvars:
-        readers.setdefault(atom, []).append(None)
+        if not compat.is_literal(atom):
+            readers.setdefault(atom, []).append(None)
     uses = [
         _Use(step, side, made_of[step.invars[side]], _sum_of(step, readers))
         for step in parts.eqns
