@@ -19,15 +19,16 @@ from jmp_lite.autocasting.weights import moved_constants
 Run = list[Any]
 
 
-def rematerialize(jaxpr: Any, n_consts: int) -> Any:
+def rematerialize(jaxpr: Any, n_consts: int = 0, kept: str | None = None) -> Any:
     """Returns the closed jaxpr of a loop's body with its islands rematerialized.
 
     Args:
       jaxpr: the body.
       n_consts: how many of its inputs are the same in all steps.
+      kept: a scope in which nothing is computed again.
     """
     parts = compat.parts(jaxpr)
-    plan = _plan(parts, moved_constants(parts, n_consts).eqns)
+    plan = _plan(parts, moved_constants(parts, n_consts).eqns, kept)
     if not any(isinstance(item, list) for item in plan):
         return jaxpr
     raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_raise(eqn)}
@@ -42,7 +43,7 @@ def rematerialize(jaxpr: Any, n_consts: int) -> Any:
     return compat.retraced(jaxpr, [var.aval for var in parts.invars], steps)
 
 
-def _plan(parts: compat.Parts, constant: Sequence[Any]) -> list[Any]:
+def _plan(parts: compat.Parts, constant: Sequence[Any], kept: str | None) -> list[Any]:
     """Returns the equations in an order to run them, those of an island in a list.
 
     An island is a run of cheap ops. An equation that does not read what the run has
@@ -63,7 +64,7 @@ def _plan(parts: compat.Parts, constant: Sequence[Any]) -> list[Any]:
     for eqn in parts.eqns:
         reads = any(not compat.is_literal(a) and a in made for a in eqn.invars)
         stays_out = id(eqn) in outside or (_is_sum(eqn) and not reads)
-        if _is_cheap(eqn) and not stays_out:
+        if _is_cheap(eqn, kept) and not stays_out:
             island.append(eqn)
             made.update(eqn.outvars)
             continue
@@ -74,10 +75,10 @@ def _plan(parts: compat.Parts, constant: Sequence[Any]) -> list[Any]:
     return plan
 
 
-def _is_cheap(eqn: Any) -> bool:
+def _is_cheap(eqn: Any, kept: str | None) -> bool:
     """Whether an equation of floats is one pass over memory, or a call of such."""
     has_floats = any(map(compat.is_float, (*eqn.invars, *eqn.outvars)))
-    return has_floats and _is_light(eqn)
+    return has_floats and _is_light(eqn, kept)
 
 
 def _is_sum(eqn: Any) -> bool:
@@ -89,12 +90,12 @@ def _is_sum(eqn: Any) -> bool:
     return both and one.aval.shape == other.aval.shape
 
 
-def _is_light(eqn: Any) -> bool:
-    if eqn.effects:
+def _is_light(eqn: Any, kept: str | None) -> bool:
+    if eqn.effects or kept in compat.scopes(eqn):
         return False
     if eqn.primitive.name in ("jit", "custom_jvp_call"):
         inside = [e for j in compat.inner_jaxprs(eqn) for e in compat.parts(j).eqns]
-        return bool(inside) and all(map(_is_light, inside))
+        return bool(inside) and all(_is_light(e, kept) for e in inside)
     return eqn.primitive.name in CHEAP
 
 

@@ -2,7 +2,7 @@
 
 The law of this file: the forward pass is not touched. Which residuals are compressed is
 read from the jaxpr of the forward pass; they are put together again before any of the
-backward pass is run.
+backward pass is run. What cheap ops make of them is computed again, and not kept.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting import compat
+from jmp_lite.autocasting import compat, islands
 from jmp_lite.autocasting.interpreter import check_function, function_of_arrays
 from jmp_lite.autocasting.rules import FULL_SCOPE
 from jmp_lite.casting.dtypes import parse_dtype
@@ -32,7 +32,9 @@ def compress_residuals(
     The results of ``fun`` are the same, bit for bit. Kept in 16 bits is what was
     float32, but for arguments, constants, closed-over values, and what was computed
     under ``full_precision``: a backward pass that subtracts values which are nearly
-    equal (a variance at a large mean) needs their digits. Values out of range saturate.
+    equal (a variance at a large mean) needs their digits. What cheap ops make (a
+    softmax, a norm, a gelu) is not kept: it is computed again from what goes into it.
+    Values out of range saturate.
     It composes with ``autocast``, which may stand inside of it, and with
     ``jax.checkpoint``. Reverse mode only: JAX raises for ``jvp`` and ``jacfwd``.
 
@@ -65,6 +67,7 @@ def compress_residuals(
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
         # What the function closes over becomes an argument: its gradient is wanted.
         hoisted, consts = compat.with_consts_as_inputs(traced)
+        hoisted = islands.rematerialize(hoisted, kept=FULL_SCOPE)
         try:
             results = _compressed(hoisted, low_dtype)(*consts, *arrays)
         except TypeError as error:
