@@ -1,17 +1,21 @@
 """What autocast costs, beside the same models with their precision written by hand.
 
 For each model and each way to lower it: what the program moves, holds and runs that
-XLA compiles for an H100 (or a TPU v5e), how large the error of its gradient is, and how
-long it takes to trace and lower. The programs are exact: no device, no clock.
+XLA compiles for an H100 and a TPU v5e, how large the error of its gradient is, what
+waits for the backward pass across a loop, and how long it takes to trace and lower.
+The programs are exact: no device, no clock. Times to trace are medians of runs that
+take turns; ratios to the model written by hand are what to read.
 
-    make targets && .venv/bin/python -m benchmarks.autocast --json benchmarks/results
-    .venv/bin/python -m benchmarks.autocast --models lstm mlp --target v5e
+    make benchmarks
+    .venv/bin/python -m benchmarks.autocast --models lstm mlp --targets v5e
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import pathlib
 import statistics
@@ -25,6 +29,7 @@ import jax.numpy as jnp
 import jmp_lite as jmp
 from benchmarks import models
 from benchmarks.compiled import TARGETS, compile_for, missing
+from jmp_lite.autocasting import compat
 
 Make = Callable[..., models.Model]
 
@@ -50,17 +55,27 @@ MODELS: Mapping[str, tuple[Make, dict[str, Any]]] = {
     "nnx": (models.nnx_model, {"width": 32, "batch": 32}),
 }
 LOOPS = [name for name in MODELS if "scan" in name]
+ON_TARGET = {"h100": list(MODELS), "v5e": ["resnet", "lstm", "mlp", "nnx"]}
 
 
 def _by_policy(make: Make, **options: Any) -> models.Model:
-    """The loss with parameters and batch cast, as jmp does it."""
+    """The loss with parameters and batch cast, as the jmp package does it."""
+    policy = importlib.import_module("jmp").get_policy("params=f32,compute=bf16")
     model = make(None, **options)
-    cast = functools.partial(jmp.cast_tree, dtype="bfloat16")
 
     def loss(params: Any, batch: Any) -> Any:
-        return model.loss(*cast((params, batch))).astype(jnp.float32)
+        return model.loss(*policy.cast_to_compute((params, batch))).astype(jnp.float32)
 
     return model._replace(loss=loss)
+
+
+def _by_mpx(make: Make, **options: Any) -> models.Model:
+    """The same as the mpx package does it."""
+    mpx = importlib.import_module("mpx")
+    model = make(None, **options)
+    return model._replace(
+        loss=mpx.cast_function(model.loss, jnp.bfloat16, return_dtype=jnp.float32)
+    )
 
 
 def _by_autocast(make: Make, rules: str = "mixed", **options: Any) -> models.Model:
@@ -83,7 +98,8 @@ def _compressed_in_autocast(make: Make, **options: Any) -> models.Model:
 VARIANTS: Mapping[str, Callable[..., models.Model]] = {
     "float32": lambda make, **options: make(None, **options),
     "by hand": lambda make, **options: make(jnp.bfloat16, **options),
-    "jmp's casting": _by_policy,
+    "jmp": _by_policy,
+    "mpx": _by_mpx,
     "mixed": _by_autocast,
     "O1": functools.partial(_by_autocast, rules="O1"),
     "O2": functools.partial(_by_autocast, rules="O2"),
@@ -91,12 +107,17 @@ VARIANTS: Mapping[str, Callable[..., models.Model]] = {
     "float32, compressed": _compressed,
     "mixed, compressed": _compressed_in_autocast,
 }
+PEERS = ("jmp", "mpx")  # Packages of these names.
+
+
+# -------------------------------------------------------------------------- measures
 
 
 class Row(NamedTuple):
-    """One model, lowered in one way.
+    """One model, lowered in one way, for one target.
 
     Attributes:
+      target: what it is compiled for.
       model: its name.
       variant: how it is lowered.
       moved: gigabytes that the compiled gradient moves.
@@ -105,10 +126,12 @@ class Row(NamedTuple):
       roofline: milliseconds that it takes at least.
       share: of its matrix products, those on 16-bit operands.
       error: of the gradient against float32, relative, median over seeds.
-      trace: milliseconds to trace and lower the gradient, the least of some runs.
+      kept: gigabytes that wait for the backward pass across a loop.
+      trace: milliseconds to trace and lower the gradient, median over runs.
       lines: of its StableHLO.
     """
 
+    target: str
     model: str
     variant: str
     moved: float
@@ -117,42 +140,84 @@ class Row(NamedTuple):
     roofline: float
     share: float
     error: float
+    kept: float
     trace: float
     lines: int
 
 
-def measure(name: str, variant: str, target: str, seeds: int, repeats: int) -> Row:
-    """Measures one variant of one model."""
+def measure(
+    name: str, variants: Sequence[str], targets: Sequence[str], seeds: int, runs: int
+) -> list[Row]:
+    """Measures one model in all its variants."""
     make, small = MODELS[name]
-    full = VARIANTS[variant](make)
-    program = compile_for(target, jax.grad(full.loss), full.params, full.batch)
-    low = sum(n for key, n in program.matmuls.items() if key.startswith(("bf", "f16")))
-    trace, lines = lowered(full, repeats)
-    return Row(
-        model=name,
-        variant=variant,
-        moved=program.bytes_moved / 1e9,
-        peak=program.peak_memory / 1e9,
-        kernels=program.kernels,
-        roofline=program.roofline_seconds * 1e3,
-        share=low / max(1, sum(program.matmuls.values())),
-        error=gradient_error(make, variant, small, seeds),
-        trace=trace,
-        lines=lines,
-    )
+    full = {variant: VARIANTS[variant](make) for variant in variants}
+    times = trace_times(full, runs)
+    rows: list[Row] = []
+    for variant, model in full.items():
+        error = gradient_error(make, variant, small, seeds)
+        kept, lines = kept_across_loops(model), len(stablehlo(model).splitlines())
+        for target in targets:
+            program = compile_for(
+                target, jax.grad(model.loss), model.params, model.batch
+            )
+            products = program.matmuls
+            low = sum(n for key, n in products.items() if key.startswith(("bf", "f16")))
+            row = Row(
+                target=target,
+                model=name,
+                variant=variant,
+                moved=program.bytes_moved / 1e9,
+                peak=program.peak_memory / 1e9,
+                kernels=program.kernels,
+                roofline=program.roofline_seconds * 1e3,
+                share=low / max(1, sum(products.values())),
+                error=error,
+                kept=kept / 1e9,
+                trace=times[variant],
+                lines=lines,
+            )
+            rows.append(row)
+    return rows
 
 
-def lowered(model: models.Model, repeats: int) -> tuple[float, int]:
-    """Returns the milliseconds to trace and lower a gradient, and its size."""
-    times, text = [], ""
-    for _ in range(repeats):
-        jax.clear_caches()
-        start = time.perf_counter()
-        traced = jax.jit(jax.grad(model.loss)).trace(model.params, model.batch)
-        low = traced.lower(lowering_platforms=("cuda",))
-        times.append((time.perf_counter() - start) * 1e3)
-        text = low.as_text()
-    return min(times), text.count("\n")
+def stablehlo(model: models.Model) -> str:
+    """Returns what a gradient is lowered to."""
+    traced = jax.jit(jax.grad(model.loss)).trace(model.params, model.batch)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def trace_times(full: Mapping[str, models.Model], runs: int) -> dict[str, float]:
+    """Returns the milliseconds to trace and lower gradients, which take turns."""
+    times: dict[str, list[float]] = {name: [] for name in full}
+    for _ in range(runs):
+        for name, model in full.items():
+            jax.clear_caches()
+            start = time.perf_counter()
+            traced = jax.jit(jax.grad(model.loss)).trace(model.params, model.batch)
+            traced.lower(lowering_platforms=("cuda",))
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def kept_across_loops(model: models.Model) -> int:
+    """Returns the bytes that one loop of a gradient stacks up for another."""
+    traced = jax.jit(jax.grad(model.loss)).trace(model.params, model.batch)
+
+    def kept(jaxpr: Any) -> int:
+        stacks: set[Any] = set()
+        read: set[Any] = set()
+        inside = 0
+        for eqn in compat.parts(jaxpr).eqns:
+            if eqn.primitive.name == "scan":
+                read |= stacks.intersection(
+                    atom for atom in eqn.invars if not compat.is_literal(atom)
+                )
+                stacks.update(eqn.outvars[compat.scan_counts(eqn)[1] :])
+            else:
+                inside += sum(map(kept, compat.inner_jaxprs(eqn)))
+        return inside + sum(var.aval.size * var.aval.dtype.itemsize for var in read)
+
+    return kept(traced.jaxpr)
 
 
 def gradient_error(make: Make, variant: str, small: Any, seeds: int) -> float:
@@ -186,72 +251,148 @@ def fill(tree: Any, seed: int) -> Any:
     return jax.tree.unflatten(treedef, list(map(one, keys, leaves)))
 
 
+class Growth(NamedTuple):
+    """What a stack of layers costs to lower, by its depth.
+
+    Attributes:
+      layout: how the layers are written.
+      depth: how many there are.
+      by_hand: milliseconds to trace and lower the model written by hand.
+      mixed: those of the model under autocast.
+      lines_by_hand: of the StableHLO of the former.
+      lines: of that of the latter.
+    """
+
+    layout: str
+    depth: int
+    by_hand: float
+    mixed: float
+    lines_by_hand: int
+    lines: int
+
+
+def growth(layout: str, depth: int, runs: int) -> Growth:
+    """Measures what one stack costs to lower: its width is of no account."""
+    make = functools.partial(models.transformer, layout=layout, depth=depth)
+    full = {name: VARIANTS[name](make) for name in ("by hand", "mixed")}
+    times = trace_times(full, runs)
+    lines = {name: len(stablehlo(model).splitlines()) for name, model in full.items()}
+    return Growth(
+        layout,
+        depth,
+        times["by hand"],
+        times["mixed"],
+        lines["by hand"],
+        lines["mixed"],
+    )
+
+
+# ---------------------------------------------------------------------------- tables
+
+
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as text, ratios to the variant by hand in brackets."""
-    lines = [
-        f"{'':44}{'GB moved':>16}{'GB peak':>16}{'kernels':>9}{'ms roofline':>17}"
-        f"{'16 bit':>8}{'gradient error':>18}{'ms trace':>15}{'StableHLO':>15}"
-    ]
-    by_hand = {row.model: row for row in rows if row.variant == "by hand"}
-    for row in rows:
-        hand = by_hand.get(row.model)
+    lines: list[str] = []
+    by_hand = {(r.target, r.model): r for r in rows if r.variant == "by hand"}
+    for i, row in enumerate(rows):
+        hand = by_hand.get((row.target, row.model))
 
         def against(name: str, form: str, row: Row = row, hand: Any = hand) -> str:
-            value = getattr(row, name)
-            other = getattr(hand, name, 0)
-            ratio = f" ({value / other:.2f}x)" if other else ""
+            value, other = getattr(row, name), getattr(hand, name, 0)
+            ratio = f" ({value / other:.2f})" if other else ""
             return f"{value:{form}}{ratio}"
 
+        if not i or rows[i - 1][:2] != row[:2]:
+            name = f"{row.model}, {row.target}"
+            lines.append(
+                f"\n{name:33}{'GB moved':>14}{'GB peak':>14}{'kernels':>8}"
+                f"{'ms roofline':>15}{'16 bit':>7}{'error':>15}{'GB kept':>13}"
+                f"{'ms trace':>12}{'StableHLO':>14}"
+            )
         lines.append(
-            f"{row.model:22}{row.variant:22}{against('moved', '.2f'):>16}"
-            f"{against('peak', '.2f'):>16}{row.kernels:>9}"
-            f"{against('roofline', '.2f'):>17}{row.share:>8.0%}"
-            f"{against('error', '.1e'):>18}{against('trace', '.0f'):>15}"
-            f"{against('lines', 'd'):>15}"
+            f"  {row.variant:31}{against('moved', '.2f'):>14}"
+            f"{against('peak', '.2f'):>14}{row.kernels:>8}"
+            f"{against('roofline', '.2f'):>15}{row.share:>7.0%}"
+            f"{against('error', '.1e'):>15}{against('kept', '.2f'):>13}"
+            f"{against('trace', '.0f'):>12}{against('lines', 'd'):>14}"
         )
+    return "\n".join(lines)
+
+
+def growth_table(rows: Sequence[Growth]) -> str:
+    """Returns what stacks cost to lower, as text."""
+    lines = [
+        f"{'blocks':33}{'ms trace':>12}{'by hand':>9}{'ratio':>7}"
+        f"{'StableHLO':>12}{'by hand':>9}{'ratio':>7}"
+    ]
+    lines += [
+        f"{row.depth:>4} {row.layout:28}{row.mixed:>12.0f}{row.by_hand:>9.0f}"
+        f"{row.mixed / row.by_hand:>7.2f}{row.lines:>12}{row.lines_by_hand:>9}"
+        f"{row.lines / row.lines_by_hand:>7.2f}"
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
 def versions() -> dict[str, str]:
     """Returns the versions that the figures belong to."""
-    names = ("jax", "jaxlib", "flax", "jmp_lite")
-    return {name: importlib.metadata.version(name) for name in names}
+    names = ["jax", "jaxlib", "flax", "jmp_lite", "jmp", "mixed-precision-for-JAX"]
+    found: dict[str, str] = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints the table, and writes it as JSON where that is wanted."""
+    """Measures, prints the tables, and writes them as JSON where that is wanted."""
     parser = argparse.ArgumentParser("python -m benchmarks.autocast")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
-    parser.add_argument("--target", choices=TARGETS, default="h100")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
+    parser.add_argument("--depths", nargs="*", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
     options = parser.parse_args(argv)
-    if missing(options.target):
-        raise SystemExit(missing(options.target))
+    for target in options.targets:
+        if missing(target):
+            raise SystemExit(missing(target))
+    for peer in PEERS:
+        if peer in options.variants and importlib.util.find_spec(peer) is None:
+            print(f"{peer} is not installed: its rows are left out")
+            options.variants.remove(peer)
     # Flax promotes by itself where precision is written by hand.
     jax.config.update("jax_numpy_dtype_promotion", "standard")
-    rows = []
+    rows: list[Row] = []
     for name in options.models:
-        for variant in options.variants:
-            if "compressed" in variant and name not in LOOPS:
-                continue  # It is for the body of a loop.
-            rows.append(
-                measure(name, variant, options.target, options.seeds, options.repeats)
-            )
-            print(table(rows).splitlines()[-1], flush=True)
-    print()
-    print(table(rows))
+        # Compression is for the body of a loop.
+        variants = [
+            v for v in options.variants if "compressed" not in v or name in LOOPS
+        ]
+        targets = [t for t in options.targets if name in ON_TARGET[t]]
+        found = measure(name, variants, targets, options.seeds, options.runs)
+        found.sort(key=lambda row: targets.index(row.target))
+        print(table(found), flush=True)
+        rows += found
+    stacks = [
+        growth(layout, depth, options.runs)
+        for layout in ("unrolled", "jit", "scan")
+        for depth in options.depths
+    ]
+    print("\n" + growth_table(stacks))
+    print("\n" + ", ".join(f"{name} {v}" for name, v in versions().items()))
     if options.json:
         options.json.mkdir(parents=True, exist_ok=True)
         told = {
-            "target": options.target,
             "date": datetime.date.today().isoformat(),
             "versions": versions(),
+            "seeds": options.seeds,
+            "runs": options.runs,
             "rows": [row._asdict() for row in rows],
+            "growth": [row._asdict() for row in stacks],
         }
-        path = options.json / f"autocast_{options.target}.json"
+        path = options.json / "autocast.json"
         path.write_text(json.dumps(told, indent=1) + "\n")
 
 
