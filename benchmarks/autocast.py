@@ -126,7 +126,7 @@ class Row(NamedTuple):
       roofline: milliseconds that it takes at least.
       share: of its matrix products, those on 16-bit operands.
       error: of the gradient against float32, relative, median over seeds.
-      kept: gigabytes that wait for the backward pass across a loop.
+      kept: gigabytes that its loops stack up for loops and products after them.
       trace: milliseconds to trace and lower the gradient, median over runs.
       lines: of its StableHLO.
     """
@@ -200,7 +200,7 @@ def trace_times(full: Mapping[str, models.Model], runs: int) -> dict[str, float]
 
 
 def kept_across_loops(model: models.Model) -> int:
-    """Returns the bytes that one loop of a gradient stacks up for another."""
+    """Returns the bytes that the loops of a gradient stack up for what comes after."""
     traced = jax.jit(jax.grad(model.loss)).trace(model.params, model.batch)
 
     def kept(jaxpr: Any) -> int:
@@ -208,10 +208,12 @@ def kept_across_loops(model: models.Model) -> int:
         read: set[Any] = set()
         inside = 0
         for eqn in compat.parts(jaxpr).eqns:
-            if eqn.primitive.name == "scan":
+            op = eqn.primitive.name
+            if op in ("scan", "dot_general"):
                 read |= stacks.intersection(
                     atom for atom in eqn.invars if not compat.is_literal(atom)
                 )
+            if op == "scan":
                 stacks.update(eqn.outvars[compat.scan_counts(eqn)[1] :])
             else:
                 inside += sum(map(kept, compat.inner_jaxprs(eqn)))

@@ -205,8 +205,10 @@ def _cond(walk: Walk, call: Call) -> list[Value]:
             for branch in eqn.params["branches"]
         ]
 
-    joined = _join_all([branch.specs for branch in all_branches()])
-    branches = all_branches(joined)
+    branches = all_branches()
+    joined = _join_all([branch.specs for branch in branches])
+    if any(branch.specs != joined for branch in branches):
+        branches = all_branches(joined)
     jaxprs = tuple(branch.jaxpr for branch in branches)
     arrays = compat.bind(eqn, [index.array, *_arrays(operands)], branches=jaxprs)
     inner = call._replace(operands=operands)
@@ -292,8 +294,9 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
         for i in raised:
             specs[i] = _carry(operands[at][i], False)
             raised_by[i] = _outside(found.origins[i], values)
-    forced = (*specs, *found.specs[n_carry:])
-    inside = convert(walk, body, values, readers, path, forced=forced)
+    forced, inside = (*specs, *found.specs[n_carry:]), found
+    if forced != found.specs:
+        inside = convert(walk, body, values, readers, path, forced=forced)
     for i, (_, reason) in enumerate(carries):
         _tell_carry(walk, call, i, reason, specs[i][0], raised_by.get(i))
     low_body = islands.rematerialize(inside.jaxpr, n_consts)
