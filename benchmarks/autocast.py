@@ -225,13 +225,11 @@ def kept_across_loops(model: models.Model) -> int:
 def gradient_error(make: Make, variant: str, small: Any, seeds: int) -> float:
     """Returns the relative error of a small model's gradient, median over seeds."""
     exact, low = (VARIANTS[v](make, **small) for v in ("float32", variant))
+    gradients = [jax.jit(jax.grad(model.loss)) for model in (exact, low)]
     errors = []
     for seed in range(seeds):
         params, batch = fill((exact.params, exact.batch), seed)
-        expected, actual = (
-            jax.tree.leaves(jax.jit(jax.grad(m.loss))(params, batch))
-            for m in (exact, low)
-        )
+        expected, actual = (jax.tree.leaves(grad(params, batch)) for grad in gradients)
         pairs = list(zip(actual, expected, strict=True))
         off = sum(float(jnp.sum((a - e) ** 2)) for a, e in pairs)
         errors.append((off / sum(float(jnp.sum(e**2)) for e in expected)) ** 0.5)

@@ -13,7 +13,7 @@ import jax
 from flax import errors, nnx
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting import interpreter
+from jmp_lite.autocasting import door, interpreter
 from jmp_lite.autocasting.explain import Explanation
 from jmp_lite.autocasting.explain import explain as core_explain
 from jmp_lite.autocasting.rules import Rules
@@ -57,8 +57,8 @@ def autocast(
     """
     if fun is None:
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
-    interpreter.check_function(fun)
-    chosen = interpreter.choose_rules(rules, compute_dtype)
+    door.check_function(fun)
+    chosen = door.choose_rules(rules, compute_dtype)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
 
@@ -101,7 +101,7 @@ def explain(
       >>> dot.scope, dot.op, dot.precision
       ('Linear', 'dot_general', 'bfloat16')
     """
-    interpreter.check_function(fun)
+    door.check_function(fun)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
     told = core_explain(lifted, rules, compute_dtype=compute_dtype)

@@ -16,13 +16,12 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
-from jmp_lite.autocasting.interpreter import (
-    Walk,
+from jmp_lite.autocasting.door import (
     check_function,
     choose_rules,
     function_of_arrays,
-    run,
 )
+from jmp_lite.autocasting.interpreter import Walk, run
 from jmp_lite.autocasting.rules import Rules
 
 

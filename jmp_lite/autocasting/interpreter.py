@@ -8,34 +8,35 @@ that precision.
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat, decisions, loops
-from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
+from jmp_lite.autocasting.casts import Casts
+from jmp_lite.autocasting.decisions import Decision, Told, ToldInside
 from jmp_lite.autocasting.demand import Demands, Readers, union
+from jmp_lite.autocasting.door import (
+    check_function,
+    choose_rules,
+    function_of_arrays,
+    refuse_mutable_graphs,
+)
+from jmp_lite.autocasting.equations import converted, perform
 from jmp_lite.autocasting.higher_order import HANDLERS, Call, start
 from jmp_lite.autocasting.regions import Regions
 from jmp_lite.autocasting.rules import (
     AUTOCAST_SCOPE,
-    BROADCASTING,
-    DTYPE_PARAMS,
-    MOVING,
     PASSING,
     Precision,
     Rules,
     Said,
-    get_rules,
 )
-from jmp_lite.autocasting.values import Kind, State, Value
-from jmp_lite.casting.dtypes import is_traceable, parse_dtype
+from jmp_lite.autocasting.values import Kind, Value
 
 # ------------------------------------------------------------------------- autocast
 
@@ -91,35 +92,9 @@ def autocast(
     return autocast_fun
 
 
-def check_function(fun: Any) -> None:
-    """Raises where something else stands in the place of a function."""
-    if callable(fun):
-        return
-    hint = f" Rules have a name: rules={fun!r}." if isinstance(fun, str | Rules) else ""
-    raise TypeError(f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}")
-
-
-def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:
-    """Checks what a user has chosen, and returns what gives the rules at a call.
-
-    Not before, because ``"half"`` has to ask the device.
-    """
-    chosen = get_rules(rules) if isinstance(rules, str) else rules
-    if not isinstance(chosen, Rules):
-        raise TypeError(
-            "Expected the name of a preset or a Rules, got "
-            f"{type(chosen).__name__}: {chosen!r}."
-        )
-    if compute_dtype is None:
-        return lambda: chosen
-    if compute_dtype != "half":
-        parse_dtype(compute_dtype)
-    return lambda: dataclasses.replace(chosen, compute_dtype=compute_dtype)
-
-
 def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces a function, walks along it, and returns its results as it would."""
-    _refuse_mutable_graphs(fun, args, kwargs)
+    refuse_mutable_graphs(fun, args, kwargs)
     of_arrays, arrays = function_of_arrays(fun, args, kwargs)
     traced, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
     parts = compat.parts(traced)
@@ -137,65 +112,10 @@ def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out_shape), results)
 
 
-def function_of_arrays(
-    fun: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns ``fun`` as a function of the arrays among its arguments, and those.
-
-    Every other argument reaches it as it is.
-    """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = [is_traceable(leaf) for leaf in leaves]
-
-    def of_arrays(*arrays: Any) -> Any:
-        given = iter(arrays)
-        merged = [
-            next(given) if yes else leaf
-            for leaf, yes in zip(leaves, is_array, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(treedef, merged)
-        return fun(*args, **kwargs)
-
-    of_arrays.__name__ = getattr(fun, "__name__", "autocast")
-    return of_arrays, [x for x, yes in zip(leaves, is_array, strict=True) if yes]
-
-
-def _refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
-    """Raises where an nnx module would lose its updates: a trace works on a copy."""
-    kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
-    if kind is None:
-        return
-    given = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, kind))
-    places = {
-        "an argument": given,
-        "something that its function captures": _captured(fun),
-    }
-    for where, found in places.items():
-        for module in filter(lambda x: isinstance(x, kind), found):
-            raise TypeError(
-                f"autocast got an nnx object, a {type(module).__name__}, as {where}. "
-                "What is changed in it (batch statistics, counts of random numbers) "
-                "would be lost. Use jmp_lite.nnx.autocast, with the object as an "
-                "argument, which writes changes back; or nnx.split it, and give "
-                "autocast a function of its state."
-            )
-
-
-def _captured(fun: Any) -> list[Any]:
-    """Returns a function, its owner, and what it holds, as far as can be seen."""
-    found = [fun, getattr(fun, "__self__", None)]
-    if isinstance(fun, functools.partial):
-        found += [*fun.args, *fun.keywords.values(), *_captured(fun.func)]
-    for cell in getattr(fun, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # An empty cell.
-            found.append(cell.cell_contents)
-    return found
-
-
 # ------------------------------------------------------------------------- the walk
 
 
-class Walk:
+class Walk(Casts):
     """Runs jaxprs under rules; one for each call of an autocast function.
 
     Args:
@@ -206,8 +126,8 @@ class Walk:
     """
 
     def __init__(self, rules: Rules) -> None:
+        super().__init__(rules.compute_dtype)
         self.rules = rules
-        self.low_dtype = np.dtype(rules.compute_dtype)
         self.demands = Demands(rules)
         self.memo: dict[Any, Any] = {}
         self.told: list[Told | ToldInside] = []
@@ -286,7 +206,8 @@ class Walk:
         if op in HANDLERS:
             return HANDLERS[op](self, Call(eqn, operands, wanted, path))
         if op == "convert_element_type":
-            return [self.converted(eqn, operands[0], path)]
+            is_low = self.rules.precision_in(path) is Precision.LOW
+            return [converted(self, eqn, operands[0], is_low)]
         if op in PASSING:
             arrays = compat.bind(eqn, [value.array for value in operands])
             return [
@@ -299,7 +220,8 @@ class Walk:
             float32 = [value for value in operands if value.state is not None]
             origin = float32[decision.leader].origin
         self.told.append(Told(eqn, decision, origin))
-        return self.perform(eqn, operands, decision, eqn if origin is None else origin)
+        made_by = eqn if origin is None else origin
+        return perform(self, eqn, operands, decision, made_by)
 
     def decision(
         self,
@@ -368,170 +290,6 @@ class Walk:
             for place in places
         )
 
-    def perform(
-        self, eqn: Any, operands: Sequence[Value], decision: Decision, origin: Any
-    ) -> list[Value]:
-        """Binds an equation as it was decided."""
-        op = eqn.primitive.name
-        kind = _kind_of_result(op, operands)
-        if decision.run is Run.LOW:
-            arrays = self._in_low(eqn, operands)
-        elif decision.run is Run.FULL and decision.state is State.LOW:
-            arrays = self._in_full_then_low(eqn, operands)
-        else:
-            arrays = compat.bind(eqn, [self.full(value) for value in operands])
-        return [
-            self._value(var, array, decision.state, kind, origin)
-            for var, array in zip(eqn.outvars, arrays, strict=True)
-        ]
-
-    def _in_full_then_low(self, eqn: Any, operands: Sequence[Value]) -> list[Any]:
-        saturates = any(value.saturates for value in operands)
-
-        def in_full(*full: Any) -> list[Any]:
-            return [
-                self.cast(array, saturates) if compat.is_float32(var) else array
-                for var, array in zip(eqn.outvars, compat.bind(eqn, full), strict=True)
-            ]
-
-        if eqn.primitive.name in MOVING:
-            return in_full(*map(self.full, operands))
-
-        def from_held(*held: Any) -> list[Any]:
-            return in_full(
-                *(
-                    self.full(Value(array, value.state))
-                    for array, value in zip(held, operands, strict=True)
-                )
-            )
-
-        # What it was given waits for the backward pass in 16 bits.
-        again = jax.checkpoint(from_held, prevent_cse=False)
-        return again(*(value.array for value in operands))
-
-    def _in_low(self, eqn: Any, operands: Sequence[Value]) -> list[Any]:
-        op, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-        arrays: list[Any] = []
-        for value in operands:
-            is_number = value.kind in (Kind.LITERAL, Kind.EXACT)
-            is_spread = op in BROADCASTING and not is_number
-            if value.state is not None and is_spread and value.array.shape != shape:
-                # In float32, and cast after: JAX's transpose of it is a sum.
-                full = _spread(self.full(value), shape)
-                arrays.append(self.cast(full, value.saturates))
-            else:
-                arrays.append(self.low(value))
-        if op in _SCATTERS:
-            return [_scatter(eqn, arrays)]
-        changed = {
-            name: self.low_dtype if is_dtype else None
-            for name, is_dtype in DTYPE_PARAMS.items()
-            if eqn.params.get(name) is not None
-        }
-        return compat.bind(eqn, arrays, **changed)
-
-    def _value(
-        self, var: Any, array: Any, state: State | None, kind: Kind, origin: Any
-    ) -> Value:
-        if not compat.is_float32(var):
-            return Value(array, None, kind)
-        is_low = array.dtype == self.low_dtype
-        if is_low != (state is State.LOW):  # An op that has a result of its own mind.
-            state = State.LOW if is_low else State.HARD
-        return Value(array, state, kind, origin=origin)
-
-    # What a value is, and its two dtypes.
-
-    def given(self, var: Any, array: Any, origin: str) -> Value:
-        """Returns an argument or a constant."""
-        state = State.SOFT if compat.is_float32(var) else None
-        return Value(array, state, Kind.GIVEN, origin=origin)
-
-    def constant(self, var: Any, array: Any) -> Value:
-        """Returns a constant; one with elements too large for 16 bits is HARD."""
-        value = self.given(var, array, "a constant")
-        if value.state is State.SOFT and not compat.is_tracer(array):
-            numbers = np.asarray(array)
-            with np.errstate(over="ignore"):
-                low = numbers.astype(self.low_dtype).astype(np.float32)
-            if np.any(np.isfinite(numbers) & ~np.isfinite(low)):
-                value.state = State.HARD
-                value.origin = "a constant too large for 16 bits"
-        return value
-
-    def literal(self, atom: Any) -> Value:
-        """Returns a number in the program; one that 16 bits cannot tell is HARD."""
-        is_real = jnp.issubdtype(compat.dtype_of(atom), jnp.floating)
-        is_real |= compat.is_integer(atom)
-        fits = not is_real or _fits(np.float32(atom.val), self.low_dtype)
-        if not compat.is_float32(atom):
-            # One that does not fit is judged here for what it may be converted to.
-            kind = Kind.LITERAL if fits else Kind.COMPUTED
-            return Value(compat.as_array(atom.val), None, kind)
-        number = np.float32(atom.val)
-        if number in _ENDS:
-            return Value(number, State.HARD, Kind.END, origin="the end of the range")
-        state = State.SOFT if fits else State.HARD
-        is_exact = fits and np.float32(number.astype(self.low_dtype)) == number
-        kind = Kind.EXACT if is_exact else Kind.LITERAL
-        return Value(number, state, kind, origin=f"the number {number}")
-
-    def converted(self, eqn: Any, value: Value, path: str) -> Value:
-        """Returns the result of a cast that the user wrote, or JAX for them."""
-        (var,), atom = eqn.outvars, eqn.invars[0]
-        if not compat.is_float32(var):
-            if value.state is State.LOW and var.aval.dtype == self.low_dtype:
-                return Value(value.array)
-            (array,) = compat.bind(eqn, [self.full(value)])
-            return Value(array, None, value.kind)
-        if value.state is State.LOW:
-            return value
-        is_low = getattr(value.array, "dtype", None) == self.low_dtype
-        if is_low and self.rules.precision_in(path) is Precision.LOW:
-            return Value(value.array, State.LOW, origin=eqn)
-        (array,) = compat.bind(eqn, [value.array])
-        if value.state is not None:
-            return Value(array, value.state, value.kind, origin=value.origin)
-        state = self._state_of_upcast(atom, value)
-        is_counted = compat.is_integer(atom) and state is State.HARD
-        kind = Kind.INTEGER if is_counted else value.kind
-        return Value(array, state, kind, origin=eqn)
-
-    def _state_of_upcast(self, atom: Any, value: Value) -> State:
-        dtype = compat.dtype_of(atom)
-        if dtype == np.bool_:
-            return State.SOFT
-        is_number = value.kind in (Kind.LITERAL, Kind.EXACT)
-        if is_number and np.ndim(value.array) == 0:
-            return State.SOFT
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        return State.SOFT if is_float and value.kind is Kind.GIVEN else State.HARD
-
-    def full(self, value: Value) -> Any:
-        """Returns a value as it was traced."""
-        if value.state is not State.LOW:
-            return value.array
-        if value.raised is None:  # Once: the gradients of its uses add up in float32.
-            value.raised = value.array.astype(jnp.float32)
-        return value.raised
-
-    def low(self, value: Value) -> Any:
-        """Returns a float32 value in the compute dtype, and any other as it is."""
-        if value.state is None or value.state is State.LOW:
-            return value.array
-        if value.kind is not Kind.COMPUTED:
-            return self.cast(value.array, value.saturates)
-        if value.cast is None:  # Once for all uses: each would be kept for backward.
-            value.cast = self.cast(value.array)
-        return value.cast
-
-    def cast(self, array: Any, saturates: bool = False) -> Any:
-        """Returns an array in the compute dtype."""
-        if saturates:
-            ends = jnp.finfo(self.low_dtype)
-            array = lax.clamp(np.float32(ends.min), array, np.float32(ends.max))
-        return compat.as_array(array).astype(self.low_dtype)
-
 
 def _paths_inside(jaxpr: Any) -> Iterator[str]:
     for eqn in compat.parts(jaxpr).eqns:
@@ -540,20 +298,6 @@ def _paths_inside(jaxpr: Any) -> Iterator[str]:
         for inner in compat.inner_jaxprs(eqn):
             prefix = f"{here}/{eqn.params.get('name', '')}"
             yield from (f"{prefix}/{path}" for path in _paths_inside(inner))
-
-
-_ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
-
-
-def _fits(number: np.float32, dtype: Any) -> bool:
-    """Whether a number does not overflow, vanish, or become one in a dtype."""
-    with np.errstate(over="ignore"):
-        low = np.float32(number.astype(dtype))
-    if not np.isfinite(number):
-        return True
-    return bool(
-        np.isfinite(low) and (low != 0 or number == 0) and (low != 1 or number == 1)
-    )
 
 
 def _is_outer_product(eqn: Any) -> bool:
@@ -572,40 +316,3 @@ def _asks_for_float32(eqn: Any) -> bool:
     if isinstance(asked, tuple):
         return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST
     return asked not in (None, usual)  # An algorithm.
-
-
-def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
-    kinds = {value.kind for value in operands}
-    if op == "iota":
-        return Kind.INTEGER
-    if Kind.COMPUTED in kinds or not kinds:
-        return Kind.COMPUTED
-    if op not in MOVING and not (op in _SCALING and Kind.INTEGER in kinds):
-        return Kind.COMPUTED
-    for kind in (Kind.INTEGER, Kind.GIVEN, Kind.END, Kind.LITERAL):
-        if kind in kinds:
-            return kind
-    return Kind.EXACT
-
-
-_SCALING = frozenset(["add", "sub", "mul", "div", "neg"])
-
-
-def _spread(array: Any, shape: tuple[int, ...]) -> Any:
-    """Broadcasts a scalar, or the axes of size 1, to a shape."""
-    dims = range(len(shape)) if jnp.ndim(array) else ()
-    return lax.broadcast_in_dim(array, shape, tuple(dims))
-
-
-_SCATTERS: dict[str, Callable[..., Any]] = {
-    "scatter-add": lax.scatter_add,
-    "scatter-sub": lax.scatter_sub,
-    "scatter-mul": lax.scatter_mul,
-}
-
-
-def _scatter(eqn: Any, arrays: Sequence[Any]) -> Any:
-    """Builds a scatter anew: its combiner is typed."""
-    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    params = {name: eqn.params[name] for name in names}
-    return _SCATTERS[eqn.primitive.name](*arrays, **params)

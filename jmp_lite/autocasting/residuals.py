@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat, islands
-from jmp_lite.autocasting.interpreter import check_function, function_of_arrays
+from jmp_lite.autocasting.door import check_function, function_of_arrays
 from jmp_lite.autocasting.rules import FULL_SCOPE
 from jmp_lite.casting.dtypes import parse_dtype
 

@@ -75,6 +75,11 @@ class Value:
         return is_large or self.kind in (Kind.END, Kind.INTEGER)
 
     @property
+    def is_number(self) -> bool:
+        """Whether it is a number of the program."""
+        return self.kind in (Kind.LITERAL, Kind.EXACT)
+
+    @property
     def spec(self) -> "Spec":
         """All but the numbers."""
         return self.state, self.kind

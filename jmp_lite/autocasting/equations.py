@@ -1,0 +1,178 @@
+"""One equation, bound as it was decided.
+
+The law of this file: nothing is decided here. An equation gets its operands in the
+dtype that its decision says, and its results are what the decision says they are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.casts import Casts
+from jmp_lite.autocasting.decisions import Decision, Run
+from jmp_lite.autocasting.rules import BROADCASTING, DTYPE_PARAMS, MOVING
+from jmp_lite.autocasting.values import Kind, State, Value
+
+
+def perform(
+    casts: Casts, eqn: Any, operands: Sequence[Value], decision: Decision, origin: Any
+) -> list[Value]:
+    """Binds an equation as it was decided.
+
+    Args:
+      casts: what casts values.
+      eqn: the equation.
+      operands: what stands for its operands.
+      decision: how it runs.
+      origin: what makes its results what they are held in.
+    """
+    op = eqn.primitive.name
+    kind = _kind_of_result(op, operands)
+    if decision.run is Run.LOW:
+        arrays = _in_low(casts, eqn, operands)
+    elif decision.run is Run.FULL and decision.state is State.LOW:
+        arrays = _in_full_then_low(casts, eqn, operands)
+    else:
+        arrays = compat.bind(eqn, [casts.full(value) for value in operands])
+    return [
+        _value(casts, var, array, decision.state, kind, origin)
+        for var, array in zip(eqn.outvars, arrays, strict=True)
+    ]
+
+
+def _in_full_then_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
+    saturates = any(value.saturates for value in operands)
+
+    def in_full(*full: Any) -> list[Any]:
+        return [
+            casts.cast(array, saturates) if compat.is_float32(var) else array
+            for var, array in zip(eqn.outvars, compat.bind(eqn, full), strict=True)
+        ]
+
+    if eqn.primitive.name in MOVING:
+        return in_full(*map(casts.full, operands))
+
+    def from_held(*held: Any) -> list[Any]:
+        return in_full(
+            *(
+                casts.full(Value(array, value.state))
+                for array, value in zip(held, operands, strict=True)
+            )
+        )
+
+    # What it was given waits for the backward pass in 16 bits.
+    again = jax.checkpoint(from_held, prevent_cse=False)
+    return again(*(value.array for value in operands))
+
+
+def _in_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
+    op, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    arrays: list[Any] = []
+    for value in operands:
+        is_spread = op in BROADCASTING and not value.is_number
+        if value.state is not None and is_spread and value.array.shape != shape:
+            # In float32, and cast after: JAX's transpose of it is a sum.
+            full = _spread(casts.full(value), shape)
+            arrays.append(casts.cast(full, value.saturates))
+        else:
+            arrays.append(casts.low(value))
+    if op in _SCATTERS:
+        return [_scatter(eqn, arrays)]
+    changed = {
+        name: casts.low_dtype if is_dtype else None
+        for name, is_dtype in DTYPE_PARAMS.items()
+        if eqn.params.get(name) is not None
+    }
+    return compat.bind(eqn, arrays, **changed)
+
+
+def _value(
+    casts: Casts, var: Any, array: Any, state: State | None, kind: Kind, origin: Any
+) -> Value:
+    if not compat.is_float32(var):
+        return Value(array, None, kind)
+    is_low = array.dtype == casts.low_dtype
+    if is_low != (state is State.LOW):  # An op that has a result of its own mind.
+        state = State.LOW if is_low else State.HARD
+    return Value(array, state, kind, origin=origin)
+
+
+def converted(casts: Casts, eqn: Any, value: Value, is_low: bool) -> Value:
+    """Returns the result of a cast that the user wrote, or JAX for them.
+
+    Args:
+      casts: what casts values.
+      eqn: the cast.
+      value: what is cast.
+      is_low: whether all is low where it stands.
+    """
+    (var,), atom = eqn.outvars, eqn.invars[0]
+    if not compat.is_float32(var):
+        if value.state is State.LOW and var.aval.dtype == casts.low_dtype:
+            return Value(value.array)
+        (array,) = compat.bind(eqn, [casts.full(value)])
+        return Value(array, None, value.kind)
+    if value.state is State.LOW:
+        return value
+    is_of_low = getattr(value.array, "dtype", None) == casts.low_dtype
+    if is_low and is_of_low:
+        return Value(value.array, State.LOW, origin=eqn)
+    (array,) = compat.bind(eqn, [value.array])
+    if value.state is not None:
+        return Value(array, value.state, value.kind, origin=value.origin)
+    state = _state_of_upcast(atom, value)
+    is_counted = compat.is_integer(atom) and state is State.HARD
+    kind = Kind.INTEGER if is_counted else value.kind
+    return Value(array, state, kind, origin=eqn)
+
+
+def _state_of_upcast(atom: Any, value: Value) -> State:
+    dtype = compat.dtype_of(atom)
+    if dtype == np.bool_:
+        return State.SOFT
+    if value.is_number and np.ndim(value.array) == 0:
+        return State.SOFT
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return State.SOFT if is_float and value.kind is Kind.GIVEN else State.HARD
+
+
+def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
+    kinds = {value.kind for value in operands}
+    if op == "iota":
+        return Kind.INTEGER
+    if Kind.COMPUTED in kinds or not kinds:
+        return Kind.COMPUTED
+    if op not in MOVING and not (op in _SCALING and Kind.INTEGER in kinds):
+        return Kind.COMPUTED
+    for kind in (Kind.INTEGER, Kind.GIVEN, Kind.END, Kind.LITERAL):
+        if kind in kinds:
+            return kind
+    return Kind.EXACT
+
+
+_SCALING = frozenset(["add", "sub", "mul", "div", "neg"])
+
+
+def _spread(array: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcasts a scalar, or the axes of size 1, to a shape."""
+    dims = range(len(shape)) if jnp.ndim(array) else ()
+    return lax.broadcast_in_dim(array, shape, tuple(dims))
+
+
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+}
+
+
+def _scatter(eqn: Any, arrays: Sequence[Any]) -> Any:
+    """Builds a scatter anew: its combiner is typed."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    params = {name: eqn.params[name] for name in names}
+    return _SCATTERS[eqn.primitive.name](*arrays, **params)
