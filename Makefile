@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
 
-.PHONY: help demo test slow targets lint format types clean
+.PHONY: help demo test slow targets benchmarks lint format types clean
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
 	@echo "make test     the tests and doctests"
 	@echo "make slow     the tests that take minutes"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
+	@echo "make benchmarks  what autocast costs, beside its peers (half an hour)"
 	@echo "make lint     ruff; make format mends what it can"
 	@echo "make types    pyright"
 	@echo "make clean    remove the virtual environment and caches"
@@ -30,6 +31,9 @@ slow: $(VENV)/.test
 
 targets: $(VENV)/.targets
 	$(BIN)/python -m pytest -m targets $(ARGS)
+
+benchmarks: $(VENV)/.peers
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.autocast --json benchmarks/results $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -72,6 +76,11 @@ $(VENV)/.test: $(VENV)/.demo
 $(VENV)/.targets: $(VENV)/.test
 	@echo "Installing the compilers for the H100 and the TPU v5e into $(VENV) ..."
 	@$(PIP) --editable ".[demo]" --group test --group targets
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.targets
+	@echo "Installing what the benchmarks measure beside it into $(VENV) ..."
+	@$(PIP) --editable ".[demo]" --group test --group targets --group peers
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

@@ -204,17 +204,20 @@ def kept_across_loops(model: models.Model) -> int:
     traced = jax.jit(jax.grad(model.loss)).trace(model.params, model.batch)
 
     def kept(jaxpr: Any) -> int:
-        stacks: set[Any] = set()
+        stacks: dict[Any, Any] = {}  # What is stacked up, and what that is moved to.
         read: set[Any] = set()
         inside = 0
         for eqn in compat.parts(jaxpr).eqns:
             op = eqn.primitive.name
+            atoms = [atom for atom in eqn.invars if not compat.is_literal(atom)]
+            found = [stacks[atom] for atom in atoms if atom in stacks]
             if op in ("scan", "dot_general"):
-                read |= stacks.intersection(
-                    atom for atom in eqn.invars if not compat.is_literal(atom)
-                )
+                read.update(found)
+            elif op in ("reshape", "transpose") and found:
+                stacks[eqn.outvars[0]] = found[0]
             if op == "scan":
-                stacks.update(eqn.outvars[compat.scan_counts(eqn)[1] :])
+                stacked = eqn.outvars[compat.scan_counts(eqn)[1] :]
+                stacks.update(zip(stacked, stacked, strict=True))
             else:
                 inside += sum(map(kept, compat.inner_jaxprs(eqn)))
         return inside + sum(var.aval.size * var.aval.dtype.itemsize for var in read)

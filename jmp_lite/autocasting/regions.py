@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.demand import Readers
 from jmp_lite.autocasting.values import State, Value
@@ -44,13 +42,10 @@ class Regions:
         self._uses: Mapping[Any, list[int]] | None = None
 
     def enter(self, operands: Sequence[Value]) -> list[Value]:
-        """Returns what the operands of an op are inside: float32.
-
-        Raised at each use: XLA for an H100 moves more where a norm's uses share it.
-        """
+        """Returns what the operands of an op are inside: float32."""
         return [
             Value(
-                value.array.astype(np.float32),
+                self._walk.full(value),
                 State.HARD,
                 is_from_low=True,
                 origin=value.origin,
