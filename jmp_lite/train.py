@@ -5,19 +5,28 @@ the rest of the library offers, and nothing a user could not write by hand; the 
 jits it, donates to it and loops over it.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
-from jmp_lite.casting.dtypes import is_array, upcast_tree
+from jmp_lite.autocasting.door import choose_rules
+from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.rules import Rules
+from jmp_lite.casting.dtypes import is_array, is_inexact, upcast_tree
 from jmp_lite.scaling.gradients import value_and_grad
 from jmp_lite.scaling.loss_scale import (
+    AxisName,
     LossScale,
     NoOpLossScale,
     all_finite,
+    check_is_loss_scale,
+    default_loss_scale,
     select_tree,
 )
 from jmp_lite.scaling.transforms import (
@@ -59,9 +68,12 @@ class TrainingState(NamedTuple):
 def build_train_step(
     loss_fn: Callable[..., Any],
     optimizer: Any,
+    rules: Rules | str = "mixed",
     *,
     loss_scale: LossScale | None = None,
+    accumulate: int = 1,
     ema: float | None = None,
+    axis_name: AxisName | None = None,
 ) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
     """Builds ``init`` and ``step`` of a training loop.
 
@@ -71,23 +83,34 @@ def build_train_step(
 
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
-        aux))``. It casts what it computes in 16 bits.
+        aux))``, with None for what there is none of. It is written in float32.
       optimizer: an optax transformation, without ``loss_scaling``: it is wrapped here.
         It is also given the loss as ``value``, which some optimizers ask for.
-      loss_scale: the loss scale to start from; None for no scaling, which suits
-        bfloat16 and float32. For float16 pass ``DynamicLossScale()``.
+      rules: in which precision the loss is computed, as for ``autocast``: the name of a
+        preset (``"mixed"``, MindSpore's ``"O0"`` to ``"O3"``, ...) or a ``Rules``;
+        ``get_rules("mixed", "float16")`` for another compute dtype.
+      loss_scale: the loss scale to start from; None for what the compute dtype needs:
+        ``DynamicLossScale()`` for float16, else none.
+      accumulate: into how many micro-batches a batch is split, along the first axis of
+        its arrays. Their gradients are averaged in float32; the model state goes from
+        one to the next, each gets a key of its own, and one decision is taken for all.
       ema: the decay of a moving average of the parameters; None for none.
+      axis_name: the mapped axis (or axes) over which each device has a part of the
+        batch: gradients, loss and the floats of the model state are averaged over it,
+        each device gets a key of its own, and all skip where one has to.
 
     Returns:
       ``init(params, model_state=None, rng=None) -> TrainingState``, whose arrays are
       copies, because the state may be donated, and
       ``step(state, batch) -> (state, metrics)``. ``metrics`` is a dictionary of
       ``loss``, ``grad_norm``, ``grads_finite`` (of the loss too), ``loss_scale`` (that
-      the step used), ``skipped`` (in all) and ``aux``.
+      the step used), ``skipped`` (in all) and ``aux`` (of each micro-batch, stacked up,
+        where there are several).
 
     Raises:
-      ValueError: ``ema`` is not in [0, 1); in ``init``, the optimizer carries a loss
-        scale already.
+      ValueError: ``ema`` is not in [0, 1), ``accumulate`` is less than 1, or there is
+        no preset of such a name; in ``init``, the optimizer carries a loss scale
+        already; in ``step``, a batch cannot be split into ``accumulate`` parts.
       TypeError: ``optimizer`` is no transformation or ``loss_scale`` no ``LossScale``;
         in ``step``, ``loss_fn`` returned something else than said above, or a model
         state of another structure, shape or dtype than it was given.
@@ -106,11 +129,15 @@ def build_train_step(
     """
     if ema is not None and not 0 <= float(ema) < 1:
         raise ValueError(f"Expected a decay in [0, 1) for ema, got {ema}.")
-    scale_at_start = NoOpLossScale() if loss_scale is None else loss_scale
+    if int(accumulate) != accumulate or accumulate < 1:
+        raise ValueError(f"Expected accumulate to be 1 or more, got {accumulate}.")
+    if loss_scale is not None:
+        check_is_loss_scale(loss_scale)
+    chosen = choose_rules(rules, None)
     inner = with_extra_args(optimizer)
-    wrapped = loss_scaling(optimizer, scale_at_start)
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainingState:
+        wrapped = loss_scaling(optimizer, _scale_at_start(loss_scale, chosen()))
         return _fresh(
             TrainingState(
                 params=params,
@@ -122,7 +149,9 @@ def build_train_step(
             )
         )
 
-    def checked_loss_fn(params: Any, model_state: Any, *args: Any) -> Any:
+    # The loss in mixed precision: parameters are float32, and cast where they are used.
+    @autocast(rules=rules)
+    def low_loss_fn(params: Any, model_state: Any, *args: Any) -> Any:
         result = loss_fn(params, model_state, *args)
         _check_result(result, model_state)
         return result
@@ -136,11 +165,19 @@ def build_train_step(
         # A skipped step leaves the key alone too, yet the next one draws anew.
         attempt = state.step + opt_state.skipped
         rng = None if state.rng is None else jax.random.fold_in(state.rng, attempt)
+        if axis_name is not None:
+            rng = None if rng is None else _key_of_this_device(rng, axis_name)
 
         # The loss in float32, scaled; the gradients unscaled, in float32.
-        (loss, (model_state, aux)), grads = value_and_grad(
-            checked_loss_fn, opt_state.loss_scale, has_aux=True
-        )(params, state.model_state, batch, rng)
+        grad_fn = value_and_grad(low_loss_fn, opt_state.loss_scale, has_aux=True)
+        if accumulate > 1:
+            grad_fn = _accumulated(grad_fn, int(accumulate))
+        local = params if axis_name is None else _of_this_device(params, axis_name)
+        (loss, (model_state, aux)), grads = grad_fn(
+            local, state.model_state, batch, rng
+        )
+        if axis_name is not None:
+            loss, model_state, grads = _averaged((loss, model_state, grads), axis_name)
 
         # Overflow or not: one decision for all that is state.
         finite = all_finite((loss, grads))
@@ -169,6 +206,110 @@ def build_train_step(
         return select_tree(finite, new_state, kept), metrics
 
     return init, step
+
+
+def _scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
+    dtype = np.dtype("float32") if rules.is_identity else np.dtype(rules.compute_dtype)
+    needed = default_loss_scale(dtype)
+    if loss_scale is None:
+        return needed
+    if isinstance(loss_scale, NoOpLossScale) and not isinstance(needed, NoOpLossScale):
+        warnings.warn(
+            f"The loss is computed in {dtype} without a loss scale: gradients below "
+            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} are lost. Leave "
+            "loss_scale out, or pass DynamicLossScale().",
+            stacklevel=3,
+        )
+    return loss_scale
+
+
+def _accumulated(grad_fn: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """Returns a gradient function that goes through its batch in parts."""
+
+    def accumulated(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        leaves, treedef = jax.tree.flatten_with_path(batch)
+        is_split = [is_array(leaf) and jnp.ndim(leaf) > 0 for _, leaf in leaves]
+        parts = [
+            _split(path, leaf, times)
+            for (path, leaf), yes in zip(leaves, is_split, strict=True)
+            if yes
+        ]
+
+        def one(carry: Any, now: Any) -> Any:
+            model_state, total = carry
+            i, parts = now
+            given = iter(parts)
+            merged = [
+                next(given) if yes else leaf
+                for (_, leaf), yes in zip(leaves, is_split, strict=True)
+            ]
+            key = None if rng is None else jax.random.fold_in(rng, i)
+            (loss, (new_state, aux)), grads = grad_fn(
+                params, model_state, jax.tree.unflatten(treedef, merged), key
+            )
+            new_state = strongly_typed(new_state)
+            _check_types(model_state, new_state)
+            total = jax.tree.map(jnp.add, total, grads)
+            return (new_state, total), (upcast_tree(loss), aux)
+
+        zeros = upcast_tree(jax.tree.map(jnp.zeros_like, params))
+        (model_state, total), (losses, aux) = lax.scan(
+            one, (model_state, zeros), (jnp.arange(times), parts)
+        )
+        grads = jax.tree.map(lambda x: x / times, total)
+        return (jnp.mean(losses), (model_state, aux)), grads
+
+    return accumulated
+
+
+def _split(path: Any, leaf: Any, times: int) -> Any:
+    if leaf.shape[0] % times:
+        raise ValueError(
+            f"Expected the first axis of every array of the batch to be a multiple of "
+            f"accumulate={times}, got {leaf.shape} at batch"
+            f"{jax.tree_util.keystr(path)}."
+        )
+    return jnp.reshape(leaf, (times, leaf.shape[0] // times, *leaf.shape[1:]))
+
+
+def _check_types(before: Any, after: Any) -> None:
+    pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
+    for (path, old), new in pairs:
+        types = [jax.typeof(x) for x in (old, new)]
+        if (types[0].shape, types[0].dtype) != (types[1].shape, types[1].dtype):
+            raise TypeError(
+                "loss_fn returned another type of model state than it was given: "
+                f"{types[1].str_short()} at .model_state{jax.tree_util.keystr(path)}, "
+                f"given {types[0].str_short()}."
+            )
+
+
+def _key_of_this_device(rng: Any, axis_name: AxisName) -> Any:
+    return jax.random.fold_in(rng, lax.axis_index(axis_name))
+
+
+def _of_this_device(params: Any, axis_name: AxisName) -> Any:
+    """Returns parameters whose gradient is that of this device's part of the batch.
+
+    Where ``shard_map`` checks types, a gradient with regard to what all devices share
+    would be summed over them already, in the dtype that it has there.
+    """
+    names = {axis_name} if isinstance(axis_name, str) else {*axis_name}
+
+    def local(x: Any) -> Any:
+        if not is_array(x) or not jax.typeof(x).sharding.mesh.manual_axes:
+            return x
+        missing = tuple(names - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(local, params)
+
+
+def _averaged(tree: Any, axis_name: AxisName) -> Any:
+    def average(x: Any) -> Any:
+        return lax.pmean(x, axis_name) if is_inexact(x) else x
+
+    return jax.tree.map(average, tree)
 
 
 def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:

@@ -148,7 +148,7 @@ def test_gradients_in_16_bits_are_near(name):
     assert relative_error(actual, expected) < 0.03
 
 
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_the_sum_over_a_long_loop_is_one_of_float32(wrap):
     """Added up in 16 bits, 8,192 terms of one sign would be far off."""
 

@@ -1,4 +1,5 @@
 import functools
+import warnings
 
 import chex
 import jax
@@ -6,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, lenient
+from test_autocasting_interpreter import live_equations, products, relative_error
 
 import jmp_lite as jmp
 
@@ -29,8 +32,9 @@ def start():
 
 def test_finite_steps_are_those_written_by_hand():
     optimizer = lenient(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    scale = jmp.DynamicLossScale(period=2)
     init, step = jmp.build_train_step(
-        loss_fn, optimizer, loss_scale=jmp.DynamicLossScale(period=2), ema=0.9
+        loss_fn, optimizer, "O0", loss_scale=scale, ema=0.9
     )
     key = jax.random.key(0)
     state = init(PARAMS, start(), key)
@@ -161,6 +165,11 @@ def test_bad_input_is_refused_at_the_door():
         build(optax.sgd(0.1), loss_scale=128.0)
     with pytest.raises(ValueError, match=r"decay in \[0, 1\) for ema, got 1"):
         build(optax.sgd(0.1), ema=1.0)
+    for bad in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"to be 1 or more, got {bad}"):
+            build(optax.sgd(0.1), accumulate=bad)
+    with pytest.raises(ValueError, match="Did you mean 'mixed'"):
+        build(optax.sgd(0.1), "mixd")
     init, _ = build(optax.chain(jmp.loss_scaling(optax.sgd(0.1))))
     with pytest.raises(ValueError, match="carries a loss scale already"):
         init(PARAMS)
@@ -215,3 +224,259 @@ def test_optimizers_that_ask_for_the_loss_get_it(name):
     for _ in range(3):
         state, last = step(state, X)
     assert last["loss"] < first["loss"]
+
+
+# ---------------------------------------------------------------------------- rules
+
+
+def mlp_loss(params, model_state, batch, rng):
+    x, y = batch
+    h = jnp.tanh(x @ params["w1"])
+    if rng is not None:
+        h = h * jax.random.bernoulli(rng, 0.9, h.shape) / 0.9
+    return jnp.mean((h @ params["w2"] - y) ** 2), (model_state, None)
+
+
+def mlp_start():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((8, 16), (16, 1), (32, 8), (32, 1))
+    w1, w2, x, y = map(jax.random.normal, keys, shapes)
+    return {"w1": w1 / 3, "w2": w2 / 4}, (x, y)
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [
+        ("mixed", "bfloat16"),
+        ("O0", "float32"),
+        ("O1", "bfloat16"),
+        ("O2", "bfloat16"),
+        ("O3", "bfloat16"),
+        (jmp.get_rules("mixed", "float16"), "float16"),
+        (jmp.get_rules("mixed").full("dot_general"), "float32"),
+    ],
+)
+def test_the_loss_is_computed_as_the_rules_say_and_the_rest_in_float32(rules, dtype):
+    params, batch = mlp_start()
+    init, step = jmp.build_train_step(mlp_loss, lenient(optax.adam(1e-2)), rules)
+    state = init(params)
+    found = products(live_equations(step, state, batch))
+    assert set(found) == {(dtype,) * 3}
+    after, metrics = jax.jit(step)(state, batch)
+    assert {x.dtype for x in jax.tree.leaves(after.params)} == {np.dtype("float32")}
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    for _ in range(20):
+        after, last = jax.jit(step)(after, batch)
+    assert last["loss"] < 0.7 * metrics["loss"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "kind"),
+    [
+        ("float16", jmp.DynamicLossScale),
+        ("bfloat16", jmp.NoOpLossScale),
+        ("float32", jmp.NoOpLossScale),
+    ],
+)
+def test_the_loss_scale_is_what_the_compute_dtype_needs(compute, kind):
+    params, batch = mlp_start()
+    rules = jmp.get_rules("mixed", compute)
+    init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), rules)
+    assert type(jmp.get_loss_scale(init(params))) is kind
+    init, _ = jmp.build_train_step(mlp_loss, optax.sgd(0.1), "O0")
+    assert type(jmp.get_loss_scale(init(params))) is jmp.NoOpLossScale
+    asked = jmp.StaticLossScale(8)
+    init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), rules, loss_scale=asked)
+    assert float(step(init(params), batch)[1]["loss_scale"]) == 8
+
+
+def test_float16_without_a_loss_scale_is_warned_of():
+    params, _ = mlp_start()
+
+    def start(compute):
+        rules = jmp.get_rules("mixed", compute)
+        scale = jmp.NoOpLossScale()
+        init, _ = jmp.build_train_step(
+            mlp_loss, optax.sgd(0.1), rules, loss_scale=scale
+        )
+        return init(params)
+
+    with pytest.warns(UserWarning, match=r"float16 without a loss scale.*6\.0e-08"):
+        start("float16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start("bfloat16")
+
+
+# --------------------------------------------------------------------- accumulation
+
+
+@pytest.mark.parametrize("times", [2, 4])
+def test_micro_batches_give_the_step_of_the_whole_batch(times):
+    params, batch = mlp_start()
+    states = []
+    for accumulate in (1, times):
+        init, step = jmp.build_train_step(
+            mlp_loss,
+            lenient(optax.adam(1e-2)),
+            "O0",
+            accumulate=accumulate,
+            ema=0.9,
+        )
+        state = init(params)
+        for _ in range(3):
+            state, metrics = jax.jit(step)(state, batch)
+        states.append((state.params, state.ema, metrics["loss"], metrics["grad_norm"]))
+    chex.assert_trees_all_close(*states, rtol=1e-5)
+
+
+def test_model_state_goes_from_one_micro_batch_to_the_next():
+    init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), "O0", accumulate=2)
+    state, metrics = jax.jit(step)(init(PARAMS, start(), jax.random.key(0)), X)
+    assert int(state.model_state["seen"]) == 2
+    means = [float(X[:2].mean()), float(X[2:].mean())]
+    expected = 0.9 * 0.1 * means[0] + 0.1 * means[1]
+    assert float(state.model_state["mean"]) == pytest.approx(expected)
+    assert metrics["aux"]["y"].shape == (2, 2)
+
+
+def test_each_micro_batch_draws_its_own_random_numbers():
+    def fun(params, model_state, batch, rng):
+        drawn = jax.random.uniform(rng)
+        return jnp.sum(params["w"]) * jnp.mean(batch), (model_state, drawn)
+
+    init, step = jmp.build_train_step(fun, optax.sgd(0.1), accumulate=4)
+    state = init(PARAMS, rng=jax.random.key(0))
+    state, first = step(state, X)
+    _, second = step(state, X)
+    drawn = np.concatenate([first["aux"], second["aux"]])
+    assert len(set(drawn.tolist())) == 8
+
+
+def test_one_micro_batch_that_overflows_skips_the_whole_window():
+    init, step = jmp.build_train_step(
+        loss_fn, optax.sgd(0.1), loss_scale=jmp.DynamicLossScale(), accumulate=4
+    )
+    before = init(PARAMS, start(), jax.random.key(0))
+    for i in range(4):
+        after, metrics = jax.jit(step)(before, X.at[i, 0].set(jnp.inf))
+        assert not metrics["grads_finite"]
+        for name in ("params", "model_state", "step"):
+            chex.assert_trees_all_equal(getattr(after, name), getattr(before, name))
+
+
+def test_gradients_of_16_bit_parameters_are_added_up_in_float32():
+    """Ones beside a first gradient of 512: in bfloat16 they would all be lost."""
+
+    def fun(params, model_state, batch, rng):
+        return jnp.sum(params["w"] * batch.astype(params["w"].dtype)), (None, None)
+
+    init, step = jmp.build_train_step(fun, optax.sgd(1.0), accumulate=65)
+    batch = jnp.ones((65, 1)).at[0].set(512.0)
+    _, metrics = step(init({"w": jnp.zeros(1, jnp.bfloat16)}), batch)
+    assert float(metrics["grad_norm"]) == pytest.approx((512 + 64) / 65)
+
+
+def test_what_is_no_array_with_an_axis_reaches_every_micro_batch():
+    def fun(params, model_state, batch, rng):
+        assert batch["name"] == "a"
+        loss = jnp.mean((batch["x"] @ params["w"]) ** 2) * batch["weight"]
+        return loss, (model_state, batch["nothing"])
+
+    init, step = jmp.build_train_step(fun, optax.sgd(0.1), "O0", accumulate=2)
+    batch = {"x": X, "weight": jnp.float32(2), "name": "a", "nothing": None}
+    _, metrics = step(init(PARAMS), batch)
+    whole = fun(PARAMS, None, batch, None)[0]
+    assert float(metrics["loss"]) == pytest.approx(float(whole))
+
+
+def test_a_batch_that_cannot_be_split_is_refused():
+    init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), accumulate=5)
+    params, batch = mlp_start()
+    with pytest.raises(ValueError, match=r"accumulate=5, got \(32, 8\) at batch\[0\]"):
+        step(init(params), batch)
+
+
+def test_a_model_state_that_changes_its_type_is_refused_in_a_micro_batch_too():
+    fun = lambda params, *_: (params["w"].sum(), ({"mean": jnp.ones(4)}, None))
+    init, step = jmp.build_train_step(fun, optax.sgd(0.1), accumulate=2)
+    with pytest.raises(TypeError, match=r"float32\[4\] at \.model_state\['mean'\]"):
+        step(init(PARAMS, {"mean": jnp.ones(3)}), X)
+
+
+# --------------------------------------------------------------------- many devices
+
+
+def build_on(mesh, check_vma, **options):
+    init, step = jmp.build_train_step(axis_name="data", **options)
+    return init, jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=(P(), P()),
+            check_vma=check_vma,
+        )
+    )
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("rules", ["O0", "mixed"])
+def test_devices_that_split_a_batch_take_one_step(mesh, check_vma, rules):
+    params, batch = mlp_start()
+    options = {"loss_fn": mlp_loss, "optimizer": lenient(optax.adam(1e-2))}
+    init, step = build_on(mesh, check_vma, rules=rules, **options)
+    state = init(params)
+    one_init, one_step = jmp.build_train_step(**options, rules="O0")
+    alone = one_init(params)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        alone, expected = one_step(alone, batch)
+    tolerance = 1e-5 if rules == "O0" else 0.05
+    chex.assert_trees_all_close(metrics["loss"], expected["loss"], rtol=tolerance)
+    moved, moved_alone = (
+        jax.tree.map(jnp.subtract, s.params, params) for s in (state, alone)
+    )
+    assert relative_error(moved, moved_alone) < (1e-4 if rules == "O0" else 0.1)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_all_devices_skip_where_one_overflows_and_statistics_are_averaged(
+    mesh, check_vma
+):
+    def fun(params, model_state, batch, rng):
+        loss, (model_state, _) = loss_fn(params, model_state, batch, rng)
+        return loss, (model_state, None)
+
+    init, step = build_on(
+        mesh,
+        check_vma,
+        loss_fn=fun,
+        optimizer=optax.sgd(0.1),
+        loss_scale=jmp.DynamicLossScale(),
+        accumulate=1,
+    )
+    before = init(PARAMS, start(), jax.random.key(0))
+    after, metrics = step(before, bad_gradient(X))
+    assert not metrics["grads_finite"]
+    chex.assert_trees_all_equal(after.params, before.params)
+    final, metrics = step(after, X)
+    assert metrics["grads_finite"]
+    mean = float(final.model_state["mean"])
+    assert mean == pytest.approx(0.1 * float(X.mean()), rel=1e-5)
+
+
+def test_it_is_mapped_over_an_axis_of_vmap():
+    params, (x, y) = mlp_start()
+    init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), "O0", axis_name="data")
+    parts = (x.reshape(4, 8, 8), y.reshape(4, 8, 1))
+    state, _ = jax.vmap(step, (None, 0), axis_name="data")(init(params), parts)
+    _, one_step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), "O0")
+    alone, _ = one_step(init(params), (x, y))
+    first = jax.tree.map(lambda leaf: leaf[0], state.params)
+    chex.assert_trees_all_close(first, alone.params, rtol=1e-5)
