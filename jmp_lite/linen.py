@@ -1,0 +1,188 @@
+"""Flax linen glue: parts of a module in 16 bits, and loss scales in checkpoints.
+
+The law of this file: a module is not changed. What comes back is one like it, with the
+same parameters under the same names.
+
+Importing it makes the loss scales known to ``flax.serialization``.
+"""
+
+import dataclasses
+import functools
+import types
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+from flax import serialization
+from jax.typing import DTypeLike
+
+from jmp_lite.casting.dtypes import parse_dtype
+from jmp_lite.casting.selection import (
+    Selector,
+    check_selector,
+    is_selected,
+    nothing_selected,
+)
+from jmp_lite.scaling.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module:
+    """Returns a module that computes in a dtype, or of which some parts do.
+
+    What has a field ``dtype`` gets this one: it casts its inputs and its parameters to
+    it. Parameters stay in their ``param_dtype``, and variables keep their names, so
+    that checkpoints are the same. Everything inside of a part that is selected computes
+    in the dtype too.
+
+    Args:
+      module: a linen module, not bound.
+      dtype: a floating dtype or its name.
+      where: which parts: a class of modules; a regular expression in the path of a
+        module inside of this one (``"encoder/Dense_0"``); a tuple of such; None for
+        all.
+
+    Returns:
+      A module of a subclass, with the same name.
+
+    Raises:
+      TypeError: ``module`` is no linen module, or ``where`` is of another kind.
+      ValueError: there is no such dtype; when it is called, nothing is selected that
+        has a dtype.
+
+    Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> model = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+      >>> low = to_float(model, "bfloat16", "layers_2")
+      >>> x = jnp.ones((1, 3))
+      >>> params = low.init(jax.random.key(0), x)
+      >>> jax.tree.leaves(params)[0].dtype, low.apply(params, x).dtype
+      (dtype('float32'), dtype(bfloat16))
+    """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"Expected a linen module, got {type(module).__name__}. For nnx there is "
+            "jmp_lite.nnx.to_float."
+        )
+    check_selector(where)
+    cls = _floating_class(type(module), parse_dtype(dtype), where)
+    fields = {
+        field.name: getattr(module, field.name)
+        for field in dataclasses.fields(module)
+        if field.init
+    }
+    return cls(**fields)
+
+
+@functools.cache
+def _floating_class(cls: type, dtype: Any, where: Selector) -> Any:
+    """Returns a subclass whose methods run its parts in a dtype."""
+
+    def floating(name: str) -> Any:
+        method = getattr(cls, name)
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            parts = _Parts(self, dtype, where)
+            with nn.intercept_methods(parts.intercept):
+                out = method(self, *args, **kwargs)
+            if name == "__call__" and not parts.is_any_cast:
+                raise ValueError(
+                    nothing_selected(where, parts.seen.items())
+                    if not parts.is_any_selected
+                    else f"What {where!r} selects has no field 'dtype': "
+                    f"{', '.join(parts.seen)}."
+                )
+            return out
+
+        return call
+
+    def body(namespace: dict[str, Any]) -> None:
+        namespace.update({name: floating(name) for name in _methods(cls)})
+        namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__)
+        namespace.update(__doc__=cls.__doc__)
+
+    return types.new_class(cls.__name__, (cls,), exec_body=body)
+
+
+def _methods(cls: Any) -> list[str]:
+    """Returns the methods that a user of a module may call, and its author wrote."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    written = [
+        name
+        for name in dir(cls)
+        if not name.startswith("_") and not hasattr(nn.Module, name)
+    ]
+    return [
+        name
+        for name in ("__call__", *written)
+        if isinstance(getattr(cls, name, None), types.FunctionType)
+        and name not in fields
+    ]
+
+
+class _Parts:
+    """Casts the parts of a module while one of its methods runs.
+
+    Attributes:
+      seen: the parts that were called, by path.
+      is_any_selected: whether the selector meant one of them.
+      is_any_cast: whether one of those has a dtype, or one inside of it.
+    """
+
+    def __init__(self, module: Any, dtype: Any, where: Selector) -> None:
+        self._depth = len(module.path)
+        self._dtype = dtype
+        self._where = where
+        self._selected: set[tuple[str, ...]] = set()
+        self.seen: dict[str, Any] = {}
+        self.is_any_selected = False
+        self.is_any_cast = False
+
+    def intercept(self, method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Runs a method of a part, in the dtype if it is meant."""
+        module = context.module
+        path = module.path[self._depth :]
+        name = "/".join(path)
+        self.seen[name] = module
+        if is_selected(self._where, name, module):
+            self._selected.add(path)
+            self.is_any_selected = True
+        above = (path[:n] for n in range(len(path) + 1))
+        if any(part in self._selected for part in above) and hasattr(module, "dtype"):
+            # Linen makes a module anew for each call: no other one is changed.
+            object.__setattr__(module, "dtype", self._dtype)
+            self.is_any_cast = True
+        return method(*args, **kwargs)
+
+
+# --------------------------------------------------------------------- checkpoints
+
+
+def _to_state_dict(scale: Any) -> dict[str, Any]:
+    """Returns what changes during training; all else is for the code to say."""
+    leaves = jax.tree.leaves_with_path(scale)
+    return {path[-1].name: leaf for path, leaf in leaves}
+
+
+def _from_state_dict(scale: Any, state: dict[str, Any]) -> Any:
+    names = sorted(_to_state_dict(scale))
+    if sorted(state) != names:
+        raise ValueError(
+            f"Expected a {type(scale).__name__} with {', '.join(names) or 'no state'}, "
+            f"got {', '.join(sorted(state)) or 'no state'}: is it another loss scale's?"
+        )
+    return dataclasses.replace(scale, **state)
+
+
+for _scale in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+    serialization.register_serialization_state(
+        _scale, _to_state_dict, _from_state_dict, override=True
+    )
