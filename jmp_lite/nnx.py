@@ -1,13 +1,15 @@
-"""Flax nnx under autocast: its modules change, and their changes are kept.
+"""Flax nnx glue: modules under autocast, and modules of which parts are 16 bit.
 
-The law of this file: a module goes in as its state, is put together inside, and what
-became of it is written back to the very object outside, as ``nnx.jit`` does it.
+The law of this file: a module changes, and no change is lost. Under autocast it goes in
+as its state, is put together inside, and what became of it is written back to the very
+object outside, as ``nnx.jit`` does it.
 """
 
 import functools
+import re
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import errors, nnx
@@ -16,7 +18,17 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting import door, interpreter
 from jmp_lite.autocasting.explain import Explanation
 from jmp_lite.autocasting.explain import explain as core_explain
-from jmp_lite.autocasting.rules import Rules
+from jmp_lite.autocasting.rules import NORM_LAYERS, Rules
+from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, parse_dtype
+from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
+from jmp_lite.casting.selection import (
+    Selector,
+    check_selector,
+    is_selected,
+    nothing_selected,
+)
+
+Model = TypeVar("Model")
 
 _SCOPE = "_jmp_lite_scope"
 
@@ -156,6 +168,223 @@ def _is_mutable(leaf: Any) -> bool:
 
 def _if_mutable(leaf: Any) -> Any:
     return leaf if _is_mutable(leaf) else None
+
+
+# --------------------------------------------------------------- parts in 16 bits
+
+
+def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
+    """Has a module, or parts of it, compute in a dtype.
+
+    What has an attribute ``dtype`` gets this one: it casts its inputs and its
+    parameters to it. Parameters stay as they are. Everything inside of a part that is
+    selected computes in the dtype too. The module itself is changed, as by
+    ``model.eval()``.
+
+    Args:
+      model: a module.
+      dtype: a floating dtype or its name.
+      where: which parts: a class of modules; a regular expression in the path of a
+        module inside of this one (``"blocks/0/linear"``); a tuple of such; None for
+        all.
+
+    Returns:
+      The module.
+
+    Raises:
+      TypeError: ``model`` is no nnx module, or ``where`` is of another kind.
+      ValueError: there is no such dtype, or nothing is selected that has a dtype.
+
+    Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in "ab"))
+      >>> to_float(model, "bfloat16", "layers/1")(jnp.ones((1, 4))).dtype
+      dtype(bfloat16)
+    """
+    parsed, parts = parse_dtype(dtype), _selected(model, where)
+    with_dtype = [part for _, part in parts if hasattr(part, "dtype")]
+    if not with_dtype:
+        names = ", ".join(f"{path} ({type(part).__name__})" for path, part in parts)
+        raise ValueError(f"What is selected has no attribute 'dtype': {names}.")
+    for part in with_dtype:
+        part.dtype = parsed.type
+    return model
+
+
+def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
+    """Returns a module whose parameters are cast, but for those of norm layers.
+
+    Statistics of BatchNorm, caches, RNG state and all that is no floating parameter
+    stay as they are, and so do modules whose path or class is a norm layer's
+    (``LayerNorm``, ``batch_norm``, ...). What several modules share they still share.
+
+    Args:
+      model: a module.
+      dtype: a floating dtype or its name.
+      keep: what else to keep, with all that is in it: a class of modules, a regular
+        expression in their path, or a tuple of such.
+
+    Returns:
+      A module of the same class, with variables of its own. The one given is as it was.
+
+    Raises:
+      TypeError: ``model`` is no nnx module, or ``keep`` is of another kind.
+      ValueError: there is no such dtype, or ``keep`` selects nothing.
+
+    Source: MXNet's ``net.cast``, which keeps what its batch norms hold.
+
+    Example:
+      >>> rngs = nnx.Rngs(0)
+      >>> layers = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
+      >>> low = cast(nnx.Sequential(*layers), "bfloat16")
+      >>> low.layers[0].kernel.dtype, low.layers[1].scale.dtype
+      (dtype(bfloat16), dtype('float32'))
+    """
+    _check_model(model)
+    check_selector(keep)
+    parsed, changed = parse_dtype(dtype), nnx.clone(model)
+    is_norm = re.compile(NORM_LAYERS[0])
+    kept = _selected(changed, keep) if keep != () else []
+    kept += [
+        (path, module)
+        for path, module in _paths(changed)
+        if is_norm.search(f"{path}/{type(module).__name__}")
+    ]
+    outside = {id(v) for _, module in kept for v in _variables(module)}
+    for variable in _variables(changed):
+        if isinstance(variable, nnx.Param) and id(variable) not in outside:
+            variable.set_value(cast_tree(variable.get_value(), parsed))
+    return changed
+
+
+def scoped(model: Model) -> Model:
+    """Returns a view of a module whose parts call their ops in the scope of their path.
+
+    As ``jmp_lite.nnx.autocast`` does it by itself, for everything else that reads
+    scopes: ``jmp_lite.autocast`` of a function of the module's state, a profile. The
+    view has the variables of the module itself, the same state, and each part is an
+    instance of its class.
+
+    Args:
+      model: a module.
+
+    Returns:
+      The view.
+
+    Raises:
+      TypeError: ``model`` is no nnx module.
+
+    Example:
+      >>> import jmp_lite
+      >>> import jax.numpy as jnp
+      >>> model = scoped(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0))))
+      >>> graphdef, state = nnx.split(model)
+      >>> apply = lambda state, x: nnx.merge(graphdef, state)(x)
+      >>> jmp_lite.explain(apply)(state, jnp.ones((1, 4))).rows[0].scope
+      'Sequential/layers/0/Linear'
+    """
+    _check_model(model)
+    view = nnx.clone(model, variables=False)
+    _scope(view)
+    return view
+
+
+class ModuleDtypes(NamedTuple):
+    """What one module holds.
+
+    Attributes:
+      path: its path, and its class behind it.
+      summary: its own variables by dtype, without those of modules inside of it.
+    """
+
+    path: str
+    summary: DtypeSummary
+
+
+class ModelDtypes(tuple[ModuleDtypes, ...]):
+    """What the modules of a model hold, one entry for each; prints as a table."""
+
+    def __str__(self) -> str:
+        """Returns a table: a row for each dtype of each module."""
+        width = max([len("module"), *(len(row.path) for row in self)])
+        lines = [f"{'module':{width}}  {'dtype':12}{'elements':>12}{'bytes':>14}"]
+        lines += [
+            f"{row.path:{width}}  {name:12}{totals.elements:>12,}{totals.bytes:>14,}"
+            for row in self
+            for name, totals in row.summary.items()
+        ]
+        return "\n".join(lines)
+
+
+def dtype_summary(model: Any) -> ModelDtypes:
+    """Counts the variables of each module of a model by dtype.
+
+    Args:
+      model: a module.
+
+    Returns:
+      A tuple with one entry for each module that holds variables itself; a
+      variable that several share is counted where it is met first.
+
+    Raises:
+      TypeError: ``model`` is no nnx module.
+
+    Source: MXNet's ``net.summary``.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+      >>> print(dtype_summary(cast(model, "bfloat16")))
+      module             dtype           elements         bytes
+      layers/0 (Linear)  bfloat16              10            20
+    """
+    _check_model(model)
+    seen: set[int] = set()
+    rows: list[ModuleDtypes] = []
+    # Those inside come first, so that what is left is a module's own.
+    for path, module in sorted(_paths(model), key=_depth, reverse=True):
+        own = [v for v in _variables(module) if id(v) not in seen]
+        seen.update(map(id, own))
+        if own:
+            summary = core_dtype_summary([v.get_value() for v in own])
+            name = f"({type(module).__name__})"
+            rows.append(ModuleDtypes(" ".join(filter(None, (path, name))), summary))
+    return ModelDtypes(sorted(rows, key=lambda row: row.path))
+
+
+def _depth(pair: tuple[str, Any]) -> int:
+    path, _ = pair
+    return len(path.split("/")) if path else 0
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"Expected an nnx module, got {type(model).__name__}. (jmp_lite.linen is "
+            "for those of linen.)"
+        )
+
+
+def _paths(model: Any) -> list[tuple[str, Any]]:
+    """Returns all modules of a model, each with its path."""
+    return [("/".join(map(str, path)), m) for path, m in _iter_modules(model)]
+
+
+def _variables(module: Any) -> list[nnx.Variable[Any]]:
+    return [v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)]
+
+
+def _selected(model: Any, where: Selector) -> list[tuple[str, Any]]:
+    """Returns the modules that a selector means, and those inside of them."""
+    _check_model(model)
+    check_selector(where)
+    parts = _paths(model)
+    found = [m for path, m in parts if is_selected(where, path, m)]
+    if not found:
+        raise ValueError(nothing_selected(where, parts))
+    inside = {id(inner) for module in found for _, inner in _iter_modules(module)}
+    return [(path, m) for path, m in parts if id(m) in inside]
 
 
 # --------------------------------------------------------------------------- scopes

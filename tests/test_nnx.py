@@ -1,6 +1,7 @@
 import functools
 
 import chex
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from jmp_lite.autocasting.rules import get_rules
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
+LOW_NAME, FULL_NAME = "bfloat16", "float32"
 
 
 class Block(nnx.Module):
@@ -226,3 +228,172 @@ def test_bad_rules_are_refused_when_the_function_is_made():
         jmp_lite.nnx.autocast(loss_fn, "mixde")
     with pytest.raises(TypeError, match="Expected the name of a preset or a Rules"):
         jmp_lite.nnx.autocast(loss_fn, 3)
+
+
+# ------------------------------------------------------------------ parts in 16 bits
+
+
+class Deep(nnx.Module):
+    """Modules of all kinds: in lists, shared, with statistics and random numbers."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List(nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+        self.ln1 = nnx.LayerNorm(8, rngs=rngs)
+        self.batch_norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(8, 3, rngs=rngs)
+        self.tied = self.blocks[0]
+        self.scale = nnx.Param(jnp.ones(()))
+        self.steps = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.steps[...] += 1
+        for block in self.blocks:
+            x = x + block(self.ln1(x))
+        x = self.dropout(self.batch_norm(self.tied(x)))
+        return self.head(x) * self.scale
+
+
+def deep():
+    return Deep(nnx.Rngs(0))
+
+
+def assert_same(actual, expected):
+    def numbers(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    chex.assert_trees_all_equal(*(jax.tree.map(numbers, t) for t in (actual, expected)))
+
+
+def dots(model, x=X):
+    graphdef, state = nnx.split(model)
+    eqns = live_equations(lambda state: nnx.merge(graphdef, state)(x), state)
+    return [
+        str(eqn.outvars[0].aval.dtype)
+        for eqn in eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "lows"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("head", [3]),
+        ("blocks/1", [1]),
+        ("blocks", [0, 1, 2]),
+        (nnx.Linear, [0, 1, 2, 3]),
+        (("head", "blocks/1"), [1, 3]),
+    ],
+)
+def test_parts_of_a_module_compute_in_a_dtype_and_parameters_stay(where, lows):
+    with jax.numpy_dtype_promotion("standard"):
+        model = deep()
+        before = nnx.state(model)
+        assert jmp_lite.nnx.to_float(model, "bfloat16", where) is model
+        assert dots(model) == [LOW_NAME if i in lows else FULL_NAME for i in range(4)]
+        assert_same(before, nnx.state(model))
+
+
+def test_a_selector_that_selects_nothing_changes_nothing_and_says_so():
+    model = deep()
+    with pytest.raises(ValueError, match=r"by 'haed'\. Did you mean 'head'"):
+        jmp_lite.nnx.to_float(model, "bfloat16", "haed")
+    with pytest.raises(ValueError, match=r"There is: .*blocks/0 \(Linear\)"):
+        jmp_lite.nnx.cast(model, "bfloat16", keep=nnx.Conv)
+    with pytest.raises(ValueError, match=r"no attribute 'dtype': dropout"):
+        jmp_lite.nnx.to_float(model, "bfloat16", nnx.Dropout)
+    for call in (jmp_lite.nnx.cast, jmp_lite.nnx.to_float):
+        with pytest.raises(TypeError, match="Expected an nnx module, got Dense"):
+            call(flax.linen.Dense(3), "bfloat16")
+        with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
+            call(model, "bf61")
+        with pytest.raises(TypeError, match="a class, a regular expression"):
+            call(model, "bfloat16", 3)
+    assert set(dots(model)) == {FULL_NAME}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_are_cast_and_norms_statistics_counts_and_keys_are_kept(dtype):
+    model = deep()
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    low = jmp_lite.nnx.cast(model, dtype)
+    assert type(low) is Deep
+    kernels = [low.blocks[0].kernel, low.blocks[1].bias, low.head.kernel, low.scale]
+    assert {str(v[...].dtype) for v in kernels} == {dtype}
+    kept = [low.ln1.scale, low.batch_norm.mean, low.batch_norm.bias]
+    assert {str(v[...].dtype) for v in kept} == {"float32"}
+    assert low.steps[...].dtype == jnp.int32
+    assert low.tied is low.blocks[0], "what was shared is shared"
+    assert_same(before, nnx.state(model))
+    with jax.numpy_dtype_promotion("standard"):
+        low(X)
+    assert (int(low.steps[...]), int(model.steps[...])) == (1, 0)
+    assert float(jnp.abs(low.batch_norm.mean[...]).sum()) > 0
+    assert float(jnp.abs(model.batch_norm.mean[...]).sum()) == 0
+
+
+def test_more_can_be_kept_by_class_or_path():
+    low = jmp_lite.nnx.cast(deep(), "bfloat16", keep=("head", "blocks/1"))
+    found = {path: set(summary) for path, summary in jmp_lite.nnx.dtype_summary(low)}
+    assert found["head (Linear)"] == {"float32"}
+    assert found["blocks/0 (Linear)"] == {"bfloat16"}
+    assert found["blocks/1 (Linear)"] == {"float32"}
+    assert found["(Deep)"] == {"bfloat16", "int32"}
+
+
+def test_a_summary_counts_each_variable_once_and_prints_a_table():
+    model = deep()
+    rows = jmp_lite.nnx.dtype_summary(model)
+    total = sum(row.summary.total.bytes for row in rows)
+    leaves = jax.tree.leaves(nnx.state(model))
+    assert total == sum(x.size * x.dtype.itemsize for x in leaves)
+    lines = str(rows).splitlines()
+    assert lines[0].split() == ["module", "dtype", "elements", "bytes"]
+    assert any(line.split()[:3] == ["head", "(Linear)", "float32"] for line in lines)
+    assert str(jmp_lite.nnx.dtype_summary(nnx.Sequential())).startswith("module")
+
+
+# --------------------------------------------------------------------------- scoped
+
+
+def test_a_view_has_scopes_and_the_variables_of_the_module_itself():
+    model = deep()
+    view = jmp_lite.nnx.scoped(model)
+    assert isinstance(view, Deep)
+    assert isinstance(view.blocks[0], nnx.Linear)
+    assert view.head.kernel is model.head.kernel
+    assert jax.tree.structure(nnx.state(view)) == jax.tree.structure(nnx.state(model))
+    assert type(model.head) is nnx.Linear, "the module has not changed"
+    view(X)
+    assert int(model.steps[...]) == 1
+
+    graphdef, state = nnx.split(view)
+    apply = lambda state, x: nnx.merge(graphdef, state)(x)
+    rows = jmp_lite.explain(apply, get_rules("mixed").scope("head", "full"))(
+        state, X
+    ).rows
+    found = {row.scope: row.precision for row in rows if row.op == "dot_general"}
+    assert found["Deep/head/Linear"] == "float32"
+    assert found["Deep/blocks/1/Linear"] == "bfloat16"
+    norms = [row for row in rows if row.op == "rsqrt"]
+    assert {row.precision for row in norms} == {"float32"}
+    assert {row.scope for row in norms} >= {"Deep/ln1/LayerNorm"}
+
+
+def test_a_view_goes_through_nnx_transforms_and_its_own_autocast():
+    model = deep()
+    view = jmp_lite.nnx.scoped(model)
+    expected = nnx.jit(lambda m, x: m(x))(view, X)
+    assert int(model.steps[...]) == 1
+    grads = nnx.grad(lambda m: m(X).sum())(view)
+    assert jax.tree.leaves(grads)
+    out = jmp_lite.nnx.autocast(view)(X)
+    assert out.shape == expected.shape
+    assert type(view.head).__name__ == "Linear"
+    restored = deep()
+    nnx.update(restored, nnx.state(view))
+    assert_same(nnx.state(restored), nnx.state(model))
+    again = jmp_lite.nnx.scoped(view)
+    assert type(again.head) is type(view.head)

@@ -341,7 +341,7 @@ def group_of(op: str) -> Group | None:
 Scope = tuple[str, Precision]
 Carry = tuple[str, str]
 
-_NORM_LAYERS: Scope = (
+NORM_LAYERS: Scope = (
     # Not a block or a cell that is called after its norm.
     r"(?i)(layer|rms|group|batch|instance)_?norm(s|alization)?(?![a-z])",
     Precision.FULL_INSIDE,
@@ -417,8 +417,8 @@ class Rules:
             ``"LM/Block_0/LayerNorm_0"``.
           precision: a ``Precision`` or its name.
         """
-        mine = [scope for scope in self.scopes if scope != _NORM_LAYERS]
-        preset = [scope for scope in self.scopes if scope == _NORM_LAYERS]
+        mine = [scope for scope in self.scopes if scope != NORM_LAYERS]
+        preset = [scope for scope in self.scopes if scope == NORM_LAYERS]
         new = (pattern, parse_precision(precision))
         return dataclasses.replace(self, scopes=(*mine, new, *preset))
 
@@ -637,7 +637,7 @@ def _ops_that_are(*precisions: Precision) -> list[str]:
     return [op for group in GROUPS if group.precision in precisions for op in group.ops]
 
 
-_MIXED = Rules(scopes=(_NORM_LAYERS,))
+_MIXED = Rules(scopes=(NORM_LAYERS,))
 _O0 = Rules(default=Precision.KEEP).keep(*_ops_that_are(Precision.LOW, Precision.FULL))
 _O3 = Rules(default=Precision.LOW).low(
     *(
@@ -654,7 +654,7 @@ PRESETS: Mapping[str, Rules] = MappingProxyType(
         "mixed": _MIXED,
         "O0": _O0,
         "O1": Rules(default=Precision.FULL),
-        "O2": Rules(default=Precision.LOW, scopes=(_NORM_LAYERS,)),
+        "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),
         "O3": _O3,
         # What PyTorch calls pow is integer_pow here where the exponent is an integer.
         "torch": Rules(default=Precision.WIDEST).full("integer_pow", "square"),
