@@ -65,7 +65,7 @@ def test_the_explanation_is_what_explain_prints():
 
 
 def test_the_rules_and_marks_are_made_as_shown():
-    (block,) = (block for block in BLOCKS if "get_rules" in block)
+    (block,) = (block for block in BLOCKS if "full_precision" in block)
     names = {"jmp": jmp, "layer": jnp.tanh}
     exec(block, names)
     assert names["rules"].precision_of("tanh") is jmp.Precision.FULL

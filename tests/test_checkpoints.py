@@ -1,0 +1,119 @@
+"""A run that is stopped goes on as if it had not been, bit for bit."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from optimizers import lenient
+
+import jmp_lite as jmp
+import jmp_lite.nnx
+
+RUN = pathlib.Path(__file__).with_name("resumable_run.py")
+
+
+def run(path, steps, kill_after=None):
+    """Runs the script; kills it, without warning, once it has told of a step."""
+    command = [sys.executable, str(RUN), str(path), str(steps)]
+    told = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            told.append(int(line))
+            if told[-1] == kill_after:
+                process.kill()
+    return told, process.returncode
+
+
+def test_a_run_that_is_killed_resumes_exactly(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(whole, 12) == (list(range(12)), 0)
+    first, status = run(killed, 12, kill_after=5)
+    assert status == -9
+    second, status = run(killed, 12)
+    assert status == 0
+    # It may have taken a step more than it could tell of.
+    assert second[0] in (first[-1] + 1, first[-1] + 2)
+    assert second[-1] == 11
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, e = map(jax.random.key_data, (a, e))
+        np.testing.assert_array_equal(a, e)
+
+
+def mse(params, model_state, batch, rng):
+    return jnp.mean((jnp.tanh(batch @ params["w"]) - 1) ** 2), (model_state, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "scale",
+    [
+        jmp.NoOpLossScale(),
+        jmp.StaticLossScale(128),
+        jmp.DynamicLossScale(2.0**20, period=3, hysteresis=2),
+    ],
+    ids=lambda scale: type(scale).__name__,
+)
+def test_orbax_restores_a_training_state_bit_for_bit(tmp_path, scale):
+    rules = jmp.get_rules("mixed", "bfloat16")
+    init, step = jmp.build_train_step(
+        mse, lenient(optax.adam(0.1)), rules, loss_scale=scale, ema=0.9
+    )
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    state = init({"w": jnp.ones((8, 2))}, {"n": jnp.int32(3)}, jax.random.key(2))
+    for _ in range(4):
+        state, _ = step(state, x)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        restored = checkpointer.restore(tmp_path / "state", abstract)
+    assert_same(restored, state)
+    assert_same(step(restored, x)[0], step(state, x)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_orbax_restores_an_nnx_model_and_its_optimizer(tmp_path):
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+
+    def start(seed):
+        model = nnx.Linear(8, 2, rngs=nnx.Rngs(seed))
+        optimizer = jmp.loss_scaling(lenient(optax.adam(0.1)), jmp.DynamicLossScale())
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    @jmp_lite.nnx.autocast
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    def train(model, optimizer):
+        scale = jmp.get_loss_scale(optimizer.opt_state)
+        grads = nnx.grad(lambda model: scale.scale(loss_fn(model, x)))(model)
+        optimizer.update(model, scale.unscale(grads))
+
+    model, optimizer = start(0)
+    for _ in range(3):
+        train(model, optimizer)
+    saved = nnx.state((model, optimizer))
+    others = start(1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.state(others))
+        nnx.update(others, checkpointer.restore(tmp_path / "state", abstract))
+    assert_same(nnx.state(others), saved)
+    for each in (others, (model, optimizer)):
+        train(*each)
+    assert_same(nnx.state(others), nnx.state((model, optimizer)))
