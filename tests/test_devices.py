@@ -1,0 +1,96 @@
+"""The same step on many devices, and in several processes."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import lenient
+
+import jmp_lite as jmp
+
+PROCESS = pathlib.Path(__file__).with_name("two_processes.py")
+
+
+def loss_fn(params, model_state, batch, rng):
+    h = jnp.tanh(batch @ params["w"])
+    return jnp.mean((h @ params["v"] - 1) ** 2), (model_state, None)
+
+
+def start():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((8, 16), (16, 2), (4, 8))
+    w, v, x = map(jax.random.normal, keys, shapes)
+    return {"w": w / 3, "v": v / 4}, x
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize("scale", [None, jmp.DynamicLossScale(2.0**10)])
+def test_a_step_on_sharded_parameters_is_the_step_on_one_device(mesh, scale):
+    """As FSDP: parameters, optimizer state and batch are split; jit does the rest."""
+    params, x = start()
+    init, step = jmp.build_train_step(
+        loss_fn, lenient(optax.adam(1e-2)), "mixed", loss_scale=scale, ema=0.9
+    )
+
+    def split(leaf):
+        rows = P("data") if jnp.ndim(leaf) and leaf.shape[0] % 2 == 0 else P()
+        return jax.device_put(leaf, NamedSharding(mesh, rows))
+
+    alone, sharded = init(params), jax.tree.map(split, init(params))
+    before = jax.tree.map(lambda leaf: leaf.sharding, sharded)
+    for batch in (x, x.at[0, 0].set(jnp.inf), x):
+        alone, expected = jax.jit(step)(alone, batch)
+        sharded, metrics = jax.jit(step, out_shardings=(before, None))(
+            sharded, split(batch)
+        )
+        assert bool(metrics["grads_finite"]) == bool(expected["grads_finite"])
+    chex.assert_trees_all_close(sharded.params, alone.params, rtol=1e-2, atol=1e-4)
+    assert sharded.params["w"].sharding.spec == P("data")
+    assert sharded.opt_state.inner_state[0].mu["w"].sharding.spec == P("data")
+    assert int(sharded.step) == int(alone.step) == 2
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def test_two_processes_skip_together_where_one_overflows():
+    address = f"localhost:{free_port()}"
+    alone = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROCESS), address, "2", str(i)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=alone,
+        )
+        for i in range(2)
+    ]
+    told = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        told.append([json.loads(line) for line in out.splitlines() if line[0] == "{"])
+    assert told[0] == told[1]
+    first, second, third = told[0]
+    assert [s["finite"] for s in (first, second, third)] == [True, False, True]
+    assert [s["scale"] for s in (first, second, third)] == [1024.0, 1024.0, 512.0]
+    assert second["w"] == first["w"] != third["w"]
+    assert [s["step"] for s in (first, second, third)] == [1, 1, 2]
