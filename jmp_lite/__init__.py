@@ -35,6 +35,7 @@ from jmp_lite.scaling.loss_scale import (
     default_loss_scale,
     select_tree,
 )
+from jmp_lite.scaling.masters import MasterWeightsState, master_weights
 from jmp_lite.scaling.transforms import (
     LossScaleError,
     LossScalingState,
@@ -55,6 +56,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScalingState",
+    "MasterWeightsState",
     "NoOpLossScale",
     "Policy",
     "Precision",
@@ -84,6 +86,7 @@ __all__ = [
     "loss_scaling",
     "low_call",
     "low_precision",
+    "master_weights",
     "select_tree",
     "skip_nonfinite",
     "value_and_grad",
