@@ -223,8 +223,9 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
     Args:
       model: a module.
       dtype: a floating dtype or its name.
-      keep: what else to keep, with all that is in it: a class of modules, a regular
-        expression in their path, or a tuple of such.
+      keep: what else to keep: a class of modules, with all that is in them; a class of
+        variables (``nnx.LoRAParam``); a regular expression in the path of a variable
+        (``"head"``, ``"bias$"``); or a tuple of such.
 
     Returns:
       A module of the same class, with variables of its own. The one given is as it was.
@@ -246,15 +247,22 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
     check_selector(keep)
     parsed, changed = parse_dtype(dtype), nnx.clone(model)
     is_norm = re.compile(NORM_LAYERS[0])
-    kept = _selected(changed, keep) if keep != () else []
-    kept += [
-        (path, module)
-        for path, module in _paths(changed)
-        if is_norm.search(f"{path}/{type(module).__name__}")
+    modules = _paths(changed)
+    classes = keep if isinstance(keep, tuple) else (keep,)
+    classes = tuple(one for one in classes if isinstance(one, type))
+    selected = [module for _, module in modules if isinstance(module, classes)]
+    norms = [m for path, m in modules if is_norm.search(f"{path}/{type(m).__name__}")]
+    kept = {id(v) for module in (*selected, *norms) for v in _variables(module)}
+    variables = [
+        ("/".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(changed)
+        if isinstance(node, nnx.Variable)
     ]
-    outside = {id(v) for _, module in kept for v in _variables(module)}
-    for variable in _variables(changed):
-        if isinstance(variable, nnx.Param) and id(variable) not in outside:
+    named = {id(v) for path, v in variables if is_selected(keep, path, v)}
+    if keep != () and not selected and not named:
+        raise ValueError(nothing_selected(keep, (*modules, *variables)))
+    for _, variable in variables:
+        if isinstance(variable, nnx.Param) and id(variable) not in kept | named:
             variable.set_value(cast_tree(variable.get_value(), parsed))
     return changed
 

@@ -129,8 +129,9 @@ def build_train_step(
     """
     if ema is not None and not 0 <= float(ema) < 1:
         raise ValueError(f"Expected a decay in [0, 1) for ema, got {ema}.")
-    if int(accumulate) != accumulate or accumulate < 1:
-        raise ValueError(f"Expected accumulate to be 1 or more, got {accumulate}.")
+    is_whole = isinstance(accumulate, int | np.integer)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_whole or accumulate < 1:
+        raise ValueError(f"Expected accumulate to be 1 or more, got {accumulate!r}.")
     if loss_scale is not None:
         check_is_loss_scale(loss_scale)
     chosen = choose_rules(rules, None)

@@ -204,6 +204,37 @@ def test_one_block_of_a_linen_model_and_of_an_nnx_model():
     assert relative_error(*grads) < 0.03
 
 
+@pytest.mark.parametrize("wrap", [compress_residuals, lambda f: f])
+def test_a_linen_stack_scans_over_compressed_blocks(wrap):
+    """Its parameters are made by the module; the block is a function of them."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            block = BLOCK.clone(parent=None)
+            params = self.param("block", block.init, x)
+            return wrap(block.apply)(params, x), None
+
+    stack = nn.scan(
+        Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )()
+    params = stack.init(jax.random.key(0), X, None)
+    loss = lambda p: jnp.sum(stack.apply(p, X, None)[0] ** 2)
+    grads = jax.grad(loss)(params)
+    scans = [
+        e for e in live_equations(jax.grad(loss), params) if e.primitive.name == "scan"
+    ]
+    stacked = {str(v.aval.dtype) for v in scans[0].outvars if v.aval.shape[0] == 3}
+    assert ("bfloat16" in stacked) == (wrap is compress_residuals)
+    expected = jax.grad(
+        lambda p: jnp.sum(
+            lax.scan(lambda x, p: (BLOCK.apply(p, x), None), X, p["params"]["block"])[0]
+            ** 2
+        )
+    )(params)
+    assert relative_error(grads, expected) < 0.03
+
+
 def test_autocast_stands_inside_of_it():
     low = compress_residuals(autocast(block))
     assert set(kept(low, X, W)) == {"bfloat16"}

@@ -343,6 +343,43 @@ def test_more_can_be_kept_by_class_or_path():
     assert found["(Deep)"] == {"bfloat16", "int32"}
 
 
+def test_a_frozen_16_bit_base_keeps_its_float32_adapters_and_trains_them():
+    class Adapted(nnx.Module):
+        def __init__(self, rngs):
+            self.base = nnx.Linear(8, 8, rngs=rngs)
+            self.lora = nnx.LoRA(8, 2, 8, base_module=self.base, rngs=rngs)
+
+        def __call__(self, x):
+            return self.lora(x)
+
+    for keep in (nnx.LoRAParam, "lora", "lora_[ab]$"):
+        low = jmp_lite.nnx.cast(Adapted(nnx.Rngs(0)), "bfloat16", keep=keep)
+        assert low.base.kernel[...].dtype == LOW_NAME
+        assert low.lora.lora_a[...].dtype == FULL_NAME
+    kept = jmp_lite.nnx.cast(Adapted(nnx.Rngs(0)), "bfloat16", keep=nnx.LoRA)
+    assert kept.base.kernel[...].dtype == FULL_NAME, "the base is in the LoRA module"
+
+    optimizer = nnx.Optimizer(low, lenient(optax.adam(1e-2)), wrt=nnx.LoRAParam)
+    base, target = jnp.copy(low.base.kernel[...]), jnp.ones((16, 8))
+
+    @nnx.jit
+    def step(model, optimizer):
+        @jmp_lite.nnx.autocast
+        def loss_fn(model):
+            return jnp.mean((model(X) - target) ** 2)
+
+        diff = nnx.DiffState(0, nnx.LoRAParam)
+        with jax.numpy_dtype_promotion("standard"):
+            loss, grads = nnx.value_and_grad(loss_fn, argnums=diff)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(low, optimizer)) for _ in range(30)]
+    assert losses[-1] < 0.9 * losses[0]
+    np.testing.assert_array_equal(low.base.kernel[...], base)
+    assert low.lora.lora_a[...].dtype == FULL_NAME
+
+
 def test_a_summary_counts_each_variable_once_and_prints_a_table():
     model = deep()
     rows = jmp_lite.nnx.dtype_summary(model)

@@ -165,8 +165,8 @@ def test_bad_input_is_refused_at_the_door():
         build(optax.sgd(0.1), loss_scale=128.0)
     with pytest.raises(ValueError, match=r"decay in \[0, 1\) for ema, got 1"):
         build(optax.sgd(0.1), ema=1.0)
-    for bad in (0, -1, 1.5):
-        with pytest.raises(ValueError, match=f"to be 1 or more, got {bad}"):
+    for bad in (0, -1, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"to be 1 or more, got {bad!r}"):
             build(optax.sgd(0.1), accumulate=bad)
     with pytest.raises(ValueError, match="Did you mean 'mixed'"):
         build(optax.sgd(0.1), "mixd")
