@@ -35,7 +35,14 @@ from jmp_lite.scaling.loss_scale import (
     default_loss_scale,
     select_tree,
 )
-from jmp_lite.scaling.masters import MasterWeightsState, master_weights
+from jmp_lite.scaling.masters import (
+    CompensatedState,
+    MasterWeightsState,
+    StochasticRoundingState,
+    compensated,
+    master_weights,
+    stochastic_rounding,
+)
 from jmp_lite.scaling.transforms import (
     LossScaleError,
     LossScalingState,
@@ -49,6 +56,7 @@ from jmp_lite.train import TrainingState, build_train_step
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompensatedState",
     "DtypeSummary",
     "DtypeTotals",
     "DynamicLossScale",
@@ -62,6 +70,7 @@ __all__ = [
     "Precision",
     "Rules",
     "StaticLossScale",
+    "StochasticRoundingState",
     "TrainingState",
     "all_finite",
     "as_full",
@@ -72,6 +81,7 @@ __all__ = [
     "cast_to_half",
     "cast_tree",
     "check_loss_scale",
+    "compensated",
     "compress_residuals",
     "default_loss_scale",
     "dtype_summary",
@@ -89,5 +99,6 @@ __all__ = [
     "master_weights",
     "select_tree",
     "skip_nonfinite",
+    "stochastic_rounding",
     "value_and_grad",
 ]

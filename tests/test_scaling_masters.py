@@ -1,4 +1,6 @@
-"""16-bit parameters that follow float32 masters."""
+"""16-bit parameters that follow float32 masters, or make do with less."""
+
+import functools
 
 import chex
 import jax
@@ -11,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, lenient, loss_fn, make_params
 
 import jmp_lite as jmp
+from benchmarks.compiled import compile_for, missing
+from jmp_lite.scaling import masters
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +158,179 @@ def test_bad_input_is_refused_at_the_door():
     optimizer = jmp.master_weights(optax.sgd(0.1))
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(jnp.ones(1), optimizer.init(jnp.ones(1)))
+
+
+# ------------------------------------------------------------ with less than a master
+
+
+def exact_numbers(dtype):
+    """All finite numbers of a 16-bit dtype, in float32."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    numbers = np.asarray(jax.lax.bitcast_convert_type(bits, dtype)).astype(np.float32)
+    return numbers[np.isfinite(numbers)]
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_is_rounded_by_arithmetic_is_what_a_cast_would_make(dtype, is_jitted):
+    nearest = functools.partial(masters._nearest, dtype=jnp.dtype(dtype))
+    nearest = jax.jit(nearest) if is_jitted else nearest
+    exact = exact_numbers(dtype)
+    exact = exact[(np.abs(exact) > 1e-35) | (exact == 0)]  # CPUs flush what is smaller.
+    np.testing.assert_array_equal(nearest(exact), exact)
+    scale = 2.0 ** np.random.default_rng(0).uniform(-14, 15, 100_000)
+    x = np.float32(scale * np.random.default_rng(1).choice([-1, 1], 100_000))
+    np.testing.assert_array_equal(
+        nearest(x), np.asarray(jnp.asarray(x).astype(dtype)).astype(np.float32)
+    )
+    ends = np.float32([np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(nearest(ends), ends)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 16), ("float16", 21)])
+def test_a_compensated_parameter_has_the_digits_of_both(dtype, bits):
+    """Against the same sum in float64."""
+    optimizer = jmp.compensated(optax.sgd(1.0))
+    params = jnp.full(64, 0.75, dtype)
+    state = optimizer.init(params)
+    exact = np.full(64, 0.75)
+    rng = np.random.default_rng(0)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    steps = 400
+    for _ in range(steps):
+        grads = np.float32(rng.uniform(-1, 1, 64) * 2.0**-10)
+        params, state = step(params, state, grads)
+        exact -= grads
+    whole = np.float64(params) + np.float64(state.rest)
+    # One rounding of the rest at each step, and they wander.
+    assert np.max(np.abs(whole - exact)) < steps**0.5 * 2.0**-bits
+    assert np.max(np.abs(np.float64(params) - exact)) < 2.0 ** -(bits // 2)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd, momentum", "lion", "contrib.momo"])
+def test_compensated_training_is_near_to_that_of_float32(name):
+    case = OPTIMIZERS[name]
+
+    def train(optimizer, params):
+        optimizer = optax.with_extra_args_support(optimizer)
+        state = optimizer.init(params)
+
+        @jax.jit
+        def step(params, state):
+            grads = jax.tree.map(jnp.float32, jax.grad(loss_fn)(params))
+            args = case.extra_args(params, grads)
+            updates, state = optimizer.update(grads, state, params, **args)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(200):
+            params, state = step(params, state)
+        return float(loss_fn(jax.tree.map(jnp.float32, params)))
+
+    low = jmp.cast_tree(make_params(), "bfloat16")
+    full, kept = (
+        train(case.make(), make_params()),
+        train(jmp.compensated(case.make()), low),
+    )
+    assert kept == pytest.approx(full, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("start", [1.0, -0.3, 3e-5])
+def test_stochastic_rounding_is_right_on_average_and_rounds_to_a_neighbour(
+    dtype, start
+):
+    n = 1 << 16
+    w = jnp.full(n, start, dtype)
+    spacing = float(masters._spacing(jnp.float32(w[0]), jnp.dtype(dtype)))
+    optimizer = jmp.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    state = optimizer.init(w)
+    grads = jnp.full(n, -0.3 * spacing)
+    updates, after = jax.jit(optimizer.update)(grads, state, w)
+    new = np.float64(optax.apply_updates(w, updates))
+    target = float(w[0]) + 0.3 * spacing
+    assert set(np.round((new - float(w[0])) / spacing, 3)) == {0.0, 1.0}
+    # Within four standard deviations of the mean of so many coins.
+    deviation = spacing * (0.3 * 0.7 / n) ** 0.5
+    assert abs(new.mean() - target) < 4 * deviation
+    again, _ = optimizer.update(grads, after, w)
+    assert not bool(jnp.all(updates == again)), "each step draws anew"
+    same, _ = optimizer.update(grads, state, w)
+    np.testing.assert_array_equal(updates, same)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [jmp.compensated, lambda inner: jmp.stochastic_rounding(inner, jax.random.key(0))],
+)
+def test_a_skipped_step_moves_nothing_in_16_bits_either(wrap):
+    optimizer = wrap(jmp.loss_scaling(lenient(optax.adam(0.1))))
+    params = jmp.cast_tree(make_params(), "bfloat16")
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    ones = jax.tree.map(jnp.ones_like, params)
+    params, state = step(params, state, ones)
+    bad = {**ones, "b": ones["b"].at[0].set(jnp.inf)}
+    after, skipped = step(params, state, bad)
+    chex.assert_trees_all_equal(after, params)
+    if wrap is jmp.compensated:
+        chex.assert_trees_all_equal(skipped.rest, state.rest)
+    chex.assert_trees_all_equal(
+        skipped.inner_state.inner_state, state.inner_state.inner_state
+    )
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [jmp.compensated, lambda inner: jmp.stochastic_rounding(inner, jax.random.key(0))],
+)
+def test_other_parameters_are_left_to_the_optimizer(wrap):
+    params = {"low": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2)}
+    optimizer = wrap(optax.sgd(2.0**-12))
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, state = optimizer.update(grads, optimizer.init(params), params)
+    assert float(updates["full"][0]) == -(2.0**-12)
+    updates, _ = optimizer.update(grads, state, params)
+    assert wrap(optax.sgd(0.1)).init({}) is not None
+    with pytest.raises(ValueError, match="parameters of 16 bits, and there is none"):
+        optimizer.init({"full": jnp.ones(2)})
+    with pytest.raises(ValueError, match="Put it around loss_scaling"):
+        jmp.loss_scaling(optimizer).init(params)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        optimizer.update(grads, state)
+    with pytest.raises(TypeError, match="Did you mean adam"):
+        wrap(optax.adam)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("wrap", [jmp.compensated, jmp.master_weights])
+def test_the_compiler_keeps_the_rounding_and_moves_no_more_than_it_must(wrap):
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    optimizer = wrap(optax.sgd(0.1))
+    n = 1 << 24
+    low = jax.ShapeDtypeStruct((n,), jnp.bfloat16)
+    state = jax.eval_shape(optimizer.init, low)
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    program = compile_for("h100", step, low, state, low)
+    moved = program.bytes_moved / n
+    if wrap is jmp.compensated:
+        # Parameter, rest and gradient are read, parameter and rest are written.
+        assert "round-nearest-even" in program.text
+        assert moved == pytest.approx(10, rel=0.01)
+    else:
+        # The gradient, the parameter and the master; the parameter and the master.
+        assert moved <= 14 * 1.01
