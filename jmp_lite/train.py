@@ -18,7 +18,7 @@ from jax import lax
 from jmp_lite.autocasting.door import choose_rules
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.rules import Rules
-from jmp_lite.casting.dtypes import is_array, is_inexact, upcast_tree
+from jmp_lite.casting.dtypes import is_array, is_floating, is_inexact, upcast_tree
 from jmp_lite.scaling.gradients import value_and_grad
 from jmp_lite.scaling.loss_scale import (
     AxisName,
@@ -28,6 +28,11 @@ from jmp_lite.scaling.loss_scale import (
     check_is_loss_scale,
     default_loss_scale,
     select_tree,
+)
+from jmp_lite.scaling.masters import (
+    CompensatedState,
+    MasterWeightsState,
+    StochasticRoundingState,
 )
 from jmp_lite.scaling.transforms import (
     LossScalingState,
@@ -52,9 +57,9 @@ class TrainingState(NamedTuple):
 
     Example:
       >>> init, _ = build_train_step(lambda *args: args, optax.sgd(0.1), ema=0.9)
-      >>> state = init({"w": jnp.ones(2, jnp.bfloat16)})
+      >>> state = init({"w": jnp.ones(2)})
       >>> state.params["w"].dtype, state.ema["w"].dtype, state.step.dtype
-      (dtype(bfloat16), dtype('float32'), dtype('int32'))
+      (dtype('float32'), dtype('float32'), dtype('int32'))
     """
 
     params: Any
@@ -85,7 +90,9 @@ def build_train_step(
       loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
         aux))``, with None for what there is none of. It is written in float32.
       optimizer: an optax transformation, without ``loss_scaling``: it is wrapped here.
-        It is also given the loss as ``value``, which some optimizers ask for.
+        It is also given the loss as ``value``, which some optimizers ask for. For
+        parameters of 16 bits: ``master_weights``, ``compensated`` or
+        ``stochastic_rounding`` of one.
       rules: in which precision the loss is computed, as for ``autocast``: the name of a
         preset (``"mixed"``, MindSpore's ``"O0"`` to ``"O3"``, ...) or a ``Rules``;
         ``get_rules("mixed", "float16")`` for another compute dtype.
@@ -315,6 +322,7 @@ def _averaged(tree: Any, axis_name: AxisName) -> Any:
 
 def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:
     opt_state = wrapped.init(params)
+    _warn_of_rounding(params, opt_state)
 
     def is_state(node: Any) -> bool:
         return isinstance(node, LossScalingState)
@@ -325,6 +333,30 @@ def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:
             "or skip_nonfinite, and the scale as loss_scale=..."
         )
     return opt_state
+
+
+_REMEMBERING = (MasterWeightsState, CompensatedState, StochasticRoundingState)
+
+
+def _warn_of_rounding(params: Any, opt_state: Any) -> None:
+    """Warns where updates that are small beside 16-bit parameters would be lost."""
+
+    def remembers(node: Any) -> bool:
+        return isinstance(node, _REMEMBERING)
+
+    narrow = [
+        f"{leaf.dtype} at params{jax.tree_util.keystr(path)}"
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if is_floating(leaf) and leaf.dtype.itemsize == 2
+    ]
+    nodes = jax.tree.leaves(opt_state, is_leaf=remembers)
+    if narrow and not any(map(remembers, nodes)):
+        warnings.warn(
+            f"Parameters have 16 bits ({narrow[0]}), and an update of less than some "
+            "thousandth of one is lost. Keep them in float32, or wrap the optimizer in "
+            "master_weights, compensated or stochastic_rounding.",
+            stacklevel=4,
+        )
 
 
 def _fresh(state: TrainingState) -> TrainingState:

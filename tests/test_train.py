@@ -105,6 +105,7 @@ def test_the_step_after_a_skipped_one_draws_new_random_numbers():
     assert len(set(drawn)) == 3
 
 
+@pytest.mark.filterwarnings("ignore:Parameters have 16 bits")
 def test_16_bit_parameters_are_rounded_once_and_ema_stays_float32():
     # Just past the middle between 1 and its neighbour: an update that was rounded to
     # bfloat16 before the sum would be the middle itself, and round to 1.
@@ -365,6 +366,7 @@ def test_one_micro_batch_that_overflows_skips_the_whole_window():
             chex.assert_trees_all_equal(getattr(after, name), getattr(before, name))
 
 
+@pytest.mark.filterwarnings("ignore:Parameters have 16 bits")
 def test_gradients_of_16_bit_parameters_are_added_up_in_float32():
     """Ones beside a first gradient of 512: in bfloat16 they would all be lost."""
 

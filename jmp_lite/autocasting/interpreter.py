@@ -69,6 +69,7 @@ def autocast(
       ValueError: there is no such preset or dtype.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> low = autocast(lambda x, w: jnp.tanh(x @ w))
       >>> x, w = jnp.ones((2, 4)), jnp.full((4, 4), 0.1)
       >>> low(x, w).dtype

@@ -12,7 +12,11 @@ import optax
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import is_array, is_floating, parse_dtype, upcast_tree
-from jmp_lite.scaling.transforms import strongly_typed, with_extra_args
+from jmp_lite.scaling.transforms import (
+    OfNarrowParams,
+    strongly_typed,
+    with_extra_args,
+)
 
 
 class MasterWeightsState(NamedTuple):
@@ -131,8 +135,8 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     ``master_weights`` takes 4. Parameter and rest have the digits of both: 16 bits of a
     mantissa in bfloat16, 22 in float16.
 
-    Around ``loss_scaling`` or ``skip_nonfinite``, not inside: these hand parameters on
-    in float32.
+    It stands right inside of ``loss_scaling`` or around it. What stands between them
+    (``optax.chain``) would hand parameters on in float32.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -197,7 +201,7 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
         moved, rest = (treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
         return moved, CompensatedState(rest, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return OfNarrowParams(init, update)
 
 
 class StochasticRoundingState(NamedTuple):
@@ -224,8 +228,9 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
     is right on average, however small an update is. No memory but for a key; the noise
     is that of one rounding a step.
 
-    Around ``loss_scaling`` or ``skip_nonfinite``, not inside: these hand parameters on
-    in float32. What a skipped step does not move is not rounded either.
+    It stands right inside of ``loss_scaling`` or around it. What stands between them
+    (``optax.chain``) would hand parameters on in float32. What a skipped step does not
+    move is not rounded either.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -280,7 +285,7 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
         moved = jax.tree.map(add, params, steps, numbers)
         return moved, StochasticRoundingState(later, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return OfNarrowParams(init, update)
 
 
 def _is_16_bit(leaf: Any) -> bool:
@@ -296,8 +301,8 @@ def _check_16_bit(params: Any, name: str) -> None:
     if leaves and not any(map(_is_16_bit, leaves)):
         raise ValueError(
             f"{name} is for parameters of 16 bits, and there is none: cast them with "
-            "cast_tree. Put it around loss_scaling, which hands parameters on in "
-            "float32, not inside."
+            "cast_tree. Inside of loss_scaling it has to stand alone: an optax.chain "
+            "between them hands parameters on in float32."
         )
 
 

@@ -50,6 +50,10 @@ class LossScalingState(NamedTuple):
     consecutive_skipped: Any
 
 
+class OfNarrowParams(optax.GradientTransformationExtraArgs):
+    """An optimizer that has to see 16-bit parameters as they are."""
+
+
 class LossScaleError(ValueError):
     """Too many steps in a row were skipped: training does not move any more.
 
@@ -120,7 +124,7 @@ def loss_scaling(
         return LossScalingState(
             # Copied, because the state may be donated and the wrapper used again.
             loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), start),
-            inner_state=strongly_typed(inner.init(upcast_tree(params))),
+            inner_state=strongly_typed(inner.init(_as_seen(inner, params))),
             grads_finite=jnp.array(True),
             skipped=jnp.zeros([], jnp.int32),
             consecutive_skipped=jnp.zeros([], jnp.int32),
@@ -185,7 +189,7 @@ def update_if(
     new_updates, new_inner_state = inner.update(
         upcast_tree(grads),
         inner_state,
-        upcast_tree(params),
+        _as_seen(inner, params),
         **upcast_tree(extra_args),
     )
     new_inner_state = _like(inner_state, new_inner_state)
@@ -308,6 +312,10 @@ def _find_states(
 
 
 # ----------------------------------------------------------- what update is made of
+
+
+def _as_seen(inner: Any, params: Any) -> Any:
+    return params if isinstance(inner, OfNarrowParams) else upcast_tree(params)
 
 
 def with_extra_args(inner: Any) -> Any:
