@@ -1,0 +1,110 @@
+"""Equinox's modules and its filtered transforms, under autocast."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import lenient
+from test_autocasting_interpreter import live_equations, products, relative_error
+
+import jmp_lite as jmp
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
+
+
+class Net(eqx.Module):
+    """Modules, an activation among the leaves, and what is static."""
+
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+    head: eqx.nn.Linear
+    name: str = eqx.field(static=True, default="net")
+
+    def __call__(self, x):
+        return self.head(x + self.mlp(self.norm(x)))
+
+
+@pytest.fixture
+def net():
+    keys = jax.random.split(jax.random.key(1))
+    mlp = eqx.nn.MLP(8, 8, 16, 1, activation=jax.nn.gelu, key=keys[0])
+    return Net(eqx.nn.LayerNorm(8), mlp, eqx.nn.Linear(8, 3, key=keys[1]))
+
+
+def loss_fn(net, x):
+    return jnp.mean(jax.vmap(net)(x) ** 2)
+
+
+@pytest.fixture(autouse=True)
+def by_jax_s_own_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("order", ["autocast inside", "autocast outside"])
+def test_filtered_transforms_work_inside_and_outside(net, order):
+    if order == "autocast inside":
+        grad = eqx.filter_jit(eqx.filter_grad(jmp.autocast(loss_fn)))
+    else:
+        # Named: Equinox takes what wraps one of its modules for a mistake.
+        def low_grad(net, x):
+            return jmp.autocast(eqx.filter_grad(loss_fn))(net, x)
+
+        grad = eqx.filter_jit(low_grad)
+    actual, expected = grad(net, X), eqx.filter_grad(loss_fn)(net, X)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert {str(g.dtype) for g in jax.tree.leaves(actual)} == {"float32"}
+    assert relative_error(actual, expected) < 0.03
+    assert relative_error(actual, expected) > 0
+
+
+def test_products_are_low_and_its_scopes_are_found(net):
+    arrays, rest = eqx.partition(net, eqx.is_array)
+    loss = lambda arrays, x: loss_fn(eqx.combine(arrays, rest), x)
+    assert set(products(live_equations(jax.grad(jmp.autocast(loss)), arrays, X))) == {
+        LOW
+    }
+    rows = jmp.explain(loss_fn)(net, X).rows
+    norms = [row for row in rows if "LayerNorm" in row.scope]
+    assert norms
+    assert {row.precision for row in norms if row.op == "rsqrt"} == {"float32"}
+    rules = jmp.get_rules("mixed").scope("eqx.nn.MLP", "full")
+    found = [
+        row.precision
+        for row in jmp.explain(loss_fn, rules)(net, X).rows
+        if row.op == "dot_general"
+    ]
+    assert sorted(found) == ["bfloat16", "float32", "float32"]
+
+
+def test_a_training_step_in_float16(net):
+    optimizer = jmp.loss_scaling(lenient(optax.adam(1e-2)))
+    low = jmp.autocast(loss_fn, compute_dtype="float16")
+    opt_state = optimizer.init(eqx.filter(net, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(net, opt_state, x):
+        arrays, rest = eqx.partition(net, eqx.is_array)
+        scale = jmp.get_loss_scale(opt_state)
+        loss = lambda arrays: low(eqx.combine(arrays, rest), x)
+        value, grads = jmp.value_and_grad(loss, scale)(arrays)
+        updates, opt_state = optimizer.update(grads, opt_state, arrays)
+        return eqx.apply_updates(net, updates), opt_state, value
+
+    values = []
+    for i in range(20):
+        before = net
+        bad = X.at[0, 0].set(jnp.inf)
+        net, opt_state, value = step(net, opt_state, bad if i == 5 else X)
+        values.append(float(value))
+        if i == 5:
+            jax.tree.map(
+                np.testing.assert_array_equal,
+                eqx.filter(before, eqx.is_array),
+                eqx.filter(net, eqx.is_array),
+            )
+    assert values[-1] < 0.5 * values[0]
+    assert int(opt_state.skipped) == 1
