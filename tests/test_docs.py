@@ -1,0 +1,47 @@
+"""What the guides show runs as it stands there, and does what they say."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+
+
+def run_blocks(name):
+    """Runs the blocks of a guide in order, in one namespace, and returns it."""
+    text = (DOCS / name).read_text()
+    names = {"__name__": "guide"}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, name, "exec"), names)
+    return names
+
+
+@pytest.fixture
+def flax_guide(capsys):
+    with jax.numpy_dtype_promotion("standard"):  # As a user runs it.
+        names = run_blocks("flax.md")
+    return names, capsys.readouterr().out
+
+
+def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
+    names, printed = flax_guide
+    assert float(names["loss"]) < 0.2
+    assert float(names["metrics"]["loss"]) < 0.2
+    assert float(names["nnx_loss"]) < 0.2
+    assert float(names["tuned_loss"]) < 1.2 * float(names["nnx_loss"])
+    assert names["out"].dtype == jnp.bfloat16
+    restored, state = names["restored"], names["state"]
+    for a, b in zip(*map(jax.tree.leaves, (restored, state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert re.search(r"layer \(Linear\) +bfloat16", printed)
+    assert re.search(r"norm \(BatchNorm\) +float32", printed)
+
+
+@pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
+def test_every_file_that_a_guide_links_exists(guide):
+    for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / guide).read_text()):
+        assert (DOCS / link).exists()
