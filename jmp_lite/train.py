@@ -15,10 +15,11 @@ import numpy as np
 import optax
 from jax import lax
 
+from jmp_lite.autocasting.compat import as_varying
 from jmp_lite.autocasting.door import choose_rules
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.rules import Rules
-from jmp_lite.casting.dtypes import is_array, is_floating, is_inexact, upcast_tree
+from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
 from jmp_lite.scaling.gradients import value_and_grad
 from jmp_lite.scaling.loss_scale import (
     AxisName,
@@ -28,6 +29,7 @@ from jmp_lite.scaling.loss_scale import (
     check_is_loss_scale,
     default_loss_scale,
     select_tree,
+    type_of,
 )
 from jmp_lite.scaling.masters import (
     CompensatedState,
@@ -283,12 +285,12 @@ def _split(path: Any, leaf: Any, times: int) -> Any:
 def _check_types(before: Any, after: Any) -> None:
     pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
     for (path, old), new in pairs:
-        types = [jax.typeof(x) for x in (old, new)]
-        if (types[0].shape, types[0].dtype) != (types[1].shape, types[1].dtype):
+        given, returned = type_of(old), type_of(new)
+        if given != returned:
+            where = f".model_state{jax.tree_util.keystr(path)}"
             raise TypeError(
                 "loss_fn returned another type of model state than it was given: "
-                f"{types[1].str_short()} at .model_state{jax.tree_util.keystr(path)}, "
-                f"given {types[0].str_short()}."
+                f"{returned} at {where}, given {given}."
             )
 
 
@@ -302,13 +304,10 @@ def _of_this_device(params: Any, axis_name: AxisName) -> Any:
     Where ``shard_map`` checks types, a gradient with regard to what all devices share
     would be summed over them already, in the dtype that it has there.
     """
-    names = {axis_name} if isinstance(axis_name, str) else {*axis_name}
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
 
     def local(x: Any) -> Any:
-        if not is_array(x) or not jax.typeof(x).sharding.mesh.manual_axes:
-            return x
-        missing = tuple(names - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
+        return as_varying(x, names) if is_array(x) else x
 
     return jax.tree.map(local, params)
 
@@ -347,7 +346,7 @@ def _warn_of_rounding(params: Any, opt_state: Any) -> None:
     narrow = [
         f"{leaf.dtype} at params{jax.tree_util.keystr(path)}"
         for path, leaf in jax.tree.leaves_with_path(params)
-        if is_floating(leaf) and leaf.dtype.itemsize == 2
+        if is_16_bit(leaf)
     ]
     nodes = jax.tree.leaves(opt_state, is_leaf=remembers)
     if narrow and not any(map(remembers, nodes)):

@@ -352,6 +352,21 @@ def test_other_parameters_are_left_to_the_optimizer(wrap):
         wrap(optax.adam)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "expected"),
+    [
+        (jmp.master_weights, 6),
+        (jmp.compensated, 4),
+        (lambda inner: jmp.stochastic_rounding(inner, jax.random.key(0)), 2),
+    ],
+)
+def test_a_parameter_takes_as_many_bytes_as_the_readme_says(wrap, expected):
+    n = 1 << 16
+    params = jnp.ones(n, jnp.bfloat16)
+    arrays = jax.tree.leaves((params, wrap(optax.sgd(0.1)).init(params)))
+    assert sum(x.size * x.dtype.itemsize for x in arrays) // n == expected
+
+
 @pytest.mark.targets
 @pytest.mark.parametrize("wrap", [jmp.compensated, jmp.master_weights])
 def test_the_compiler_keeps_the_rounding_and_moves_no_more_than_it_must(wrap):

@@ -7,7 +7,7 @@ Where versions differ, a feature is asked for, never a version number.
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -325,8 +325,20 @@ def read(env: dict[Atom, Any], atom: Atom) -> Any:
 def zeros(aval: Aval, length: int) -> Any:
     """Returns zeros of a type with one more axis in front."""
     array = jnp.zeros((length, *aval.shape), aval.dtype)
-    axes = tuple(aval.manual_axis_type.varying)
-    return jax.lax.pcast(array, axes, to="varying") if axes else array
+    return as_varying(array, aval.manual_axis_type.varying)
+
+
+def as_varying(array: Any, axes: Iterable[str]) -> Any:
+    """Returns an array whose type says that it may differ over some mapped axes.
+
+    Only ``shard_map`` has them in its types: anywhere else it is the array itself.
+    """
+    aval = jax.typeof(array)
+    inside = aval.sharding.mesh.manual_axes
+    missing = {*axes}.intersection(inside) - aval.manual_axis_type.varying
+    if not missing:
+        return array
+    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying")
 
 
 def as_typed(value: Any, aval: Aval) -> Any:

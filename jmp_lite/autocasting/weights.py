@@ -3,8 +3,9 @@
 The law of this file: neither results change nor what is differentiated. JAX adds the
 gradient of such a weight up step by step, and reads and writes all of it at each. Here
 what the weight was multiplied with is stacked up, and so is the gradient of the
-product: one product of the two, after the loop, is the sum, in float32. That is done
-where the weight is larger than what is stacked at a step, as in a recurrent network.
+product: one product of the two, after the loop, is the sum. It adds up in float32, as
+products do, and is rounded once. That is done where the weight is larger than what is
+stacked at a step, as in a recurrent network.
 """
 
 import math

@@ -232,6 +232,11 @@ def is_number(leaf: Any, kind: Any = jnp.number) -> TypeGuard[Any]:
     )
 
 
+def is_16_bit(leaf: Any) -> TypeGuard[Any]:
+    """Whether a leaf is an array of real floats of 16 bits."""
+    return is_floating(leaf) and leaf.dtype.itemsize == 2
+
+
 def is_inexact(leaf: Any) -> TypeGuard[Any]:
     """Whether a leaf holds real or complex numbers: an array, or a Python scalar."""
     return is_number(leaf, jnp.inexact)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.dtypes import is_array, is_floating, parse_dtype, upcast_tree
+from jmp_lite.casting.dtypes import is_16_bit, is_floating, parse_dtype, upcast_tree
 from jmp_lite.scaling.transforms import (
     OfNarrowParams,
     strongly_typed,
@@ -171,7 +171,7 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> Any:
         _check_16_bit(params, "compensated")
         rest = jax.tree.map(
-            lambda p: jnp.zeros_like(p) if _is_16_bit(p) else optax.MaskedNode(), params
+            lambda p: jnp.zeros_like(p) if is_16_bit(p) else optax.MaskedNode(), params
         )
         return CompensatedState(rest, strongly_typed(inner.init(upcast_tree(params))))
 
@@ -180,14 +180,14 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Any, Any]:
         _check_params(params, "compensated")
         whole = jax.tree.map(
-            lambda p, r: _full(p) + _full(r) if _is_16_bit(p) else p, params, state.rest
+            lambda p, r: _full(p) + _full(r) if is_16_bit(p) else p, params, state.rest
         )
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, whole, **extra_args
         )
 
         def add(param: Any, rest: Any, step: Any, whole: Any) -> Any:
-            if not _is_16_bit(param):
+            if not is_16_bit(param):
                 return step, rest
             total = whole + step
             rounded = _nearest(total, param.dtype)
@@ -276,7 +276,7 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
         numbers = treedef.unflatten(range(treedef.num_leaves))
 
         def add(param: Any, step: Any, number: int) -> Any:
-            if not _is_16_bit(param):
+            if not is_16_bit(param):
                 return step
             total = _full(param) + step
             noise = jax.random.uniform(jax.random.fold_in(now, number), param.shape)
@@ -288,17 +288,13 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
     return OfNarrowParams(init, update)
 
 
-def _is_16_bit(leaf: Any) -> bool:
-    return is_array(leaf) and is_floating(leaf) and leaf.dtype.itemsize == 2
-
-
 def _full(leaf: Any) -> Any:
     return leaf.astype(jnp.float32)
 
 
 def _check_16_bit(params: Any, name: str) -> None:
     leaves = jax.tree.leaves(params)
-    if leaves and not any(map(_is_16_bit, leaves)):
+    if leaves and not any(map(is_16_bit, leaves)):
         raise ValueError(
             f"{name} is for parameters of 16 bits, and there is none: cast them with "
             "cast_tree. Inside of loss_scaling it has to stand alone: an optax.chain "
