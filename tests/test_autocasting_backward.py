@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from programs import W, X
+from programs import KEY, W, X
 from test_autocasting_interpreter import (
     NEVER_LOW,
     live_equations,
@@ -106,6 +106,26 @@ OPS = {
 }
 
 
+def test_a_scatter_and_its_derivative_round_nothing():
+    """Odd numbers up to 255 fit 16 bits, and the sum of two of them may not."""
+    a, b, ct = (
+        2.0 * jax.random.randint(key, (rows, 8), -128, 128).astype(float) + 1
+        for key, rows in zip(jax.random.split(KEY, 3), (4, 3, 4), strict=True)
+    )
+    # In rows that are written twice one number wins.
+    eye = jnp.eye(8)
+    fun = lambda a, b: (a @ eye).at[ROWS].set(b @ eye) @ eye
+    low = autocast(fun)
+    for told in (
+        lambda f: f(a, b),
+        lambda f: jax.vjp(f, a, b)[1](ct),
+        lambda f: jax.jvp(f, (a, b), (a[::-1], b[::-1])),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, told(low), told(fun))
+    (scatter,) = (e for e in live_equations(low, a, b) if e.primitive.name == "scatter")
+    assert str(scatter.outvars[0].aval.dtype) == "bfloat16"
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_no_derivative_adds_up_or_takes_an_exponential_in_16_bits(name):
     def loss(x):
@@ -122,7 +142,9 @@ def test_no_derivative_adds_up_or_takes_an_exponential_in_16_bits(name):
         for eqn in live_equations(fun, X):
             if eqn.primitive.name in NEVER_LOW | {"sin", "cos"}:
                 dtypes = {str(var.aval.dtype) for var in eqn.outvars}
-                assert "bfloat16" not in dtypes, eqn
+                # A scatter's derivative adds zeros, to what was written last.
+                is_exact = (name, eqn.primitive.name) == ("scatter", "scatter-add")
+                assert is_exact or "bfloat16" not in dtypes, eqn
     expected = jax.grad(loss)(X)
     assert relative_error(jax.grad(low)(X), expected) < 0.06
     assert relative_error(autocast(jax.grad(loss))(X), expected) < 0.06

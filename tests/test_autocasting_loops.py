@@ -1,5 +1,7 @@
 """The carries of loops: which may be low, and which would go wrong if they were."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from jax import lax
 from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
 from test_autocasting_interpreter import (
     compiled,
+    equations,
     live_equations,
     products,
     relative_error,
@@ -331,6 +334,115 @@ def test_the_gradient_of_what_every_step_reads_adds_up_in_float32():
         assert relative_error(actual, expected) < 0.02, loss
 
 
+# ---------------------------------------------------------- caches, written and read
+
+POSITIONS = 16
+CACHE = (4, POSITIONS, 8)
+
+
+def ask(x, cache):
+    scores = jnp.einsum("bd,btd->bt", x @ W, cache)
+    return x + jnp.tanh(scores[:, :8] / 9)
+
+
+def written(cache, x, i):
+    cache = cache.at[:, i].set(x @ W)
+    scores = jnp.einsum("bd,btd->bt", x @ W, cache)
+    weights = jax.nn.softmax(jnp.where(jnp.arange(POSITIONS) <= i, scores, -1e9))
+    return cache, jnp.einsum("bt,btd->bd", weights, cache)
+
+
+def updated(cache, x, i):
+    cache = lax.dynamic_update_slice(cache, (x @ W)[:, None], (0, i, 0))
+    return cache, ask(x, cache)
+
+
+def shifted(cache, x, i):
+    cache = jnp.concatenate([cache[:, 1:], (x @ W)[:, None]], 1)
+    return cache, ask(x, cache)
+
+
+def scanned(write, x):
+    def step(carry, i):
+        return write(*carry, i), None
+
+    return lax.scan(step, (jnp.zeros(CACHE), x), jnp.arange(POSITIONS))[0]
+
+
+def until_the_last_token(write, x):
+    """As text is written: to its end, or to the last position."""
+
+    def step(carry):
+        i, cache, x, is_done = carry
+        cache, x = write(cache, x, i)
+        return i + 1, cache, x, is_done | (jnp.argmax(x, -1) == 9)
+
+    def goes_on(carry):
+        return (carry[0] < POSITIONS) & ~jnp.all(carry[3])
+
+    start = (0, jnp.zeros(CACHE), x, jnp.zeros(4, bool))
+    return lax.while_loop(goes_on, step, start)[1:3]
+
+
+def casts(eqns):
+    """The shapes of what is cast."""
+    is_cast = lambda eqn: eqn.primitive.name == "convert_element_type"
+    return {eqn.outvars[0].aval.shape for eqn in eqns if is_cast(eqn)}
+
+
+def casts_in_loops(fun, *args):
+    return set().union(
+        *(
+            casts(equations(eqn.params.get("body_jaxpr", eqn.params.get("jaxpr"))))
+            for eqn in live_equations(fun, *args)
+            if eqn.primitive.name in ("scan", "while")
+        )
+    )
+
+
+@pytest.mark.parametrize("write", [written, updated, shifted])
+@pytest.mark.parametrize("loop", [scanned, until_the_last_token])
+def test_a_cache_of_what_products_read_is_low_and_never_cast_as_a_whole(loop, write):
+    fun = functools.partial(loop, write)
+    eqns = live_equations(autocast(fun), X)
+    assert set(products(eqns)) == {(LOW,) * 3}
+    assert CACHE not in casts_in_loops(autocast(fun), X)
+    for actual, expected in zip(autocast(fun)(X), fun(X), strict=True):
+        assert actual.dtype == expected.dtype == FULL
+        assert relative_error(actual, expected) < 0.03
+    # It is not low whatever is written: what was float32 on purpose keeps its digits.
+    exact = lambda cache, x, i: write(jnp.exp(cache), x, i)
+    assert CACHE in casts_in_loops(autocast(functools.partial(loop, exact)), X)
+
+
+def test_a_cache_keeps_the_digits_of_what_is_float32_on_purpose():
+    def keep(cache, x, i):
+        return cache.at[:, i].set(jnp.exp(x)), ask(x, cache)
+
+    fun = functools.partial(scanned, keep)
+    assert carries(fun, X)[0] == FULL
+    kept = autocast(fun)(X)[0]
+    np.testing.assert_array_equal(kept[:, 0], jnp.exp(X))
+
+
+def test_a_step_with_a_16_bit_cache_never_casts_all_of_it():
+    """As a server runs it: token by token, the cache goes in and out."""
+
+    def step(cache, x, i):
+        cache = cache.at[:, i].set((x @ W).astype(cache.dtype))
+        return cache, jnp.einsum("bd,btd->bt", x @ W, cache)
+
+    cache = jnp.zeros(CACHE, LOW)
+
+    with jax.numpy_dtype_promotion("standard"):
+        for fun in (step, lambda *args: jax.jit(step)(*args)):
+            low = autocast(fun)
+            assert CACHE not in casts(live_equations(low, cache, X, 3))
+            assert low(cache, X, 3)[0].dtype == LOW
+    # Where it is float32 outside, it is cast.
+    assert CACHE in casts(live_equations(low, jnp.zeros(CACHE), X, 3))
+
+
 # ------------------------------------------------------------------------ while loops
 
 
@@ -358,6 +470,85 @@ def test_a_float_decides_only_where_the_end_depends_on_it(wrap):
         lambda c: c[0] < 3, lambda c: body(*c), (0, x)
     )
     assert products(live_equations(autocast(by_a_float), X)) == {(FULL,) * 3: 1}
+
+
+def ends(condition, step, *start):
+    """A function that runs ``step`` on what starts from ``(0, *start, x)``."""
+    return lambda x: lax.while_loop(condition, step, (0, *start, x))[-1]
+
+
+def decides_when_it_ends(fun):
+    """Whether autocast leaves the loop of a function in float32 for that."""
+    rows = explain(fun)(X).rows
+    return any("a float decides when it ends" in row.reason for row in rows)
+
+
+def test_a_token_that_is_the_most_likely_one_is_no_tolerance():
+    def sampled(n, h):
+        values, numbers = lax.top_k(h @ W, 3)
+        chosen = jax.random.categorical(jax.random.key(n), values)
+        return jnp.take_along_axis(numbers, chosen[:, None], 1)[:, 0]
+
+    def token(c, pick):
+        n, done, h = c
+        return n + 1, done | (pick(n, h) == 5), jnp.tanh(h @ W)
+
+    def goes_on(c):
+        return jnp.logical_and(c[0] < 9, ~jnp.all(c[1]))
+
+    for pick in (lambda n, h: jnp.argmax(h @ W, -1), sampled):
+        step = functools.partial(token, pick=pick)
+        fun = ends(goes_on, step, jnp.zeros(4, bool))
+        assert not decides_when_it_ends(fun)
+        assert set(products(live_equations(autocast(fun), X))) == {(LOW,) * 3}
+        # Nothing else would end it: two that are as likely may alternate for ever.
+        until = lambda c: ~jnp.all(c[1])
+        assert decides_when_it_ends(ends(until, step, jnp.zeros(4, bool)))
+
+
+def test_the_number_of_a_float_that_is_compared_is_a_tolerance():
+    def step(c):
+        h = jnp.tanh(c[2] @ W)
+        return c[0] + 1, jnp.argmax(jnp.abs(h).max(0) < 1e-3), h
+
+    assert decides_when_it_ends(ends(lambda c: (c[0] < 9) & (c[1] < 1), step, 0))
+
+    # So is the largest itself, where its number is read beside it.
+    def value(c):
+        n, best, h = c
+        best, number = lax.top_k(h.ravel() @ h.ravel()[:, None], 1)
+        return n + 1 + 0 * number[0], best[0], jnp.tanh(h @ W)
+
+    assert decides_when_it_ends(ends(lambda c: (c[0] < 9) & (c[1] > 1e-3), value, 1.0))
+
+
+def test_a_carry_rule_decides_for_a_while_that_a_float_ends():
+    def search(x):
+        with jax.named_scope("beam"):
+            step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ W))
+            return lax.while_loop(lambda c: (c[0] < 5) & (c[1].max() > 0), step, (0, x))
+
+    assert decides_when_it_ends(search)
+    for precision, dtype in (("follow", LOW), ("full", FULL)):
+        rules = get_rules("mixed").carry("beam", precision)
+        low = autocast(search, rules)
+        assert products(live_equations(low, X)) == {(LOW,) * 3: 1}
+        (row,) = (r for r in explain(search, rules)(X).rows if r.op == "while")
+        assert (row.precision, row.reason) == (dtype, "carry 1: a carry rule")
+
+
+def test_a_while_over_stacked_layers_follows_as_a_scan_does():
+    def fun(x, n):
+        def layer(i, h):
+            w = lax.dynamic_index_in_dim(LAYERS, i, keepdims=False)
+            return h + jnp.tanh(h @ w)
+
+        return lax.fori_loop(0, n, layer, x @ W) @ W
+
+    (row,) = (row for row in explain(fun)(X, jnp.array(2)).rows if row.op == "while")
+    assert row.precision == LOW
+    assert row.reason == "carry 2: a stack of layers: it follows"
+    assert relative_error(autocast(fun)(X, jnp.array(2)), fun(X, 2)) < 0.02
 
 
 @pytest.mark.parametrize("length", [0, 1])

@@ -269,6 +269,53 @@ def test_compensated_training_is_near_to_that_of_float32(name):
     assert kept == pytest.approx(full, rel=0.03)
 
 
+NARROW = {
+    "compensated": jmp.compensated,
+    "stochastic_rounding": functools.partial(
+        jmp.stochastic_rounding, key=jax.random.key(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("wrap", NARROW)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_step_is_the_optimizer_s_rounded_once_under_every_optimizer(
+    name, wrap, dtype
+):
+    """Against the bare optimizer, step by step, on what the 16 bits stand for."""
+    case = OPTIMIZERS[name]
+    bare = optax.with_extra_args_support(case.make())
+    optimizer = jmp.loss_scaling(NARROW[wrap](case.make()))
+    params = jmp.cast_tree(make_params(), dtype)
+    state, bare_state = optimizer.init(params), bare.init(jmp.cast_to_full(params))
+    start = jax.tree.map(jnp.zeros_like, state)
+    for _ in range(3):
+        whole = jmp.cast_to_full(params)
+        if wrap == "compensated":
+            rest = jmp.cast_to_full(state.inner_state.rest)
+            whole = jax.tree.map(jnp.add, whole, rest)
+        grads = jax.tree.map(jnp.float32, jax.grad(loss_fn)(params))
+        args = case.extra_args(whole, grads)
+        updates, bare_state = bare.update(grads, bare_state, whole, **args)
+        expected = optax.apply_updates(whole, updates)
+        updates, state = optimizer.update(grads, state, params, **args)
+        params = optax.apply_updates(params, updates)
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {dtype}
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, start)
+        for key, exact in expected.items():
+            exact, found = np.float64(exact), np.float64(params[key])
+            eps = float(jnp.finfo(dtype).eps)
+            unit = eps * np.abs(exact) + 1e-7
+            if wrap == "compensated":
+                rest = np.float64(state.inner_state.rest[key])
+                assert np.all(np.abs(found - exact) <= unit / 2)
+                # A rest of half a unit is rounded by half a unit of its own.
+                assert np.all(np.abs(found + rest - exact) <= unit * eps / 4 + 2e-7)
+            else:
+                assert np.all(np.abs(found - exact) < unit)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("start", [1.0, -0.3, 3e-5])
 def test_stochastic_rounding_is_right_on_average_and_rounds_to_a_neighbour(

@@ -118,23 +118,27 @@ class Demands:
         return [Readers.OTHER, *joined]
 
     def _scan(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
-        loop, (n_consts, n_carry) = loops.Loop.of_scan(eqn), compat.scan_counts(eqn)
-        is_read = are_read(results[:n_carry])
-        carries = loops.classify(self._rules, self._by_table, loop, is_read, "")
-        readers = self.of_inputs(loop.body, [*of_carries(carries), *results[n_carry:]])
-        is_full = [slot is loops.Slot.FULL for slot, _ in carries]
-        of_start = [Readers.FULL if yes else Readers.OTHER for yes in is_full]
-        return [*readers[:n_consts], *of_start, *readers[n_consts + n_carry :]]
+        return self._of_loop(loops.Loop.of_scan(eqn), results)
 
     def _while(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
-        params, carries = eqn.params, [Readers.FULL] * len(results)
+        params, loop = eqn.params, loops.Loop.of_while(eqn)
         cond, body = params["cond_jaxpr"], params["body_jaxpr"]
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         if loops.ends_by_a_float(cond, n_cond, body, n_body):
             return [Readers.FULL] * len(eqn.invars)
         of_cond = self.of_inputs(cond, [Readers.OTHER])[:n_cond]
-        of_body = self.of_inputs(body, [Readers.OUTPUT] * len(results))[:n_body]
-        return [*of_cond, *of_body, *carries]
+        return [*of_cond, *self._of_loop(loop, results)]
+
+    def _of_loop(
+        self, loop: loops.Loop, results: Sequence[Readers]
+    ) -> Sequence[Readers]:
+        n_carry = len(loop.carries)
+        is_read = are_read(results[:n_carry])
+        carries = loops.classify(self._rules, self._by_table, loop, is_read, "")
+        readers = self.of_inputs(loop.body, [*of_carries(carries), *results[n_carry:]])
+        for i, (slot, _) in zip(loop.carries, carries, strict=True):
+            readers[i] = Readers.FULL if slot is loops.Slot.FULL else Readers.OTHER
+        return readers
 
     def _by_table(self, eqn: Any, path: str) -> Precision:
         del path

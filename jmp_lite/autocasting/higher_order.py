@@ -267,9 +267,23 @@ def start(
 
 
 def _scan(walk: Walk, call: Call) -> list[Value]:
+    eqn, operands, loop = call.eqn, list(call.operands), loops.Loop.of_scan(call.eqn)
+    n_consts, _ = compat.scan_counts(eqn)
+    operands[:n_consts] = [_invariant(walk, v) for v in operands[:n_consts]]
+    turned, inside = _settled(walk, call._replace(operands=operands), loop)
+    low_body = islands.rematerialize(inside.jaxpr, n_consts)
+    arrays = weights.run_scan(eqn, low_body, _arrays(turned.operands))
+    return _results(walk, turned, arrays, inside, eqn.params["length"])
+
+
+def _settled(walk: Walk, call: Call, loop: loops.Loop) -> tuple[Call, Converted]:
+    """Returns a loop's body, and the call of it with its carries as the body has them.
+
+    A carry that may follow starts low, and is raised where the body makes it hard.
+    """
     eqn, operands, wanted, path = call
-    loop, (n_consts, n_carry) = loops.Loop.of_scan(eqn), compat.scan_counts(eqn)
-    body, at = loop.body, slice(n_consts, n_consts + n_carry)
+    numbers, n_carry = list(loop.carries), len(loop.carries)
+    at = slice(numbers[0], numbers[0] + n_carry) if numbers else slice(0)
     is_read = demand.are_read(wanted[:n_carry])
     carries = loops.classify(walk.rules, walk.precision, loop, is_read, path)
     readers = [*demand.of_carries(carries), *wanted[n_carry:]]
@@ -280,9 +294,8 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
     raised_by: dict[int, Any] = {}
     while True:
         values = list(operands)
-        values[:n_consts] = [_invariant(walk, v) for v in operands[:n_consts]]
         values[at] = _recast(walk, operands[at], specs, eqn)
-        found = convert(walk, body, values, readers, path)
+        found = convert(walk, loop.body, values, readers, path)
         raised = [
             i
             for i, (slot, _) in enumerate(carries)
@@ -296,13 +309,10 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
             raised_by[i] = _outside(found.origins[i], values)
     forced, inside = (*specs, *found.specs[n_carry:]), found
     if forced != found.specs:
-        inside = convert(walk, body, values, readers, path, forced=forced)
+        inside = convert(walk, loop.body, values, readers, path, forced=forced)
     for i, (_, reason) in enumerate(carries):
         _tell_carry(walk, call, i, reason, specs[i][0], raised_by.get(i))
-    low_body = islands.rematerialize(inside.jaxpr, n_consts)
-    arrays = weights.run_scan(eqn, low_body, _arrays(values))
-    turned = call._replace(operands=values)
-    return _results(walk, turned, arrays, inside, eqn.params["length"])
+    return call._replace(operands=values), inside
 
 
 def _tell_carry(
@@ -318,27 +328,24 @@ def _tell_carry(
 
 
 def _while(walk: Walk, call: Call) -> list[Value]:
-    eqn, operands, _, path = call
+    eqn, operands, path = call.eqn, call.operands, call.path
     cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    if loops.ends_by_a_float(cond, n_cond, body, n_body):
+    said = walk.rules.carry_in(path)
+    if said is None and loops.ends_by_a_float(cond, n_cond, body, n_body):
         return _kept(walk, call, "a float decides when it ends")
-    start = operands[n_cond + n_body :]
-    specs = tuple(_carry(value, False) for value in start)
-    carry = _recast(walk, start, specs, eqn)
-    of_cond = [*operands[:n_cond], *carry]
-    of_body = [*operands[n_cond : n_cond + n_body], *carry]
-    carried = [Readers.OUTPUT] * len(carry)
+    loop = loops.Loop.of_while(eqn)
+    turned, step = _settled(walk, call._replace(operands=operands[n_cond:]), loop)
+    of_cond = [*operands[:n_cond], *turned.operands[n_body:]]
     test = convert(walk, cond, of_cond, [Readers.OTHER], path)
-    step = convert(walk, body, of_body, carried, path, forced=specs)
     arrays = compat.bind(
         eqn,
-        _arrays([*operands[: n_cond + n_body], *carry]),
+        _arrays([*operands[:n_cond], *turned.operands]),
         cond_jaxpr=test.jaxpr,
         body_jaxpr=step.jaxpr,
     )
     _results(walk, call._replace(operands=of_cond), [None], test)
-    return _results(walk, call._replace(operands=of_body), arrays, step, None)
+    return _results(walk, turned, arrays, step, None)
 
 
 def _invariant(walk: Walk, value: Value) -> Value:

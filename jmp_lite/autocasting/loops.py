@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_lite.autocasting import compat
-from jmp_lite.autocasting.rules import MOVING, PRODUCTS, Precision, Rules
+from jmp_lite.autocasting.rules import MOVING, PICKING, PRODUCTS, Precision, Rules
 
 
 class Slot(enum.Enum):
@@ -55,6 +55,13 @@ class Loop(NamedTuple):
         carries = {n_consts + i: i for i in range(n_carry)}
         sliced = frozenset(range(n_consts + n_carry, len(eqn.invars)))
         return cls(eqn.params["jaxpr"], carries, sliced)
+
+    @classmethod
+    def of_while(cls, eqn: Any) -> "Loop":
+        """Returns the loop that a ``while`` is."""
+        n_consts = eqn.params["body_nconsts"]
+        carries = {n_consts + i: i for i in range(len(eqn.outvars))}
+        return cls(eqn.params["body_jaxpr"], carries, frozenset())
 
 
 class Unrolled(NamedTuple):
@@ -122,11 +129,15 @@ def classify(
     if said is not None:
         return [Carry(Slot(said), "a carry rule")] * len(loop.carries)
     flow = _Flow(precision_of, loop, path)
-    only_low = _read_by_low_ops_only(precision_of, loop, path)
+    read_by, in_any_step = _readers(precision_of, loop, path)
 
     def classified(carry: int, is_read: bool) -> Carry:
-        if only_low[carry]:
+        # Low products would cast it anyway: the hidden state of an LSTM.
+        if read_by[carry] is _Use.PRODUCT:
             return Carry(Slot.LOW, "only low matrix products read it")
+        # A cache of keys, to which each step adds some.
+        if in_any_step[carry] is _Use.PRODUCT:
+            return Carry(Slot.FOLLOW, "only low matrix products read it, then or later")
         if not flow.is_stack_of_layers:
             return Carry(Slot.FULL, "a state: the loop is no stack of layers")
         if flow.is_added_to(carry):
@@ -263,29 +274,40 @@ def _called(eqn: Any) -> Any:
     return None
 
 
-def _read_by_low_ops_only(
-    precision_of: PrecisionOf, loop: Loop, path: str
-) -> dict[int, bool]:
-    """Returns, for each carry, whether only low products read it, perhaps moved.
-
-    They would cast it anyway: the hidden state of an LSTM.
-    """
-    parts = compat.parts(loop.body)
-    # A carry that is handed on is read by whatever takes it: not by a low op alone.
-    outside = [_Use.OTHER] * len(parts.outvars)
-    uses = _uses_of_inputs(precision_of, parts, outside, path)
-    return {
-        i: compat.is_float32(parts.invars[i]) and uses[i] is _Use.PRODUCT
-        for i in loop.carries
-    }
-
-
 class _Use(enum.Flag):
-    """What a value is used for."""
+    """What a value is used for, perhaps moved."""
 
     NONE = 0
     PRODUCT = 1
     OTHER = 2
+
+
+def _readers(
+    precision_of: PrecisionOf, loop: Loop, path: str
+) -> tuple[Mapping[int, _Use], Mapping[int, _Use]]:
+    """Returns what each carry is used for: in one step, and in that or a later one.
+
+    In the one step that hands it on, it is used for something unknown.
+    """
+    parts = compat.parts(loop.body)
+
+    def uses(outside: Sequence[_Use]) -> dict[int, _Use]:
+        found = _uses_of_inputs(precision_of, parts, outside, path)
+        return {
+            i: found[i] if compat.is_float32(parts.invars[i]) else _Use.OTHER
+            for i in loop.carries
+        }
+
+    outside = [_Use.OTHER] * len(parts.outvars)
+    in_one_step = uses(outside)
+    for k in loop.carries.values():
+        outside[k] = _Use.NONE
+    while True:
+        before, in_any_step = list(outside), uses(outside)
+        for i, k in loop.carries.items():
+            outside[k] |= in_any_step[i]
+        if outside == before:
+            return in_one_step, in_any_step
 
 
 def _uses_of_inputs(
@@ -319,29 +341,64 @@ def _uses_of_inputs(
 def ends_by_a_float(cond: Any, n_cond: int, body: Any, n_body: int) -> bool:
     """Whether a float that the body computes decides when a ``while`` ends.
 
-    A tolerance that float32 reaches may never be reached in 16 bits.
+    A tolerance that float32 reaches may never be reached in 16 bits. A token that is
+    the most likely one is no tolerance, where a count ends the loop at the latest.
     """
     test, step = compat.parts(cond), compat.parts(body)
-    deciding = {i - n_cond for i in _reads(test, [0]) if i >= n_cond}
-    while True:
-        reads = _reads(step, deciding)
-        more = deciding | {i - n_body for i in reads if i >= n_body}
-        if more == deciding:
-            break
-        deciding = more
-    return any(compat.is_float(step.outvars[i]) for i in deciding)
+
+    def has_float(condition: Any, through: frozenset[str]) -> bool | None:
+        reads = _reads(test, [condition], through)
+        deciding = {i - n_cond for i in reads if i >= n_cond}
+        while True:
+            reads = _reads(step, [step.outvars[i] for i in deciding], through)
+            more = deciding | {i - n_body for i in reads if i >= n_body}
+            if more == deciding:
+                break
+            deciding = more
+        if not deciding:
+            return None  # What is the same in all steps ends nothing.
+        return any(compat.is_float(step.outvars[i]) for i in deciding)
+
+    conditions = _conditions(test, test.outvars[0])
+    is_counted = any(has_float(one, PICKING) is False for one in conditions)
+    through = frozenset[str]() if is_counted else PICKING
+    return any(has_float(one, through) for one in conditions)
 
 
-def _reads(parts: compat.Parts, outputs: Iterable[int]) -> set[int]:
-    """Returns which inputs of a jaxpr some of its outputs are computed from."""
-    found = {id(parts.outvars[i]) for i in outputs}
+def _conditions(parts: compat.Parts, result: Any) -> list[Any]:
+    """Returns the values that all have to be true for a result to be."""
+    for eqn in parts.eqns:
+        if result is eqn.outvars[0] and eqn.primitive.name == "and":
+            return [one for atom in eqn.invars for one in _conditions(parts, atom)]
+    return [result]
+
+
+def _reads(
+    parts: compat.Parts, wanted: Iterable[Any], through: frozenset[str]
+) -> set[int]:
+    """Returns which inputs of a jaxpr some of its values are computed from.
+
+    Args:
+      parts: the jaxpr.
+      wanted: the values.
+      through: the picking ops that an integer is followed through.
+    """
+    found = {id(atom) for atom in wanted}
     for eqn in reversed(parts.eqns):
-        wanted = [i for i, var in enumerate(eqn.outvars) if id(var) in found]
-        if not wanted:
+        results = [i for i, var in enumerate(eqn.outvars) if id(var) in found]
+        is_picked = eqn.primitive.name in PICKING - through
+        if not results or (is_picked and _is_number_of_a_float(eqn, results)):
             continue
         inner = _called(eqn)
         read = range(len(eqn.invars))
         if inner is not None:
-            read = _reads(compat.parts(inner), wanted)
+            inside = compat.parts(inner)
+            read = _reads(inside, [inside.outvars[i] for i in results], through)
         found.update(id(eqn.invars[i]) for i in read)
     return {i for i, var in enumerate(parts.invars) if id(var) in found}
+
+
+def _is_number_of_a_float(eqn: Any, results: Sequence[int]) -> bool:
+    return compat.is_float(eqn.invars[0]) and not any(
+        compat.is_float(eqn.outvars[i]) for i in results
+    )

@@ -268,6 +268,9 @@ CHEAP = (
 ADDING = frozenset(["add", "sub", "add_any"])
 """Sums of two: what they are given is added up in what reads their result."""
 
+PICKING = frozenset(["argmax", "argmin", "top_k", "approx_top_k", "sort"])
+"""Their integers say which number is the largest, however near the next one is."""
+
 PASSING = frozenset(["optimization_barrier"])
 """Each result is an operand: their precisions are not joined."""
 
@@ -276,9 +279,9 @@ ADDED_UP = frozenset(
         *("broadcast_in_dim", "broadcast_to", "tile", "gather", "sort", "top_k"),
         *("approx_top_k", "reduce_max", "reduce_min", "cummax", "cummin"),
         *("reduce_window_max", "reduce_window_min"),
-        *("scatter", "scatter-min", "scatter-max", "all_gather"),
-        *("all_gather_invariant", "all_gather_start", "all_gather_reduced"),
-        *("all_gather_reduced_start", "pvary", "pbroadcast", "pbroadcast_start"),
+        *("scatter-min", "scatter-max", "all_gather", "all_gather_invariant"),
+        *("all_gather_start", "all_gather_reduced", "all_gather_reduced_start"),
+        *("pvary", "pbroadcast", "pbroadcast_start"),
         *("erf", "erfc", "asinh", "acosh", "polynomial"),
     ]
 )
