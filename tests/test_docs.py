@@ -1,5 +1,6 @@
 """What the guides show runs as it stands there, and does what they say."""
 
+import inspect
 import pathlib
 import re
 
@@ -39,6 +40,27 @@ def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
         np.testing.assert_array_equal(a, b)
     assert re.search(r"layer \(Linear\) +bfloat16", printed)
     assert re.search(r"norm \(BatchNorm\) +float32", printed)
+
+
+def test_the_inference_guide_writes_the_same_text_token_by_token_and_in_a_loop():
+    with jax.numpy_dtype_promotion("standard"):
+        names = run_blocks("inference.md")
+    jmp, end = names["jmp"], names["END"]
+    assert {str(x.dtype) for x in jax.tree.leaves(names["cache"])} == {
+        "bfloat16",
+        "int32",
+    }
+    served, generated = names["tokens"], names["generated"]
+    ended = np.asarray(generated == end)
+    steps = int(np.max(np.argmax(ended, axis=1)))  # Where the last of them ends.
+    assert 0 < steps < names["LENGTH"] - 1
+    np.testing.assert_array_equal(served[:, : steps + 1], generated[:, : steps + 1])
+    assert np.all(ended[:, steps + 1 :])
+    traced = inspect.unwrap(names["generate"])
+    rows = jmp.explain(traced)(names["params"], names["first"]).rows
+    carries = [row for row in rows if row.op == "while" and row.precision == "bfloat16"]
+    assert len(carries) == 4
+    assert all("matrix products read it, then or later" in r.reason for r in carries)
 
 
 @pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
