@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from optimizers import lenient
 
 import jmp_lite as jmp
+from benchmarks.collectives import LAYOUTS, compile_step
+from benchmarks.compiled import TARGETS, missing
 
 PROCESS = pathlib.Path(__file__).with_name("two_processes.py")
 
@@ -62,6 +64,32 @@ def test_a_step_on_sharded_parameters_is_the_step_on_one_device(mesh, scale):
     assert sharded.params["w"].sharding.spec == P("data")
     assert sharded.opt_state.inner_state[0].mu["w"].sharding.spec == P("data")
     assert int(sharded.step) == int(alone.step) == 2
+
+
+def sent(target, layout, rules):
+    with jax.numpy_dtype_promotion("standard"):  # Optax's own promotion.
+        program = compile_step(target, layout, rules, width=256, depth=2, rows=128)
+    dtypes = program.collectives
+    large = {k for k, v in dtypes.items() if v > 0.01 * sum(dtypes.values())}
+    return large, sum(dtypes.values())
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_devices_send_each_other_is_16_bits_where_xla_sends_it(target):
+    """And float32 where gradients are averaged by ``axis_name``."""
+    if missing(target):
+        pytest.skip(missing(target))
+    by_hand, by_jit, fsdp = LAYOUTS
+    full, full_size = sent(target, by_hand, "O0")
+    assert full == {"f32"}
+    assert sent(target, by_hand, "mixed") == (full, full_size)
+    low, low_size = sent(target, by_jit, "mixed")
+    assert low == {"bf16"}
+    assert low_size < 0.51 * sent(target, by_jit, "O0")[1]
+    low, low_size = sent(target, fsdp, "mixed")
+    assert low == {"bf16"}
+    assert low_size < 0.9 * sent(target, fsdp, "O0")[1]
 
 
 def free_port():

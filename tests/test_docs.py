@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
@@ -40,6 +41,19 @@ def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
         np.testing.assert_array_equal(a, b)
     assert re.search(r"layer \(Linear\) +bfloat16", printed)
     assert re.search(r"norm \(BatchNorm\) +float32", printed)
+
+
+def test_the_guide_to_devices_runs_on_as_many_as_there_are():
+    with jax.numpy_dtype_promotion("standard"):
+        names = run_blocks("devices.md")
+    assert jax.device_count() == len(names["mesh"].devices.ravel()) > 1
+    for state in (names["sharded"], names["replicated"]):
+        assert int(state.step) == 20
+        assert state.params["w1"].dtype == jnp.float32
+    assert names["sharded"].params["w1"].sharding.spec == P("data")
+    first, last = names["losses"][0], names["losses"][-1]
+    assert last < 0.5 * first
+    assert last == pytest.approx(float(names["metrics"]["loss"]), rel=0.02)
 
 
 def test_the_inference_guide_writes_the_same_text_token_by_token_and_in_a_loop():

@@ -1,0 +1,125 @@
+"""What devices send each other in a train step, in programs compiled for eight of them.
+
+Prints, for each target and each way to split the work, how many bytes go through
+collectives, and in which dtypes. Exact: no clock, no device.
+
+    make targets && .venv/bin/python -m benchmarks.collectives
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+from benchmarks.compiled import TARGETS, Program, compile_for, devices, missing
+
+DEVICES = 8
+TOPOLOGIES = {"h100": "1x1x8", "v5e": "v5e:2x4"}
+LAYOUTS = ("data parallel, shard_map", "data parallel, jit", "FSDP, jit")
+
+
+def compile_step(
+    target: str,
+    layout: str,
+    rules: jmp.Rules | str,
+    width: int = 1024,
+    depth: int = 4,
+    rows: int = 512,
+) -> Program:
+    """Compiles a train step of a residual network for eight devices.
+
+    Args:
+      target: one of `compiled.TARGETS`.
+      layout: one of `LAYOUTS`. Batches are split in all; parameters and the optimizer's
+        state in FSDP, while the others have all of them on each device.
+      rules: those of the step.
+      width: of the network.
+      depth: how many blocks it has.
+      rows: of the batch of each device.
+    """
+    mesh = Mesh(
+        np.array(devices(target, TOPOLOGIES[target])),
+        ("data",),
+        axis_types=(AxisType.Auto,),
+    )
+    by_hand = "shard_map" in layout
+    init, step = jmp.build_train_step(
+        _loss, optax.adamw(1e-3), rules, axis_name="data" if by_hand else None
+    )
+    state = jax.eval_shape(init, _params(width, depth))
+    batch = [jax.ShapeDtypeStruct((DEVICES * rows, width), jnp.float32)] * 2
+    state = _split(state, mesh, _rows if layout.startswith("FSDP") else _everywhere)
+    batch = _split(batch, mesh, _rows)
+    where = jax.tree.map(lambda leaf: leaf.sharding, state)
+    options: dict[str, Any] = {"donate_argnums": 0}
+    if by_hand:
+        specs = (P(), P("data"))
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), P()))
+    else:
+        options["out_shardings"] = where, None
+    return compile_for(target, step, state, batch, **options)
+
+
+def _params(width: int, depth: int) -> Any:
+    def weight(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    block = {
+        "up": weight(width, 4 * width),
+        "bias": weight(4 * width),
+        "down": weight(4 * width, width),
+    }
+    return {"blocks": [block] * depth, "head": weight(width, width)}
+
+
+def _loss(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+    h, y = batch
+    for block in params["blocks"]:
+        h = h + jax.nn.gelu(h @ block["up"] + block["bias"]) @ block["down"]
+    return jnp.mean((h @ params["head"] - y) ** 2), (model_state, None)
+
+
+def _everywhere(leaf: Any) -> P:
+    del leaf
+    return P()
+
+
+def _rows(leaf: Any) -> P:
+    return P("data") if leaf.ndim and leaf.shape[0] % DEVICES == 0 else P()
+
+
+def _split(tree: Any, mesh: Mesh, spec_of: Callable[[Any], P]) -> Any:
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec_of(leaf))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, tree)
+
+
+def main() -> None:
+    """Prints the table."""
+    print(f"An adamw step on {DEVICES} devices, jax {jax.__version__}")
+    print(f"{'':26}{'target':>8}{'rules':>8}  MB through collectives")
+    for target in TARGETS:
+        if missing(target):
+            print(missing(target))
+            continue
+        for layout in LAYOUTS:
+            for rules in ("O0", "mixed"):
+                sent = compile_step(target, layout, rules).collectives
+                told = ", ".join(
+                    f"{size / 1e6:.1f} {dtype}"
+                    for dtype, size in sorted(sent.items(), key=lambda item: -item[1])
+                    if size > 1e4  # But for counts and flags.
+                )
+                print(f"{layout:26}{target:>8}{rules:>8}  {told}")
+
+
+if __name__ == "__main__":
+    main()
