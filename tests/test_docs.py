@@ -35,10 +35,22 @@ def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
     assert float(names["metrics"]["loss"]) < 0.2
     assert float(names["nnx_loss"]) < 0.2
     assert float(names["tuned_loss"]) < 1.2 * float(names["nnx_loss"])
-    assert names["out"].dtype == jnp.bfloat16
-    restored, state = names["restored"], names["state"]
-    for a, b in zip(*map(jax.tree.leaves, (restored, state)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert float(names["noisy_metrics"]["loss"]) < 0.3
+    assert names["noisy_metrics"]["aux"].shape == (64, 1)
+    assert names["heads"] == {"float32"}
+    assert (names["out"].dtype, names["low_out"].dtype) == (jnp.float32, jnp.bfloat16)
+    for a, b in (("restored", "state"), ("resumed", "training")):
+        for one, other in zip(
+            *(jax.tree.leaves(names[n]) for n in (a, b)), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+    assert all(float(loss) < 0.2 for loss in names["tuned"].values())
+    assert {"layer", "norm", "head"} <= {
+        name.split("/")[-1] for name in names["scopes"]
+    }
+    assert names["net"].head.dtype == jnp.float32
+    assert names["lora_losses"][-1] < 0.7 * names["lora_losses"][0]
+    assert float(names["eqx_loss"]) < 0.2
     assert re.search(r"layer \(Linear\) +bfloat16", printed)
     assert re.search(r"norm \(BatchNorm\) +float32", printed)
 
