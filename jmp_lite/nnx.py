@@ -27,6 +27,8 @@ from jmp_lite.casting.selection import (
     is_selected,
     nothing_selected,
 )
+from jmp_lite.scaling import gradients
+from jmp_lite.scaling.loss_scale import LossScale
 
 Model = TypeVar("Model")
 
@@ -124,6 +126,48 @@ def explain(
             return told(nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted))
 
     return explained
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    argnums: Any = 0,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function that evaluates ``fun`` and its gradient under a loss scale.
+
+    As ``jmp_lite.value_and_grad``, by ``flax.nnx.value_and_grad``: the loss is scaled
+    before the backward pass, the gradients are unscaled after, in float32, and what
+    ``fun`` changes in a module is changed.
+
+    Args:
+      fun: a function that returns a scalar loss, or ``(loss, aux)`` with ``has_aux``.
+      loss_scale: the scale of this step, such as
+        ``get_loss_scale(optimizer.opt_state)``.
+      argnums: which arguments to differentiate: numbers, or a ``nnx.DiffState``.
+      has_aux: whether ``fun`` returns ``(loss, aux)``.
+
+    Returns:
+      A function of ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss,
+      aux), grads)`` with ``has_aux``; ``grads`` is what ``nnx.value_and_grad`` returns,
+      in float32.
+
+    Raises:
+      TypeError: ``loss_scale`` is not a ``LossScale``, or ``fun`` does not return a
+        pair though ``has_aux`` says so.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> loss_fn = autocast(lambda model, x: model(x).sum(), compute_dtype="float16")
+      >>> scale = jmp_lite.StaticLossScale(1024)
+      >>> loss, grads = value_and_grad(loss_fn, scale)(model, jnp.ones((8, 2)))
+      >>> grads.bias[...]
+      Array([8.], dtype=float32)
+    """
+    transform = functools.partial(nnx.value_and_grad, argnums=argnums)
+    return gradients.under_scale(transform, fun, loss_scale, has_aux)
 
 
 def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
     assert float(names["loss"]) < 0.2
     assert float(names["metrics"]["loss"]) < 0.2
     assert float(names["nnx_loss"]) < 0.2
+    assert float(names["float16_loss"]) < 1.2 * float(names["nnx_loss"])
     assert float(names["tuned_loss"]) < 1.2 * float(names["nnx_loss"])
     assert float(names["noisy_metrics"]["loss"]) < 0.3
     assert names["noisy_metrics"]["aux"].shape == (64, 1)

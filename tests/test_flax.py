@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from optimizers import lenient
 
 import jmp_lite as jmp
+import jmp_lite.nnx
 
 X, Y = jnp.linspace(-1, 1, 8).reshape(4, 2), jnp.linspace(0, 1, 4).reshape(4, 1)
 
@@ -56,9 +58,9 @@ def test_an_nnx_optimizer_holds_variables_where_the_leaves_were():
             return jnp.mean((model(x) - Y) ** 2)
 
         scale = jmp.get_loss_scale(optimizer.opt_state)
-        grads = nnx.grad(lambda model: scale.scale(loss_fn(model)))(model)
-        optimizer.update(model, scale.unscale(grads))
-        return loss_fn(model)
+        loss, grads = jmp_lite.nnx.value_and_grad(loss_fn, scale)(model)
+        optimizer.update(model, grads)
+        return loss
 
     first = step(model, optimizer, X)
     kernel = np.asarray(model.kernel[...])
@@ -73,3 +75,32 @@ def test_an_nnx_optimizer_holds_variables_where_the_leaves_were():
     assert float(found.scale(jnp.float32(1.0))) == 32.0
     assert int(jnp.asarray(state.skipped)) == 1
     jmp.check_loss_scale(state)
+
+
+def test_nnx_gradients_are_unscaled_in_float32_and_its_modules_change():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=jnp.float16)
+            self.calls = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return self.layer(x.astype(jnp.float16))
+
+    def loss_fn(net, x):
+        out = net(x)
+        return jnp.sum(out.astype(jnp.float32)) * 1e-9, out
+
+    net, scale = Net(), jmp.StaticLossScale(2.0**20)
+    fun = jmp_lite.nnx.value_and_grad(loss_fn, scale, has_aux=True)
+    (loss, out), grads = fun(net, X)
+    assert (loss.dtype, out.shape, int(net.calls[...])) == (np.float32, (4, 1), 1)
+    assert grads["layer"]["bias"][...].dtype == np.float32
+    # Without a scale they would vanish in float16.
+    np.testing.assert_allclose(grads["layer"]["bias"][...], [4e-9], rtol=1e-3)
+    plain, _ = nnx.grad(loss_fn, has_aux=True)(net, X)
+    assert float(plain["layer"]["bias"][...][0]) == 0
+    with pytest.raises(TypeError, match=r"has_aux=True, got Array|pair \(loss, aux\)"):
+        jmp_lite.nnx.value_and_grad(lambda net: net(X).sum(), scale, has_aux=True)(net)
+    with pytest.raises(TypeError, match="Expected a LossScale"):
+        jmp_lite.nnx.value_and_grad(loss_fn, 1024.0)

@@ -60,15 +60,36 @@ def value_and_grad(
       >>> loss.dtype, grads.dtype
       (dtype('float16'), dtype('float32'))
     """
+    transform = functools.partial(
+        jax.value_and_grad,
+        argnums=argnums,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
+    return under_scale(transform, fun, loss_scale, has_aux)
+
+
+def under_scale(
+    transform: Callable[..., Any],
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    has_aux: bool,
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns ``value_and_grad`` by another transformation than JAX's.
+
+    Args:
+      transform: what differentiates: called with a function and ``has_aux=True``.
+      fun: see ``value_and_grad``.
+      loss_scale: see ``value_and_grad``.
+      has_aux: see ``value_and_grad``.
+    """
     check_is_loss_scale(loss_scale)
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         value, aux = _call(fun, has_aux, args, kwargs)
         return loss_scale.scale(value), (value, aux)
 
-    scaled_value_and_grad = jax.value_and_grad(
-        scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
-    )
+    scaled_value_and_grad = transform(scaled_fun, has_aux=True)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
