@@ -337,14 +337,15 @@ def growth_table(rows: Sequence[Growth]) -> str:
     return "\n".join(lines)
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions that the figures belong to."""
-    names = ["jax", "jaxlib", "flax", "jmp_lite", "jmp", "mixed-precision-for-JAX"]
+def stamp(**settings: Any) -> dict[str, Any]:
+    """Returns the date and the versions that figures belong to, and their settings."""
+    names = ["jax", "jaxlib", "flax", "optax", "jmp_lite"]
+    names += ["jmp", "mixed-precision-for-JAX"]
     found: dict[str, str] = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found
+    return {"date": datetime.date.today().isoformat(), "versions": found, **settings}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -384,17 +385,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for depth in options.depths
     ]
     print("\n" + growth_table(stacks))
-    print("\n" + ", ".join(f"{name} {v}" for name, v in versions().items()))
+    told = stamp(seeds=options.seeds, runs=options.runs)
+    print("\n" + ", ".join(f"{name} {v}" for name, v in told["versions"].items()))
     if options.json:
         options.json.mkdir(parents=True, exist_ok=True)
-        told = {
-            "date": datetime.date.today().isoformat(),
-            "versions": versions(),
-            "seeds": options.seeds,
-            "runs": options.runs,
-            "rows": [row._asdict() for row in rows],
-            "growth": [row._asdict() for row in stacks],
-        }
+        told["rows"] = [row._asdict() for row in rows]
+        told["growth"] = [row._asdict() for row in stacks]
         path = options.json / "autocast.json"
         path.write_text(json.dumps(told, indent=1) + "\n")
 

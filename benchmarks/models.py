@@ -126,17 +126,17 @@ def transformer(
 
 
 class ResNet(nn.Module):
-    """A small residual network with BatchNorm, for images of 32 by 32."""
+    """A small residual network with BatchNorm, for small images."""
 
     dtype: Any = None
     widths: tuple[int, ...] = (64, 128, 256)
 
     @nn.compact
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, train: bool = True) -> Any:
         """Returns logits."""
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
         norm = functools.partial(
-            nn.BatchNorm, use_running_average=False, dtype=self.dtype
+            nn.BatchNorm, use_running_average=not train, dtype=self.dtype
         )
         x = nn.relu(norm()(conv(self.widths[0], (3, 3))(x)))
         for i, width in enumerate(self.widths):

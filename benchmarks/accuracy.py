@@ -1,0 +1,387 @@
+"""What precision costs in accuracy: two models, trained on real data, over seeds.
+
+A residual network with BatchNorm reads handwritten digits (scikit-learn ships them), a
+small transformer writes Python (the text of the standard library), each in float32 and
+by the presets in bfloat16 and float16. Told are the loss and the accuracy on data that
+was not trained on, mean and deviation over the seeds, and whether a loss differs from
+float32's by more than float32's own seeds differ. Nothing is downloaded.
+
+    .venv/bin/python -m benchmarks.accuracy --json benchmarks/results
+    .venv/bin/python -m benchmarks.accuracy --quick
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.progress import Progress
+
+import jmp_lite as jmp
+import jmp_lite.nnx
+from benchmarks.autocast import stamp
+from benchmarks.models import ResNet
+from jmp_lite.__main__ import load_digits, order_of_images
+
+PRESETS = ("mixed", "O1", "O2", "O3")
+VARIANTS: Mapping[str, jmp.Rules] = {
+    "float32": jmp.get_rules("O0"),
+    **{
+        f"{dtype}, {preset}": jmp.get_rules(preset, dtype)
+        for dtype in ("bfloat16", "float16")
+        for preset in PRESETS
+    },
+}
+
+
+class Trained(NamedTuple):
+    """One training.
+
+    Attributes:
+      model: what was trained.
+      variant: in which precision.
+      seed: of parameters and of the order of the data.
+      loss: on the test data, in float32.
+      accuracy: likewise.
+      skipped: how many steps overflowed.
+    """
+
+    model: str
+    variant: str
+    seed: int
+    loss: float
+    accuracy: float
+    skipped: int
+
+
+class Trainer(NamedTuple):
+    """How one model is trained in one precision.
+
+    Attributes:
+      start: from a seed to what is trained.
+      batches: from a seed to the batches, in order.
+      step: from what is trained and a batch to what is trained.
+      evaluate: from what is trained to the loss and the accuracy on the test data.
+      skipped: from what is trained to how many steps overflowed.
+    """
+
+    start: Callable[[int], Any]
+    batches: Callable[[int], Iterator[Any]]
+    step: Callable[[Any, Any], Any]
+    evaluate: Callable[[Any], tuple[Any, Any]]
+    skipped: Callable[[Any], int]
+
+
+def _loss_and_accuracy(logits: Any, labels: Any) -> tuple[Any, Any]:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), (logits.argmax(-1) == labels).mean()
+
+
+# ---------------------------------------------------------------------------- digits
+
+
+def digits(rules: jmp.Rules, steps: int) -> Trainer:
+    """Returns a residual network of linen, trained by ``build_train_step``."""
+    (images, labels), (test_images, test_labels) = load_digits()
+    model = ResNet(widths=(16, 32, 64))
+    schedule = optax.cosine_decay_schedule(3e-3, steps)
+
+    def loss_fn(params: Any, batch_stats: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        images, labels = batch
+        variables = {"params": params, "batch_stats": batch_stats}
+        logits, new = model.apply(variables, images, mutable=["batch_stats"])
+        return _loss_and_accuracy(logits, labels)[0], (new["batch_stats"], None)
+
+    init, step = jmp.build_train_step(loss_fn, optax.adamw(schedule), rules)
+    initialize, jitted = jax.jit(model.init), jax.jit(step, donate_argnums=0)
+
+    def start(seed: int) -> jmp.TrainingState:
+        variables = initialize(jax.random.key(seed), images[:1])
+        return init(variables["params"], variables["batch_stats"])
+
+    def batches(seed: int) -> Iterator[Any]:
+        per_epoch = len(images) // 64
+        order = order_of_images(len(images), -(-steps // per_epoch), seed)
+        for rows in order[:steps]:
+            yield images[rows], labels[rows]
+
+    @jax.jit
+    def evaluate(state: jmp.TrainingState) -> tuple[Any, Any]:
+        @jmp.autocast(rules=rules)
+        def predict(params: Any, batch_stats: Any) -> Any:
+            variables = {"params": params, "batch_stats": batch_stats}
+            return model.apply(variables, test_images, train=False)
+
+        logits = predict(state.params, state.model_state)
+        return _loss_and_accuracy(logits, test_labels)
+
+    return Trainer(
+        start=start,
+        batches=batches,
+        step=lambda state, batch: jitted(state, batch)[0],
+        evaluate=evaluate,
+        skipped=lambda state: int(state.opt_state.skipped),
+    )
+
+
+# ------------------------------------------------------------------------------ text
+
+CONTEXT, WIDTH, CHARACTERS = 64, 64, 128
+MODULES = (
+    *("argparse", "ast", "asyncio.tasks", "bdb", "calendar", "codecs", "configparser"),
+    *(
+        "csv",
+        "dataclasses",
+        "datetime",
+        "difflib",
+        "email.message",
+        "enum",
+        "fractions",
+    ),
+    *("functools", "gettext", "heapq", "http.client", "inspect", "json.decoder"),
+    *("logging.__init__", "mailbox", "optparse", "pickle", "random", "smtplib"),
+    *("statistics", "subprocess", "tarfile", "textwrap", "threading", "traceback"),
+    *("typing", "unittest.mock", "zipfile"),
+)
+TEST_MODULES = ("shutil", "tempfile", "urllib.parse")
+
+
+class Block(nnx.Module):
+    """A pre-norm transformer block, causal."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norms = nnx.List(nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        """Returns activations of the shape of ``x``."""
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.norms[0](x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+
+
+class Writer(nnx.Module):
+    """A language model of characters."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(CHARACTERS, WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
+        self.blocks = nnx.List(Block(rngs) for _ in range(2))
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        """Returns logits of the next characters, ``[batch, length, CHARACTERS]``."""
+        x = self.embed(tokens) + self.positions(jnp.arange(CONTEXT))
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x))
+
+
+@functools.cache
+def read_text(modules: Sequence[str]) -> np.ndarray:
+    """Returns the characters of modules of the standard library, as numbers."""
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    texts = [
+        (library / (name.replace(".", "/") + ".py")).read_bytes() for name in modules
+    ]
+    return np.minimum(np.frombuffer(b"".join(texts), np.uint8), CHARACTERS - 1)
+
+
+def text(rules: jmp.Rules, steps: int) -> Trainer:
+    """Returns a transformer of nnx, trained by ``nnx.Optimizer``."""
+    written, unseen = read_text(MODULES), read_text(TEST_MODULES)
+    schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 10, steps)
+    dtype = "float32" if rules.is_identity else rules.compute_dtype
+    scale = jmp.default_loss_scale(dtype)
+
+    def loss_fn(model: Writer, tokens: Any) -> Any:
+        return _loss_and_accuracy(model(tokens[:, :-1]), tokens[:, 1:])
+
+    low_loss_fn = jmp_lite.nnx.autocast(loss_fn, rules)
+
+    def start(seed: int) -> tuple[Writer, nnx.Optimizer[Any]]:
+        model = Writer(nnx.Rngs(seed))
+        optimizer = jmp.loss_scaling(optax.adamw(schedule), scale)
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    def windows(of: np.ndarray, rng: np.random.Generator, count: int) -> np.ndarray:
+        at = rng.integers(0, len(of) - CONTEXT, count)
+        return of[at[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)
+
+    def batches(seed: int) -> Iterator[Any]:
+        rng = np.random.default_rng(seed)
+        return (windows(written, rng, 16) for _ in range(steps))
+
+    @nnx.jit
+    def jitted(model: Writer, optimizer: nnx.Optimizer[Any], tokens: Any) -> None:
+        loss_scale = jmp.get_loss_scale(optimizer.opt_state)
+        grad_fn = jmp_lite.nnx.value_and_grad(low_loss_fn, loss_scale, has_aux=True)
+        _, grads = grad_fn(model, tokens)
+        optimizer.update(model, grads)
+
+    def step(state: Any, tokens: Any) -> Any:
+        jitted(*state, tokens)
+        return state
+
+    @nnx.jit
+    def evaluate(model: Writer, tokens: Any) -> tuple[Any, Any]:
+        logits = jmp_lite.nnx.autocast(model, rules)(tokens[:, :-1])
+        return _loss_and_accuracy(logits, tokens[:, 1:])
+
+    tests = windows(unseen, np.random.default_rng(0), 512)
+    return Trainer(
+        start=start,
+        batches=batches,
+        step=step,
+        evaluate=lambda state: evaluate(state[0], tests),
+        skipped=lambda state: int(jnp.asarray(state[1].opt_state.skipped)),
+    )
+
+
+# ------------------------------------------------------------------------------ runs
+
+MODELS: Mapping[str, Callable[[jmp.Rules, int], Trainer]] = {
+    "digits": digits,
+    "text": text,
+}
+STEPS = {"digits": 330, "text": 500}
+
+
+def train_all(
+    models: Sequence[str],
+    variants: Sequence[str],
+    seeds: int,
+    steps: Mapping[str, int] = STEPS,
+) -> list[Trained]:
+    """Trains each model in each precision from each seed, and shows how far it is."""
+    trained: list[Trained] = []
+    with Progress(console=Console(stderr=True)) as bar:
+        total = len(variants) * seeds * sum(steps[model] for model in models)
+        task = bar.add_task("", total=total)
+        for model in models:
+            for variant in variants:
+                trainer = MODELS[model](VARIANTS[variant], steps[model])
+                for seed in range(seeds):
+                    bar.update(task, description=f"{model}, {variant}, seed {seed}")
+                    state = trainer.start(seed)
+                    for batch in trainer.batches(seed):
+                        state = trainer.step(state, batch)
+                        bar.advance(task)
+                    loss, accuracy = map(float, trainer.evaluate(state))
+                    skipped = trainer.skipped(state)
+                    row = Trained(model, variant, seed, loss, accuracy, skipped)
+                    trained.append(row)
+    return trained
+
+
+class Summary(NamedTuple):
+    """The trainings of one model in one precision.
+
+    Attributes:
+      model: what was trained.
+      variant: in which precision.
+      loss: the mean over the seeds.
+      loss_deviation: the standard deviation over the seeds.
+      accuracy: the mean over the seeds.
+      accuracy_deviation: the standard deviation over the seeds.
+      skipped: the steps that were skipped, in the mean.
+      noise: how many of float32's standard deviations the loss is above float32's.
+    """
+
+    model: str
+    variant: str
+    loss: float
+    loss_deviation: float
+    accuracy: float
+    accuracy_deviation: float
+    skipped: float
+    noise: float
+
+
+WITHIN = 2.0
+"""A loss that is fewer of float32's deviations above its mean is as good."""
+
+
+def summarize(trained: Sequence[Trained]) -> list[Summary]:
+    """Returns means and deviations over the seeds, beside those of float32."""
+
+    def told(rows: Sequence[Trained], name: str) -> tuple[float, float]:
+        values = np.array([getattr(row, name) for row in rows])
+        with np.errstate(invalid="ignore"):  # A training may have come to infinity.
+            return float(values.mean()), float(values.std(ddof=1))
+
+    groups: dict[tuple[str, str], list[Trained]] = {}
+    for row in trained:
+        groups.setdefault(row[:2], []).append(row)
+    found: list[Summary] = []
+    for (model, variant), rows in groups.items():
+        mean, deviation = told(rows, "loss")
+        full_mean, full_deviation = told(groups[model, "float32"], "loss")
+        skipped, _ = told(rows, "skipped")
+        noise = (mean - full_mean) / max(full_deviation, 1e-12)
+        accuracy = told(rows, "accuracy")
+        found.append(
+            Summary(model, variant, mean, deviation, *accuracy, skipped, noise)
+        )
+    return found
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """Returns them as text."""
+    lines: list[str] = []
+    for i, row in enumerate(summaries):
+        if not i or summaries[i - 1].model != row.model:
+            lines.append(
+                f"\n{row.model:18}{'test loss':>18}{'test accuracy':>18}{'skipped':>9}"
+                f"{'deviations':>12}"
+            )
+        verdict = "" if row.noise <= WITHIN else "  worse than float32's seeds"
+        lines.append(
+            f"  {row.variant:16}{row.loss:>9.4f} ± {row.loss_deviation:.4f}"
+            f"{row.accuracy:>9.2%} ± {row.accuracy_deviation:>6.2%}"
+            f"{row.skipped:>9.1f}{row.noise:>+12.1f}{verdict}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains, prints the table, and writes it as JSON where that is wanted."""
+    parser = argparse.ArgumentParser("python -m benchmarks.accuracy")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="few steps, three seeds")
+    parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
+    options = parser.parse_args(argv)
+    if options.seeds < 2:
+        parser.error("a deviation needs two seeds or more")
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    variants = list(dict.fromkeys(["float32", *options.variants]))
+    steps = {k: n // 10 for k, n in STEPS.items()} if options.quick else STEPS
+    seeds = min(options.seeds, 3) if options.quick else options.seeds
+    trained = train_all(options.models, variants, seeds, steps)
+    found = summarize(trained)
+    print(table(found))
+    told = stamp(seeds=seeds, steps={model: steps[model] for model in options.models})
+    print(f"\n{told}")
+    if options.json:
+        options.json.mkdir(parents=True, exist_ok=True)
+        told |= {"rows": [row._asdict() for row in trained]}
+        path = options.json / "accuracy.json"
+        path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The benchmark of accuracy trains what it says, and judges by float32's seeds."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.accuracy import (
+    PRESETS,
+    TEST_MODULES,
+    VARIANTS,
+    Trained,
+    main,
+    read_text,
+    summarize,
+    table,
+    train_all,
+)
+
+
+@pytest.fixture(autouse=True)
+def by_jax_s_own_promotion():
+    before = jax.config.jax_numpy_dtype_promotion
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", before)
+
+
+def test_every_preset_is_trained_in_both_dtypes_beside_float32():
+    assert len(VARIANTS) == 1 + 2 * len(PRESETS)
+    assert VARIANTS["float32"].is_identity
+    assert VARIANTS["float16, O2"].compute_dtype == np.float16
+
+
+def test_text_is_that_of_the_standard_library():
+    text = bytes(read_text(TEST_MODULES))
+    assert b"def copyfileobj(fsrc, fdst" in text
+    assert max(text) < 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "by_chance"), [("digits", 10), ("text", 128)])
+def test_a_training_learns_and_depends_on_its_seed_alone(model, by_chance):
+    with jax.numpy_dtype_promotion("standard"):
+        some = train_all([model], ["float16, mixed"], 2, {model: 40})
+        again = train_all([model], ["float16, mixed"], 1, {model: 40})
+    assert some[0] == again[0]
+    assert some[0].loss != some[1].loss
+    assert all(row.accuracy > 2 / by_chance for row in some)
+    assert [row.seed for row in some] == [0, 1]
+
+
+def test_a_loss_is_judged_by_the_seeds_of_float32():
+    losses = {
+        "float32": (1.0, 1.2, 1.4),
+        "bfloat16, mixed": (1.5, 1.5, 1.5),
+        "float16, O2": (1.7, 1.7, 1.7),
+        "float16, O3": (1.0, 2.0, float("inf")),
+    }
+    rows = [
+        Trained("text", variant, seed, loss, 0.5, seed)
+        for variant, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    found = {row.variant: row for row in summarize(rows)}
+    assert found["float32"].noise == pytest.approx(0)
+    assert found["float32"].loss_deviation == pytest.approx(0.2)
+    assert found["bfloat16, mixed"].noise == pytest.approx(1.5)
+    assert found["bfloat16, mixed"].skipped == 1
+    assert found["float16, O2"].noise == pytest.approx(2.5)
+    lines = table([*found.values()]).splitlines()
+    worse = [line[:18].strip() for line in lines if "worse than" in line]
+    assert worse == ["float16, O2", "float16, O3"]
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
+    main(
+        [
+            *("--quick", "--models", "digits", "--variants", "bfloat16, mixed"),
+            *("--seeds", "2", "--json", str(tmp_path)),
+        ]
+    )
+    printed = capsys.readouterr().out
+    assert "float32" in printed
+    assert "bfloat16, mixed" in printed
+    told = json.loads((tmp_path / "accuracy.json").read_text())
+    assert (told["seeds"], list(told["steps"])) == (2, ["digits"])
+    assert {row["variant"] for row in told["rows"]} == {"float32", "bfloat16, mixed"}
+    with pytest.raises(SystemExit):
+        main(["--seeds", "1"])
