@@ -3,8 +3,9 @@
 A residual network with BatchNorm reads handwritten digits (scikit-learn ships them), a
 small transformer writes Python (the text of the standard library), each in float32 and
 by the presets in bfloat16 and float16. Told are the loss and the accuracy on data that
-was not trained on, mean and deviation over the seeds, and whether a loss differs from
-float32's by more than float32's own seeds differ. Nothing is downloaded.
+was not trained on, mean and deviation over the seeds, and whether a loss is above
+float32's by more than two deviations of float32's own seeds. Nothing is downloaded; the
+text, and with it the losses, depends on the version of Python.
 
     .venv/bin/python -m benchmarks.accuracy --json benchmarks/results
     .venv/bin/python -m benchmarks.accuracy --quick

@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import json
 import pathlib
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -341,7 +342,7 @@ def stamp(**settings: Any) -> dict[str, Any]:
     """Returns the date and the versions that figures belong to, and their settings."""
     names = ["jax", "jaxlib", "flax", "optax", "jmp_lite"]
     names += ["jmp", "mixed-precision-for-JAX"]
-    found: dict[str, str] = {}
+    found = {"python": platform.python_version()}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

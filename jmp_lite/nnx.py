@@ -92,6 +92,7 @@ def explain(
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
 ) -> Callable[..., Explanation]:
     """Returns a function that tells what ``autocast(fun, rules)`` does.
 
@@ -101,6 +102,7 @@ def explain(
       fun: a function of pytrees and modules, a module, or a method of one.
       rules: a preset's name or a ``Rules``.
       compute_dtype: the dtype of low ops instead of the rules' own.
+      backward: whether to tell the backward pass too.
 
     Returns:
       A function of ``fun``'s arguments that returns an ``Explanation``.
@@ -118,7 +120,7 @@ def explain(
     door.check_function(fun)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
-    told = core_explain(lifted, rules, compute_dtype=compute_dtype)
+    told = core_explain(lifted, rules, compute_dtype=compute_dtype, backward=backward)
 
     @functools.wraps(called)
     def explained(*args: Any, **kwargs: Any) -> Explanation:

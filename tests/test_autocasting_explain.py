@@ -7,9 +7,10 @@ from jax import lax
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 from test_autocasting_interpreter import equations
 
-from jmp_lite.autocasting.explain import Explanation, Row, explain
+from jmp_lite.autocasting.explain import Explanation, explain
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import as_full, full_precision
+from jmp_lite.autocasting.rows import Row
 from jmp_lite.autocasting.rules import HIGHER_ORDER, get_rules
 
 # What the interpreter binds of its own: casts, and what spreads an operand before one.

@@ -34,8 +34,8 @@ def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
     assert float(names["loss"]) < 0.2
     assert float(names["metrics"]["loss"]) < 0.2
     assert float(names["nnx_loss"]) < 0.2
-    assert float(names["float16_loss"]) < 1.2 * float(names["nnx_loss"])
-    assert float(names["tuned_loss"]) < 1.2 * float(names["nnx_loss"])
+    assert names["float16_losses"][-1] < 0.9 * names["float16_losses"][0]
+    assert names["tuned_losses"][-1] < 0.9 * names["tuned_losses"][0]
     assert float(names["noisy_metrics"]["loss"]) < 0.3
     assert names["noisy_metrics"]["aux"].shape == (64, 1)
     assert names["heads"] == {"float32"}

@@ -65,14 +65,17 @@ def generate_with(step, cache, length):
     """The loop that picks the most likely token, from an empty cache."""
 
     def generate(params, token):
-        def one(carry, position):
-            cache, token = carry
-            logits, cache = step(params, cache, token, position)
+        def one(carry):
+            i, cache, token, told = carry
+            logits, cache = step(params, cache, token, i)
             token = jnp.argmax(logits, -1)[:, None]
-            return (cache, token), logits
+            return i + 1, cache, token, told.at[i].set(logits)
 
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-        return lax.scan(one, (empty, token), jnp.arange(length))[1]
+        logits, _ = jax.eval_shape(step, params, empty, token, 0)
+        told = jnp.zeros((length, *logits.shape))
+        carry = (0, empty, token, told)
+        return lax.while_loop(lambda c: c[0] < jnp.array(length), one, carry)[3]
 
     return generate
 

@@ -6,6 +6,7 @@ Where versions differ, a feature is asked for, never a version number.
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -132,6 +133,73 @@ def inner_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
                 yield item
 
 
+CALLS = ("jit", "checkpoint", "remat", "remat2")
+"""Ops that do no more than call what they hold."""
+
+
+def called(eqn: Equation) -> Jaxpr | None:
+    """Returns the jaxpr that an equation does no more than call, or None."""
+    if eqn.primitive.name in CALLS:
+        return eqn.params["jaxpr"]
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return eqn.params["call_jaxpr"]
+    return None
+
+
+def trips(eqn: Equation) -> int | None:
+    """Returns how often what an equation holds is run; None where it is not known."""
+    if eqn.primitive.name == "while":
+        return None
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+
+
+def live_equations(jaxpr: Jaxpr) -> list[Equation]:
+    """Returns the equations of a jaxpr of which anything is read, in order."""
+    of = parts(jaxpr)
+    read = {atom for atom in of.outvars if not is_literal(atom)}
+    found: list[Equation] = []
+    for eqn in reversed(of.eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            read.update(atom for atom in eqn.invars if not is_literal(atom))
+    return found[::-1]
+
+
+def product_sizes(eqn: Equation) -> tuple[int, ...]:
+    """Returns the sizes of a matrix product: of a result's sides, and what is summed.
+
+    Of a convolution those of its channels, and of its window times its channels.
+    Nothing for any other op.
+    """
+    if eqn.primitive.name not in _PRODUCTS:
+        return ()
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    numbers = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name == "dot_general":
+        (summed, of_rhs), (batch, of_rhs_batch) = numbers
+        rest = [
+            math.prod(n for i, n in enumerate(shape) if i not in {*one, *other})
+            for shape, one, other in (
+                (lhs, summed, batch),
+                (rhs, of_rhs, of_rhs_batch),
+            )
+        ]
+        return *rest, math.prod(lhs[i] for i in summed)
+    if eqn.primitive.name == "conv_general_dilated":
+        channels_out, channels_in, *window = (rhs[i] for i in numbers.rhs_spec)
+        return channels_in, channels_out, channels_in * math.prod(window)
+    return lhs[-2], rhs[-1], lhs[-1]  # Ragged: the groups share the rows.
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def product_flops(eqn: Equation) -> int:
+    """Returns the operations of a matrix product, two for each multiplication."""
+    sizes = product_sizes(eqn)
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * sizes[-1] if sizes else 0
+
+
 def retyped(aval: Aval, dtype: Any) -> Aval:
     """Returns a type with another dtype, or itself."""
     if getattr(aval, "dtype", None) == dtype:
@@ -143,6 +211,12 @@ def scopes(eqn: Equation) -> tuple[str, ...]:
     """Returns the names of the scopes that an equation stands in, outermost first."""
     stack = eqn.source_info.name_stack.stack
     return tuple(item.name for item in stack if isinstance(item, _Scope))
+
+
+def is_transposed(eqn: Equation) -> bool:
+    """Returns whether an equation belongs to the backward pass of something."""
+    stack = eqn.source_info.name_stack.stack
+    return any(getattr(item, "name", "") == "transpose" for item in stack)
 
 
 def source(eqn: Equation) -> str:

@@ -80,6 +80,22 @@ def decide(
     return Decision(Run.FULL, state, "undecided: arguments and numbers")
 
 
+class Operand(NamedTuple):
+    """What stood for an operand or a result.
+
+    Attributes:
+      state: what it was held in; None for what was not traced in float32.
+      kind: where it came from.
+      origin: what made it what it was held in.
+      shape: its shape.
+    """
+
+    state: State | None
+    kind: Kind
+    origin: Any
+    shape: tuple[int, ...]
+
+
 class Told(NamedTuple):
     """One decision of a walk.
 
@@ -87,13 +103,16 @@ class Told(NamedTuple):
       eqn: the equation that was decided.
       decision: what was decided of it.
       origin: where the operand comes from that decided it, if one did.
-      result: which of its results, where those are decided one by one.
+      result: which of its results, where those are decided one by one: the carries of
+        a loop.
+      operands: its operands that were traced in float32.
     """
 
     eqn: Any
     decision: Decision
     origin: Any = None
     result: int | None = None
+    operands: tuple[Operand, ...] = ()
 
 
 class ToldInside(NamedTuple):

@@ -121,13 +121,11 @@ class Demands:
         return self._of_loop(loops.Loop.of_scan(eqn), results)
 
     def _while(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
-        params, loop = eqn.params, loops.Loop.of_while(eqn)
-        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        if loops.ends_by_a_float(cond, n_cond, body, n_body):
+        cond, n_cond = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
+        if loops.is_kept(self._rules, eqn, ""):
             return [Readers.FULL] * len(eqn.invars)
         of_cond = self.of_inputs(cond, [Readers.OTHER])[:n_cond]
-        return [*of_cond, *self._of_loop(loop, results)]
+        return [*of_cond, *self._of_loop(loops.Loop.of_while(eqn), results)]
 
     def _of_loop(
         self, loop: loops.Loop, results: Sequence[Readers]

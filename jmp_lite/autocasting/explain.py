@@ -5,9 +5,12 @@ decides nothing. Rows first, text second.
 """
 
 import dataclasses
+import difflib
 import functools
+import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,39 +18,22 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat
-from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
-from jmp_lite.autocasting.door import (
-    check_function,
-    choose_rules,
-    function_of_arrays,
+from jmp_lite.autocasting.door import check_function, choose_rules
+from jmp_lite.autocasting.interpreter import Walk, trace, walk_along
+from jmp_lite.autocasting.lints import Lint, Looked, find_lints
+from jmp_lite.autocasting.rows import (
+    Row,
+    Totals,
+    backward_of,
+    casts_in,
+    rows_of_backward,
+    seen_in,
+    short,
+    totals_of,
 )
-from jmp_lite.autocasting.interpreter import Walk, run
-from jmp_lite.autocasting.rules import Rules
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """How one equation of a function runs.
-
-    Attributes:
-      scope: the path that it stands in, such as ``"LM/Block_0/Dense_0"``.
-      op: the name of its primitive; for a carry of a loop that of the loop.
-      precision: the dtype that its float32 operands are given in and that its float32
-        results have: ``"bfloat16"``, ``"float16"`` or ``"float32"``; ``"as traced"``
-        where it has none.
-      reason: why, in words.
-      source: where it stands in the code: file, line and function.
-      shapes: what its results were traced as, such as ``"float32[4,8]"``.
-      times: how often it is run; None inside of a ``while`` loop.
-    """
-
-    scope: str
-    op: str
-    precision: str
-    reason: str
-    source: str
-    shapes: tuple[str, ...]
-    times: int | None
+from jmp_lite.autocasting.rules import NORM_LAYERS, PRESETS, Rules
+from jmp_lite.autocasting.tables import count, html_table, text_table
+from jmp_lite.casting.dtypes import unknown_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,28 +43,146 @@ class Explanation:
     Attributes:
       rules: the rules that decided.
       rows: one ``Row`` per equation, in the order in which they run. What a loop or an
-        inner ``jit`` holds follows where that stands.
+        inner ``jit`` holds follows where that stands; the backward pass, if it was
+        asked for, stands at the end.
+      totals: sums over the rows, casts, and what waits for the backward pass.
+      lints: what is worth a second look, each with a place and a remedy.
+      unused: what of the rules matched nothing, with what comes nearest.
     """
 
     rules: Rules
     rows: tuple[Row, ...]
+    totals: Totals
+    lints: tuple[Lint, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def share_low(self, op: str | None = None) -> float:
+        """Returns which part of the equations runs in 16 bits.
+
+        Args:
+          op: the name of a primitive; None for all that hold a float.
+
+        Raises:
+          ValueError: there is no such op in the function.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).share_low()
+          0.5
+        """
+        rows = [
+            row
+            for row in self.rows
+            if row.precision != "as traced" and op in (None, row.op)
+        ]
+        if not rows:
+            raise unknown_name("op", str(op), self._names(lambda row: row.op))
+        return sum(map(_is_low, rows)) / len(rows)
+
+    def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
+        """Returns the one dtype that some equations of the function run in.
+
+        Args:
+          scope: a regular expression in their path; None for any.
+          op: the name of their primitive; None for any.
+
+        Raises:
+          ValueError: there is no such equation, or some run in one dtype and some in
+            another.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).precision_of(op="exp")
+          'float32'
+        """
+        rows = [row for row in self.rows if op in (None, row.op)]
+        if not rows:
+            raise unknown_name("op", str(op), self._names(lambda row: row.op))
+        found = [row for row in rows if scope is None or re.search(scope, row.scope)]
+        if not found:
+            hint = _nearest(str(scope), self._names(lambda row: row.scope))
+            what = f"{op!r}" if op else "equation"
+            raise ValueError(f"There is no {what} in a scope like {scope!r}.{hint}")
+        said = Counter(r.precision for r in found if r.precision != "as traced")
+        if len(said) > 1:
+            told = ", ".join(f"{n} in {dtype}" for dtype, n in said.most_common())
+            raise ValueError(
+                f"They run in several: {told}. Narrow it down by scope= or op=."
+            )
+        return next(iter(said), "as traced")
+
+    def diff(self, other: "Explanation") -> "Difference":
+        """Returns what this explanation and another one of the function say otherwise.
+
+        Args:
+          other: for instance of the same function under other rules.
+        """
+        return Difference(self, other)
+
+    def table(self, depth: int | None = None) -> str:
+        """Returns the rows as text.
+
+        Args:
+          depth: how many names of a path are told apart; what stands deeper, and
+            blocks that differ in a number alone, is summed up. None for every equation
+            on its own.
+        """
+        return text_table(*_grouped(self.rows, depth), right=(0,))
+
+    def summary(self) -> str:
+        """Returns all but the rows as text."""
+        return "\n".join(
+            f"{name}{text}" for name, texts in self._told() for text in texts
+        )
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON."""
+        return json.dumps(
+            {
+                "rules": json.loads(self.rules.to_json()),
+                "rows": [row._asdict() for row in self.rows],
+                "totals": dataclasses.asdict(self.totals),
+                "lints": [dataclasses.asdict(lint) for lint in self.lints],
+                "unused": self.unused,
+            }
+        )
 
     def __str__(self) -> str:
+        depth = _depth_that_fits(self.rows)
+        return "\n".join([self._title(), self.table(depth), self.summary()])
+
+    def _repr_html_(self) -> str:
+        depth = _depth_that_fits(self.rows)
+        told = [(name, [(text,) for text in texts]) for name, texts in self._told()]
+        return "\n".join(
+            [
+                html_table([self._title()], told),
+                html_table(*_grouped(self.rows, depth)),
+            ]
+        )
+
+    def _title(self) -> str:
         title = f"autocast to {np.dtype(self.rules.compute_dtype).name}"
-        lines = [f"{title}: {len(self.rows)} equations"]
-        counted = Counter(self.rows)  # In the order in which each was met first.
-        cells = [_cells(row, count) for row, count in counted.items()]
-        widths = [
-            max(map(len, column)) for column in zip(_HEADERS, *cells, strict=True)
+        return f"{title}: {len(self.rows)} equations"
+
+    def _told(self) -> Sequence[tuple[str, Sequence[str]]]:
+        totals = self.totals
+        products = totals.flops.items()
+        told: list[tuple[str, Sequence[str]]] = [
+            ("equations: ", [_shares(totals.equations)]),
+            ("products: ", [_shares(totals.products)] if products else []),
+            ("work: ", [_flops(products)] if any(totals.flops.values()) else []),
+            ("casts: ", [f"{totals.casts}, of {count(totals.cast_bytes)}B"]),
         ]
-        lines.append(_line(_HEADERS, widths))
-        scope = ""
-        for row, texts in zip(counted, cells, strict=True):
-            if row.scope != scope:
-                scope = row.scope
-                lines.append(scope or "(no scope)")
-            lines.append(_line(texts, widths))
-        return "\n".join(lines)
+        if totals.kept_run is not None and totals.kept_traced is not None:
+            kept = f"{count(totals.kept_run)}B, in float32 {count(totals.kept_traced)}B"
+            told.append(("kept for the backward pass: ", [kept]))
+        told.append(("unused: ", self.unused))
+        told.append(("look at ", tuple(map(str, self.lints))))
+        return told
+
+    def _names(self, of: Callable[[Row], str]) -> list[str]:
+        return list(dict.fromkeys(map(of, self.rows)))
 
 
 def explain(
@@ -86,6 +190,7 @@ def explain(
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
 ) -> Callable[..., Explanation]:
     """Returns a function that tells what ``autocast(fun, rules)`` does.
 
@@ -93,21 +198,27 @@ def explain(
       fun: any function of pytrees that JAX can trace.
       rules: a preset's name or a ``Rules``.
       compute_dtype: the dtype of low ops instead of the rules' own.
+      backward: whether to tell the backward pass too, that is what
+        ``grad(autocast(fun))`` runs, and how much waits for it.
 
     Returns:
       A function of ``fun``'s arguments, for whose arrays ``ShapeDtypeStruct``s do. It
       computes nothing and returns an ``Explanation``.
 
     Raises:
-      ValueError: there is no such preset or dtype.
+      ValueError: there is no such preset or dtype; in the function, nothing is there to
+        differentiate though ``backward`` says so.
 
     Example:
       >>> import jax.numpy as jnp
       >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-      >>> for row in explain(lambda x: jnp.exp(x @ x))(x).rows:
+      >>> told = explain(lambda x: jnp.exp(x @ x))(x)
+      >>> for row in told.rows:
       ...     print(row.op, row.precision, row.shapes)
       dot_general bfloat16 ('float32[4,4]',)
       exp float32 ('float32[4,4]',)
+      >>> told.totals.flops
+      {'bfloat16': 128}
     """
     check_function(fun)
     chosen = choose_rules(rules, compute_dtype)
@@ -115,126 +226,183 @@ def explain(
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         walk = Walk(chosen())
-
-        def walked(*args: Any, **kwargs: Any) -> None:
-            run(walk, fun, args, kwargs)
-
-        of_arrays, arrays = function_of_arrays(walked, args, kwargs)
-        jax.eval_shape(of_arrays, *arrays)
-        rows = tuple(_rows(walk.told, "", [], 1, np.dtype(walk.low_dtype).name))
-        return Explanation(walk.rules, rows)
+        traced, arrays, _ = trace(fun, args, kwargs)
+        run = jax.make_jaxpr(lambda *xs: walk_along(walk, traced, xs))(*arrays)
+        low = np.dtype(walk.low_dtype)
+        seen = list(seen_in(walk.told, low))
+        rows, kept = [one.row for one in seen], None
+        if backward:
+            passes = [backward_of(jaxpr) for jaxpr in (traced, run)]
+            kept = tuple(one.kept for one in passes)
+            rows += rows_of_backward(passes[1].jaxpr, low)
+        casts = zip(casts_in(run, low), casts_in(traced, low), strict=True)
+        added = tuple(n - as_traced for n, as_traced in casts)
+        is_gradient = backward or any(compat.is_transposed(s.told.eqn) for s in seen)
+        looked = Looked(seen, walk.results, walk.rules, is_gradient)
+        return Explanation(
+            walk.rules,
+            tuple(rows),
+            totals_of(rows, added, kept),
+            find_lints(looked),
+            tuple(_unused(walk.rules, rows)),
+        )
 
     return explained
 
 
-# ------------------------------------------------------------------------------ rows
+# ------------------------------------------------------------------------ comparing
 
 
-def _rows(
-    told: Sequence[Told | ToldInside],
-    path: str,
-    origins: Sequence[Any],
-    times: int | None,
-    low: str,
-) -> Iterator[Row]:
-    """Yields the rows of what was told along one jaxpr.
+class Difference:
+    """What two explanations of a function say otherwise; ``print`` shows a table.
 
-    Args:
-      told: what was told.
-      path: the scopes that the jaxpr stands in.
-      origins: where its inputs come from.
-      times: how often it is run.
-      low: the name of the compute dtype.
+    Attributes:
+      changed: pairs of rows of the same equation that run in different dtypes.
+      only_left: equations that the first alone has.
+      only_right: equations that the second alone has.
     """
-    for item in told:
-        if isinstance(item, ToldInside):
-            outside = [origins[o] if isinstance(o, int) else o for o in item.origins]
-            more = times and item.times and times * item.times
-            inner = compat.path_of(item.eqn, path)
-            yield from _rows(item.told, inner, outside, more, low)
-            continue
-        eqn, decision, origin, result = item
-        origin = origins[origin] if isinstance(origin, int) else origin
-        reason = _told_reason(decision.reason, origin)
-        yield _row(eqn, path, decision, reason, times, low, result)
-        if decision.run is Run.AS_TRACED:
-            yield from _kept_rows(eqn, path, decision, times, low)
+
+    def __init__(self, left: Explanation, right: Explanation) -> None:
+        ours, theirs = _by_place(left.rows), _by_place(right.rows)
+        both = [(row, theirs[key]) for key, row in ours.items() if key in theirs]
+        self.changed = tuple(
+            (a, b)
+            for a, b in both
+            if (a.precision, a.bytes_run) != (b.precision, b.bytes_run)
+        )
+        self.only_left = tuple(row for key, row in ours.items() if key not in theirs)
+        self.only_right = tuple(row for key, row in theirs.items() if key not in ours)
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.only_left or self.only_right)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no difference"
+        rows = [
+            (_times(a), a.op, a.precision, b.precision, b.reason, short(a.source))
+            for a, b in self.changed
+        ]
+        rows += [
+            (_times(row), row.op, row.precision, "-", "", short(row.source))
+            for row in self.only_left
+        ]
+        rows += [
+            (_times(row), row.op, "-", row.precision, row.reason, short(row.source))
+            for row in self.only_right
+        ]
+        headers = ("times", "op", "ran in", "runs in", "why", "where")
+        merged = [
+            (f"{n}" if n > 1 else "", *cells) for cells, n in Counter(rows).items()
+        ]
+        return text_table(("", *headers), [("", merged)], right=(0, 1))
 
 
-def _kept_rows(
-    eqn: Any, path: str, decision: Decision, times: int | None, low: str
-) -> Iterator[Row]:
-    """Yields the rows of what an equation holds that is run as it was traced."""
-    reason = f"inside of {eqn.primitive.name}, which is run as traced"
-    kept = dataclasses.replace(decision, reason=reason)
-    inner_path = compat.path_of(eqn, path)
-    for jaxpr in compat.inner_jaxprs(eqn):
-        for inner in compat.parts(jaxpr).eqns:
-            yield _row(inner, inner_path, kept, reason, times, low)
-            yield from _kept_rows(inner, inner_path, kept, times, low)
+def _by_place(rows: Iterable[Row]) -> Mapping[Any, Row]:
+    """Returns rows by what tells them apart in each explanation of a function."""
+    seen: Counter[Any] = Counter()
+    found: dict[Any, Row] = {}
+    for row in rows:
+        key = (row.scope, row.op, row.source, row.is_backward)
+        found[*key, seen[key]] = row
+        seen[key] += 1
+    return found
 
 
-def _row(
-    eqn: Any,
-    path: str,
-    decision: Decision,
-    reason: str,
-    times: int | None,
-    low: str,
-    result: int | None = None,
-) -> Row:
-    vars_ = eqn.outvars if result is None else [eqn.outvars[result]]
-    return Row(
-        scope=compat.join(path, *compat.scopes(eqn)),
-        op=eqn.primitive.name,
-        precision=_precision(eqn, decision, low),
-        reason=reason,
-        source=compat.source(eqn),
-        shapes=tuple(var.aval.str_short() for var in vars_),
-        times=times,
-    )
+# --------------------------------------------------------------------- unused rules
 
 
-def _precision(eqn: Any, decision: Decision, low: str) -> str:
-    if decision.run is Run.LOW:
-        return low
-    has_float32 = any(map(compat.is_float32, (*eqn.invars, *eqn.outvars)))
-    return "float32" if has_float32 else "as traced"
+def _unused(rules: Rules, rows: Sequence[Row]) -> Iterable[str]:
+    """Yields what the user has written into the rules and nothing has matched."""
+    scopes = list(dict.fromkeys(row.scope for row in rows))
+    names = list(dict.fromkeys(name for scope in scopes for name in scope.split("/")))
+    for kind, patterns in (("scope", rules.scopes), ("carry", rules.carries)):
+        for pattern, _ in patterns:
+            is_preset = (kind, pattern) == ("scope", NORM_LAYERS[0])
+            if not is_preset and not any(re.search(pattern, path) for path in scopes):
+                yield f"{kind} {pattern!r} matches nothing.{_nearest(pattern, names)}"
+    of_presets = {pair for preset in PRESETS.values() for pair in preset.ops}
+    ops = list(dict.fromkeys(row.op for row in rows))
+    for pair in rules.ops:
+        if pair not in of_presets and pair[0] not in ops:
+            yield f"op {pair[0]!r} matches nothing.{_nearest(pair[0], ops)}"
 
 
-def _told_reason(reason: str, origin: Any) -> str:
-    """Returns a reason with where the operand comes from that decided."""
-    if origin is None:
-        return reason
-    if isinstance(origin, str):
-        return f"{reason}: {origin}"
-    place = _short(compat.source(origin))
-    return f"{reason}: {origin.primitive.name}" + (place and f" at {place}")
-
-
-def _short(source: str) -> str:
-    """Returns a source without its folder and function."""
-    return source.split(" ")[0].rpartition("/")[-1]
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 # ------------------------------------------------------------------------------ text
 
 _HEADERS = ("times", "op", "runs in", "results", "why", "where")
+_LINES = 60
+"""What a terminal shows at once."""
 
 
-def _cells(row: Row, count: int) -> Sequence[str]:
-    times = "?" if row.times is None else f"{row.times * count}"
-    return (
-        times,
-        row.op,
-        row.precision,
-        " ".join(row.shapes),
-        row.reason,
-        _short(row.source),
-    )
+def _is_low(row: Row) -> bool:
+    return row.precision in ("bfloat16", "float16")
 
 
-def _line(texts: Sequence[str], widths: Sequence[int]) -> str:
-    times, *rest = texts
-    padded = [t.ljust(w) for t, w in zip(rest, widths[1:], strict=True)]
-    return "  ".join(["", times.rjust(widths[0]), *padded]).rstrip()
+def _depth_that_fits(rows: Sequence[Row]) -> int | None:
+    """Returns the depth at which a table is short, and says most."""
+    deepest = max((row.scope.count("/") + 1 for row in rows), default=0)
+    for depth in (None, *range(deepest, 0, -1)):
+        _, groups = _grouped(rows, depth)
+        if sum(1 + len(cells) for _, cells in groups) <= _LINES:
+            return depth
+    return 1
+
+
+def _grouped(
+    rows: Sequence[Row], depth: int | None
+) -> tuple[Sequence[str], Sequence[tuple[str, Sequence[Sequence[str]]]]]:
+    """Returns the headers and the rows of a table, by scope."""
+    counted: dict[Any, list[Row]] = {}
+    for row in rows:
+        cells = (row.op, row.precision, *_details(row, depth))
+        counted.setdefault((_cut(row.scope, depth), *cells), []).append(row)
+    if depth is not None:  # Each scope once.
+        order = list(dict.fromkeys(key[0] for key in counted))
+        by_scope = sorted(counted, key=lambda key: order.index(key[0]))
+        counted = {key: counted[key] for key in by_scope}
+    groups: list[tuple[str, list[Sequence[str]]]] = []
+    above = ""
+    for (scope, *cells), same in counted.items():
+        if not groups or scope != above:
+            above = scope
+            groups.append((scope or ("(no scope)" if groups else ""), []))
+        times = [row.times for row in same]
+        number = "?" if None in times else str(sum(t for t in times if t))
+        groups[-1][1].append((number, *cells))
+    headers = _HEADERS if depth is None else _HEADERS[:3]
+    return headers, groups
+
+
+def _details(row: Row, depth: int | None) -> Sequence[str]:
+    if depth is not None:
+        return ()
+    return (" ".join(row.shapes), row.reason, short(row.source))
+
+
+def _cut(scope: str, depth: int | None) -> str:
+    """Returns a path up to some depth, in which numbered blocks are one."""
+    if depth is None:
+        return scope
+    return "/".join(re.sub(r"\d+", "*", name) for name in scope.split("/")[:depth])
+
+
+def _times(row: Row) -> str:
+    return "?" if row.times is None else str(row.times)
+
+
+def _shares(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{n} {name}" for name, n in ordered)
+
+
+def _flops(flops: Iterable[tuple[str, int]]) -> str:
+    flops = sorted(flops, key=lambda item: -item[1])
+    total = sum(n for _, n in flops)
+    told = [f"{count(n)}flop in {name} ({n / total:.0%})" for name, n in flops]
+    return ", ".join(told)

@@ -279,7 +279,8 @@ def _scan(walk: Walk, call: Call) -> list[Value]:
 def _settled(walk: Walk, call: Call, loop: loops.Loop) -> tuple[Call, Converted]:
     """Returns a loop's body, and the call of it with its carries as the body has them.
 
-    A carry that may follow starts low, and is raised where the body makes it hard.
+    A carry that may follow starts low, and is raised where the body makes it hard. One
+    that is written into is low if what is written is, whatever it starts from.
     """
     eqn, operands, wanted, path = call
     numbers, n_carry = list(loop.carries), len(loop.carries)
@@ -291,6 +292,18 @@ def _settled(walk: Walk, call: Call, loop: loops.Loop) -> tuple[Call, Converted]
         _carry(value, slot is not loops.Slot.FULL)
         for value, (slot, _) in zip(operands[at], carries, strict=True)
     ]
+    written = [i for i, (s, _) in enumerate(carries) if s is loops.Slot.WRITTEN]
+    if written:
+        undecided = list(operands)
+        soft = [
+            (State.SOFT, Kind.COMPUTED) if i in written else spec
+            for i, spec in enumerate(specs)
+        ]
+        undecided[at] = _recast(walk, operands[at], soft, eqn)
+        found = convert(walk, loop.body, undecided, readers, path)
+        for i in written:
+            is_low = found.specs[i][0] is State.LOW
+            specs[i] = _carry(operands[at][i], is_low)
     raised_by: dict[int, Any] = {}
     while True:
         values = list(operands)
@@ -299,7 +312,7 @@ def _settled(walk: Walk, call: Call, loop: loops.Loop) -> tuple[Call, Converted]
         raised = [
             i
             for i, (slot, _) in enumerate(carries)
-            if slot is loops.Slot.FOLLOW
+            if slot in (loops.Slot.FOLLOW, loops.Slot.WRITTEN)
             and (specs[i][0], found.specs[i][0]) == (State.LOW, State.HARD)
         ]
         if not raised:
@@ -329,15 +342,13 @@ def _tell_carry(
 
 def _while(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, path = call.eqn, call.operands, call.path
-    cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    said = walk.rules.carry_in(path)
-    if said is None and loops.ends_by_a_float(cond, n_cond, body, n_body):
+    if loops.is_kept(walk.rules, eqn, path):
         return _kept(walk, call, "a float decides when it ends")
     loop = loops.Loop.of_while(eqn)
     turned, step = _settled(walk, call._replace(operands=operands[n_cond:]), loop)
     of_cond = [*operands[:n_cond], *turned.operands[n_body:]]
-    test = convert(walk, cond, of_cond, [Readers.OTHER], path)
+    test = convert(walk, eqn.params["cond_jaxpr"], of_cond, [Readers.OTHER], path)
     arrays = compat.bind(
         eqn,
         _arrays([*operands[:n_cond], *turned.operands]),

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat, decisions, loops
 from jmp_lite.autocasting.casts import Casts
-from jmp_lite.autocasting.decisions import Decision, Told, ToldInside
+from jmp_lite.autocasting.decisions import Decision, Operand, Told, ToldInside
 from jmp_lite.autocasting.demand import Demands, Readers, union
 from jmp_lite.autocasting.door import (
     check_function,
@@ -95,22 +95,37 @@ def autocast(
 
 def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces a function, walks along it, and returns its results as it would."""
+    traced, arrays, treedef = trace(fun, args, kwargs)
+    results = walk_along(walk, traced, arrays)
+    return jax.tree.unflatten(treedef, results)
+
+
+def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Returns a function's jaxpr, its arrays, and the structure of its results."""
     refuse_mutable_graphs(fun, args, kwargs)
     of_arrays, arrays = function_of_arrays(fun, args, kwargs)
     traced, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+    return traced, arrays, jax.tree.structure(out_shape)
+
+
+def walk_along(walk: "Walk", traced: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Walks along a jaxpr, and returns its results as they were traced."""
     parts = compat.parts(traced)
     values = [
         walk.given(var, array, "an argument")
         for var, array in zip(parts.invars, arrays, strict=True)
     ]
     outside = [Readers.OUTPUT] * len(parts.outvars)
-    results = [
+    results = walk.run(traced, values, outside, "")
+    walk.results = list(map(_operand, results))
+    return [
         compat.as_typed(walk.full(value), var.aval)
-        for value, var in zip(
-            walk.run(traced, values, outside, ""), parts.outvars, strict=True
-        )
+        for value, var in zip(results, parts.outvars, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+
+
+def _operand(value: Value) -> Operand:
+    return Operand(value.state, value.kind, value.origin, np.shape(value.array))
 
 
 # ------------------------------------------------------------------------- the walk
@@ -124,6 +139,7 @@ class Walk(Casts):
 
     Attributes:
       told: what was decided, in order.
+      results: what stood for the results of the function, once all was run.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -132,6 +148,7 @@ class Walk(Casts):
         self.demands = Demands(rules)
         self.memo: dict[Any, Any] = {}
         self.told: list[Told | ToldInside] = []
+        self.results: list[Operand] = []
 
     @contextlib.contextmanager
     def telling(self) -> Generator[list[Told | ToldInside]]:
@@ -216,11 +233,9 @@ class Walk(Casts):
                 for array, value in zip(arrays, operands, strict=True)
             ]
         decision = self.decision(eqn, operands, wanted, path)
-        origin = None
-        if decision.leader is not None:
-            float32 = [value for value in operands if value.state is not None]
-            origin = float32[decision.leader].origin
-        self.told.append(Told(eqn, decision, origin))
+        given = tuple(_operand(v) for v in operands if v.state is not None)
+        origin = None if decision.leader is None else given[decision.leader].origin
+        self.told.append(Told(eqn, decision, origin, operands=given))
         made_by = eqn if origin is None else origin
         return perform(self, eqn, operands, decision, made_by)
 

@@ -9,22 +9,25 @@ import enum
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_lite.autocasting import compat
-from jmp_lite.autocasting.rules import MOVING, PICKING, PRODUCTS, Precision, Rules
+from jmp_lite.autocasting.compat import CALLS, called
+from jmp_lite.autocasting.endings import ends_by_a_float
+from jmp_lite.autocasting.rules import MOVING, PRODUCTS, Precision, Rules
 
 
 class Slot(enum.Enum):
     """What a carry may be.
 
     ``LOW``: low, whatever it starts from. ``FOLLOW``: low unless the body makes it
-    hard. ``FULL``: float32.
+    hard. ``WRITTEN``: low if what the body writes into it is. ``FULL``: float32.
     """
 
     LOW = "low"
     FOLLOW = "follow"
+    WRITTEN = "written"
     FULL = "full"
 
 
@@ -42,11 +45,14 @@ class Loop(NamedTuple):
       body: the jaxpr of a step.
       carries: the result that each carry, an input of the body, is in the next step.
       sliced: the inputs that are others in each step.
+      has_gradient: whether it has a backward pass, which hands a gradient from step to
+        step in the dtype of the carry.
     """
 
     body: Any
     carries: Mapping[int, int]
     sliced: frozenset[int]
+    has_gradient: bool = True
 
     @classmethod
     def of_scan(cls, eqn: Any) -> "Loop":
@@ -61,7 +67,7 @@ class Loop(NamedTuple):
         """Returns the loop that a ``while`` is."""
         n_consts = eqn.params["body_nconsts"]
         carries = {n_consts + i: i for i in range(len(eqn.outvars))}
-        return cls(eqn.params["body_jaxpr"], carries, frozenset())
+        return cls(eqn.params["body_jaxpr"], carries, frozenset(), has_gradient=False)
 
 
 class Unrolled(NamedTuple):
@@ -80,7 +86,7 @@ def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
     """Returns the loops that are written out in a jaxpr, by id of the first call."""
     calls: dict[int, list[Any]] = defaultdict(list)
     for eqn in parts.eqns:
-        if eqn.primitive.name in _CALLS:
+        if eqn.primitive.name in CALLS:
             calls[id(eqn.params["jaxpr"])].append(eqn)
     found: dict[int, Unrolled] = {}
     for first, *later in calls.values():
@@ -101,8 +107,6 @@ def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
             found[id(first)] = Unrolled(loop, later[-1])
     return found
 
-
-_CALLS = ("jit", "checkpoint", "remat", "remat2")
 
 # What the rules say of an equation that stands in a path.
 PrecisionOf = Callable[[Any, str], Precision]
@@ -128,16 +132,17 @@ def classify(
     said = rules.carry_in(path)
     if said is not None:
         return [Carry(Slot(said), "a carry rule")] * len(loop.carries)
-    flow = _Flow(precision_of, loop, path)
     read_by, in_any_step = _readers(precision_of, loop, path)
+    if not loop.has_gradient:
+        return [
+            _of_a_while(read_by[carry], in_any_step[carry]) for carry in loop.carries
+        ]
+    flow = _Flow(precision_of, loop, path)
 
     def classified(carry: int, is_read: bool) -> Carry:
         # Low products would cast it anyway: the hidden state of an LSTM.
         if read_by[carry] is _Use.PRODUCT:
             return Carry(Slot.LOW, "only low matrix products read it")
-        # A cache of keys, to which each step adds some.
-        if in_any_step[carry] is _Use.PRODUCT:
-            return Carry(Slot.FOLLOW, "only low matrix products read it, then or later")
         if not flow.is_stack_of_layers:
             return Carry(Slot.FULL, "a state: the loop is no stack of layers")
         if flow.is_added_to(carry):
@@ -147,6 +152,25 @@ def classify(
         return Carry(Slot.FOLLOW, "a stack of layers: it follows")
 
     return list(map(classified, loop.carries, last_is_read))
+
+
+def is_kept(rules: Rules, eqn: Any, path: str) -> bool:
+    """Whether a ``while`` that stands in a path is run as it was traced.
+
+    A float ends it, and no rule says that its carries follow nevertheless.
+    """
+    return rules.carry_in(path) != "follow" and ends_by_a_float(eqn)
+
+
+def _of_a_while(read_by: "_Use", in_any_step: "_Use") -> Carry:
+    """Returns what a carry of a ``while`` may be: low, if it is a cache of keys.
+
+    Each step writes some into it, and products read all. (In a loop that has a backward
+    pass, the gradients of all steps would add up in 16 bits.)
+    """
+    if in_any_step is _Use.PRODUCT and read_by is not _Use.PRODUCT:
+        return Carry(Slot.WRITTEN, "only low matrix products read it, then or later")
+    return Carry(Slot.FULL, "a state of a while loop")
 
 
 class _Source(NamedTuple):
@@ -224,7 +248,7 @@ class _Flow:
 
         for eqn in parts.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            inner, where = _called(eqn), compat.path_of(eqn, path)
+            inner, where = called(eqn), compat.path_of(eqn, path)
             if inner is not None:
                 results = self._through(compat.parts(inner), operands, where)
             else:
@@ -265,15 +289,6 @@ _NUMBER = _Source()
 _MOVING = MOVING | {"convert_element_type"}
 
 
-def _called(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation does no more than call, or None."""
-    if eqn.primitive.name in _CALLS:
-        return eqn.params["jaxpr"]
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return eqn.params["call_jaxpr"]
-    return None
-
-
 class _Use(enum.Flag):
     """What a value is used for, perhaps moved."""
 
@@ -287,7 +302,7 @@ def _readers(
 ) -> tuple[Mapping[int, _Use], Mapping[int, _Use]]:
     """Returns what each carry is used for: in one step, and in that or a later one.
 
-    In the one step that hands it on, it is used for something unknown.
+    In the first answer, handing it on to the next step counts as an unknown use.
     """
     parts = compat.parts(loop.body)
 
@@ -323,7 +338,7 @@ def _uses_of_inputs(
 
     note(parts.outvars, outside)
     for eqn in reversed(parts.eqns):
-        op, inner, where = eqn.primitive.name, _called(eqn), compat.path_of(eqn, path)
+        op, inner, where = eqn.primitive.name, called(eqn), compat.path_of(eqn, path)
         results = [uses[var] for var in eqn.outvars]
         n_in = len(eqn.invars)
         if inner is not None:
@@ -336,69 +351,3 @@ def _uses_of_inputs(
             each = [_Use.OTHER] * n_in
         note(eqn.invars, each)
     return [uses[var] for var in parts.invars]
-
-
-def ends_by_a_float(cond: Any, n_cond: int, body: Any, n_body: int) -> bool:
-    """Whether a float that the body computes decides when a ``while`` ends.
-
-    A tolerance that float32 reaches may never be reached in 16 bits. A token that is
-    the most likely one is no tolerance, where a count ends the loop at the latest.
-    """
-    test, step = compat.parts(cond), compat.parts(body)
-
-    def has_float(condition: Any, through: frozenset[str]) -> bool | None:
-        reads = _reads(test, [condition], through)
-        deciding = {i - n_cond for i in reads if i >= n_cond}
-        while True:
-            reads = _reads(step, [step.outvars[i] for i in deciding], through)
-            more = deciding | {i - n_body for i in reads if i >= n_body}
-            if more == deciding:
-                break
-            deciding = more
-        if not deciding:
-            return None  # What is the same in all steps ends nothing.
-        return any(compat.is_float(step.outvars[i]) for i in deciding)
-
-    conditions = _conditions(test, test.outvars[0])
-    is_counted = any(has_float(one, PICKING) is False for one in conditions)
-    through = frozenset[str]() if is_counted else PICKING
-    return any(has_float(one, through) for one in conditions)
-
-
-def _conditions(parts: compat.Parts, result: Any) -> list[Any]:
-    """Returns the values that all have to be true for a result to be."""
-    for eqn in parts.eqns:
-        if result is eqn.outvars[0] and eqn.primitive.name == "and":
-            return [one for atom in eqn.invars for one in _conditions(parts, atom)]
-    return [result]
-
-
-def _reads(
-    parts: compat.Parts, wanted: Iterable[Any], through: frozenset[str]
-) -> set[int]:
-    """Returns which inputs of a jaxpr some of its values are computed from.
-
-    Args:
-      parts: the jaxpr.
-      wanted: the values.
-      through: the picking ops that an integer is followed through.
-    """
-    found = {id(atom) for atom in wanted}
-    for eqn in reversed(parts.eqns):
-        results = [i for i, var in enumerate(eqn.outvars) if id(var) in found]
-        is_picked = eqn.primitive.name in PICKING - through
-        if not results or (is_picked and _is_number_of_a_float(eqn, results)):
-            continue
-        inner = _called(eqn)
-        read = range(len(eqn.invars))
-        if inner is not None:
-            inside = compat.parts(inner)
-            read = _reads(inside, [inside.outvars[i] for i in results], through)
-        found.update(id(eqn.invars[i]) for i in read)
-    return {i for i, var in enumerate(parts.invars) if id(var) in found}
-
-
-def _is_number_of_a_float(eqn: Any, results: Sequence[int]) -> bool:
-    return compat.is_float(eqn.invars[0]) and not any(
-        compat.is_float(eqn.outvars[i]) for i in results
-    )

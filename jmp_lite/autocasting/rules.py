@@ -268,8 +268,11 @@ CHEAP = (
 ADDING = frozenset(["add", "sub", "add_any"])
 """Sums of two: what they are given is added up in what reads their result."""
 
-PICKING = frozenset(["argmax", "argmin", "top_k", "approx_top_k", "sort"])
+PICKING = frozenset(["argmax", "argmin", "top_k", "approx_top_k"])
 """Their integers say which number is the largest, however near the next one is."""
+
+COMPARING = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
+"""Comparisons of two."""
 
 PASSING = frozenset(["optimization_barrier"])
 """Each result is an operand: their precisions are not joined."""
@@ -430,7 +433,8 @@ class Rules:
 
         Args:
           pattern: a regular expression, searched in the path of a loop.
-          precision: ``"follow"`` (low if its start or its result is) or ``"full"``.
+          precision: ``"follow"`` (low if its start or its result is; a ``while`` that
+            a float ends is converted too) or ``"full"``.
         """
         return dataclasses.replace(self, carries=(*self.carries, (pattern, precision)))
 

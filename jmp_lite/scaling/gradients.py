@@ -75,7 +75,7 @@ def under_scale(
     loss_scale: LossScale,
     has_aux: bool,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns ``value_and_grad`` by another transformation than JAX's.
+    """Returns ``value_and_grad`` by a transformation that is given.
 
     Args:
       transform: what differentiates: called with a function and ``has_aux=True``.
@@ -85,6 +85,7 @@ def under_scale(
     """
     check_is_loss_scale(loss_scale)
 
+    @functools.wraps(fun)  # nnx looks keywords up in the signature.
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         value, aux = _call(fun, has_aux, args, kwargs)
         return loss_scale.scale(value), (value, aux)

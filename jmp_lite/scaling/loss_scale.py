@@ -431,13 +431,15 @@ def _differ(path: Any, a: str, b: str) -> str:
 
 
 def _scale(tree: Tree, loss_scale: Any) -> Tree:
-    return _map_inexact(jnp.multiply, tree, loss_scale)
+    with jax.named_scope("loss_scale"):  # A profile and explain find it by that name.
+        return _map_inexact(jnp.multiply, tree, loss_scale)
 
 
 def _unscale(tree: Tree, loss_scale: Any) -> Tree:
     # A division rather than a product with the reciprocal: it is exact for every scale
     # for which the product is, and rounds once for those that are no power of two.
-    return _map_inexact(jnp.divide, tree, loss_scale)
+    with jax.named_scope("loss_scale"):
+        return _map_inexact(jnp.divide, tree, loss_scale)
 
 
 def _map_inexact(

@@ -1,0 +1,209 @@
+"""What ``explain`` says is worth a second look, each with a twin that is not."""
+
+import collections
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optimizers import lenient
+from programs import BLOCK, BLOCK_PARAMS, LAYERS, W, X
+
+import jmp_lite as jmp
+from jmp_lite.autocasting.explain import explain
+from jmp_lite.autocasting.rules import get_rules
+
+HERE = "test_autocasting_lints.py"
+
+
+def lints(fun, *args, name=None, rules="mixed", **options):
+    found = explain(fun, rules, **options)(*args).lints
+    return [lint for lint in found if name in (None, lint.name)]
+
+
+def only(fun, *args, name, **options):
+    (lint,) = lints(fun, *args, name=name, **options)
+    assert HERE in lint.source or not lint.source
+    assert lint.remedy
+    return lint
+
+
+def line_of(fun, text):
+    """The line of a function that holds a text."""
+    first = fun.__code__.co_firstlineno
+    lines = pathlib.Path(__file__).read_text().splitlines()[first - 1 :]
+    return first + next(i for i, at in enumerate(lines) if text in at)
+
+
+def test_a_block_and_a_training_loss_are_clean():
+    def loss(params, table, tokens):
+        logits = BLOCK.apply(params, table[tokens])
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
+
+    tokens = jnp.array([0, 3, 1, 2])
+    assert lints(loss, BLOCK_PARAMS, X, tokens, backward=True) == []
+
+
+def test_what_widens_a_stream_is_named_with_what_it_costs():
+    def model(x, w):
+        angle = jnp.arange(8.0) * jnp.exp(jnp.arange(8.0))  # Sinusoidal positions.
+        h = x @ w + angle  # Here.
+        h = jnp.tanh(h) * 2
+        return h @ w
+
+    lint = only(model, X, W, name="widened stream")
+    assert f":{line_of(model, '# Here.')} " in lint.source
+    assert "3 ops and 384 B after it are float32" in lint.message
+    assert "as_low" in lint.remedy
+    fixed = lambda x, w: jnp.tanh(x @ w + jmp.as_low(jnp.exp(jnp.arange(8.0)))) @ w
+    assert lints(fixed, X, W, name="widened stream") == []
+    # The tail of a loss is float32 to the end, and meant to be.
+    tail = lambda x, w: jnp.sum(jnp.log(jnp.abs(x)) + x @ w)
+    assert lints(tail, X, W, name="widened stream") == []
+
+
+def test_a_float32_input_whose_digits_may_matter_is_pointed_to():
+    coordinates = lambda x, t, w: jnp.tanh(x @ w + t) @ w
+    lint = only(coordinates, X, X, W, name="float32 input")
+    assert "as_full" in lint.remedy
+    bias = lambda x, b, w: jnp.tanh(x @ w + b) @ w
+    assert lints(bias, X, W[0], W, name="float32 input") == []
+    marked = lambda x, t, w: jnp.tanh(x @ w + jmp.as_full(t)) @ w
+    assert lints(marked, X, X, W, name="float32 input") == []
+
+
+def test_a_carry_that_could_be_low_is_pointed_to():
+    def returned(x, stack):
+        step = lambda h, w: (jnp.tanh(h @ w), h.sum())
+        return lax.scan(step, x, stack)
+
+    lint = only(returned, X, LAYERS, name="float32 carry")
+    assert "carry 0: a result" in lint.message
+    assert 'carry(scope, "follow")' in lint.remedy
+
+    def widened(x, stack):
+        step = lambda h, w: (h + jnp.tanh(h @ w) + jnp.exp(h), None)
+        return lax.scan(step, x, stack)[0] @ W
+
+    lint = only(widened, X, LAYERS, name="float32 carry")
+    assert "its body makes it float32: exp at" in lint.message
+
+    def low(x, stack):
+        return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, stack)[0] @ W
+
+    assert lints(low, X, LAYERS, name="float32 carry") == []
+    total = lambda x: lax.scan(lambda s, x: (s + x.sum(), None), 0.0, x)
+    assert lints(total, X, name="float32 carry") == []
+
+
+def test_a_product_that_a_precision_keeps_is_pointed_to():
+    exact = lambda x, w: jnp.matmul(x, w, precision="highest")
+    assert "precision=" in only(exact, X, W, name="float32 product").remedy
+    assert lints(lambda x, w: x @ w, X, W, name="float32 product") == []
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "odd"),
+    [(16, 24, 17, "17"), (16, 100, 8, "100"), (16, 24, 8, None), (16, 24, 1, None)],
+)
+def test_sizes_that_miss_tensor_cores_are_told(m, k, n, odd):
+    found = lints(jnp.matmul, jnp.ones((m, k)), jnp.ones((k, n)), name="tensor cores")
+    assert bool(found) == bool(odd)
+    if odd:
+        assert found[0].message.endswith(f"is no multiple of 8 in {odd}")
+        assert f"{m} x {n} x {k}" in found[0].message
+
+
+def test_an_opaque_op_that_16_bits_are_raised_for_is_pointed_to():
+    shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    kernel = lambda x: jax.pure_callback(np.tanh, shape, x)
+    lint = only(lambda x: kernel(x @ W) @ W, X, name="opaque op")
+    assert lint.message.startswith("pure_callback is run as it was traced")
+    assert "low_call" in lint.remedy
+    assert lints(lambda x: kernel(x) @ W, X, name="opaque op") == []
+    inner = jmp.autocast(jnp.tanh, "O0")
+    assert lints(lambda x: inner(x @ W), X, name="opaque op") == []
+
+
+def test_a_literal_that_does_not_fit_is_pointed_to():
+    def masked(x, w, rules=None):
+        return jax.nn.softmax(jnp.where(x > 0, x @ w, -1e9) * 1.5) @ w
+
+    def shifted(x, w):
+        return jnp.tanh((x @ w) + 1e9) @ w
+
+    lint = only(shifted, X, W, name="literal out of range", compute_dtype="float16")
+    assert "the number 1000000000.0 does not fit float16" in lint.message
+    assert lints(shifted, X, W, name="literal out of range") == []
+
+
+def test_a_loss_that_is_low_is_pointed_to():
+    low = lambda x, w: jnp.max(x @ w @ w)
+    lint = only(jmp.low_precision(low), X, W, name="low result")
+    assert "result 0, a scalar such as a loss" in lint.message
+    assert lints(low, X, W, name="low result") == []
+    assert lints(lambda x, w: jnp.sum(x @ w), X, W, rules="O3", name="low result")
+    assert lints(lambda x, w: jnp.sum(x @ w), X, W, name="low result") == []
+
+
+def test_float16_without_a_loss_scale_is_pointed_to():
+    def loss(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    f16 = {"compute_dtype": "float16", "name": "no loss scale"}
+    assert (
+        "gradients below 6e-8 vanish" in only(loss, W, X, backward=True, **f16).message
+    )
+    assert lints(jax.grad(loss), W, X, **f16)
+    assert lints(loss, W, X, **f16) == [], "nothing is differentiated"
+    assert lints(loss, W, X, backward=True, name="no loss scale") == []
+    scaled = jmp.grad(loss, jmp.StaticLossScale(1024))
+    assert lints(scaled, W, X, **f16) == []
+    init, step = jmp.build_train_step(
+        lambda params, state, batch, rng: (loss(params, batch), (state, None)),
+        lenient(optax.sgd(0.1)),
+        get_rules("mixed", "float16"),
+    )
+    assert lints(step, init(W), X, name="no loss scale") == []
+
+
+class Norms(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = nn.LayerNorm()(nn.Dense(8)(x))
+        return x
+
+
+def test_a_norm_that_is_low_is_named_once_and_counted():
+    params = Norms().init(jax.random.key(0), X)
+    found = [
+        lint
+        for lint in explain(Norms().apply, "O3")(params, X).lints
+        if lint.name == "low norm"
+    ]
+    assert "Norms/LayerNorm_0 computes its statistics in 16 bits" in found[0].message
+    assert "(and 3 like it)" in found[0].message
+    assert lints(Norms().apply, params, X, name="low norm") == []
+    # One that somebody forced low is named by its path.
+    rules = get_rules("mixed").scope("LayerNorm_2", "low")
+    forced = explain(Norms().apply, rules)(params, X).lints
+    assert {lint.scope for lint in forced if lint.name == "low norm"} == {
+        "Norms/LayerNorm_2"
+    }
+
+
+def test_a_lint_reads_as_a_sentence_with_its_place():
+    def model(x, w):
+        return jnp.matmul(x, w, precision="highest")
+
+    told = explain(model)(X, W)
+    place = f"{HERE}:{line_of(model, 'precision=')}"
+    assert f"look at {place}: a matrix product asks for" in str(told)
+    assert collections.Counter(lint.name for lint in told.lints) == {
+        "float32 product": 1
+    }
