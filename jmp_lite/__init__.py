@@ -25,6 +25,15 @@ from jmp_lite.casting.dtypes import (
     half_dtype,
 )
 from jmp_lite.casting.policy import Policy, get_policy
+from jmp_lite.numerics import (
+    NumericsReport,
+    WatchedNumerics,
+    first_nonfinite,
+    nonfinite_report,
+    numerics_report,
+    suggest_loss_scale,
+    watch,
+)
 from jmp_lite.scaling.gradients import grad, value_and_grad
 from jmp_lite.scaling.loss_scale import (
     DynamicLossScale,
@@ -66,12 +75,14 @@ __all__ = [
     "LossScalingState",
     "MasterWeightsState",
     "NoOpLossScale",
+    "NumericsReport",
     "Policy",
     "Precision",
     "Rules",
     "StaticLossScale",
     "StochasticRoundingState",
     "TrainingState",
+    "WatchedNumerics",
     "all_finite",
     "as_full",
     "as_low",
@@ -87,6 +98,7 @@ __all__ = [
     "dtype_summary",
     "dtype_to_names",
     "explain",
+    "first_nonfinite",
     "full_precision",
     "get_loss_scale",
     "get_policy",
@@ -97,8 +109,12 @@ __all__ = [
     "low_call",
     "low_precision",
     "master_weights",
+    "nonfinite_report",
+    "numerics_report",
     "select_tree",
     "skip_nonfinite",
     "stochastic_rounding",
+    "suggest_loss_scale",
     "value_and_grad",
+    "watch",
 ]

@@ -1,0 +1,325 @@
+"""Where numbers overflow, vanish or stop being finite.
+
+The law of this file: numbers are counted in the graph, where they are; rows and tables
+are made of that on the host.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.door import check_function
+from jmp_lite.autocasting.interpreter import trace
+from jmp_lite.autocasting.rows import short
+from jmp_lite.autocasting.tables import text_table
+from jmp_lite.autocasting.watching import Op, Watcher
+from jmp_lite.casting.counting import (
+    Ends,
+    Numbers,
+    cells,
+    counted,
+    headers,
+    numbers,
+    on_host,
+    stacked,
+)
+from jmp_lite.casting.dtypes import is_floating, parse_dtype
+
+# ---------------------------------------------------------------------- pytrees
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafNumerics(Numbers):
+    """What there is to know of the numbers of one array.
+
+    Attributes:
+      path: where it is.
+      dtype: its dtype.
+    """
+
+    path: str
+    dtype: str
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["counts"],
+    meta_fields=["paths", "dtypes", "elements", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class NumericsReport:
+    """The numbers of a pytree, leaf by leaf; a pytree itself, and prints as a table.
+
+    Attributes:
+      counts: arrays of one float32 number a leaf, by what is counted.
+      paths: of the leaves.
+      dtypes: of the leaves.
+      elements: of the leaves.
+      dtype: what the shares are of; None for the dtype of each leaf.
+    """
+
+    counts: Mapping[str, Any]
+    paths: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    elements: tuple[int, ...]
+    dtype: str | None
+
+    @property
+    def rows(self) -> tuple[LeafNumerics, ...]:
+        """One for each leaf, on the host."""
+        columns = on_host(self.counts)
+        leaves = zip(self.paths, self.dtypes, self.elements, strict=True)
+        return tuple(
+            LeafNumerics(**numbers(columns, i, n), path=path, dtype=dtype)
+            for i, (path, dtype, n) in enumerate(leaves)
+        )
+
+    def __str__(self) -> str:
+        titles = ("elements", "dtype", *headers(self.dtype), "where")
+        rows = [
+            (f"{row.elements}", row.dtype, *cells(row), row.path) for row in self.rows
+        ]
+        return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
+
+
+def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport:
+    """Counts what is not finite in a pytree, and what another dtype would lose.
+
+    Args:
+      tree: gradients, activations, parameters, an optimizer's state: its arrays of real
+        floats are counted.
+      dtype: what they might be held in, such as ``"float16"``; None for what they are.
+
+    Returns:
+      A report. It is a pytree of arrays, so that a jitted function may return it;
+      ``rows`` and ``print`` are for the host.
+
+    Raises:
+      ValueError: ``dtype`` is unknown or not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> grads = {"w": jnp.array([0.0, 1e-9, 1.0, 1e6]), "b": jnp.array([jnp.nan])}
+      >>> b, w = numerics_report(grads, "float16").rows
+      >>> b.nan, w.overflow, w.underflow, w.max_abs
+      (1, 0.25, 0.25, 1000000.0)
+    """
+    wanted = None if dtype is None else parse_dtype(dtype)
+    leaves = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if is_floating(leaf)
+    ]
+    counts = [counted(leaf, wanted or leaf.dtype) for _, leaf in leaves]
+    return NumericsReport(
+        stacked(counts),
+        paths=tuple(path for path, _ in leaves),
+        dtypes=tuple(str(leaf.dtype) for _, leaf in leaves),
+        elements=tuple(math.prod(leaf.shape) for _, leaf in leaves),
+        dtype=None if wanted is None else wanted.name,
+    )
+
+
+class NonfiniteReport(tuple[LeafNumerics, ...]):
+    """The arrays of a pytree that hold a NaN or an infinity; prints as a list."""
+
+    def __str__(self) -> str:
+        """Returns a line for each, or says that there is none."""
+        lines = [
+            f"{row.path}: {row.nan} NaN, {row.inf} infinite of {row.elements}"
+            for row in self
+        ]
+        return "\n".join(lines) or "all finite"
+
+
+def nonfinite_report(tree: Any) -> NonfiniteReport:
+    """Finds the arrays of a pytree that are not finite throughout, on the host.
+
+    Args:
+      tree: any pytree of arrays.
+
+    Returns:
+      A row for each such array; empty, and so false, where all are finite.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(nonfinite_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(2)}))
+      ['w']: 0 NaN, 1 infinite of 2
+    """
+    rows = numerics_report(tree).rows
+    return NonfiniteReport(row for row in rows if row.nan or row.inf)
+
+
+class SuggestedLossScale(NamedTuple):
+    """A loss scale for some gradients.
+
+    Attributes:
+      loss_scale: a power of two.
+      lost: which share of the gradients that are not zero vanishes without it.
+      rescued: which share of those that vanish does not with it.
+    """
+
+    loss_scale: float
+    lost: float
+    rescued: float
+
+
+def suggest_loss_scale(
+    grads: Any, dtype: DTypeLike = "float16", headroom: float = 16.0
+) -> SuggestedLossScale:
+    """Returns the largest power of two that leaves gradients finite, with headroom.
+
+    Not more than 2**24, above which a loss overflows by itself.
+
+    Args:
+      grads: unscaled gradients, concrete.
+      dtype: what the backward pass computes in.
+      headroom: how many times larger than the largest of them a number may get.
+
+    Raises:
+      ValueError: no gradient is finite and not zero, or ``dtype`` is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> suggest_loss_scale({"w": jnp.array([1e-9, 1e-3])})
+      SuggestedLossScale(loss_scale=2097152.0, lost=0.5, rescued=1.0)
+    """
+    ends = Ends.of(parse_dtype(dtype))
+    sizes = [
+        np.abs(np.asarray(jax.device_get(leaf), np.float64)).ravel()
+        for leaf in jax.tree.leaves(grads)
+        if is_floating(leaf)
+    ]
+    found = np.concatenate([np.zeros(0), *sizes])
+    found = found[np.isfinite(found) & (found > 0)]
+    if not found.size:
+        raise ValueError("There is no gradient that is finite and not zero.")
+    exponent = math.floor(math.log2(ends.overflow / headroom / found.max()))
+    scale = 2.0 ** min(exponent, 24)
+    lost = found <= ends.underflow
+    rescued = found[lost] * scale > ends.underflow
+    share = float(rescued.mean()) if lost.any() else 1.0
+    return SuggestedLossScale(scale, float(lost.mean()), share)
+
+
+# ------------------------------------------------------------------------ functions
+
+
+@dataclasses.dataclass(frozen=True)
+class OpNumerics(Numbers):
+    """What there is to know of the results of one op, in all trips of all loops.
+
+    Attributes:
+      scope: the path that it stands in.
+      op: the name of its primitive.
+      source: where it stands in the code: file, line and function.
+      is_first: whether something was not finite although all that it read was.
+    """
+
+    scope: str
+    op: str
+    source: str
+    is_first: bool
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["counts"],
+    meta_fields=["ops", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class WatchedNumerics:
+    """The numbers of a function, op by op; a pytree, and prints as a table.
+
+    Attributes:
+      counts: arrays of one float32 number an op, by what is counted.
+      ops: the ops, in the order in which they run.
+      dtype: what the shares are of.
+    """
+
+    counts: Mapping[str, Any]
+    ops: tuple[Op, ...]
+    dtype: str
+
+    @property
+    def rows(self) -> tuple[OpNumerics, ...]:
+        """One for each op, on the host; what was never run is left out."""
+        columns = on_host(self.counts)
+        return tuple(
+            OpNumerics(
+                **numbers(columns, i, int(n)),
+                **op._asdict(),
+                is_first=bool(columns["is_first"][i]),
+            )
+            for i, op in enumerate(self.ops)
+            if (n := columns["elements"][i])
+        )
+
+    def __str__(self) -> str:
+        titles = ("elements", "op", *headers(self.dtype), "scope", "where")
+        rows = [
+            (f"{r.elements}", r.op, *cells(r), r.scope, short(r.source))
+            for r in self.rows
+        ]
+        return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
+
+
+def watch(
+    fun: Callable[..., Any], dtype: DTypeLike = "float16"
+) -> Callable[..., tuple[Any, WatchedNumerics]]:
+    """Returns ``fun`` with the numbers of all its ops beside its results.
+
+    They are counted in the graph: under ``jit``, in loops, on any device. A function
+    that is not watched costs nothing; one that is computes as before, and counts.
+    ``watch(grad(fun))`` sees the backward pass too.
+
+    Args:
+      fun: any function of pytrees that JAX can trace. What is under ``shard_map`` or
+        in a kernel is seen from outside.
+      dtype: what the numbers might be held in.
+
+    Returns:
+      A function that returns ``(fun(...), stats)``.
+
+    Raises:
+      ValueError: ``dtype`` is unknown or not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> _, stats = watch(lambda x: jnp.log(jnp.exp(x) - 1))(jnp.array([0.0, 100.0]))
+      >>> first = first_nonfinite(stats)
+      >>> first.op, first.inf
+      ('exp', 1)
+    """
+    check_function(fun)
+    wanted = parse_dtype(dtype)
+
+    @functools.wraps(fun)
+    def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
+        traced, arrays, treedef = trace(fun, args, kwargs)
+        watcher = Watcher(wanted)
+        results = watcher.run(traced, arrays, "")
+        stats = WatchedNumerics(
+            stacked(watcher.counts), tuple(watcher.ops), wanted.name
+        )
+        return jax.tree.unflatten(treedef, results), stats
+
+    return watched
+
+
+def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
+    """Returns the first op that made something infinite or NaN of finite numbers.
+
+    Args:
+      stats: what a watched function has returned, concrete.
+
+    Returns:
+      The op; None where all is finite, or was not from the start.
+    """
+    return next((row for row in stats.rows if row.is_first), None)
