@@ -169,6 +169,8 @@ def demo(epochs: int, seed: int, picture: pathlib.Path) -> None:
         table.add_row(*(cell(run) for cell in COLUMNS.values()))
     Console().print(table)
 
+    print("\nWhat autocast to float16 does with the loss and its gradient:")
+    print(explain_loss(seed).summary())
     draw(runs, picture)
     print(f"Losses and loss scale, step by step: {picture}")
 
@@ -298,12 +300,26 @@ def make_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]
     return step
 
 
+def explain_loss(seed: int) -> jmp.Explanation:
+    """Returns what autocast to float16 does with the scaled loss of one batch."""
+    (images, labels), _ = load_digits()
+    model = make_lenet()
+    params = model.init(jax.random.key(seed), images[:1])
+
+    def loss_fn(params: Any, images: Any, labels: Any) -> Any:
+        logits = model.apply(params, images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return LOSS_SCALES["float16"].scale(losses.mean())
+
+    told = jmp.explain(loss_fn, compute_dtype="float16", backward=True)
+    return told(params, images[:BATCH_SIZE], labels[:BATCH_SIZE])
+
+
 def share_in_16_bits(fun: Callable[..., Any], *args: Any) -> float:
     """Returns which part of the matrix products and convolutions is in 16 bits."""
-    products = ("dot_general", "conv_general_dilated")
-    rows = jmp.explain(fun, "O0")(*args).rows
-    dtypes = [row.shapes[0].split("[")[0] for row in rows if row.op in products]
-    return np.mean([dtype in ("bfloat16", "float16") for dtype in dtypes], dtype=float)
+    products = jmp.explain(fun, "O0")(*args).totals.products
+    low = sum(n for dtype, n in products.items() if dtype in ("bfloat16", "float16"))
+    return low / sum(products.values())
 
 
 def bytes_kept(loss_fn: Callable[..., Any], params: Any, *batch: Any) -> int:

@@ -321,5 +321,13 @@ def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
 
     Returns:
       The op; None where all is finite, or was not from the start.
+
+    Raises:
+      TypeError: ``stats`` is something else.
     """
+    if not isinstance(stats, WatchedNumerics):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            "Expected the second result of a watched function, got "
+            f"{type(stats).__name__}."
+        )
     return next((row for row in stats.rows if row.is_first), None)

@@ -154,6 +154,10 @@ def test_a_test_can_ask_what_runs_in_what():
         told.precision_of(op="conv")
     with pytest.raises(ValueError, match=r"scope like 'LayreNorm_0'.*'Block/LayerNorm"):
         told.precision_of("LayreNorm_0")
+    with pytest.raises(ValueError, match="Expected a regular expression"):
+        told.precision_of("([")
+    with pytest.raises(TypeError, match="Expected an Explanation, got int"):
+        told.diff(3)
     with pytest.raises(ValueError, match=r"several: \d+ in .*bfloat16.*Narrow it down"):
         told.precision_of("Block")
 

@@ -3,6 +3,7 @@ import importlib.metadata
 import io
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -159,7 +160,8 @@ def runs_again():
 
 
 def cells_of(table, precision):
-    (line,) = (line for line in table.splitlines() if f" {precision} " in line)
+    lines = table.splitlines()
+    (line,) = (line for line in lines if f" {precision} " in line and line[0] in "│|")
     return re.split(r"\s*[│|]\s*", line)[1:-1]
 
 
@@ -193,6 +195,14 @@ def test_the_demo_draws_a_picture_and_tells_where(quick_demo):
     stdout, _, out = quick_demo
     (picture,) = out.iterdir()
     assert f"Losses and loss scale, step by step: {picture}\n" in stdout
+    assert "What autocast to float16 does with the loss and its gradient:" in stdout
+    assert "\nproducts: 12 float16\n" in stdout
+    if jax.__version__ == "0.10.2":  # Another version may trace other equations.
+        readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+        (shown,) = re.findall(r"```text\n(equations: .*?)look at", readme, re.DOTALL)
+        assert shown in stdout
+    assert "(100%)\ncasts: " in stdout
+    assert "no loss scale" not in stdout
     pixels = image.imread(picture)
     assert pixels.ndim == 3
     assert min(pixels.shape[:2]) > 300

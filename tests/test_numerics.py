@@ -247,6 +247,8 @@ def test_it_composes_and_refuses_what_is_no_function():
         jmp.watch(3)
     with pytest.raises(ValueError, match="Unknown dtype"):
         jmp.watch(jnp.tanh, "int8")
+    with pytest.raises(TypeError, match="second result of a watched function, got int"):
+        jmp.first_nonfinite(3)
     low, stats = jmp.watch(jmp.autocast(jnp.dot), "float16")(X, W)
     assert low.dtype == np.float32
     assert {row.op for row in stats.rows} == {"convert_element_type", "dot_general"}

@@ -34,6 +34,7 @@ from jmp_lite.autocasting.rows import (
 from jmp_lite.autocasting.rules import NORM_LAYERS, PRESETS, Rules
 from jmp_lite.autocasting.tables import count, html_table, text_table
 from jmp_lite.casting.dtypes import unknown_name
+from jmp_lite.casting.selection import check_selector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Explanation:
 
         Raises:
           ValueError: there is no such equation, or some run in one dtype and some in
-            another.
+            another; ``scope`` is no regular expression.
 
         Example:
           >>> import jax.numpy as jnp
@@ -98,6 +99,7 @@ class Explanation:
         rows = [row for row in self.rows if op in (None, row.op)]
         if not rows:
             raise unknown_name("op", str(op), self._names(lambda row: row.op))
+        check_selector(scope)
         found = [row for row in rows if scope is None or re.search(scope, row.scope)]
         if not found:
             hint = _nearest(str(scope), self._names(lambda row: row.scope))
@@ -116,7 +118,12 @@ class Explanation:
 
         Args:
           other: for instance of the same function under other rules.
+
+        Raises:
+          TypeError: ``other`` is no explanation.
         """
+        if not isinstance(other, Explanation):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"Expected an Explanation, got {type(other).__name__}.")
         return Difference(self, other)
 
     def table(self, depth: int | None = None) -> str:

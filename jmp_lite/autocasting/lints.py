@@ -102,7 +102,9 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
                 first.setdefault(name, seen)
             if name in first:
                 after.setdefault(name, []).append(seen)
-        if told.decision.run is Run.LOW:
+        # A norm, too, hands on 16 bits.
+        is_norm = told.decision.reason.startswith("FULL_INSIDE")
+        if told.decision.run is Run.LOW or is_norm:
             hard = (o for o in told.operands if o.state is State.HARD)
             is_cast_back.update(id(o.origin) for o in hard)
     for name, seen in first.items():
