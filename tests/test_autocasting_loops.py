@@ -415,7 +415,7 @@ def test_a_cache_in_a_while_is_low_and_never_cast_as_a_whole(write):
     assert CACHE in casts_in_loops(autocast(functools.partial(loop, exact)), X)
 
 
-@pytest.mark.parametrize("value", [jnp.exp, lambda x: x])
+@pytest.mark.parametrize("value", [jnp.exp, lambda x: x, lambda x: jnp.asarray(X)])
 def test_a_cache_keeps_the_digits_of_what_is_not_low_by_itself(value):
     def keep(cache, x, i):
         return cache.at[:, i].set(value(x)), ask(x, cache)

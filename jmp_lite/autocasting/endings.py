@@ -136,8 +136,6 @@ class _Loop:
         added = self.body.made_by(self.body.results[carry])
         if added is None or added.eqn.primitive.name not in ("add", "sub"):
             return False
-        if self._is_float[carry]:
-            return False
         here = self._of_body[carry]
         others = [name for name in added.operands if name is not here]
         return len(others) == 1 and self._is_the_same(self.body, others[0])
@@ -168,7 +166,7 @@ class _Loop:
         while True:
             wanted: dict[Any, bool] = {}
             for i, is_judged in deciding.items():
-                _note(wanted, self.body.results[i], is_judged and may_pick)
+                _note(wanted, self.body.results[i], is_judged)
             more = dict(deciding)
             for i, judged in _among(
                 self._of_body, _reads(self.body, wanted, same_in_body, may_pick)
