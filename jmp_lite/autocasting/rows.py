@@ -30,7 +30,8 @@ class Row(NamedTuple):
         ``"float32"`` or another; ``"as traced"`` where nothing in it is a float.
       reason: why, in words.
       source: where it stands in the code: file, line and function.
-      shapes: what its results were traced as, such as ``"float32[4,8]"``.
+      shapes: what its results were traced as, such as ``"float32[4,8]"``; in the
+        backward pass what they are.
       times: how often it is run; None inside of a ``while`` loop.
       bytes_traced: of its results, as they were traced.
       bytes_run: of its results, as they are held.

@@ -64,6 +64,7 @@ class Ends(NamedTuple):
 
 
 COUNTS = ("nan", "inf", "max_abs", "min_abs", "overflow", "underflow", "subnormal")
+_NAMES = (*COUNTS, "is_first", "elements")  # Of an op, too.
 
 
 def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
@@ -95,20 +96,21 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
 
 def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the counts of two arrays, or of two steps."""
-    joins = {"max_abs": jnp.maximum, "min_abs": jnp.minimum}
-    joins["is_first"] = jnp.maximum
-    return {name: joins.get(name, jnp.add)(a[name], b[name]) for name in a}
+    return {name: _JOINS.get(name, jnp.add)(a[name], b[name]) for name in a}
+
+
+_JOINS = {"max_abs": jnp.maximum, "min_abs": jnp.minimum, "is_first": jnp.maximum}
 
 
 def nothing() -> dict[str, Any]:
     """Returns what is counted where there is nothing."""
-    zeros = {name: jnp.float32(0) for name in (*COUNTS, "is_first", "elements")}
+    zeros = {name: jnp.float32(0) for name in _NAMES}
     return {**zeros, "min_abs": jnp.float32(jnp.inf)}
 
 
 def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns counts by what is counted, one number for each that is given."""
-    names = counts[0] if counts else (*COUNTS, "is_first", "elements")
+    names = counts[0] if counts else _NAMES
     none = jnp.zeros(0, jnp.float32)
     return {
         name: jnp.stack([one[name] for one in counts]) if counts else none
