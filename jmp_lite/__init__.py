@@ -14,6 +14,7 @@ from jmp_lite.autocasting.marks import (
 )
 from jmp_lite.autocasting.residuals import compress_residuals
 from jmp_lite.autocasting.rules import Precision, Rules, get_rules
+from jmp_lite.autocasting.tune import TunedRules, TuningReport, tune
 from jmp_lite.casting.dtypes import (
     DtypeSummary,
     DtypeTotals,
@@ -82,6 +83,8 @@ __all__ = [
     "StaticLossScale",
     "StochasticRoundingState",
     "TrainingState",
+    "TunedRules",
+    "TuningReport",
     "WatchedNumerics",
     "all_finite",
     "as_full",
@@ -115,6 +118,7 @@ __all__ = [
     "skip_nonfinite",
     "stochastic_rounding",
     "suggest_loss_scale",
+    "tune",
     "value_and_grad",
     "watch",
 ]

@@ -205,6 +205,16 @@ def test_user_s_scopes_come_in_order_and_before_the_preset_s():
     assert rules.precision_in("M/RMSNorm_0") is Precision.FULL_INSIDE
 
 
+@pytest.mark.parametrize("pattern", ["Block_1", "Block_1/", "^LM/Block_1(/|$)", "1"])
+@pytest.mark.parametrize("path", ["LM/Block_1", "LM/Block_1/in", "LM/Block_1/a/b"])
+def test_a_region_is_the_whole_block_that_a_pattern_finds(pattern, path):
+    rules = get_rules("O0").scope(pattern, "full_inside")
+    assert rules.region_in("LM/Block_2/in") is None
+    # No slash follows the end of a path.
+    is_found = not path.endswith(pattern.removesuffix("/")) or not pattern.endswith("/")
+    assert rules.region_in(path) == ("LM/Block_1" if is_found else None)
+
+
 def test_carries_are_found_by_path():
     rules = get_rules("mixed").carry("layers", "follow").carry(".", "full")
     assert rules.carry_in("LM/layers") == "follow"

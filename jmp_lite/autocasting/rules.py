@@ -426,7 +426,7 @@ class Rules:
         mine = [scope for scope in self.scopes if scope != NORM_LAYERS]
         preset = [scope for scope in self.scopes if scope == NORM_LAYERS]
         new = (pattern, parse_precision(precision))
-        return dataclasses.replace(self, scopes=(*mine, new, *preset))
+        return self._with(scopes=(*mine, new, *preset))
 
     def carry(self, pattern: str, precision: str) -> "Rules":
         """Returns rules with one more carry rule, behind the earlier ones.
@@ -436,7 +436,7 @@ class Rules:
           precision: ``"follow"`` (low if its start or its result is; a ``while`` that
             a float ends is converted too) or ``"full"``.
         """
-        return dataclasses.replace(self, carries=(*self.carries, (pattern, precision)))
+        return self._with(carries=(*self.carries, (pattern, precision)))
 
     def precision_of(self, op: str) -> Precision:
         """Returns the precision of an op outside of all scopes."""
@@ -486,7 +486,8 @@ class Rules:
             return None
         pattern = next(p for p, _ in self.scopes if re.search(p, path))
         found = re.search(pattern, path)
-        end = path.find("/", found.end()) if found else -1
+        # A pattern may end with the slash behind a name, or with the end of the path.
+        end = path.find("/", max(found.end() - 1, 0)) if found else -1
         return path if end < 0 else path[:end]
 
     def carry_in(self, path: str) -> str | None:
@@ -514,8 +515,8 @@ class Rules:
             indent=2,
         )
 
-    @classmethod
-    def from_json(cls, text: str) -> "Rules":
+    @staticmethod
+    def from_json(text: str) -> "Rules":
         """Reads rules from JSON: ``to_json``'s, or Ascend's operator lists.
 
         Ascend's is ``{"MatMul": {"precision_reduce": {"flag": "true"}}}``: "true" is
@@ -540,15 +541,24 @@ class Rules:
             )
         if data and all(_is_ascend(entry) for entry in data.values()):
             return _from_ascend(data)
-        return _from_fields(cls, data)
+        return _from_fields(data)
 
     def _with_ops(self, ops: Iterable[str], precision: Precision) -> "Rules":
         changed = {**self._ops, **dict.fromkeys(ops, precision)}
-        return dataclasses.replace(self, ops=tuple(changed.items()))
+        return self._with(ops=tuple(changed.items()))
+
+    def _with(self, **changes: Any) -> "Rules":
+        """Returns rules, and nothing more than rules, with something changed."""
+        return Rules(**{**fields_of(self), **changes})
 
     @functools.cached_property
     def _ops(self) -> Mapping[str, Precision]:
         return dict(self.ops)
+
+
+def fields_of(rules: Rules) -> dict[str, Any]:
+    """Returns all that rules say, by name."""
+    return {f.name: getattr(rules, f.name) for f in dataclasses.fields(Rules)}
 
 
 def parse_precision(precision: "Precision | str") -> Precision:
@@ -756,8 +766,8 @@ def _from_ascend(data: Mapping[str, Any]) -> Rules:
     return rules
 
 
-def _from_fields(cls: type[Rules], data: Mapping[str, Any]) -> Rules:
-    names = [field.name for field in dataclasses.fields(cls)]
+def _from_fields(data: Mapping[str, Any]) -> Rules:
+    names = [field.name for field in dataclasses.fields(Rules)]
     for name in data:
         if name not in names:
             raise unknown_name("field of rules", name, names)
@@ -770,4 +780,4 @@ def _from_fields(cls: type[Rules], data: Mapping[str, Any]) -> Rules:
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ValueError(f"Expected {name} as pairs [pattern, precision].")
         fields[name] = tuple(map(tuple, pairs))
-    return cls(**fields)
+    return Rules(**fields)

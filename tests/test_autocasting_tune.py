@@ -1,0 +1,352 @@
+"""``tune`` keeps in float32 what has to be, and nothing else."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_lite as jmp
+
+WEIGHTS = [jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i in range(5)]
+X = jax.random.normal(jax.random.key(9), (8, 16))
+
+
+def tune(fun, args, tolerance, rules="mixed"):
+    return jmp.tune(fun, args, tolerance, rules, progress=lambda line: None)
+
+
+def kept(rules):
+    return [(one.kind, one.name, one.precision) for one in rules.report.kept]
+
+
+def blocks(x, weights, delicate=1):
+    """A row of blocks, in one of which digits are lost in 16 bits."""
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"block_{i}"):
+            h = x @ w
+            if i == delicate:
+                h = (h + 300) - 300
+            x = x + jnp.tanh(h)
+    return x
+
+
+def errors_of(fun, rules, *args):
+    """The same errors as tune's, written by hand, of results and gradients."""
+    with jax.default_matmul_precision("highest"):
+        exact = fun(*args)
+    low = jmp.autocast(fun, rules)
+    if exact.ndim == 0:
+        weights = jnp.ones(())
+    else:
+        weights = np.random.default_rng(0).standard_normal(exact.shape)
+
+    def loss(fun):
+        return lambda *args: jnp.sum(fun(*args) * jnp.asarray(weights, jnp.float32))
+
+    argnums = tuple(range(len(args)))
+    grads = [jax.grad(loss(f), argnums)(*args) for f in (low, fun)]
+    distances = jax.tree.map(
+        lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), *grads
+    )
+    result = jnp.linalg.norm(low(*args) - exact) / jnp.linalg.norm(exact)
+    return float(result), max(jax.tree.leaves(distances))
+
+
+# ------------------------------------------------------------------------ what it keeps
+
+
+def test_the_block_that_loses_digits_is_kept_and_no_other():
+    found = tune(blocks, (X, WEIGHTS), 0.05)
+    assert kept(found) == [("scope", "^block_1$", jmp.Precision.FULL_INSIDE)]
+    told = jmp.explain(blocks, found)(X, WEIGHTS)
+    assert told.precision_of("block_1", "dot_general") == "float32"
+    assert told.share_low("dot_general") == 0.8
+    assert told.unused == ()
+
+
+@pytest.mark.parametrize("delicate", [0, 3])
+def test_it_is_found_wherever_it_stands(delicate):
+    def fun(x, weights):
+        return blocks(x, weights, delicate)
+
+    found = tune(fun, (X, WEIGHTS), 0.05)
+    assert [name for _, name, _ in kept(found)] == [f"^block_{delicate}$"]
+
+
+def test_where_there_are_no_scopes_ops_are_kept():
+    def fun(x, w):
+        h = x @ w
+        return jnp.tanh((h + 300) - 300) @ w
+
+    found = tune(fun, (X, WEIGHTS[0]), 0.02)
+    assert kept(found) == [("op", "tanh", jmp.Precision.FULL)]
+    assert found == jmp.get_rules("mixed").full("tanh")
+
+
+def test_a_scope_that_someone_forced_low_is_raised_over_their_rule():
+    def fun(x, w):
+        with jax.named_scope("LayerNorm_0"):
+            x = x + 100
+            x = x - jnp.mean(x, -1, keepdims=True)
+        return x @ w
+
+    forced = jmp.get_rules("mixed").scope("LayerNorm_0", "low")
+    found = tune(fun, (X, WEIGHTS[0]), 0.02, forced)
+    ((kind, name, _),) = kept(found)
+    assert (kind, name) == ("scope", "^LayerNorm_0$")
+    assert found.scopes[1:] == forced.scopes
+
+
+def test_what_vanishes_in_float16_is_kept_with_all_that_its_gradient_passes():
+    def fun(x, ins, outs):
+        for i, (w, v) in enumerate(zip(ins, outs, strict=True)):
+            with jax.named_scope(f"block_{i}"):
+                with jax.named_scope("in"):
+                    h = x @ w
+                h = jnp.tanh(h * (1e-8 if i == 1 else 1))
+                with jax.named_scope("out"):
+                    h = h @ v
+                x = x + h
+        return jnp.mean(x**2)
+
+    args = (X, WEIGHTS[:2], WEIGHTS[2:4])
+    found = tune(fun, args, 0.05, jmp.get_rules("mixed", "float16"))
+    assert all(name.startswith("^block_1") for _, name, _ in kept(found))
+    for one in found.report.kept:
+        assert one.without.gradients == pytest.approx(1)
+        assert one.without.worst in ("gradient of args[1][1]", "gradient of args[2][1]")
+    told = jmp.explain(fun, found)(*args)
+    assert told.precision_of("block_0", "dot_general") == "float16"
+    assert told.precision_of("block_1", "dot_general") == "float32"
+
+
+def test_layers_that_are_alike_are_named_by_one_pattern():
+    def fun(x, weights):
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"block_{i}"):
+                with jax.named_scope("delicate"):
+                    h = (x @ w + 300) - 300
+                with jax.named_scope("robust"):
+                    x = jnp.tanh(((x @ w + 0.5) - 0.25) + h)
+        return x @ weights[0]
+
+    found = tune(fun, (X, WEIGHTS[:2]), 0.05)
+    assert [name for _, name, _ in kept(found)] == [r"^block_\d+/delicate(/|$)"]
+
+
+def test_a_tolerance_that_the_rules_keep_costs_nothing():
+    lines = []
+    rules = jmp.tune(blocks, (X, WEIGHTS), 10.0, "mixed", progress=lines.append)
+    assert rules == jmp.get_rules("mixed")
+    assert rules.report.kept == rules.report.steps == ()
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "tolerance"), [("mixed", 0.02), ("mixed", 1e-6), ("O3", 0.005)]
+)
+def test_the_error_is_within_the_tolerance_and_each_rule_is_needed(tolerance, preset):
+    args = (X, WEIGHTS[:3])
+    found = tune(blocks, args, tolerance, preset)
+    report = found.report
+    by_hand = errors_of(blocks, found, *args)
+    assert max(by_hand) <= tolerance
+    np.testing.assert_allclose(by_hand, report.error[:2], rtol=0.1, atol=1e-6)
+    assert all(one.without.largest > tolerance for one in report.kept)
+    low = jmp.explain(blocks, found)(*args).share_low()
+    assert low <= jmp.explain(blocks, preset)(*args).share_low()
+
+
+def test_a_tighter_tolerance_keeps_more():
+    args = (X, WEIGHTS[:3])
+    low = [
+        jmp.explain(blocks, tune(blocks, args, tolerance, "O3"))(*args).share_low()
+        for tolerance in (1.0, 0.05, 1e-6)
+    ]
+    assert low == sorted(set(low), reverse=True)
+    assert low[0] == jmp.explain(blocks, "O3")(*args).share_low()
+    assert low[-1] == 0
+
+
+# ------------------------------------------------------------------- what it returns
+
+
+def test_the_result_is_rules_equal_to_what_its_json_says():
+    found = tune(blocks, (X, WEIGHTS[:3]), 0.05)
+    read = jmp.Rules.from_json(found.to_json())
+    assert isinstance(found, jmp.Rules)
+    assert type(read) is jmp.Rules
+    assert read == found
+    assert found == read
+    assert hash(read) == hash(found)
+    assert found != jmp.get_rules("mixed")
+    assert found != "mixed"
+    np.testing.assert_array_equal(
+        jmp.autocast(blocks, read)(X, WEIGHTS[:3]),
+        jmp.autocast(blocks, found)(X, WEIGHTS[:3]),
+    )
+
+
+def test_an_edit_gives_plain_rules_without_a_report():
+    found = tune(blocks, (X, WEIGHTS[:3]), 0.05)
+    for edited in (
+        found.full("tanh"),
+        found.scope("x", "full"),
+        found.carry("x", "full"),
+    ):
+        assert type(edited) is jmp.Rules
+
+
+def test_it_finds_the_same_again():
+    first, again = (tune(blocks, (X, WEIGHTS[:3]), 0.005) for _ in range(2))
+    assert first == again
+    assert first.report == again.report
+
+
+def test_the_report_prints_and_is_json():
+    report = tune(blocks, (X, WEIGHTS[:3]), 0.05).report
+    lines = str(report).splitlines()
+    assert lines[0].endswith("tolerance 0.05")
+    (told,) = (line.split() for line in lines if "^block_1$" in line)
+    assert told[:3] == ["scope", "^block_1$", "FULL_INSIDE"]
+    data = json.loads(report.to_json())
+    assert data["kept"][0]["name"] == "^block_1$"
+    assert data["kept"][0]["precision"] == "full_inside"
+    assert data["error"]["gradients"] == report.error.gradients
+    assert set(data) == {field.name for field in dataclasses.fields(report)}
+
+
+def test_infinite_errors_are_told_in_json_too():
+    def fun(x):
+        return jnp.sum(jnp.square(x * 1e3))
+
+    report = tune(fun, (X,), 0.01, jmp.get_rules("O3", "float16")).report
+    assert report.error_before.outputs == np.inf
+    assert "Infinity" not in report.to_json()
+    assert json.loads(report.to_json())["error_before"]["outputs"] == "inf"
+
+
+def test_progress_goes_to_stderr_a_line_for_each_trial(capfd):
+    found = jmp.tune(blocks, (X, WEIGHTS[:3]), 0.05)
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("tune: ")]
+    assert out == ""
+    assert len(lines) >= len({step.error for step in found.report.steps})
+    assert lines[0].startswith("tune: 1 tried, error ")
+
+
+# ------------------------------------------------------------------- what it measures
+
+
+def test_the_gradient_is_that_of_a_loss_that_comes_first():
+    def loss(w, x):
+        y = x @ w
+        return jnp.mean(y**2), {"y": y, "steps": 3, "label": jnp.argmax(y)}
+
+    def unmeasured(w, x):
+        loss_value, aux = loss(w, x)
+        return loss_value, {**aux, "y": jax.lax.stop_gradient(aux["y"])}
+
+    reports = [tune(fun, (WEIGHTS[0], X), 1e-4).report for fun in (loss, unmeasured)]
+    assert reports[0].error_before == reports[1].error_before
+    assert reports[0].error.largest <= 1e-4
+
+
+def test_what_float32_itself_does_not_know_is_not_judged():
+    def fun(x, w, b):
+        h = x @ w + b
+        return jnp.sum(jnp.tanh(h - jnp.mean(h, 0)) ** 2)
+
+    args = (X, WEIGHTS[0], jnp.zeros(16))
+    report = tune(fun, args, 0.05).report
+    assert report.not_judged == ("gradient of args[2]",)  # Zero, but for rounding.
+    assert "not judged: gradient of args[2]" in str(report)
+    assert report.error.largest <= 0.05
+
+
+def test_infinities_that_float32_has_too_are_no_error():
+    mask = jnp.tril(jnp.ones((8, 8), bool))
+
+    def fun(x):
+        masked = jnp.where(mask, x @ x.T, -jnp.inf)
+        return jax.nn.softmax(masked), masked
+
+    report = tune(fun, (X,), 0.05).report
+    assert np.isfinite(report.error_before.largest)
+
+
+def test_a_loop_for_inference_is_measured_without_gradients():
+    def fun(x):
+        start = (0, jax.lax.stop_gradient(x))
+        step = (lambda c: c[0] < 3), (lambda c: (c[0] + 1, c[1] @ WEIGHTS[0]))
+        return jax.lax.while_loop(*step, start)[1]
+
+    found = tune(fun, (X,), 1e-4)
+    assert found.report.error_before.gradients == 0
+    assert found.report.error_before.outputs > 1e-4
+    assert found.report.error.largest <= 1e-4
+
+
+def test_arguments_that_are_no_arrays_reach_the_function():
+    def fun(x, scale, name):
+        assert name == "a"
+        return x @ WEIGHTS[0] * scale
+
+    assert tune(fun, (X, 2.0, "a"), 1e-4).report.error.largest <= 1e-4
+
+
+# ------------------------------------------------------------------------- at the door
+
+
+@pytest.mark.parametrize(
+    ("args", "tolerance", "rules", "error", "words"),
+    [
+        (X, 0.1, "mixed", TypeError, "a tuple of the function's arguments.*(x,)"),
+        ((jax.ShapeDtypeStruct((8, 16), "float32"),), 0.1, "mixed", TypeError, "runs"),
+        ((X,), 0, "mixed", ValueError, "positive number, such as 1e-2, got 0"),
+        ((X,), "small", "mixed", ValueError, "positive number.*'small'"),
+        ((X,), np.nan, "mixed", ValueError, "positive number.*nan"),
+        ((X,), 0.1, "mixd", ValueError, "Did you mean 'mixed'"),
+        ((X,), 0.1, 3, TypeError, "name of a preset or a Rules, got int"),
+    ],
+)
+def test_bad_input_is_refused(args, tolerance, rules, error, words):
+    with pytest.raises(error, match=words):
+        tune(lambda x: x @ WEIGHTS[0], args, tolerance, rules)
+
+
+@pytest.mark.parametrize(
+    ("fun", "words"),
+    [
+        (lambda x: jnp.log(x), "result is NaN.*watch"),
+        (lambda x: jnp.argmax(x), "nothing to compare"),
+        (lambda x: {"a": 3}, "nothing to compare"),
+        (lambda x: jax.lax.while_loop(_is_small, _grow, x), "everse-mode"),
+    ],
+)
+def test_functions_with_nothing_to_measure_are_refused(fun, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        tune(fun, (X,), 0.1)
+    notes = " ".join(getattr(caught.value, "__notes__", ()))
+    assert ("stop_gradient" in notes) == ("everse" in words)
+
+
+def _is_small(x):
+    return jnp.sum(x) < 3
+
+
+def _grow(x):
+    return x * 2
+
+
+def test_a_tolerance_out_of_reach_says_why():
+    @jmp.low_precision
+    def fun(x):
+        return x @ WEIGHTS[0]
+
+    with pytest.raises(ValueError, match=r"out of reach.*low_precision") as caught:
+        tune(fun, (X,), 1e-4)
+    assert "1e-04" in str(caught.value) or "0.0001" in str(caught.value)
