@@ -1,0 +1,101 @@
+"""Pictures of numbers, drawn by matplotlib, which is needed here and nowhere else.
+
+The law of this file: it draws what is there, on the host, and returns the figure.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from matplotlib.figure import Figure
+
+from jmp_lite.casting.dtypes import is_floating, parse_dtype
+
+DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_MARGIN = 24
+"""How many powers of two beyond the numbers the picture shows: more than float8 has."""
+
+
+def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
+    """Draws how large the numbers of a pytree are, above what dtypes can hold.
+
+    For each array a row: the darker, the more of its numbers are of that size. Below,
+    for each dtype what it holds with all its digits (wide) and with fewer (thin).
+
+    Args:
+      tree: gradients, activations or parameters, concrete; its arrays of real floats.
+      dtypes: the floating dtypes to draw.
+
+    Returns:
+      A figure; ``figure.savefig("gradients.png")`` keeps it.
+
+    Raises:
+      ValueError: no number is finite and not zero, or a dtype is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> figure = magnitudes({"w": jnp.array([1e-9, 1.0]), "b": jnp.zeros(2)})
+      >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
+      ['b: 100% zero', 'w']
+    """
+    named = {np.dtype(d).name: jnp.finfo(d) for d in map(parse_dtype, dtypes)}
+    sizes = {
+        _name(path): np.abs(np.asarray(leaf, np.float64)).ravel()
+        for path, leaf in jax.tree.leaves_with_path(jax.device_get(tree))
+        if is_floating(leaf) and leaf.size
+    }
+    exponents = {
+        name: np.log2(array[np.isfinite(array) & (array > 0)])
+        for name, array in sizes.items()
+    }
+    found = np.concatenate([np.zeros(0), *exponents.values()])
+    if not found.size:
+        raise ValueError("There is no number that is finite and not zero.")
+    edges = np.arange(math.floor(found.min()), math.floor(found.max()) + 2)
+    counts = [np.histogram(array, edges)[0] for array in exponents.values()]
+    shares = np.array(
+        [row / array.size for row, array in zip(counts, sizes.values(), strict=True)]
+    )
+
+    n_rows, n_dtypes = len(sizes), len(named)
+    size = (9, 2 + 0.22 * n_rows + 0.3 * n_dtypes)
+    figure = Figure(figsize=size, layout="constrained")
+    upper, lower = figure.subplots(
+        2, 1, sharex=True, height_ratios=(0.22 * n_rows + 0.3, 0.3 * n_dtypes + 0.3)
+    )
+    rows = np.arange(n_rows + 1) - 0.5
+    mesh = upper.pcolormesh(edges, rows, shares, cmap="Greys", vmin=0)
+    figure.colorbar(mesh, ax=upper, label="share of the numbers")
+    upper.set_yticks(range(n_rows), [_label(*item) for item in sizes.items()])
+    upper.invert_yaxis()
+
+    for i, info in enumerate(named.values()):
+        smallest, normal, largest = (
+            math.log2(float(end))
+            for end in (info.smallest_subnormal, info.tiny, info.max)
+        )
+        lower.plot((smallest, normal), (i, i), color="black", lw=2)
+        lower.plot(
+            (normal, largest), (i, i), color="black", lw=8, solid_capstyle="butt"
+        )
+    lower.set_yticks(range(n_dtypes), list(named))
+    lower.set(ylim=(n_dtypes - 0.5, -0.5), xlabel="log2 of the size")
+    lower.set_xlim(edges[0] - _MARGIN, edges[-1] + _MARGIN)
+    for axes in (upper, lower):
+        axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "all"
+
+
+def _label(name: str, array: np.ndarray) -> str:
+    """Returns a name, and what the picture cannot show."""
+    is_hidden = {"zero": array == 0, "not finite": ~np.isfinite(array)}
+    told = [f"{h.mean():.0%} {what}" for what, h in is_hidden.items() if h.any()]
+    return f"{name}: {', '.join(told)}" if told else name
