@@ -1,0 +1,191 @@
+"""What it costs to look: ``explain`` before training, ``watch`` while training.
+
+``explain`` runs nothing: its cost is the time to trace, beside that of the function, of
+its gradient, and of both under autocast. ``watch`` counts in the program: its cost is
+what the program that XLA compiles for an H100 and a TPU v5e moves, runs and takes more,
+beside the same program that is not watched. The programs are exact; times are medians
+of runs that take turns, and their ratios are what to read.
+
+    .venv/bin/python -m benchmarks.insight --json benchmarks/results
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+import jmp_lite as jmp
+from benchmarks.autocast import MODELS, ON_TARGET, stamp
+from benchmarks.compiled import TARGETS, compile_for, missing
+
+EXPLAINED = (
+    *("transformer 4, unrolled", "transformer 24, jit", "transformer 24, scan"),
+    *("resnet", "lstm", "mlp"),
+)
+WATCHED = ("transformer 4, unrolled", "transformer 24, scan", "resnet", "lstm", "mlp")
+
+
+class Explained(NamedTuple):
+    """What it costs to explain a model: milliseconds.
+
+    Attributes:
+      model: its name.
+      trace: to trace its loss.
+      autocast: to trace that under autocast.
+      explain: to explain it.
+      gradient: to trace the gradient of its loss.
+      autocast_gradient: to trace that under autocast.
+      explain_backward: to explain it with its backward pass.
+    """
+
+    model: str
+    trace: float
+    autocast: float
+    explain: float
+    gradient: float
+    autocast_gradient: float
+    explain_backward: float
+
+
+class Watched(NamedTuple):
+    """What it costs to watch a gradient: what is more, as a ratio to not watching.
+
+    Attributes:
+      target: what the gradient is compiled for.
+      model: its name.
+      ops: how many ops are watched.
+      moved: bytes that the program moves.
+      peak: bytes that it holds at most.
+      kernels: kernels that it runs.
+      roofline: seconds that it takes at least.
+    """
+
+    target: str
+    model: str
+    ops: int
+    moved: float
+    peak: float
+    kernels: float
+    roofline: float
+
+
+def explained(name: str, runs: int) -> Explained:
+    """Measures what it costs to explain one model."""
+    make, _ = MODELS[name]
+    model = make(None)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return model.loss(params, batch)
+
+    def tracing(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.make_jaxpr(lambda *args: fun(*args))
+
+    ways: dict[str, Callable[[], Callable[..., Any]]] = {
+        "trace": lambda: tracing(loss),
+        "autocast": lambda: tracing(jmp.autocast(loss)),
+        "explain": lambda: jmp.explain(loss),
+        "gradient": lambda: tracing(jax.grad(loss)),
+        "autocast_gradient": lambda: tracing(jax.grad(jmp.autocast(loss))),
+        "explain_backward": lambda: jmp.explain(loss, backward=True),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(runs):
+        for way, make_way in ways.items():
+            jax.clear_caches()
+            start = time.perf_counter()
+            make_way()(model.params, model.batch)
+            times[way].append((time.perf_counter() - start) * 1e3)
+    medians = {way: statistics.median(each) for way, each in times.items()}
+    return Explained(name, **medians)
+
+
+def watched(name: str, target: str) -> Watched:
+    """Compares the program of a watched gradient with that of the same unwatched."""
+    make, _ = MODELS[name]
+    model = make(None)
+    gradient = jax.grad(jmp.autocast(model.loss))
+    plain, seen = (
+        compile_for(target, fun, model.params, model.batch)
+        for fun in (gradient, jmp.watch(gradient))
+    )
+    _, stats = jax.eval_shape(jmp.watch(gradient), model.params, model.batch)
+    return Watched(
+        target=target,
+        model=name,
+        ops=len(stats.ops),
+        moved=seen.bytes_moved / plain.bytes_moved,
+        peak=seen.peak_memory / plain.peak_memory,
+        kernels=seen.kernels / plain.kernels,
+        roofline=seen.roofline_seconds / plain.roofline_seconds,
+    )
+
+
+def explained_table(rows: Sequence[Explained]) -> str:
+    """Returns what it costs to explain, as text."""
+    lines = [
+        f"{'explain':25}{'ms':>6}{'/ trace':>9}{'/ autocast':>12}"
+        f"{'backward: ms':>15}{'/ gradient':>12}{'/ autocast':>12}"
+    ]
+    lines += [
+        f"{r.model:25}{r.explain:>6.0f}{r.explain / r.trace:>9.2f}"
+        f"{r.explain / r.autocast:>12.2f}{r.explain_backward:>15.0f}"
+        f"{r.explain_backward / r.gradient:>12.2f}"
+        f"{r.explain_backward / r.autocast_gradient:>12.2f}"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def watched_table(rows: Sequence[Watched]) -> str:
+    """Returns what it costs to watch, as text."""
+    lines = [
+        f"{'watch, of the gradient':33}{'ops':>6}{'moved':>8}{'peak':>8}"
+        f"{'kernels':>9}{'roofline':>10}"
+    ]
+    lines += [
+        f"{f'{r.model}, {r.target}':33}{r.ops:>6}{r.moved:>8.2f}{r.peak:>8.2f}"
+        f"{r.kernels:>9.2f}{r.roofline:>10.2f}"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints the tables, and writes them as JSON where that is wanted."""
+    parser = argparse.ArgumentParser("python -m benchmarks.insight")
+    parser.add_argument("--explained", nargs="*", choices=MODELS, default=EXPLAINED)
+    parser.add_argument("--watched", nargs="*", choices=MODELS, default=WATCHED)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
+    options = parser.parse_args(argv)
+    for target in options.targets:
+        if options.watched and missing(target):
+            raise SystemExit(missing(target))
+    # Flax promotes by itself.
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    told = stamp(runs=options.runs)
+    explanations = [explained(name, options.runs) for name in options.explained]
+    print(explained_table(explanations), flush=True)
+    programs = [
+        watched(name, target)
+        for name in options.watched
+        for target in options.targets
+        if name in ON_TARGET[target]
+    ]
+    print("\n" + watched_table(programs))
+    if options.json:
+        options.json.mkdir(parents=True, exist_ok=True)
+        told["explained"] = [row._asdict() for row in explanations]
+        told["watched"] = [row._asdict() for row in programs]
+        path = options.json / "insight.json"
+        path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

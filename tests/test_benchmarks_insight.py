@@ -1,0 +1,49 @@
+"""The benchmark of what it costs to look."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks.insight import Explained, Watched, explained_table, main, watched_table
+
+
+@pytest.fixture(autouse=True)
+def by_jax_s_own_promotion():
+    before = jax.config.jax_numpy_dtype_promotion
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", before)
+
+
+def test_what_explain_costs_is_told_as_ratios_to_tracing():
+    row = Explained("m", 10.0, 20.0, 30.0, 20.0, 40.0, 60.0)
+    line = explained_table([row]).splitlines()[1]
+    assert line.split() == ["m", "30", "3.00", "1.50", "60", "3.00", "1.50"]
+
+
+def test_what_watch_costs_is_told_as_ratios_to_not_watching():
+    row = Watched("h100", "m", 7, 1.5, 1.25, 3.0, 2.0)
+    line = watched_table([row]).splitlines()[1]
+    assert line.split() == ["m,", "h100", "7", "1.50", "1.25", "3.00", "2.00"]
+
+
+def test_explaining_is_measured_beside_tracing(tmp_path, capsys):
+    options = ["--runs", "1", "--explained", "mlp", "--watched", "--json"]
+    main([*options, str(tmp_path)])
+    assert "mlp" in capsys.readouterr().out
+    told = json.loads((tmp_path / "insight.json").read_text())
+    (row,) = told["explained"]
+    assert all(row[name] > 0 for name in Explained._fields if name != "model")
+    assert told["watched"] == []
+    assert told["versions"]["jax"] == jax.__version__
+
+
+@pytest.mark.targets
+def test_watching_costs_more_kernels_and_little_memory(tmp_path):
+    options = ["--runs", "1", "--explained", "--watched", "mlp", "--targets", "h100"]
+    main([*options, "--json", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "insight.json").read_text())["watched"]
+    assert row["ops"] > 50
+    assert 1 < row["moved"] < 2.5
+    assert 1 < row["roofline"] < 2
+    assert row["peak"] < 1.1
