@@ -1,69 +1,335 @@
-"""What a skipped step costs: an adamw step in the programs compiled for accelerators.
+"""What loss scaling costs: a full adamw step, beside its peers.
 
-Prints, for each way to skip and each target, how many gradient-sized arrays the program
-moves from scaled gradients to new parameters, how many it holds beside its arguments,
-and how many kernels it runs. Exact: no clock, no device.
+For each way to skip a step that overflowed, in the program that XLA compiles for an
+H100 and a TPU v5e, from scaled gradients to new parameters, state and scale: gradient-
+sized arrays moved, gradient-sized arrays held beside arguments and results, kernels.
+Then for each way to train 16-bit parameters the bytes that one parameter needs and
+moves. Those are exact: no clock, no device. Step times are those of the device at hand,
+medians of runs that take turns, as ratios to the plain step.
 
-    make targets && .venv/bin/python -m benchmarks.loss_scaling
+    .venv/bin/python -m benchmarks.loss_scaling --json benchmarks/results
 """
 
-from collections.abc import Callable
-from typing import Any
+import argparse
+import importlib
+import importlib.util
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import jmp_lite as jmp
+from benchmarks.autocast import stamp
 from benchmarks.compiled import TARGETS, Program, compile_for, missing
 
 SHAPE = (8192, 8192)
 GRADIENT_BYTES = 4 * SHAPE[0] * SHAPE[1]
+SCALE = 2.0**15
 
-VARIANTS: dict[str, Callable[[], Any]] = {
-    "plain": lambda: optax.adamw(1e-3),
-    "jmp.loss_scaling": lambda: jmp.loss_scaling(optax.adamw(1e-3)),
-    "jmp.skip_nonfinite": lambda: jmp.skip_nonfinite(optax.adamw(1e-3)),
-    "optax.apply_if_finite": lambda: optax.apply_if_finite(optax.adamw(1e-3), 5),
+
+class Way(NamedTuple):
+    """A way to make an optimizer's step out of gradients.
+
+    Attributes:
+      init: from parameters to what the step carries along beside them.
+      step: from parameters, that, and gradients to new parameters and new state.
+    """
+
+    init: Callable[[Any], Any]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def by_optimizer(optimizer: Any) -> Way:
+    """A step of an optimizer, which carries the loss scale along if there is one."""
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        if isinstance(state, jmp.LossScalingState):
+            grads = jmp.get_loss_scale(state).unscale(grads)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Way(optimizer.init, step)
+
+
+def by_jmp(optimizer: Any) -> Way:
+    """A step as the jmp package's README writes it."""
+    peer = importlib.import_module("jmp")
+
+    def init(params: Any) -> Any:
+        # Its numbers: jit's description of the object itself is one that it refuses.
+        return optimizer.init(params), (jnp.float32(SCALE), jnp.int32(0))
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        opt_state, numbers = state
+        loss_scale = peer.DynamicLossScale(*numbers)
+        grads = loss_scale.unscale(grads)
+        is_finite = peer.all_finite(grads)
+        loss_scale = loss_scale.adjust(is_finite)
+        updates, new_state = optimizer.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        chosen = peer.select_tree(
+            is_finite, (new_params, new_state), (params, opt_state)
+        )
+        numbers = loss_scale.loss_scale, loss_scale.counter
+        return chosen[0], (chosen[1], numbers)
+
+    return Way(init, step)
+
+
+def by_dynamic_scale(optimizer: Any) -> Way:
+    """A step as Flax's DynamicScale and its ImageNet example write it."""
+    from flax.training.dynamic_scale import DynamicScale
+
+    def init(params: Any) -> Any:
+        return optimizer.init(params), DynamicScale(scale=SCALE)
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        opt_state, scale = state
+
+        def loss(params: Any) -> Any:  # Of these gradients, which it then scales.
+            products = jax.tree.map(lambda p, g: jnp.sum(p * g), params, grads)
+            return sum(jax.tree.leaves(products))
+
+        scale, is_finite, _, grads = scale.value_and_grad(loss)(params)
+        updates, new_state = optimizer.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        chosen = jax.tree.map(
+            lambda new, old: jnp.where(is_finite, new, old),
+            (new_params, new_state),
+            (params, opt_state),
+        )
+        return chosen[0], (chosen[1], scale)
+
+    return Way(init, step)
+
+
+def by_mpx(optimizer: Any) -> Way:
+    """A step as mpx's filter_grad and optimizer_update make it."""
+    peer = importlib.import_module("mpx")
+
+    def init(params: Any) -> Any:
+        scale = peer.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1))
+        return optimizer.init(params), scale
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        opt_state, scale = state
+        is_finite = peer.all_finite(grads)
+        scale = scale.adjust(is_finite)
+        grads = scale.unscale(grads)
+        params, opt_state = peer.optimizer_update(
+            params, optimizer, opt_state, grads, is_finite
+        )
+        return params, (opt_state, scale)
+
+    return Way(init, step)
+
+
+def _adamw() -> Any:
+    return optax.adamw(1e-3)
+
+
+WAYS: Mapping[str, Callable[[], Way]] = {
+    "plain": lambda: by_optimizer(_adamw()),
+    "jmp_lite.loss_scaling": lambda: by_optimizer(jmp.loss_scaling(_adamw())),
+    "jmp_lite.skip_nonfinite": lambda: by_optimizer(jmp.skip_nonfinite(_adamw())),
+    "jmp, by hand": lambda: by_jmp(_adamw()),
+    "DynamicScale and where": lambda: by_dynamic_scale(_adamw()),
+    "mpx": lambda: by_mpx(_adamw()),
+    "optax.apply_if_finite": lambda: by_optimizer(optax.apply_if_finite(_adamw(), 5)),
+}
+PEERS = {"jmp, by hand": "jmp", "DynamicScale and where": "flax", "mpx": "mpx"}
+
+# The dtype of the parameters, and the optimizer around adamw.
+TRAINED: Mapping[str, tuple[str, Callable[[], Any]]] = {
+    "float32": ("float32", _adamw),
+    "float16, nothing else": ("float16", _adamw),
+    "bfloat16, nothing else": ("bfloat16", _adamw),
+    "bfloat16, master_weights": ("bfloat16", lambda: jmp.master_weights(_adamw())),
+    "bfloat16, compensated": ("bfloat16", lambda: jmp.compensated(_adamw())),
+    "bfloat16, stochastic_rounding": (
+        "bfloat16",
+        lambda: jmp.stochastic_rounding(_adamw(), jax.random.key(0)),
+    ),
 }
 
 
-def compile_update(target: str, optimizer: Any, n_params: int = 1) -> Program:
+def shapes(n_params: int, dtype: str = "float32") -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of some parameters of `SHAPE`."""
+    leaf = jax.ShapeDtypeStruct(SHAPE, dtype)
+    return {f"w{i}": leaf for i in range(n_params)}
+
+
+def compile_step(
+    target: str, way: Way, n_params: int = 1, dtype: str = "float32"
+) -> Program:
     """Compiles all from scaled gradients to new parameters, in place.
 
     Args:
       target: one of `compiled.TARGETS`.
-      optimizer: any optax transformation; gradients are unscaled where it carries a
-        loss scale.
+      way: how the step is made.
       n_params: how many parameters of `SHAPE` there are.
+      dtype: of the parameters and the gradients.
     """
-    leaf = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
-    params = {f"w{i}": leaf for i in range(n_params)}
-    opt_state = jax.eval_shape(optimizer.init, params)
-
-    def update(params: Any, opt_state: Any, grads: Any) -> Any:
-        if isinstance(opt_state, jmp.LossScalingState):
-            grads = jmp.get_loss_scale(opt_state).unscale(grads)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return compile_for(target, update, params, opt_state, params, donate_argnums=(0, 1))
+    params = shapes(n_params, dtype)
+    state = jax.eval_shape(way.init, params)
+    return compile_for(target, way.step, params, state, params, donate_argnums=(0, 1))
 
 
-def main() -> None:
-    """Prints the table."""
-    parameters = SHAPE[0] * SHAPE[1]
-    print(f"An adamw step on {parameters:,} parameters, jax {jax.__version__}")
-    print(f"{'':24}{'target':>8}{'arrays moved':>14}{'temporaries':>13}{'kernels':>9}")
-    for target in TARGETS:
+# --------------------------------------------------------------------------- measuring
+
+
+class Skipping(NamedTuple):
+    """What a way to skip costs.
+
+    Attributes:
+      way: its name.
+      target: what its step is compiled for.
+      moved: gradient-sized arrays that the step moves.
+      held: gradient-sized arrays that it holds beside its arguments and results.
+      kernels: how many kernels it runs.
+    """
+
+    way: str
+    target: str
+    moved: float
+    held: float
+    kernels: int
+
+
+class Training(NamedTuple):
+    """What training a kind of parameters costs.
+
+    Attributes:
+      kind: the dtype of the parameters, and what wraps adamw.
+      target: what the step is compiled for.
+      held: bytes that lie there for a parameter: itself and the optimizer's state.
+      moved: bytes that a step moves for a parameter, its gradient included.
+      kernels: how many kernels it runs.
+    """
+
+    kind: str
+    target: str
+    held: float
+    moved: float
+    kernels: int
+
+
+def skipping(name: str, target: str) -> Skipping:
+    """Measures a way to skip."""
+    program = compile_step(target, WAYS[name]())
+    moved = program.bytes_moved / GRADIENT_BYTES
+    held = program.temporaries / GRADIENT_BYTES
+    return Skipping(name, target, moved, held, program.kernels)
+
+
+def training(name: str, target: str) -> Training:
+    """Measures a way to train parameters."""
+    dtype, make = TRAINED[name]
+    way = by_optimizer(make())
+    program = compile_step(target, way, dtype=dtype)
+    params = shapes(1, dtype)
+    summary = jmp.dtype_summary((params, jax.eval_shape(way.init, params)))
+    n = SHAPE[0] * SHAPE[1]
+    moved = program.bytes_moved / n
+    return Training(name, target, summary.total.bytes / n, moved, program.kernels)
+
+
+def step_times(names: Sequence[str], width: int, runs: int) -> dict[str, list[float]]:
+    """Returns the milliseconds of steps on the device at hand, which take turns."""
+    arrays = {f"w{i}": jnp.ones((width, width)) for i in range(4)}
+    grads = jax.tree.map(lambda x: 1e-3 * x, arrays)
+    steps, states = {}, {}
+    for name in names:
+        way = WAYS[name]()
+        params = jax.tree.map(jnp.copy, arrays)
+        state = jax.tree.map(jnp.array, way.init(params))
+        steps[name] = jax.jit(way.step, donate_argnums=(0, 1))
+        states[name] = jax.block_until_ready(steps[name](params, state, grads))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(runs):
+        for name in names:
+            start = time.perf_counter()
+            states[name] = jax.block_until_ready(steps[name](*states[name], grads))
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+# ------------------------------------------------------------------------------ tables
+
+
+def skipping_table(rows: Sequence[Skipping]) -> str:
+    """Returns what skipping costs, as text."""
+    lines = [f"{'':26}{'target':>7}{'arrays moved':>14}{'held':>7}{'kernels':>9}"]
+    lines += [
+        f"{r.way:26}{r.target:>7}{r.moved:>14.2f}{r.held:>7.2f}{r.kernels:>9}"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def training_table(rows: Sequence[Training]) -> str:
+    """Returns what training some parameters costs, as text."""
+    title = "bytes for a parameter"
+    lines = [f"{title:31}{'target':>7}{'there':>7}{'moved':>8}{'kernels':>9}"]
+    lines += [
+        f"{r.kind:31}{r.target:>7}{r.held:>7.2f}{r.moved:>8.2f}{r.kernels:>9}"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def times_table(times: Mapping[str, Sequence[float]]) -> str:
+    """Returns how long steps take, as text: the median, and where half of them lie."""
+    plain = statistics.median(times["plain"])
+    lines = [f"{'step time':26}{'ms':>8}{'quartiles':>16}{'/ plain':>9}"]
+    for name, each in times.items():
+        low, middle, high = statistics.quantiles(each, n=4)
+        spread = f"{low:.2f}-{high:.2f}"
+        lines.append(f"{name:26}{middle:>8.2f}{spread:>16}{middle / plain:>9.2f}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints the tables, and writes them as JSON where that is wanted."""
+    parser = argparse.ArgumentParser("python -m benchmarks.loss_scaling")
+    parser.add_argument("--targets", nargs="*", choices=TARGETS, default=[*TARGETS])
+    parser.add_argument("--width", type=int, default=1024, help="of the steps timed")
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
+    options = parser.parse_args(argv)
+    for target in options.targets:
         if missing(target):
-            print(missing(target))
-            continue
-        for name, make in VARIANTS.items():
-            program = compile_update(target, make())
-            moved = program.bytes_moved / GRADIENT_BYTES
-            held = program.temporaries / GRADIENT_BYTES
-            print(f"{name:24}{target:>8}{moved:14.2f}{held:13.2f}{program.kernels:9}")
+            raise SystemExit(missing(target))
+    names = list(WAYS)
+    for name, package in PEERS.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{package} is not installed: its rows are left out")
+            names.remove(name)
+    told = stamp(shape=SHAPE, width=options.width, runs=options.runs)
+    device = jax.devices()[0]
+    told["device"] = f"{device.platform}: {device.device_kind}"
+
+    skipped = [skipping(name, target) for target in options.targets for name in names]
+    print(f"An adamw step on {SHAPE[0] * SHAPE[1]:,} parameters")
+    print(skipping_table(skipped), flush=True)
+    trained = [training(name, t) for t in options.targets for name in TRAINED]
+    print("\n" + training_table(trained), flush=True)
+    times = step_times(names, options.width, options.runs)
+    print(f"\n{4 * options.width**2:,} parameters on {told['device']}")
+    print(times_table(times))
+    if options.json:
+        options.json.mkdir(parents=True, exist_ok=True)
+        told["skipping"] = [row._asdict() for row in skipped]
+        told["training"] = [row._asdict() for row in trained]
+        told["step_ms"] = times
+        path = options.json / "loss_scaling.json"
+        path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -194,15 +194,12 @@ def update_if(
     )
     new_inner_state = _like(inner_state, new_inner_state)
     no_updates = jax.tree.map(jnp.zeros_like, new_updates)
-    skipped, in_a_row = map(
-        optax.safe_increment, (state.skipped, state.consecutive_skipped)
-    )
     return select_tree(grads_finite, new_updates, no_updates), LossScalingState(
         loss_scale=state.loss_scale.adjust(grads_finite),
         inner_state=select_tree(grads_finite, new_inner_state, inner_state),
         grads_finite=grads_finite,
-        skipped=jnp.where(grads_finite, state.skipped, skipped),
-        consecutive_skipped=jnp.where(grads_finite, 0, in_a_row),
+        skipped=jnp.where(grads_finite, state.skipped, state.skipped + 1),
+        consecutive_skipped=jnp.where(grads_finite, 0, state.consecutive_skipped + 1),
     )
 
 
