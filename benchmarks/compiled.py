@@ -40,7 +40,7 @@ class Target:
     flops: Mapping[tuple[str, str], float]  # by dtype and precision, per second
 
 
-_H100 = Target(
+H100 = Target(
     topology="1x1x1",
     needs=(
         ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
@@ -80,7 +80,7 @@ _V5E = Target(
         ("f32", "highest"): 197e12 / 6,
     },
 )
-_TARGETS = {"h100": _H100, "v5e": _V5E}
+_TARGETS = {"h100": H100, "v5e": _V5E}
 TARGETS = tuple(_TARGETS)
 
 
@@ -173,7 +173,10 @@ class Program:
 
         Other arithmetic, launches and the network between devices take no time.
         """
-        target = _TARGETS[self.target]
+        return self.roofline_on(_TARGETS[self.target])
+
+    def roofline_on(self, target: Target) -> float:
+        """The same on another device, in seconds."""
         return sum(row.trips * _seconds(target, row) for row in self.rows)
 
     def largest(self, count: int = 10) -> list[Kernel]:
@@ -260,6 +263,16 @@ def compile_for(
     jitted = jax.jit(fun, static_argnums=static, **jit_options)
     lowered = jitted.lower(*(placed.get(i, arg) for i, arg in enumerate(args)))
     compiled = lowered.compile(dict(_target(target).compiler_options))
+    return read(compiled, target)
+
+
+def read(compiled: jax.stages.Compiled, target: str) -> Program:
+    """Returns the figures of a program that is compiled already.
+
+    Args:
+      compiled: what `jax.jit(...).lower(...).compile()` returns.
+      target: what it is compiled for, or the one of `TARGETS` that is nearest.
+    """
     memory = compiled.memory_analysis()
     return Program(
         target=target,

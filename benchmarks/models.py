@@ -152,8 +152,11 @@ class ResNet(nn.Module):
 
 def resnet(dtype: Any = None, batch: int = 256) -> Model:
     """Returns an image classifier; its batch statistics are computed and dropped."""
-    module = ResNet(dtype)
-    images = jax.ShapeDtypeStruct((batch, 32, 32, 3), jnp.float32)
+    return _classifier(ResNet(dtype), batch, 32)
+
+
+def _classifier(module: nn.Module, batch: int, size: int) -> Model:
+    images = jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def loss(variables: Any, batch: Any) -> Any:
@@ -164,6 +167,59 @@ def resnet(dtype: Any = None, batch: int = 256) -> Model:
         return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen[:, 0])
 
     return Model(loss, _shapes(module.init, jnp.zeros(images.shape)), (images, labels))
+
+
+class Bottleneck(nn.Module):
+    """A block of a deep residual network."""
+
+    width: int
+    strides: tuple[int, int] = (1, 1)
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """Returns activations of four times the width."""
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, dtype=self.dtype
+        )
+        h = nn.relu(norm()(conv(self.width, (1, 1))(x)))
+        h = nn.relu(norm()(conv(self.width, (3, 3), self.strides)(h)))
+        h = norm()(conv(4 * self.width, (1, 1))(h))
+        if x.shape != h.shape:
+            x = norm()(conv(4 * self.width, (1, 1), self.strides)(x))
+        return nn.relu(x + h)
+
+
+class ResNet50(nn.Module):
+    """A deep residual network for large images, as He et al. (2015) made it."""
+
+    dtype: Any = None
+    width: int = 64
+    stages: tuple[int, ...] = (3, 4, 6, 3)
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """Returns logits."""
+        x = nn.Conv(self.width, (7, 7), (2, 2), use_bias=False, dtype=self.dtype)(x)
+        x = nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x)
+        x = nn.max_pool(nn.relu(x), (3, 3), (2, 2), "SAME")
+        for i, blocks in enumerate(self.stages):
+            for j in range(blocks):
+                strides = (2, 2) if i and not j else (1, 1)
+                x = Bottleneck(self.width * 2**i, strides, self.dtype)(x)
+        return nn.Dense(1000, dtype=self.dtype)(x.mean((1, 2)))
+
+
+def resnet50(
+    dtype: Any = None,
+    batch: int = 256,
+    size: int = 224,
+    width: int = 64,
+    stages: tuple[int, ...] = (3, 4, 6, 3),
+) -> Model:
+    """Returns an image classifier; its batch statistics are computed and dropped."""
+    return _classifier(ResNet50(dtype, width, stages), batch, size)
 
 
 def lstm(
