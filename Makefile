@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
+BENCHMARKS ?= autocast loss_scaling steps insight accuracy
 
 .PHONY: help demo test slow targets benchmarks lint format types clean
 
@@ -14,7 +15,7 @@ help:
 	@echo "make test     the tests and doctests"
 	@echo "make slow     the tests that take minutes"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
-	@echo "make benchmarks  what autocast costs, beside its peers (half an hour)"
+	@echo "make benchmarks  what it costs, beside its peers (an hour)"
 	@echo "make lint     ruff; make format mends what it can"
 	@echo "make types    pyright"
 	@echo "make clean    remove the virtual environment and caches"
@@ -33,7 +34,10 @@ targets: $(VENV)/.targets
 	$(BIN)/python -m pytest -m targets $(ARGS)
 
 benchmarks: $(VENV)/.peers
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.autocast --json benchmarks/results $(ARGS)
+	for each in $(BENCHMARKS); do \
+	  JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.$$each --json benchmarks/results $(ARGS) \
+	  || exit 1; done
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.growth --json benchmarks/results --picture docs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -255,42 +255,6 @@ def fill(tree: Any, seed: int) -> Any:
     return jax.tree.unflatten(treedef, list(map(one, keys, leaves)))
 
 
-class Growth(NamedTuple):
-    """What a stack of layers costs to lower, by its depth.
-
-    Attributes:
-      layout: how the layers are written.
-      depth: how many there are.
-      by_hand: milliseconds to trace and lower the model written by hand.
-      mixed: those of the model under autocast.
-      lines_by_hand: of the StableHLO of the former.
-      lines: of that of the latter.
-    """
-
-    layout: str
-    depth: int
-    by_hand: float
-    mixed: float
-    lines_by_hand: int
-    lines: int
-
-
-def growth(layout: str, depth: int, runs: int) -> Growth:
-    """Measures what one stack costs to lower: its width is of no account."""
-    make = functools.partial(models.transformer, layout=layout, depth=depth)
-    full = {name: VARIANTS[name](make) for name in ("by hand", "mixed")}
-    times = trace_times(full, runs)
-    lines = {name: len(stablehlo(model).splitlines()) for name, model in full.items()}
-    return Growth(
-        layout,
-        depth,
-        times["by hand"],
-        times["mixed"],
-        lines["by hand"],
-        lines["mixed"],
-    )
-
-
 # ---------------------------------------------------------------------------- tables
 
 
@@ -323,21 +287,6 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def growth_table(rows: Sequence[Growth]) -> str:
-    """Returns what stacks cost to lower, as text."""
-    lines = [
-        f"{'blocks':33}{'ms trace':>12}{'by hand':>9}{'ratio':>7}"
-        f"{'StableHLO':>12}{'by hand':>9}{'ratio':>7}"
-    ]
-    lines += [
-        f"{row.depth:>4} {row.layout:28}{row.mixed:>12.0f}{row.by_hand:>9.0f}"
-        f"{row.mixed / row.by_hand:>7.2f}{row.lines:>12}{row.lines_by_hand:>9}"
-        f"{row.lines / row.lines_by_hand:>7.2f}"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
 def stamp(**settings: Any) -> dict[str, Any]:
     """Returns the date and the versions that figures belong to, and their settings."""
     names = ["jax", "jaxlib", "flax", "optax", "jmp_lite"]
@@ -355,7 +304,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
-    parser.add_argument("--depths", nargs="*", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
@@ -380,18 +328,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         found.sort(key=lambda row: targets.index(row.target))
         print(table(found), flush=True)
         rows += found
-    stacks = [
-        growth(layout, depth, options.runs)
-        for layout in ("unrolled", "jit", "scan")
-        for depth in options.depths
-    ]
-    print("\n" + growth_table(stacks))
     told = stamp(seeds=options.seeds, runs=options.runs)
     print("\n" + ", ".join(f"{name} {v}" for name, v in told["versions"].items()))
     if options.json:
         options.json.mkdir(parents=True, exist_ok=True)
         told["rows"] = [row._asdict() for row in rows]
-        told["growth"] = [row._asdict() for row in stacks]
         path = options.json / "autocast.json"
         path.write_text(json.dumps(told, indent=1) + "\n")
 

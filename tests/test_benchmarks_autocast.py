@@ -15,12 +15,9 @@ import pytest
 from benchmarks import models
 from benchmarks.autocast import (
     VARIANTS,
-    Growth,
     Row,
     fill,
     gradient_error,
-    growth,
-    growth_table,
     kept_across_loops,
     main,
     stablehlo,
@@ -223,25 +220,6 @@ def test_the_table_tells_ratios_to_the_model_written_by_hand():
     assert "1.00 (0.50)" in mixed
     assert "150 (1.50)" in mixed
     assert "0.00 (" not in mixed, "nothing is kept by hand: there is no ratio"
-    grown = growth_table([Growth("jit", 8, 100.0, 125.0, 200, 210)])
-    assert grown.splitlines()[1].split() == [
-        "8",
-        "jit",
-        "125",
-        "100",
-        "1.25",
-        "210",
-        "200",
-        "1.05",
-    ]
-
-
-def test_growth_is_measured_on_the_models_of_the_table():
-    found = growth("scan", 2, runs=1)
-    assert (found.layout, found.depth) == ("scan", 2)
-    assert 0 < found.lines <= 1.1 * found.lines_by_hand
-    assert found.mixed > 0
-    assert found.by_hand > 0
 
 
 def test_arrays_are_filled_by_their_seed():
@@ -271,7 +249,7 @@ def test_what_no_compiler_is_there_for_is_refused_at_once(capsys):
 def test_the_script_prints_its_table_and_writes_it(tmp_path, capsys):
     if missing("h100"):
         pytest.skip(missing("h100"))
-    options = ["--seeds", "1", "--runs", "1", "--depths", "2", "--targets", "h100"]
+    options = ["--seeds", "1", "--runs", "1", "--targets", "h100"]
     variants = ["--variants", "by hand", "mixed"]
     main(["--models", "mlp", *variants, *options, "--json", str(tmp_path)])
     printed = capsys.readouterr().out
@@ -279,4 +257,3 @@ def test_the_script_prints_its_table_and_writes_it(tmp_path, capsys):
     told = json.loads((tmp_path / "autocast.json").read_text())
     assert told["versions"]["jax"] == jax.__version__
     assert {r["variant"] for r in told["rows"]} == {"by hand", "mixed"}
-    assert [r["depth"] for r in told["growth"]] == [2, 2, 2]
