@@ -146,7 +146,7 @@ def draw(depths: Sequence[Depth], widths: Sequence[Width], path: pathlib.Path) -
     colors = {"unrolled": "black", "jit": "#2f7fc1", "scan": "#e08a1e"}
     lines = {"autocast": "-", "by hand": ":"}
     for axes, rows, x, ours, by_hand, label in drawn:
-        for layout in LAYOUTS:
+        for layout in dict.fromkeys(row.layout for row in rows):
             of_layout = [row for row in rows if row.layout == layout]
             at = [getattr(row, x) for row in of_layout]
             style = {"marker": markers[layout], "color": colors[layout]}
@@ -154,7 +154,9 @@ def draw(depths: Sequence[Depth], widths: Sequence[Width], path: pathlib.Path) -
                 values = [getattr(row, name) for row in of_layout]
                 told = f"{layout}, {text}"
                 axes.plot(at, values, lines[text], label=told, **style)
-        axes.set(xscale="log", yscale="log", xlabel=x, ylabel=label)
+        axes.set(xlabel=x, ylabel=label)
+        if rows:
+            axes.set(xscale="log", yscale="log")
         ticks = sorted({getattr(row, x) for row in rows})
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.minorticks_off()
