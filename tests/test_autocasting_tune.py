@@ -212,6 +212,11 @@ def test_the_report_prints_and_is_json():
     assert lines[0].endswith("tolerance 0.05")
     (told,) = (line.split() for line in lines if "^block_1$" in line)
     assert told[:3] == ["scope", "^block_1$", "FULL_INSIDE"]
+    steps = report.table().splitlines()
+    assert len(steps) == 1 + len(report.steps)
+    assert sum("kept, or in part" in line for line in steps) == sum(
+        not step.is_tolerated for step in report.steps
+    )
     data = json.loads(report.to_json())
     assert data["kept"][0]["name"] == "^block_1$"
     assert data["kept"][0]["precision"] == "full_inside"

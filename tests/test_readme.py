@@ -64,6 +64,18 @@ def test_the_explanation_is_what_explain_prints():
     assert told.startswith("autocast to bfloat16: ")
 
 
+def test_tune_finds_what_is_shown(capsys):
+    (block,) = (block for block in BLOCKS if "jmp.tune" in block)
+    (shown,) = re.findall(r"```text\n(error .*?)\n```", README, re.DOTALL)
+    exec(block, {"jax": jax, "jnp": jnp, "jmp": jmp})
+    told = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    if jax.__version__ == "0.10.2":  # Another version may round otherwise.
+        assert told == shown.splitlines()
+    assert [line.split()[:3] for line in told[3:]] == [
+        line.split()[:3] for line in shown.splitlines()[3:]
+    ]
+
+
 def test_the_rules_and_marks_are_made_as_shown():
     (block,) = (block for block in BLOCKS if "full_precision" in block)
     names = {"jmp": jmp, "layer": jnp.tanh}

@@ -86,7 +86,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TuningReport:
-    """How rules were found; ``print`` shows it as tables.
+    """How rules were found; ``print`` shows what they keep, ``table`` what was tried.
 
     Attributes:
       tolerance: the largest error that was allowed.
@@ -105,6 +105,19 @@ class TuningReport:
     steps: tuple[Step, ...] = ()
     not_judged: tuple[str, ...] = ()
 
+    def table(self) -> str:
+        """Returns what was tried as text."""
+        headers = ("lowered", "error", "of", "")
+        rows = [
+            (
+                _names(step.lowered),
+                *_cells(step.error),
+                "" if step.is_tolerated else "kept, or in part",
+            )
+            for step in self.steps
+        ]
+        return text_table(headers, [("", rows)], right=(1,))
+
     def to_json(self) -> str:
         """Returns all of it as JSON."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -122,17 +135,6 @@ class TuningReport:
                 for k in self.kept
             ]
             lines.append(text_table(headers, [("", rows)], right=(3,)))
-        if self.steps:
-            headers = ("lowered", "error", "of", "")
-            rows = [
-                (
-                    _names(step.lowered),
-                    *_cells(step.error),
-                    "" if step.is_tolerated else "kept, or in part",
-                )
-                for step in self.steps
-            ]
-            lines.append(text_table(headers, [("", rows)], right=(1,)))
         if self.not_judged:
             lines.append(f"not judged: {', '.join(self.not_judged)}")
         return "\n".join(lines)
