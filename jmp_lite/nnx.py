@@ -102,7 +102,8 @@ def explain(
       fun: a function of pytrees and modules, a module, or a method of one.
       rules: a preset's name or a ``Rules``.
       compute_dtype: the dtype of low ops instead of the rules' own.
-      backward: whether to tell the backward pass too.
+      backward: whether to tell the backward pass too: of all floats in the modules and
+        the other arguments.
 
     Returns:
       A function of ``fun``'s arguments that returns an ``Explanation``.
@@ -120,7 +121,14 @@ def explain(
     door.check_function(fun)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
-    told = core_explain(lifted, rules, compute_dtype=compute_dtype, backward=backward)
+
+    def loss_first(states: Any) -> Any:
+        after, out = lifted(states)
+        return out, after
+
+    told = core_explain(
+        loss_first, rules, compute_dtype=compute_dtype, backward=backward
+    )
 
     @functools.wraps(called)
     def explained(*args: Any, **kwargs: Any) -> Explanation:

@@ -1,16 +1,18 @@
 """Where numbers overflow, vanish or stop being finite.
 
-The law of this file: numbers are counted in the graph, where they are; rows and tables
-are made of that on the host.
+The law of this file: numbers are counted where they are, those of JAX in the graph, in
+which a function may return them; rows and tables are made of that on the host.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -24,12 +26,14 @@ from jmp_lite.casting.counting import (
     Numbers,
     cells,
     counted,
+    fetched,
     headers,
     numbers,
     on_host,
+    sizes_of,
     stacked,
 )
-from jmp_lite.casting.dtypes import is_floating, parse_dtype
+from jmp_lite.casting.dtypes import is_inexact, parse_dtype
 
 # ---------------------------------------------------------------------- pytrees
 
@@ -47,37 +51,50 @@ class LeafNumerics(Numbers):
     dtype: str
 
 
+class Leaf(NamedTuple):
+    """An array of which the numbers are counted.
+
+    Attributes:
+      path: where it is.
+      dtype: its dtype.
+      known: what there is to know of its numbers, if they were on the host.
+    """
+
+    path: str
+    dtype: str
+    known: Numbers | None
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["counts"],
-    meta_fields=["paths", "dtypes", "elements", "dtype"],
+    meta_fields=["leaves", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
 class NumericsReport:
     """The numbers of a pytree, leaf by leaf; a pytree itself, and prints as a table.
 
     Attributes:
-      counts: arrays of one float32 number a leaf, by what is counted.
-      paths: of the leaves.
-      dtypes: of the leaves.
-      elements: of the leaves.
+      counts: by what is counted, an array of one number for each array of JAX.
+      leaves: the arrays, those of NumPy with what is counted in them.
       dtype: what the shares are of; None for the dtype of each leaf.
     """
 
     counts: Mapping[str, Any]
-    paths: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    elements: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
     dtype: str | None
 
     @property
     def rows(self) -> tuple[LeafNumerics, ...]:
-        """One for each leaf, on the host."""
-        columns = on_host(self.counts)
-        leaves = zip(self.paths, self.dtypes, self.elements, strict=True)
+        """One for each leaf, on the host, over all that vmap or scan has stacked."""
+        columns, traced = on_host(self.counts), itertools.count()
         return tuple(
-            LeafNumerics(**numbers(columns, i, n), path=path, dtype=dtype)
-            for i, (path, dtype, n) in enumerate(leaves)
+            LeafNumerics(
+                **vars(leaf.known or numbers(columns, next(traced))),
+                path=leaf.path,
+                dtype=leaf.dtype,
+            )
+            for leaf in self.leaves
         )
 
     def __str__(self) -> str:
@@ -91,9 +108,13 @@ class NumericsReport:
 def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport:
     """Counts what is not finite in a pytree, and what another dtype would lose.
 
+    Arrays of JAX are counted where they are. Most devices, CPUs among them, take a
+    number below 1.2e-38 for zero: what they flush is a zero here too. NumPy flushes
+    nothing.
+
     Args:
-      tree: gradients, activations, parameters, an optimizer's state: its arrays of real
-        floats are counted.
+      tree: gradients, activations, parameters, an optimizer's state: its floats are
+        counted, of complex numbers the larger part.
       dtype: what they might be held in, such as ``"float16"``; None for what they are.
 
     Returns:
@@ -101,7 +122,8 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
       ``rows`` and ``print`` are for the host.
 
     Raises:
-      ValueError: ``dtype`` is unknown or not floating.
+      ValueError: ``dtype`` is unknown, not floating, or has no infinity and no NaN.
+      TypeError: a leaf is the shape of an array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,20 +132,40 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
       >>> b.nan, w.overflow, w.underflow, w.max_abs
       (1, 0.25, 0.25, 1000000.0)
     """
-    wanted = None if dtype is None else parse_dtype(dtype)
-    leaves = [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-        if is_floating(leaf)
-    ]
-    counts = [counted(leaf, wanted or leaf.dtype) for _, leaf in leaves]
-    return NumericsReport(
-        stacked(counts),
-        paths=tuple(path for path, _ in leaves),
-        dtypes=tuple(str(leaf.dtype) for _, leaf in leaves),
-        elements=tuple(math.prod(leaf.shape) for _, leaf in leaves),
-        dtype=None if wanted is None else wanted.name,
-    )
+    wanted = None if dtype is None else _dtype_that_overflows(dtype)
+    counts: list[Mapping[str, Any]] = []
+    leaves: list[Leaf] = []
+    for path, array in _floats_in(tree):
+        own = np.dtype(getattr(array, "dtype", type(array)))
+        found, known = counted(array, wanted or own), None
+        if isinstance(array, jax.Array):
+            counts.append(found)
+        else:
+            known = numbers(on_host(found), 0)
+        leaves.append(Leaf(path, own.name, known))
+    name = None if wanted is None else wanted.name
+    return NumericsReport(stacked(counts), tuple(leaves), name)
+
+
+def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the arrays of a pytree that hold floats, each with its path."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"Expected arrays, got {leaf}: there are no numbers in a shape."
+            )
+        if is_inexact(leaf):
+            yield jax.tree_util.keystr(path), leaf
+
+
+def _dtype_that_overflows(dtype: DTypeLike) -> np.dtype[Any]:
+    wanted = parse_dtype(dtype)
+    if jnp.finfo(wanted).bits < 8:
+        raise ValueError(
+            f"{wanted.name} has neither infinities nor NaNs: what is too large for it "
+            "becomes its largest number, and does not overflow."
+        )
+    return wanted
 
 
 class NonfiniteReport(tuple[LeafNumerics, ...]):
@@ -132,7 +174,8 @@ class NonfiniteReport(tuple[LeafNumerics, ...]):
     def __str__(self) -> str:
         """Returns a line for each, or says that there is none."""
         lines = [
-            f"{row.path}: {row.nan} NaN, {row.inf} infinite of {row.elements}"
+            f"{row.path or 'the array'}: {row.nan} NaN, {row.inf} infinite "
+            f"of {row.elements}"
             for row in self
         ]
         return "\n".join(lines) or "all finite"
@@ -180,28 +223,30 @@ def suggest_loss_scale(
     Args:
       grads: unscaled gradients, concrete.
       dtype: what the backward pass computes in.
-      headroom: how many times larger than the largest of them a number may get.
+      headroom: how many times larger than the largest of them a number may get, 1 or
+        more.
 
     Raises:
-      ValueError: no gradient is finite and not zero, or ``dtype`` is unknown.
+      ValueError: no gradient is finite and not zero, ``dtype`` is unknown or has no
+        infinity, or there is no headroom.
+      TypeError: the gradients are being traced, or are shapes.
 
     Example:
       >>> import jax.numpy as jnp
       >>> suggest_loss_scale({"w": jnp.array([1e-9, 1e-3])})
       SuggestedLossScale(loss_scale=2097152.0, lost=0.5, rescued=1.0)
     """
-    ends = Ends.of(parse_dtype(dtype))
-    sizes = [
-        np.abs(np.asarray(jax.device_get(leaf), np.float64)).ravel()
-        for leaf in jax.tree.leaves(grads)
-        if is_floating(leaf)
-    ]
-    found = np.concatenate([np.zeros(0), *sizes])
+    if not 1 <= headroom < math.inf:
+        raise ValueError(f"Expected a headroom of 1 or more, got {headroom!r}.")
+    ends = Ends.of(_dtype_that_overflows(dtype))
+    arrays = fetched([array for _, array in _floats_in(grads)])
+    found = np.concatenate([np.zeros(0), *(sizes_of(x).ravel() for x in arrays)])
     found = found[np.isfinite(found) & (found > 0)]
     if not found.size:
         raise ValueError("There is no gradient that is finite and not zero.")
-    exponent = math.floor(math.log2(ends.overflow / headroom / found.max()))
-    scale = 2.0 ** min(exponent, 24)
+    # The end of float64 is infinite in float64.
+    exponent = min(math.log2(ends.overflow / headroom / float(found.max())), 24)
+    scale = 2.0 ** math.floor(exponent)
     lost = found <= ends.underflow
     rescued = found[lost] * scale > ends.underflow
     share = float(rescued.mean()) if lost.any() else 1.0
@@ -219,7 +264,8 @@ class OpNumerics(Numbers):
       scope: the path that it stands in.
       op: the name of its primitive.
       source: where it stands in the code: file, line and function.
-      is_first: whether something was not finite although all that it read was.
+      is_first: whether something was not finite although all that it read was, in any
+        trip.
     """
 
     scope: str
@@ -238,7 +284,7 @@ class WatchedNumerics:
     """The numbers of a function, op by op; a pytree, and prints as a table.
 
     Attributes:
-      counts: arrays of one float32 number an op, by what is counted.
+      counts: by what is counted, an array of one number an op.
       ops: the ops, in the order in which they run.
       dtype: what the shares are of.
     """
@@ -249,16 +295,19 @@ class WatchedNumerics:
 
     @property
     def rows(self) -> tuple[OpNumerics, ...]:
-        """One for each op, on the host; what was never run is left out."""
+        """One for each op, on the host, over all that vmap or scan has stacked.
+
+        What was never run is left out.
+        """
         columns = on_host(self.counts)
         return tuple(
             OpNumerics(
-                **numbers(columns, i, int(n)),
+                **vars(numbers(columns, i)),
                 **op._asdict(),
                 is_first=bool(columns["is_first"][i]),
             )
             for i, op in enumerate(self.ops)
-            if (n := columns["elements"][i])
+            if columns["elements"][i]
         )
 
     def __str__(self) -> str:
@@ -280,15 +329,17 @@ def watch(
     ``watch(grad(fun))`` sees the backward pass too.
 
     Args:
-      fun: any function of pytrees that JAX can trace. What is under ``shard_map`` or
-        in a kernel is seen from outside.
+      fun: any function of pytrees that JAX can trace. What is under ``shard_map``, in
+        a kernel, or in a custom derivative rule's function that has effects is seen
+        from outside; so is a ``while`` under ``vmap`` whose lanes end by themselves
+        (``vmap`` the watched function instead).
       dtype: what the numbers might be held in.
 
     Returns:
       A function that returns ``(fun(...), stats)``.
 
     Raises:
-      ValueError: ``dtype`` is unknown or not floating.
+      ValueError: ``dtype`` is unknown, not floating, or has no infinity and no NaN.
 
     Example:
       >>> import jax.numpy as jnp
@@ -298,7 +349,7 @@ def watch(
       ('exp', 1)
     """
     check_function(fun)
-    wanted = parse_dtype(dtype)
+    wanted = _dtype_that_overflows(dtype)
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
@@ -316,6 +367,9 @@ def watch(
 def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
     """Returns the first op that made something infinite or NaN of finite numbers.
 
+    The first as the program is written: of two ops in one loop it is the upper one,
+    even if the lower one broke in an earlier trip.
+
     Args:
       stats: what a watched function has returned, concrete.
 
@@ -323,7 +377,7 @@ def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
       The op; None where all is finite, or was not from the start.
 
     Raises:
-      TypeError: ``stats`` is something else.
+      TypeError: ``stats`` is something else, or is being traced.
     """
     if not isinstance(stats, WatchedNumerics):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(

@@ -119,6 +119,11 @@ def running_sum(x, w):
     return lax.scan(lambda total, x: (total + x @ w, total), x[0] @ w, x)[0]
 
 
+def reversed_recurrence(x, w):
+    step = lambda h, x: (jnp.tanh(h @ w + x), h.sum())
+    return lax.scan(step, x[0], x, reverse=True)
+
+
 def for_loop(x, w):
     return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w), x)
 
@@ -237,7 +242,7 @@ PROGRAMS = {
             *(variance, positions, convolution, embedding, reused_weight, recurrent),
             *(running_sum, for_loop, branches, switch, nested_jits, custom_vjp),
             *(custom_vjp_in_a_scan, custom_jvp, sharded, einsum_and_friends),
-            *(cumulative, integers_and_booleans),
+            *(cumulative, integers_and_booleans, reversed_recurrence),
         )
     },
     "mlp": (mlp, (X, W, B)),

@@ -1,5 +1,7 @@
 import collections
+import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,7 @@ from test_autocasting_interpreter import equations
 from jmp_lite.autocasting.explain import Explanation, explain
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import as_full, full_precision
-from jmp_lite.autocasting.rows import Row
+from jmp_lite.autocasting.rows import Row, short
 from jmp_lite.autocasting.rules import HIGHER_ORDER, get_rules
 
 # What the interpreter binds of its own: casts, and what spreads an operand before one.
@@ -77,6 +79,56 @@ def test_a_reason_leads_out_of_and_into_calls(wrap):
         )
 
 
+class TwoLines(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.softplus(nn.Dense(8)(x))  # One.
+        return jnp.var(h, -1) * nn.LayerNorm()(h)[:, 0]  # Two.
+
+
+def test_a_source_is_the_line_of_the_user():
+    module = TwoLines()
+    params = jax.eval_shape(module.init, jax.random.key(0), X)
+    dispatched = functools.singledispatch(jnp.cos)  # Python's library calls it.
+    first = TwoLines.__call__.__wrapped__.__code__.co_firstlineno + 2
+    for backward in (False, True):
+        told = explain(lambda p, x: module.apply(p, dispatched(x)), backward=backward)
+        rows = told(params, X).rows
+        assert {row.source.split(":")[0] for row in rows} == {__file__}
+        of_module = [row for row in rows if row.scope.startswith("TwoLines")]
+        lines = {int(row.source.split(":")[1].split(" ")[0]) for row in of_module}
+        assert lines == {first, first + 1}
+    (var,) = (r for r in rows if r.op == "square" and r.scope.endswith("_var"))
+    assert f":{first + 1} (TwoLines.__call__)" in var.source
+    # Where somebody else's function is called by nobody, there is no line.
+    assert {row.source for row in explain(jnp.tanh)(X).rows} == {""}
+    assert (
+        explain(nn.Dense(8).apply)({"params": {"kernel": W, "bias": W[0]}}, X)
+        .rows[0]
+        .source.endswith("(Dense.__call__)")
+    )
+
+
+def test_a_reason_has_a_line_too_where_jax_made_the_value():
+    @jax.jit
+    def inner(x):
+        return jnp.tanh(x @ W)  # Its own line, whoever calls it.
+
+    def model(x):
+        scale = jnp.linalg.norm(x)
+        return jnp.tanh(inner(x) * scale) @ W
+
+    first = model.__code__.co_firstlineno
+    rows = explain(model)(X).rows
+    (widened,) = (r for r in rows if r.op == "tanh" and not r.scope)
+    assert widened.reason.endswith(
+        f"reduce_sum at {short(f'{__file__}:{first + 1} (f)')}"
+    )
+    (own,) = (r for r in rows if r.op == "tanh" and r.scope)
+    assert short(own.source).endswith(f":{first - 2}")
+    assert short("/a folder/file.py:3 (f.<locals>.<lambda>)") == "file.py:3"
+
+
 def test_reasons_name_scopes_marks_rules_and_the_unknown():
     def fun(x):
         with jax.named_scope("head"):
@@ -123,8 +175,10 @@ def test_loops_are_told_once_with_their_trips_and_their_carries_one_by_one():
         step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ W))
         return lax.while_loop(lambda c: c[0] < x.shape[0], step, (0, x))
 
-    (dot,) = (row for row in explain(counted)(X).rows if row.op == "dot_general")
+    rows = explain(counted)(X).rows
+    (dot,) = (row for row in rows if row.op == "dot_general")
     assert (dot.precision, dot.times) == ("bfloat16", None)
+    assert [row.times for row in rows if row.op in ("while", "lt")] == [1, None]
     kept = explain(fixed_point)(X).rows
     assert kept[0].reason == "KEEP: a float decides when it ends"
     (dot,) = (row for row in kept if row.op == "dot_general")
@@ -132,6 +186,28 @@ def test_loops_are_told_once_with_their_trips_and_their_carries_one_by_one():
         "float32",
         "inside of while, which is run as traced",
     )
+
+
+def test_a_loop_that_is_kept_has_its_trips():
+    def fixed_point(x):
+        step = lambda h, _: (h @ W / 9, None)
+        body = lambda x: lax.scan(step, x, None, length=7)[0]
+        return lax.while_loop(lambda x: x.max() > 1e-3, body, x)
+
+    times = {row.op: row.times for row in explain(fixed_point)(X).rows}
+    assert times == {
+        "while": 1,
+        **dict.fromkeys(["reduce_max", "gt", "scan", "dot_general", "div"]),
+    }
+
+    def solved(x):
+        step = lambda h, _: (h @ W, None)
+        doubled = lambda v: 2 * lax.scan(step, v, None, length=7)[0]
+        return lax.custom_linear_solve(doubled, x, lambda _, v: v)
+
+    rows = explain(solved)(X).rows
+    assert {row.times for row in rows if row.op == "dot_general"} == {7}
+    assert {row.times for row in rows if row.op == "mul"} == {1}
 
 
 def test_a_block_that_is_called_often_is_told_at_each_call_with_its_own_path():

@@ -1,6 +1,7 @@
 """What ``explain`` says is worth a second look, each with a twin that is not."""
 
 import collections
+import functools
 import pathlib
 
 import flax.linen as nn
@@ -48,6 +49,43 @@ def test_a_block_and_a_training_loss_are_clean():
     assert lints(loss, BLOCK_PARAMS, X, tokens, backward=True) == []
 
 
+ATTENTION = nn.MultiHeadDotProductAttention(2)
+ATTENTION_PARAMS = ATTENTION.init(jax.random.key(0), X)
+LSTM = nn.RNN(nn.LSTMCell(8))
+LSTM_PARAMS = LSTM.init(jax.random.key(0), X[None])
+
+
+def hand_written_norm(x, w):
+    h = x @ w
+    centred = h - h.mean(-1, keepdims=True)
+    variance = (centred * centred).mean(-1, keepdims=True)
+    return centred * lax.rsqrt(variance + 1e-5) * w[0]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        hand_written_norm,
+        lambda x, w: jax.nn.softmax(x @ w),
+        lambda x, w: jax.nn.softplus(x @ w),
+        lambda x, w: jax.nn.elu(x @ w),
+        lambda x, w: jax.nn.gelu(x @ w, approximate=False),
+        lambda x, w: (x @ w) / jnp.linalg.norm(x @ w, axis=-1, keepdims=True),
+        jax.jit(lambda x, w: jax.nn.softplus(x @ w)),
+        lambda x, w: x @ w + jnp.exp(x @ w.T),  # One op, and the cast fuses with it.
+        lambda x, w: ATTENTION.apply(ATTENTION_PARAMS, x @ w),
+        lambda x, w: LSTM.apply(LSTM_PARAMS, x[None] @ w)[0],
+    ],
+)
+@pytest.mark.parametrize("rules", ["mixed", "torch", "O1"])
+def test_what_is_float32_on_purpose_is_clean_and_so_are_gradients(fun, rules):
+    def model(x, w):
+        return jnp.sum(jnp.tanh(fun(x, w) @ w) @ w)
+
+    for explained in (model, jax.grad(model), jax.jit(jax.grad(model, (0, 1)))):
+        assert lints(explained, X, W, rules=rules) == []
+
+
 def test_what_widens_a_stream_is_named_with_what_it_costs():
     def model(x, w):
         angle = jnp.arange(8.0) * jnp.exp(jnp.arange(8.0))  # Sinusoidal positions.
@@ -61,6 +99,10 @@ def test_what_widens_a_stream_is_named_with_what_it_costs():
     assert "as_low" in lint.remedy
     fixed = lambda x, w: jnp.tanh(x @ w + jmp.as_low(jnp.exp(jnp.arange(8.0)))) @ w
     assert lints(fixed, X, W, name="widened stream") == []
+    # What a function of one value is float32 for may widen another stream.
+    residual = lambda x, w: jnp.tanh(x @ w + jax.nn.softplus(x @ w @ w)) @ w
+    lint = only(residual, X, W, name="widened stream")
+    assert lint.message.startswith(f"log1p at {HERE}:")
     # The tail of a loss is float32 to the end, and meant to be.
     tail = lambda x, w: jnp.sum(jnp.log(jnp.abs(x)) + x @ w)
     assert lints(tail, X, W, name="widened stream") == []
@@ -72,8 +114,31 @@ def test_a_float32_input_whose_digits_may_matter_is_pointed_to():
     assert "as_full" in lint.remedy
     bias = lambda x, b, w: jnp.tanh(x @ w + b) @ w
     assert lints(bias, X, W[0], W, name="float32 input") == []
+    spread = lambda x, b, w: jnp.tanh(x @ w + jnp.broadcast_to(b, (4, 8))) @ w
+    assert lints(spread, X, W[0], W, name="float32 input") == []
     marked = lambda x, t, w: jnp.tanh(x @ w + jmp.as_full(t)) @ w
     assert lints(marked, X, X, W, name="float32 input") == []
+    part = lambda x, t, w: jnp.tanh(x @ w + t[:4]) @ w
+    either = lambda f: lambda *args: lax.cond(args[0][0, 0] > 0, f, f, *args)
+    for wrap in (lambda f: f, jax.jit, either):
+        assert only(wrap(part), X, jnp.ones((9, 8)), W, name="float32 input")
+    steps = lambda x, ts, w: lax.scan(lambda h, t: (h @ w + t, None), x, ts)[0] @ w
+    assert only(steps, X, jnp.ones((3, 4, 8)), W, name="float32 input")
+
+
+def test_an_input_that_is_no_more_than_rounded_anyway_is_not_pointed_to():
+    residual = lambda x, w: (x + jnp.tanh(x @ w)) @ w
+    assert lints(residual, X, W, name="float32 input") == []
+    # Parameters come in a tree; they have no digits to lose.
+    embedded = lambda params, x: (x @ params["w"] + params["positions"]) @ params["w"]
+    params = {"w": W, "positions": X}
+    assert lints(embedded, params, X, name="float32 input") == []
+    # Who wants all low has said so.
+    centred = lambda x: x - x.mean(-1, keepdims=True)
+    added = lambda x, t, w: (x @ w + t) @ w
+    for rules in ("O2", "O3"):
+        assert lints(centred, X, rules=rules, name="float32 input") == []
+        assert lints(added, X, X, W, rules=rules, name="float32 input") == []
 
 
 def test_a_carry_that_could_be_low_is_pointed_to():
@@ -98,6 +163,20 @@ def test_a_carry_that_could_be_low_is_pointed_to():
     assert lints(low, X, LAYERS, name="float32 carry") == []
     total = lambda x: lax.scan(lambda s, x: (s + x.sum(), None), 0.0, x)
     assert lints(total, X, name="float32 carry") == []
+    # Where all but products is float32, carries are.
+    assert lints(widened, X, LAYERS, rules="O1", name="float32 carry") == []
+
+
+def test_what_a_loop_trains_is_no_stack_of_layers():
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+
+    def sgd(w, batches):
+        step = lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), loss(w, x))
+        return lax.scan(step, w, batches)
+
+    batches = jnp.ones((3, 4, 8))
+    assert lints(sgd, W, batches) == []
+    assert lints(lambda w, xs: lax.scan(jax.jit(sgd), w, xs), W, batches[None]) == []
 
 
 def test_a_product_that_a_precision_keeps_is_pointed_to():
@@ -108,7 +187,10 @@ def test_a_product_that_a_precision_keeps_is_pointed_to():
 
 @pytest.mark.parametrize(
     ("m", "k", "n", "odd"),
-    [(16, 24, 17, "17"), (16, 100, 8, "100"), (16, 24, 8, None), (16, 24, 1, None)],
+    [
+        *((16, 24, 17, "17"), (16, 100, 8, "100"), (16, 24, 8, None)),
+        *((16, 24, 1, None), (16, 17, 1, None)),
+    ],
 )
 def test_sizes_that_miss_tensor_cores_are_told(m, k, n, odd):
     found = lints(jnp.matmul, jnp.ones((m, k)), jnp.ones((k, n)), name="tensor cores")
@@ -116,6 +198,27 @@ def test_sizes_that_miss_tensor_cores_are_told(m, k, n, odd):
     if odd:
         assert found[0].message.endswith(f"is no multiple of 8 in {odd}")
         assert f"{m} x {n} x {k}" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("channels", "out", "groups", "sizes"),
+    [(3, 64, 1, None), (32, 32, 32, None), (16, 64, 1, None), (12, 20, 1, "12 x 20")],
+)
+def test_channels_that_miss_tensor_cores_are_told(channels, out, groups, sizes):
+    conv = nn.Conv(out, (3, 3), feature_group_count=groups)
+    image = jnp.ones((2, 8, 8, channels))
+    params = conv.init(jax.random.key(0), image)
+    found = lints(conv.apply, params, image, name="tensor cores")
+    assert bool(found) == bool(sizes)
+    if sizes:
+        assert f"a product of sizes {sizes} is no multiple of 8 in" in found[0].message
+
+
+def test_other_sizes_on_one_line_are_other_lints():
+    layers = lambda x: [x @ jnp.ones((8, n)) for n in (12, 12, 20)]
+    first, second = lints(layers, X, name="tensor cores")
+    assert first.message.endswith("in 12")
+    assert second.message.endswith("in 20")
 
 
 def test_an_opaque_op_that_16_bits_are_raised_for_is_pointed_to():
@@ -128,17 +231,61 @@ def test_an_opaque_op_that_16_bits_are_raised_for_is_pointed_to():
     inner = jmp.autocast(jnp.tanh, "O0")
     assert lints(lambda x: inner(x @ W), X, name="opaque op") == []
 
+    def until_small(x):
+        return lax.while_loop(lambda h: h.max() > 1e-3, lambda h: h / 2, x)
+
+    lint = only(lambda x: until_small(x @ W) @ W, X, name="opaque op")
+    assert lint.message.startswith("while is run as it was traced")
+    assert 'rules.carry(scope, "follow")' in lint.remedy
+    assert lints(lambda x: until_small(x) @ W, X, name="opaque op") == []
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda h: jnp.linalg.solve(h.T @ h, W),
+        lambda h: lax.reduce_precision(h, 5, 10),
+        lambda h: jax.debug.print("{}", h) or h,
+    ],
+)
+def test_an_op_without_a_form_in_16_bits_is_not_pointed_to(fun):
+    assert lints(lambda x: fun(x @ W) @ W, X, name="opaque op") == []
+
 
 def test_a_literal_that_does_not_fit_is_pointed_to():
-    def masked(x, w, rules=None):
-        return jax.nn.softmax(jnp.where(x > 0, x @ w, -1e9) * 1.5) @ w
+    def masked(x, w, end=-1e9):
+        return jax.nn.softmax(jnp.where(x > 0, x @ w, end) * 1.5) @ w
 
     def shifted(x, w):
         return jnp.tanh((x @ w) + 1e9) @ w
 
-    lint = only(shifted, X, W, name="literal out of range", compute_dtype="float16")
+    f16 = {"name": "literal out of range", "compute_dtype": "float16"}
+    lint = only(shifted, X, W, **f16)
     assert "the number 1000000000.0 does not fit float16" in lint.message
+    assert "For a mask" in lint.remedy
     assert lints(shifted, X, W, name="literal out of range") == []
+    assert "the number -1000000000.0" in only(masked, X, W, **f16).message
+    assert lints(functools.partial(masked, end=-jnp.inf), X, W, **f16) == []
+    table = lambda x, w: jnp.tanh(x @ w + np.full(8, 1e9, np.float32)) @ w
+    lint = only(table, X, W, **f16)
+    assert "a constant too large for 16 bits does not fit float16" in lint.message
+    # Of an argument no numbers are known.
+    bias = lambda x, w, b: jnp.tanh(x @ w + b) @ w
+    assert lints(bias, X, W, W[0], rules="torch", name="literal out of range") == []
+
+
+def test_a_literal_that_vanishes_or_becomes_one_is_pointed_to():
+    guarded = lambda x, w: jnp.tanh((x @ w) / (jnp.abs(x @ w) + 1e-8)) @ w
+    decayed = lambda x, w: jnp.tanh((x @ w) * 0.9999) @ w
+    name = "literal out of range"
+    lint = only(guarded, X, W, name=name, compute_dtype="float16")
+    assert "e-09 vanishes in float16, and makes this float32" in lint.message
+    assert lint.remedy == "6.1e-05 or more, if it is an epsilon"
+    lint = only(decayed, X, W, name=name)
+    assert "the number 0.9998999834060669 is 1 in bfloat16" in lint.message
+    assert lint.remedy == "jmp_lite.as_low on the result, if 1 will do"
+    assert lints(guarded, X, W, name=name) == []
+    assert lints(lambda x, w: jnp.tanh((x @ w) * 0.99) @ w, X, W, name=name) == []
 
 
 def test_a_loss_that_is_low_is_pointed_to():
@@ -207,3 +354,5 @@ def test_a_lint_reads_as_a_sentence_with_its_place():
     assert collections.Counter(lint.name for lint in told.lints) == {
         "float32 product": 1
     }
+    nowhere = explain(jnp.matmul)(jnp.ones((16, 8)), jnp.ones((8, 12)))
+    assert "look at a product of sizes 16 x 12 x 8" in str(nowhere)

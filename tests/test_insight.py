@@ -127,3 +127,19 @@ def test_a_norm_forced_low_and_a_misspelt_pattern_are_named_by_explain():
     changed = jmp.explain(loss)(params, TOKENS).diff(told).changed
     assert {row.scope.split("/")[1] for row, _ in changed} <= {"Block_2"}
     assert changed
+
+
+@pytest.mark.slow
+def test_what_has_to_be_float32_is_found_by_tune_in_its_block():
+    loss, params = loss_of("vanish")
+    rules = jmp.get_rules("mixed", "float16")
+    with jax.numpy_dtype_promotion("standard"):
+        found = jmp.tune(
+            loss, (params, TOKENS), 0.05, rules, progress=lambda line: None
+        )
+    ((kind, name, precision, without),) = found.report.kept
+    assert (kind, name) == ("scope", "^Model/Block_1(/|$)")
+    assert precision is jmp.Precision.FULL_INSIDE
+    assert without.gradients == pytest.approx(1)
+    assert "['Block_1']" in without.worst
+    assert found.report.error.largest < 0.05

@@ -1,5 +1,6 @@
 """Where numbers overflow, vanish or stop being finite, told by name and line."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -7,11 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 
 import jmp_lite as jmp
+from jmp_lite.autocasting import watching
 from jmp_lite.autocasting.compat import is_float
+from jmp_lite.casting.counting import Count, added, on_host
 
 F8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 HERE = pathlib.Path(__file__)
@@ -75,7 +81,8 @@ def test_a_report_names_the_leaves_and_counts_what_is_not_finite():
     assert len(lines) == 4
     assert "underflow in float16" in str(jmp.numerics_report(tree, "float16"))
     assert jmp.numerics_report({}).rows == ()
-    assert str(jmp.numerics_report({}))
+    (titles,) = str(jmp.numerics_report({})).splitlines()
+    assert titles.split()[:4] == ["elements", "dtype", "nan", "inf"]
     with pytest.raises(ValueError, match=r"Unknown dtype 'flaot16'.*'float16'"):
         jmp.numerics_report(tree, "flaot16")
 
@@ -108,6 +115,124 @@ def test_a_suggested_scale_keeps_its_headroom_and_rescues_what_it_says(dtype):
         assert rescued == pytest.approx((scaled != 0).mean())
     with pytest.raises(ValueError, match="no gradient that is finite and not zero"):
         jmp.suggest_loss_scale({"a": jnp.zeros(3), "b": jnp.full(2, jnp.nan)})
+
+
+def test_complex_numbers_and_python_floats_count_as_they_do_for_all_finite():
+    bad = jnp.array([1 + 1j * jnp.nan, -jnp.inf + 1j, 3 - 4j])
+    for tree in ({"z": bad}, {"loss": float("nan")}, {"z": np.complex64(1j * np.inf)}):
+        assert not jmp.all_finite(tree)
+        assert jmp.nonfinite_report(tree)
+    fine = {"z": bad[2:], "loss": 2.0, "n": 3, "yes": True}
+    assert jmp.all_finite(fine)
+    assert not jmp.nonfinite_report(fine)
+    (row,) = jmp.numerics_report(bad, "float16").rows
+    assert (row.nan, row.inf, row.max_abs, row.elements) == (1, 1, 4.0, 3)
+    (row,) = jmp.numerics_report([1e9], "float16").rows
+    assert (row.dtype, row.overflow) == ("float64", 1.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f(), lambda f: jax.jit(f)()])
+def test_numpy_arrays_are_counted_on_the_host_and_lose_nothing(wrap):
+    tree = {
+        "a": np.array([1e300, 1e-310, 0.0]),
+        "b": jnp.ones(2),
+        "c": np.float32([1e-39, 1e-41]),
+    }
+    assert not jmp.nonfinite_report(tree)
+    a, b, c = wrap(lambda: jmp.numerics_report(tree, "bfloat16")).rows
+    assert (a.inf, a.max_abs, a.min_abs) == (0, 1e300, 1e-310)
+    assert (a.overflow, a.underflow) == (1 / 3, 1 / 3)
+    assert (b.max_abs, b.elements, b.dtype) == (1.0, 2, "float32")
+    assert (c.subnormal, c.underflow) == (0.5, 0.5), "no number is flushed"
+
+
+def test_sizes_stay_in_float64_where_jax_has_it():
+    with jax.enable_x64(True):
+        x = jnp.array([1e300, 1e-300])
+        for report in (jmp.numerics_report(x), jax.jit(jmp.watch(jnp.negative))(x)[1]):
+            (row,) = report.rows
+            assert (row.inf, row.max_abs, row.min_abs) == (0, 1e300, 1e-300)
+        mixed = {"wide": x, "low": jnp.ones(2, jnp.bfloat16)}
+        low, wide = jmp.numerics_report(mixed, "float32").rows
+        assert (low.max_abs, wide.max_abs, wide.overflow) == (1.0, 1e300, 0.5)
+
+
+def test_counts_are_whole_numbers_however_large():
+    n = 2**24 + 3
+    (row,) = jmp.numerics_report(jnp.full(n, jnp.inf)).rows
+    assert (row.inf, row.elements) == (n, n)
+    (row,) = jmp.numerics_report(jnp.full(n, 1e9), "float16").rows
+    assert row.overflow == 1.0
+    count = lambda number: {"elements": Count.of(number)}
+    total = jax.jit(added)(jax.jit(added)(count(2**32 - 1), count(3)), count(2**40))
+    assert on_host(total)["elements"] == [2**40 + 2**32 + 2]
+    huge = jax.ShapeDtypeStruct((2**17, 2**16), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(lambda x: jmp.numerics_report(x).counts)(huge)
+    summed = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
+    assert {eqn.invars[0].aval.size for eqn in summed} == {2**31}
+
+
+def test_reports_that_vmap_or_scan_has_stacked_are_told_as_one():
+    x = jnp.float32([[1, jnp.nan, 3], [0.5, 1e9, jnp.inf]])
+    report = functools.partial(jmp.numerics_report, dtype="float16")
+    expected = report(x).rows
+    assert jax.vmap(report)(x).rows == expected
+    scanned = lax.scan(lambda c, row: (c, report(row)), 0, x)[1]
+    assert scanned.rows == expected
+    assert str(scanned) == str(report(x))
+    watched = jmp.watch(jnp.exp, "float16")
+    for stats in (
+        jax.vmap(watched)(x)[1],
+        jax.vmap(jax.vmap(watched))(x)[1],
+        lax.scan(lambda c, row: (c, watched(row)[1]), 0, x)[1],
+    ):
+        (row,) = stats.rows
+        (alone,) = watched(x)[1].rows
+        # What is first is so in its lane, and is called from elsewhere.
+        lane = {"source": row.source, "is_first": row.is_first}
+        assert row == dataclasses.replace(alone, **lane)
+        assert "exp" in str(stats)
+    breaks = jax.vmap(watched)(jnp.float32([[1.0], [1e3]]))[1]
+    assert jmp.first_nonfinite(breaks).inf == 1
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: jmp.numerics_report(x).rows,
+        lambda x: str(jmp.numerics_report(x)),
+        jmp.nonfinite_report,
+        lambda x: jmp.first_nonfinite(jmp.watch(jnp.exp)(x)[1]),
+        jmp.suggest_loss_scale,
+    ],
+)
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_rows_are_for_the_host_and_say_so(ask, transform):
+    with pytest.raises(TypeError, match=r"being traced.*Return|being traced.*return"):
+        transform(ask)(X)
+
+
+def test_what_cannot_be_counted_is_refused():
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    for ask in (jmp.numerics_report, jmp.nonfinite_report, jmp.suggest_loss_scale):
+        with pytest.raises(TypeError, match=r"Expected arrays, got ShapeDtypeStruct"):
+            ask({"w": shape})
+    for headroom in (0, -1, 0.5, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"headroom of 1 or more, got {headroom}"):
+            jmp.suggest_loss_scale(X, headroom=headroom)
+    assert jmp.suggest_loss_scale(X, "float64").loss_scale == 2**24
+    assert jmp.suggest_loss_scale(np.array([5e-324])).loss_scale == 2**24
+    saturating = "float4_e2m1fn"
+    for ask in (jmp.numerics_report, jmp.suggest_loss_scale):
+        with pytest.raises(ValueError, match="float4_e2m1fn has neither infinities"):
+            ask(X, saturating)
+    with pytest.raises(ValueError, match="float4_e2m1fn has neither infinities"):
+        jmp.watch(jnp.tanh, saturating)
+    (row,) = jmp.numerics_report(X.astype(saturating)).rows
+    assert (row.overflow, row.underflow, row.elements) == (0.0, 0.0, 32)
+    assert str(jmp.nonfinite_report(jnp.nan)) == "the array: 1 NaN, 0 infinite of 1"
+    with pytest.raises(TypeError, match=r"Got an nnx object, a Linear, as an argument"):
+        jmp.watch(lambda m, x: m(x))(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X)
 
 
 # --------------------------------------------------------------------------- watch
@@ -169,6 +294,138 @@ def test_a_derivative_of_its_own_stays_its_own():
     assert "exp" in ops, "what is inside is seen"
 
 
+@pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
+def test_effects_happen_as_often_as_they_did(kind):
+    seen = []
+
+    @kind
+    def noisy(x):
+        jax.debug.callback(seen.append, x)
+        return jnp.exp(x)
+
+    if kind is jax.custom_jvp:
+        noisy.defjvps(lambda g, out, x: 3 * g)
+    else:
+        noisy.defvjp(lambda x: (jnp.exp(x), None), lambda _, g: (3 * g,))
+    for run in (jmp.watch(noisy), jax.jit(jmp.watch(noisy))):
+        _, stats = run(jnp.float32(1))
+        jax.effects_barrier()
+        assert len(seen) == 1
+        assert [row.elements for row in stats.rows] == [1]
+        seen.clear()
+    assert jax.grad(lambda x: jmp.watch(noisy)(x)[0])(1.0) == 3
+
+
+def bytes_kept(fun, *args):
+    """What waits for the backward pass."""
+    pullback = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *args)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_what_is_rematerialized_stays_so_under_its_policy(policy):
+    def loss(layers, x, wrap):
+        block = wrap(lambda h, w: jnp.sin(jnp.sin(h @ w)))
+        return lax.scan(lambda h, w: (block(h, w), None), x, layers)[0].sum()
+
+    remat = functools.partial(jax.checkpoint, policy=policy)
+    plain, light = (functools.partial(loss, wrap=w) for w in (lambda f: f, remat))
+    watched = lambda *args: jmp.watch(light)(*args)[0]
+    few = bytes_kept(light, LAYERS, X)
+    assert bytes_kept(watched, LAYERS, X) == few < bytes_kept(plain, LAYERS, X)
+    rows = jmp.watch(light)(LAYERS, X)[1].rows
+    assert [row.op for row in rows] == ["dot_general", "sin", "sin", "reduce_sum"]
+    assert [row.elements for row in rows] == [96, 96, 96, 1]
+    found, expected = jax.grad(watched)(LAYERS, X), jax.grad(light)(LAYERS, X)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    jaxpr = jax.make_jaxpr(jmp.watch(jax.checkpoint(jnp.sin, prevent_cse=False)))(X)
+    (eqn,) = (eqn for eqn in jaxpr.eqns if "policy" in eqn.params)
+    assert eqn.params["prevent_cse"] is False
+
+
+def test_a_scan_stays_unrolled():
+    fun = lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x, unroll=2)
+    for f in (fun, jmp.watch(fun)):
+        (eqn,) = (e for e in jax.make_jaxpr(f)(X).eqns if e.primitive.name == "scan")
+        assert eqn.params["unroll"] == 2
+
+
+@pytest.mark.parametrize("name", ["scan", "while", "cond", "checkpoint"])
+def test_it_works_inside_of_shard_map(name):
+    of_name = {
+        "scan": lambda x: lax.scan(lambda c, y: (c + jnp.sin(y), c), x[0], x)[0],
+        "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, jnp.exp, x),
+        "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.exp, lambda x: x, x),
+        "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))),
+    }
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    mapped = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+
+    def watched(x):
+        out, stats = jmp.watch(of_name[name])(x)
+        return out, jax.tree.map(lambda counts: counts[None], stats)
+
+    out, stats = mapped(watched)(X)
+    np.testing.assert_allclose(out, mapped(of_name[name])(X), rtol=1e-6)
+    _, alone = jmp.watch(of_name[name])(X)
+    told = [{(row.op, row.elements) for row in s.rows} for s in (alone, stats)]
+    assert told[0] <= told[1], "there are casts of types too"
+
+
+def test_only_the_branch_of_the_platform_is_compiled():
+    fun = lambda x: lax.platform_dependent(x, cpu=jnp.sin, cuda=jnp.cos)
+    for f in (fun, jmp.watch(fun)):
+        text = jax.jit(f).lower(X).as_text()
+        assert "stablehlo.sine" in text
+        assert "stablehlo.cosine" not in text
+    out, stats = jmp.watch(fun)(X)
+    np.testing.assert_allclose(out, jnp.sin(X), rtol=1e-6)
+    assert [row.op for row in stats.rows] == ["sin"]
+
+
+def test_a_loop_of_which_each_lane_ends_by_itself_is_seen_from_outside():
+    loop = lambda x: lax.while_loop(lambda c: c < 100, lambda c: c * 2, x)
+    starts = jnp.float32([1, 30, 200])
+    expected = jnp.float32([128, 120, 200])
+    out, stats = jmp.watch(jax.vmap(loop))(starts)
+    np.testing.assert_array_equal(out, expected)
+    assert [(row.op, row.elements) for row in stats.rows] == [("while", 3)]
+    out, stats = jax.vmap(jmp.watch(loop))(starts)
+    np.testing.assert_array_equal(out, expected)
+    assert [(row.op, row.elements) for row in stats.rows] == [("mul", 7 + 2)]
+
+
+def test_the_condition_of_a_loop_is_watched_too():
+    fun = lambda x: lax.while_loop(lambda c: jnp.log(c) < 3, lambda c: c * 2, x)
+    for wrap in (lambda f: f, jax.jit):
+        out, stats = wrap(jmp.watch(fun))(jnp.float32(1))
+        assert out == 32
+        told = {row.op: row.elements for row in stats.rows}
+        assert told == {"log": 6, "mul": 5}
+    assert jmp.first_nonfinite(jmp.watch(fun)(jnp.float32(0.0) + 1)[1]) is None
+    assert jmp.first_nonfinite(jmp.watch(fun)(jnp.float32(-1))[1]).op == "log"
+
+
+def test_what_is_inside_is_looked_at_once_a_level(monkeypatch):
+    calls = []
+    original = watching.counted
+    monkeypatch.setattr(
+        watching, "counted", lambda *args: calls.append(1) or original(*args)
+    )
+
+    def nested(depth):
+        if not depth:
+            return jnp.sin
+        inner = nested(depth - 1)
+        return lambda x: lax.cond(x[0, 0] > depth, inner, lambda x: x * 2, x)
+
+    jaxpr = jax.make_jaxpr(jmp.watch(nested(5)), return_shape=True)
+    _, (_, stats) = jaxpr(X)
+    assert len(calls) == len(stats.ops) > 5
+
+
 def test_loops_are_counted_over_all_trips():
     def fun(x, stack, n):
         h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
@@ -184,7 +441,8 @@ def test_loops_are_counted_over_all_trips():
     assert "cos" not in rows, "it was not run"
     assert rows["sqrt"].elements == 32
     assert rows["sqrt"].is_first, "of negative numbers"
-    assert "elements" in str(stats)
+    (line,) = (line for line in str(stats).splitlines() if " sin " in line)
+    assert line.split()[:2] == ["160", "sin"]
 
 
 def test_the_first_op_that_stops_being_finite_is_named_with_its_line():
@@ -206,6 +464,49 @@ def test_the_first_op_that_stops_being_finite_is_named_with_its_line():
     # Infinite from the start: nothing in the function is to blame.
     bad = X.at[0, 0].set(jnp.inf)
     assert jmp.first_nonfinite(jmp.watch(lambda x: 2 * x + 1)(bad)[1]) is None
+
+
+MASK = jnp.tril(jnp.ones((4, 8), bool))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jax.nn.softmax(jnp.where(MASK, x, -jnp.inf)),
+        lambda x: jnp.where(MASK, x, jnp.full_like(x, -jnp.inf)).max(),
+        lambda x: jnp.where(MASK, x, jnp.nan)[0, 0],
+        lambda x: jax.nn.dot_product_attention(*3 * [x[None, None]], is_causal=True),
+        lambda x: jnp.clip(x, -jnp.inf, 1),
+        lambda x: x + jnp.array([0, -jnp.inf] * 4),
+        lambda x: jnp.max(x, initial=-jnp.inf),
+        *(jnp.var, jnp.std, jnp.median, lambda x: jnp.quantile(x, 0.3)),
+    ],
+)
+def test_a_mask_of_infinities_or_nans_is_not_to_blame(fun):
+    for f in (fun, jax.grad(lambda x: jnp.sum(fun(x)))):
+        assert jmp.first_nonfinite(jmp.watch(f)(X)[1]) is None
+
+    def broken(x):
+        return jnp.sum(fun(x)), jnp.log(x - 100)  # Of negative numbers.
+
+    first = jmp.first_nonfinite(jax.jit(jmp.watch(broken))(X)[1])
+    assert (first.op, first.nan) == ("log", 32)
+    assert line_with("# Of negative numbers.") in first.source
+
+
+def test_a_complex_result_that_breaks_is_found():
+    fun = lambda x: jnp.exp(x.astype(jnp.complex64)).real
+    _, stats = jmp.watch(fun)(1000 + jnp.abs(X))
+    assert jmp.first_nonfinite(stats).op == "exp"
+
+
+def test_an_op_inside_of_jax_is_told_with_the_line_that_calls_it():
+    def fun(x):
+        return jnp.std(x * 1e19)  # The squares overflow.
+
+    first = jmp.first_nonfinite(jmp.watch(fun)(X)[1])
+    assert first.scope == "_std/_var"
+    assert line_with("# The squares overflow.") in first.source
 
 
 def test_the_step_of_a_loop_that_overflows_is_found():
@@ -239,7 +540,7 @@ def test_gradients_that_would_vanish_in_float16_are_found_by_layer():
 def test_it_composes_and_refuses_what_is_no_function():
     values, stats = jax.vmap(jmp.watch(jnp.tanh))(X)
     np.testing.assert_array_equal(values, jnp.tanh(X))
-    assert stats.counts["nan"].shape == (4, 1)
+    assert stats.counts["max_abs"].shape == (4, 1)
     out, stats = jmp.watch(lambda n, name: n + len(name))(3, "abc")
     assert (int(out), stats.rows) == (6, ())
     assert jmp.watch(lambda: None)()[0] is None

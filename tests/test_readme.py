@@ -4,12 +4,14 @@ import pathlib
 import re
 import runpy
 
+import flax
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import jmp_lite as jmp
+from jmp_lite.__main__ import load_digits, make_lenet
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,7 +54,7 @@ def test_the_built_train_step_runs_as_shown():
 
 def test_the_explanation_is_what_explain_prints():
     (block,) = (block for block in BLOCKS if "jmp.explain" in block)
-    (shown,) = re.findall(r"```text\n(autocast to .*?)```", README, re.DOTALL)
+    (shown,) = re.findall(r"```text\n(autocast to bfloat16: .*?)```", README, re.DOTALL)
     names = {"jax": jax, "jnp": jnp, "jmp": jmp, "print": lambda *args: None}
     # Under the name of a file, so that its lines are told.
     exec(compile(block, "layer.py", "exec"), names)
@@ -62,6 +64,18 @@ def test_the_explanation_is_what_explain_prints():
     if jax.__version__ == "0.10.2":  # Another version may trace other equations.
         assert lines[0] == lines[1]
     assert told.startswith("autocast to bfloat16: ")
+
+
+def test_the_explanation_of_the_demo_s_network_is_what_is_shown():
+    (shown,) = re.findall(
+        r"```text\n(autocast to float16: .*?)\n```", README, re.DOTALL
+    )
+    model, ((images, _), _) = make_lenet(), load_digits()
+    variables = model.init(jax.random.key(0), images[:1])
+    told = jmp.explain(model.apply, compute_dtype="float16")(variables, images[:64])
+    assert told.share_low("dot_general") == 1
+    if (jax.__version__, flax.__version__) == ("0.10.2", "0.12.8"):
+        assert str(told).splitlines() == shown.splitlines()
 
 
 def test_tune_finds_what_is_shown(capsys):

@@ -7,6 +7,7 @@ Where versions differ, a feature is asked for, never a version number.
 import contextlib
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax
+from jax._src.source_info_util import user_frames
 from jax.extend import core, linear_util, source_info_util
+
+from jmp_lite.autocasting.rules import PRODUCTS
 
 Jaxpr = Any
 Equation = Any
@@ -104,9 +108,9 @@ def is_float32(atom: Atom) -> bool:
 
 
 def is_float(atom: Atom) -> bool:
-    """Whether an atom was traced as an array of floats of any width."""
-    dtype = dtype_of(atom)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    """Whether an atom was traced as an array of floats of any width (no Ref)."""
+    is_array = isinstance(atom.aval, jax.core.ShapedArray)
+    return is_array and jnp.issubdtype(dtype_of(atom), jnp.inexact)
 
 
 def is_integer(atom: Atom) -> bool:
@@ -165,13 +169,13 @@ def live_equations(jaxpr: Jaxpr) -> list[Equation]:
     return found[::-1]
 
 
-def product_sizes(eqn: Equation) -> tuple[int, ...]:
+def product_sizes(eqn: Equation) -> tuple[Any, ...]:
     """Returns the sizes of a matrix product: of a result's sides, and what is summed.
 
-    Of a convolution those of its channels, and of its window times its channels.
-    Nothing for any other op.
+    Of a convolution those of its channels. Nothing for any other op. A size may be
+    symbolic.
     """
-    if eqn.primitive.name not in _PRODUCTS:
+    if eqn.primitive.name not in PRODUCTS:
         return ()
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
     numbers = eqn.params.get("dimension_numbers")
@@ -186,18 +190,34 @@ def product_sizes(eqn: Equation) -> tuple[int, ...]:
         ]
         return *rest, math.prod(lhs[i] for i in summed)
     if eqn.primitive.name == "conv_general_dilated":
-        channels_out, channels_in, *window = (rhs[i] for i in numbers.rhs_spec)
-        return channels_in, channels_out, channels_in * math.prod(window)
+        channels_out, channels_in, *_ = (rhs[i] for i in numbers.rhs_spec)
+        return channels_in, channels_out
     return lhs[-2], rhs[-1], lhs[-1]  # Ragged: the groups share the rows.
-
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def product_flops(eqn: Equation) -> int:
     """Returns the operations of a matrix product, two for each multiplication."""
-    sizes = product_sizes(eqn)
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * sizes[-1] if sizes else 0
+    if eqn.primitive.name not in PRODUCTS:
+        return 0
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    numbers = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name == "dot_general":
+        summed = [lhs[i] for i in numbers[0][0]]
+    elif eqn.primitive.name == "conv_general_dilated":
+        summed = [n for i, n in enumerate(rhs) if i != numbers.rhs_spec[0]]
+    else:
+        summed = [lhs[-1]]
+    (out,) = eqn.outvars
+    # A complex multiplication is four, and two more sums.
+    each = 8 if jnp.issubdtype(dtype_of(out), jnp.complexfloating) else 2
+    # The derivative of a stride spreads numbers out: what it fills in is no work.
+    spread = math.prod(eqn.params.get("lhs_dilation", ()))
+    return each * known_size(out.aval.shape) * known_size(summed) // spread
+
+
+def known_size(shape: Iterable[Any]) -> int:
+    """Returns how many numbers an array holds; a symbolic size counts as one."""
+    return math.prod(n for n in shape if isinstance(n, int))
 
 
 def retyped(aval: Aval, dtype: Any) -> Aval:
@@ -219,10 +239,38 @@ def is_transposed(eqn: Equation) -> bool:
     return any(getattr(item, "name", "") == "transpose" for item in stack)
 
 
-def source(eqn: Equation) -> str:
-    """Returns where an equation stands in the user's code: file, line, (function)."""
-    # JAX writes the column behind the line.
-    return re.sub(r":(\d+):\d+ ", r":\1 ", source_info_util.summarize(eqn.source_info))
+def source(eqn: Equation, caller: str = "") -> str:
+    """Returns where an equation stands in the user's code: file, line, (function).
+
+    Args:
+      eqn: the equation.
+      caller: where the equation stands that holds it, if one does. What a package has
+        wrapped in ``jit``, as most of ``jax.numpy`` is, knows not who calls it.
+
+    Returns:
+      The innermost line that is the user's, else that of the caller, else that of an
+      installed package; nothing where there is none.
+    """
+    own, of_a_package = _sources(eqn.source_info.traceback)
+    return own or caller or of_a_package
+
+
+@functools.lru_cache(maxsize=4096)
+def _sources(traceback: Any) -> tuple[str, str]:
+    """Returns the innermost lines that are the user's, and an installed package's."""
+    of_a_package = ""
+    for frame in user_frames(traceback):
+        if frame.file_name.startswith(_THIS_LIBRARY):
+            continue
+        told = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+        if not _PACKAGES.search(frame.file_name):
+            return told, of_a_package
+        of_a_package = of_a_package or told
+    return "", of_a_package
+
+
+_THIS_LIBRARY = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 _Scope = type(source_info_util.new_name_stack("a").stack[0])
@@ -413,6 +461,11 @@ def as_varying(array: Any, axes: Iterable[str]) -> Any:
     if not missing:
         return array
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying")
+
+
+def varying_axes(atoms: Iterable[Atom]) -> frozenset[str]:
+    """Returns the mapped axes over which some of the atoms may differ."""
+    return frozenset().union(*(a.aval.manual_axis_type.varying for a in atoms))
 
 
 def as_typed(value: Any, aval: Aval) -> Any:

@@ -31,12 +31,15 @@ class Decision:
       state: what its float32 results are held in; None where it has none.
       reason: why, in words.
       leader: which of the operands that it follows decided, if one did.
+      said: what the rules said of it, where they alone decided; None where its
+        operands, its effects or those that read its results did.
     """
 
     run: Run
     state: State | None
     reason: str
     leader: int | None = None
+    said: Precision | None = None
 
 
 NOT_FLOAT32 = Decision(Run.AS_TRACED, None, "nothing in it is float32")
@@ -59,11 +62,11 @@ def decide(
     """
     precision, reason = said.precision, f"{said.precision.name}: {said.reason}"
     if precision is Precision.KEEP:
-        return Decision(Run.AS_TRACED, State.HARD, reason)
+        return Decision(Run.AS_TRACED, State.HARD, reason, said=precision)
     if precision is Precision.LOW:
-        return _low(op, reason)
+        return _low(op, reason, said=precision)
     if precision in (Precision.FULL, Precision.FULL_INSIDE):
-        return Decision(Run.FULL, State.HARD, reason)
+        return Decision(Run.FULL, State.HARD, reason, said=precision)
     state, leader = _joined(op, precision, operands)
     if op in POSITIONAL:
         # Positions need their digits going in, not coming out.
@@ -138,11 +141,13 @@ def _are_16_bit(operands: Sequence[tuple[State, Kind]]) -> bool:
     )
 
 
-def _low(op: str, reason: str, leader: int | None = None) -> Decision:
+def _low(
+    op: str, reason: str, leader: int | None = None, said: Precision | None = None
+) -> Decision:
     if op in ADDED_UP:
         reason = f"in float32 for its derivative, then cast; {reason}"
-        return Decision(Run.FULL, State.LOW, reason, leader)
-    return Decision(Run.LOW, State.LOW, reason, leader)
+        return Decision(Run.FULL, State.LOW, reason, leader, said)
+    return Decision(Run.LOW, State.LOW, reason, leader, said)
 
 
 def _joined(

@@ -80,11 +80,11 @@ def refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
     for where, found in places.items():
         for module in filter(lambda x: isinstance(x, kind), found):
             raise TypeError(
-                f"autocast got an nnx object, a {type(module).__name__}, as {where}. "
-                "What is changed in it (batch statistics, counts of random numbers) "
-                "would be lost. Use jmp_lite.nnx.autocast, with the object as an "
-                "argument, which writes changes back; or nnx.split it, and give "
-                "autocast a function of its state."
+                f"Got an nnx object, a {type(module).__name__}, as {where}. What is "
+                "changed in it (batch statistics, counts of random numbers) would be "
+                "lost. Use nnx.split, and give a function of its state; for autocast "
+                "there is jmp_lite.nnx.autocast, which takes the object as an argument "
+                "and writes changes back."
             )
 
 

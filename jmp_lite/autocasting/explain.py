@@ -18,22 +18,22 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.backward import backward_of, rows_of_backward
 from jmp_lite.autocasting.door import check_function, choose_rules
 from jmp_lite.autocasting.interpreter import Walk, trace, walk_along
 from jmp_lite.autocasting.lints import Lint, Looked, find_lints
+from jmp_lite.autocasting.loops import unrolled
 from jmp_lite.autocasting.rows import (
     Row,
     Totals,
-    backward_of,
     casts_in,
-    rows_of_backward,
     seen_in,
     short,
     totals_of,
 )
 from jmp_lite.autocasting.rules import NORM_LAYERS, PRESETS, Rules
 from jmp_lite.autocasting.tables import count, html_table, text_table
-from jmp_lite.casting.dtypes import unknown_name
+from jmp_lite.casting.dtypes import is_traceable, unknown_name
 from jmp_lite.casting.selection import check_selector
 
 
@@ -58,26 +58,22 @@ class Explanation:
     unused: tuple[str, ...] = ()
 
     def share_low(self, op: str | None = None) -> float:
-        """Returns which part of the equations runs in 16 bits.
+        """Returns which part of the equations runs in 16 bits or fewer.
 
         Args:
           op: the name of a primitive; None for all that hold a float.
 
         Raises:
-          ValueError: there is no such op in the function.
+          ValueError: there is no such op in the function, or it holds no float.
 
         Example:
           >>> import jax.numpy as jnp
           >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).share_low()
           0.5
         """
-        rows = [
-            row
-            for row in self.rows
-            if row.precision != "as traced" and op in (None, row.op)
-        ]
+        rows = [row for row in self._rows_of(op) if row.precision != "as traced"]
         if not rows:
-            raise unknown_name("op", str(op), self._names(lambda row: row.op))
+            raise ValueError(f"No {op or 'equation'} of the function holds a float.")
         return sum(map(_is_low, rows)) / len(rows)
 
     def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
@@ -96,15 +92,13 @@ class Explanation:
           >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).precision_of(op="exp")
           'float32'
         """
-        rows = [row for row in self.rows if op in (None, row.op)]
-        if not rows:
-            raise unknown_name("op", str(op), self._names(lambda row: row.op))
         check_selector(scope)
-        found = [row for row in rows if scope is None or re.search(scope, row.scope)]
+        found = [r for r in self._rows_of(op) if re.search(scope or "", r.scope)]
         if not found:
             hint = _nearest(str(scope), self._names(lambda row: row.scope))
             what = f"{op!r}" if op else "equation"
-            raise ValueError(f"There is no {what} in a scope like {scope!r}.{hint}")
+            where = f" in a scope like {scope!r}" if scope else ""
+            raise ValueError(f"There is no {what}{where}.{hint}")
         said = Counter(r.precision for r in found if r.precision != "as traced")
         if len(said) > 1:
             told = ", ".join(f"{n} in {dtype}" for dtype, n in said.most_common())
@@ -188,6 +182,14 @@ class Explanation:
         told.append(("look at ", tuple(map(str, self.lints))))
         return told
 
+    def _rows_of(self, op: str | None) -> Sequence[Row]:
+        if op is None:
+            return self.rows
+        rows = [row for row in self.rows if row.op == op]
+        if not rows:
+            raise unknown_name("op", op, self._names(lambda row: row.op))
+        return rows
+
     def _names(self, of: Callable[[Row], str]) -> list[str]:
         return list(dict.fromkeys(map(of, self.rows)))
 
@@ -205,8 +207,11 @@ def explain(
       fun: any function of pytrees that JAX can trace.
       rules: a preset's name or a ``Rules``.
       compute_dtype: the dtype of low ops instead of the rules' own.
-      backward: whether to tell the backward pass too, that is what
-        ``grad(autocast(fun))`` runs, and how much waits for it.
+      backward: whether to tell the backward pass too, and how much waits for it: what
+        ``value_and_grad(autocast(fun))`` runs for the gradients of all arguments that
+        are floats. A scalar is a loss, and so is one that a tuple of results begins
+        with: it alone is differentiated, as with ``has_aux``. Of other results all
+        floats are.
 
     Returns:
       A function of ``fun``'s arguments, for whose arrays ``ShapeDtypeStruct``s do. It
@@ -233,28 +238,45 @@ def explain(
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         walk = Walk(chosen())
-        traced, arrays, _ = trace(fun, args, kwargs)
+        traced, arrays, structure = trace(fun, args, kwargs)
         run = jax.make_jaxpr(lambda *xs: walk_along(walk, traced, xs))(*arrays)
         low = np.dtype(walk.low_dtype)
         seen = list(seen_in(walk.told, low))
         rows, kept = [one.row for one in seen], None
+        programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
-            passes = [backward_of(jaxpr) for jaxpr in (traced, run)]
+            passes = [backward_of(jaxpr, structure) for jaxpr in (traced, run)]
             kept = tuple(one.kept for one in passes)
-            rows += rows_of_backward(passes[1].jaxpr, low)
-        casts = zip(casts_in(run, low), casts_in(traced, low), strict=True)
-        added = tuple(n - as_traced for n, as_traced in casts)
-        is_gradient = backward or any(compat.is_transposed(s.told.eqn) for s in seen)
-        looked = Looked(seen, walk.results, walk.rules, is_gradient)
+            rows += rows_of_backward(passes[1], passes[0])
+            programs = [[one.forward, one.backward] for one in passes]
+        as_traced, as_run = (casts_in(each, low) for each in programs)
+        added = tuple(n - m for n, m in zip(as_run, as_traced, strict=True))
+        forward = [one for one in seen if not one.row.is_backward]
+        looked = Looked(
+            forward,
+            walk.results,
+            walk.rules,
+            has_gradients=backward or len(forward) < len(seen),
+            jaxpr=traced,
+            alone=_alone(args, kwargs),
+        )
         return Explanation(
             walk.rules,
             tuple(rows),
             totals_of(rows, added, kept),
             find_lints(looked),
-            tuple(_unused(walk.rules, rows)),
+            tuple(_unused(walk.rules, rows, traced)),
         )
 
     return explained
+
+
+def _alone(args: Any, kwargs: Any) -> frozenset[int]:
+    """Returns which of the arrays are float32, and arguments by themselves."""
+    leaves, _ = jax.tree.flatten_with_path((args, kwargs))
+    arrays = [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
+    is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
+    return frozenset(i for i, yes in enumerate(is_alone) if yes)
 
 
 # ------------------------------------------------------------------------ comparing
@@ -286,23 +308,27 @@ class Difference:
     def __str__(self) -> str:
         if not self:
             return "no difference"
-        rows = [
-            (_times(a), a.op, a.precision, b.precision, b.reason, short(a.source))
-            for a, b in self.changed
+        rows = [(a, *_told_apart(a, b), b.reason) for a, b in self.changed]
+        rows += [(row, row.precision, "-", "") for row in self.only_left]
+        rows += [(row, "-", row.precision, row.reason) for row in self.only_right]
+        like: dict[str, Counter[Sequence[str]]] = {}
+        for row, *cells in rows:
+            told = (_times(row), row.op, *cells, short(row.source))
+            like.setdefault(row.scope, Counter())[told] += 1
+        groups = [
+            (scope, [(f"{n}" if n > 1 else "", *told) for told, n in counted.items()])
+            for scope, counted in like.items()
         ]
-        rows += [
-            (_times(row), row.op, row.precision, "-", "", short(row.source))
-            for row in self.only_left
-        ]
-        rows += [
-            (_times(row), row.op, "-", row.precision, row.reason, short(row.source))
-            for row in self.only_right
-        ]
-        headers = ("times", "op", "ran in", "runs in", "why", "where")
-        merged = [
-            (f"{n}" if n > 1 else "", *cells) for cells, n in Counter(rows).items()
-        ]
-        return text_table(("", *headers), [("", merged)], right=(0, 1))
+        headers = ("", "times", "op", "ran in", "runs in", "why", "where")
+        return text_table(headers, groups, right=(0, 1))
+
+
+def _told_apart(a: Row, b: Row) -> tuple[str, str]:
+    """Returns what two rows run in, and how much they hold where that is the same."""
+    if a.precision != b.precision:
+        return a.precision, b.precision
+    first, second = (f"{r.precision}, {count(r.bytes_run)}B" for r in (a, b))
+    return first, second
 
 
 def _by_place(rows: Iterable[Row]) -> Mapping[Any, Row]:
@@ -319,20 +345,46 @@ def _by_place(rows: Iterable[Row]) -> Mapping[Any, Row]:
 # --------------------------------------------------------------------- unused rules
 
 
-def _unused(rules: Rules, rows: Sequence[Row]) -> Iterable[str]:
-    """Yields what the user has written into the rules and nothing has matched."""
-    scopes = list(dict.fromkeys(row.scope for row in rows))
-    names = list(dict.fromkeys(name for scope in scopes for name in scope.split("/")))
-    for kind, patterns in (("scope", rules.scopes), ("carry", rules.carries)):
-        for pattern, _ in patterns:
-            is_preset = (kind, pattern) == ("scope", NORM_LAYERS[0])
-            if not is_preset and not any(re.search(pattern, path) for path in scopes):
-                yield f"{kind} {pattern!r} matches nothing.{_nearest(pattern, names)}"
+def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Any) -> Iterable[str]:
+    """Yields what the user has written into the rules and decides nothing."""
+    scopes = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
+    yield from _unmatched("scope", scopes, (row.scope for row in rows))
+    carries = [pattern for pattern, _ in rules.carries]
+    yield from _unmatched("carry", carries, _loops(jaxpr) if carries else ())
     of_presets = {pair for preset in PRESETS.values() for pair in preset.ops}
     ops = list(dict.fromkeys(row.op for row in rows))
     for pair in rules.ops:
         if pair not in of_presets and pair[0] not in ops:
             yield f"op {pair[0]!r} matches nothing.{_nearest(pair[0], ops)}"
+
+
+def _unmatched(
+    kind: str, patterns: Sequence[str], paths: Iterable[str]
+) -> Iterable[str]:
+    """Yields the patterns that no path matches, or that others come before."""
+    paths = list(dict.fromkeys(paths))
+    names = list(dict.fromkeys(name for path in paths for name in path.split("/")))
+    for i, pattern in enumerate(patterns):
+        matched = [path for path in paths if re.search(pattern, path)]
+        before = [
+            [other for other in patterns[:i] if re.search(other, path)]
+            for path in matched
+        ]
+        if not matched:
+            yield f"{kind} {pattern!r} matches nothing.{_nearest(pattern, names)}"
+        elif all(before):
+            yield f"{kind} {pattern!r} decides nothing: {before[0][0]!r} comes first."
+
+
+def _loops(jaxpr: Any, path: str = "") -> Iterable[str]:
+    """Yields the paths that loops stand in, those too that are written out."""
+    parts = compat.parts(jaxpr)
+    written_out = unrolled(parts)
+    for eqn in parts.eqns:
+        if eqn.primitive.name in ("scan", "while") or id(eqn) in written_out:
+            yield compat.join(path, *compat.scopes(eqn))
+        for inner in compat.inner_jaxprs(eqn):
+            yield from _loops(inner, compat.path_of(eqn, path))
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
@@ -348,7 +400,8 @@ _LINES = 60
 
 
 def _is_low(row: Row) -> bool:
-    return row.precision in ("bfloat16", "float16")
+    is_float = row.precision != "as traced"
+    return is_float and np.dtype(row.precision).itemsize <= 2
 
 
 def _depth_that_fits(rows: Sequence[Row]) -> int | None:

@@ -355,7 +355,7 @@ def _while(walk: Walk, call: Call) -> list[Value]:
         cond_jaxpr=test.jaxpr,
         body_jaxpr=step.jaxpr,
     )
-    _results(walk, call._replace(operands=of_cond), [None], test)
+    _results(walk, call._replace(operands=of_cond), [None], test, None)
     return _results(walk, turned, arrays, step, None)
 
 

@@ -9,12 +9,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import MIXED_BY_THE_USER, Operand, Run
-from jmp_lite.autocasting.rows import Seen, short, told_origin
-from jmp_lite.autocasting.rules import ADDING, AUTOCAST_SCOPE, NORM_LAYERS, Rules
+from jmp_lite.autocasting.rows import Place, Seen, counted, equations, short
+from jmp_lite.autocasting.rules import (
+    ADDED_UP,
+    ADDING,
+    AUTOCAST_SCOPE,
+    HIGHER_ORDER,
+    MOVING,
+    NORM_LAYERS,
+    Precision,
+    Rules,
+    group_of,
+)
 from jmp_lite.autocasting.tables import count
 from jmp_lite.autocasting.values import Kind, State
 
@@ -39,23 +50,29 @@ class Lint:
 
     def __str__(self) -> str:
         place = ", ".join(filter(None, (self.scope, short(self.source))))
-        return f"{place}: {self.message}. {self.remedy}."
+        said = ": ".join(filter(None, (place, self.message)))
+        return f"{said}. {self.remedy}."
 
 
 class Looked(NamedTuple):
     """What lints look at.
 
     Attributes:
-      seen: the rows of the forward pass, and what they were made of.
+      seen: the rows of the forward pass, and what they were made of. What a backward
+        pass is made of is written by nobody, and has no remedy.
       results: what stood for the results.
       rules: the rules.
       has_gradients: whether anything is differentiated.
+      jaxpr: the function, as it was traced.
+      alone: which of its inputs were arguments by themselves, and not in a tree.
     """
 
     seen: Sequence[Seen]
     results: Sequence[Operand]
     rules: Rules
     has_gradients: bool
+    jaxpr: Any
+    alone: frozenset[int]
 
 
 def find_lints(looked: Looked) -> tuple[Lint, ...]:
@@ -65,7 +82,9 @@ def find_lints(looked: Looked) -> tuple[Lint, ...]:
         for lint in check(looked):
             # Blocks that differ in a number alone are alike.
             scope = re.sub(r"\d+", "", lint.scope)
-            like.setdefault((lint.name, lint.source, scope), []).append(lint)
+            message = lint.message.replace(lint.scope, "")
+            key = (lint.name, lint.source, scope, message)
+            like.setdefault(key, []).append(lint)
     return tuple(map(_counted, like.values()))
 
 
@@ -90,50 +109,129 @@ def _has_low(seen: Seen) -> bool:
 
 
 def _widened_stream(looked: Looked) -> Iterator[Lint]:
-    """A float32 value joins a 16-bit one, and what follows is float32 up to a cast."""
+    """A float32 value joins a 16-bit one, and what follows is float32 up to a cast.
+
+    Where it is computed from what it joins, without a product between, the two are one
+    function, which is float32 on purpose: a norm, a softplus. So is what a loop carries
+    in float32, of which its row tells why.
+    """
     first: dict[int, Seen] = {}
     after: dict[int, list[Seen]] = {}
     is_cast_back: set[int] = set()
+    # By equation: what made the 16-bit values what they are that it is computed from.
+    made_of: dict[int, set[Any]] = {}
     for seen in looked.seen:
         told = seen.told
+        lows = {_made_by(o.origin) for o in told.operands if o.state is State.LOW}
+        others = (o for o in told.operands if o.state is not State.LOW)
+        of_others = (made_of.get(id(o.origin), set()) for o in others)
+        made_of[id(told.eqn)] = lows.union(*of_others)
         if told.result is None and _follows_float32(seen):
             name = id(told.origin)
-            if _has_low(seen) and not isinstance(told.origin, str):
+            is_one_function = not lows.isdisjoint(made_of.get(name, set()))
+            if lows and not is_one_function and not _is_by_choice(told.origin):
                 first.setdefault(name, seen)
             if name in first:
                 after.setdefault(name, []).append(seen)
         # A norm, too, hands on 16 bits.
-        is_norm = told.decision.reason.startswith("FULL_INSIDE")
+        is_norm = told.decision.said is Precision.FULL_INSIDE
         if told.decision.run is Run.LOW or is_norm:
             hard = (o for o in told.operands if o.state is State.HARD)
             is_cast_back.update(id(o.origin) for o in hard)
     for name, seen in first.items():
-        if name not in is_cast_back:  # The tail of a loss: it ends in float32.
-            continue
         rows = [one.row for one in after[name]]
-        size = sum(row.bytes_run * (row.times or 1) for row in rows)
-        ops = f"{len(rows)} op" + "s" * (len(rows) > 1)
+        # The tail of a loss ends in float32. And a cast fuses with the op before it.
+        if name not in is_cast_back or len(rows) == 1:
+            continue
+        size = sum(row.bytes_run * counted(row.times) for row in rows)
         yield _at(
             seen,
             "widened stream",
-            f"{told_origin(seen.told.origin)} is float32 and joins a 16-bit value "
-            f"here: {ops} and {count(size)}B after it are float32",
+            f"{seen.origin} is float32 and joins a 16-bit value here: {len(rows)} ops "
+            f"and {count(size)}B after it are float32",
             "jmp_lite.as_low on it, if its digits do not matter from here on",
         )
 
 
+def _made_by(origin: Any) -> Any:
+    """Returns what made a value: the same op on the same operands makes the same."""
+    if isinstance(origin, str | None):
+        return origin
+    return origin.primitive.name, *map(id, origin.invars)
+
+
+def _is_by_choice(origin: Any) -> bool:
+    """Whether a value is a number or the carry of a loop, and not what an op made."""
+    return isinstance(origin, str | None) or origin.primitive.name in HIGHER_ORDER
+
+
+class _From(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+      arguments: the arguments that it is computed from.
+      moved: the one that it is, or a part of it.
+    """
+
+    arguments: frozenset[int] = frozenset()
+    moved: int | None = None
+
+
+def _with_arguments(
+    jaxpr: Any, given: Sequence[_From]
+) -> Iterator[tuple[Any, Sequence[_From]]]:
+    """Yields what is computed from arguments, and where its operands come from."""
+    parts = compat.parts(jaxpr)
+    known = dict(zip(parts.invars, given, strict=False))
+    for eqn in parts.eqns:
+        atoms = [None if compat.is_literal(atom) else atom for atom in eqn.invars]
+        operands = [known.get(atom, _NOWHERE) for atom in atoms]
+        arguments = frozenset[int]().union(*(o.arguments for o in operands))
+        if not arguments:
+            continue
+        yield eqn, operands
+        for inner in compat.inner_jaxprs(eqn):
+            # What comes first is none of its inputs: the index of a cond.
+            n_before = max(0, len(operands) - len(compat.parts(inner).invars))
+            yield from _with_arguments(inner, operands[n_before:])
+        moved = operands[0].moved if eqn.primitive.name in _MOVING_ONCE else None
+        known.update(dict.fromkeys(eqn.outvars, _From(arguments, moved)))
+
+
+_NOWHERE = _From()
+_MOVING_ONCE = MOVING - ADDED_UP
+
+
 def _float32_input(looked: Looked) -> Iterator[Lint]:
-    """An argument is added to a 16-bit value, element by element."""
+    """An argument follows a 16-bit value that it is added to, and not made from it.
+
+    Parameters are no data: they come in trees, and data comes by itself.
+    """
+    if not looked.alone:
+        return
+    given = [
+        _From(frozenset([i]), i) if i in looked.alone else _NOWHERE
+        for i in range(len(compat.parts(looked.jaxpr).invars))
+    ]
+    added: dict[int, set[int]] = {}
+    for eqn, operands in _with_arguments(looked.jaxpr, given):
+        if eqn.primitive.name in ADDING:
+            pairs = zip(operands, operands[::-1], strict=True)
+            added[id(eqn)] = {
+                i
+                for i, (mine, other) in enumerate(pairs)
+                if mine.moved is not None and mine.moved not in other.arguments
+            }
     for seen in looked.seen:
         told = seen.told
-        if seen.row.op not in ADDING or told.decision.run is not Run.LOW:
-            continue
-        if not _has_low(seen):
+        follows = told.decision.said is None and _has_low(seen)
+        if not follows or told.decision.run is not Run.LOW:
             continue
         shape = told.eqn.outvars[0].aval.shape
-        for operand in told.operands:
-            is_given = (operand.state, operand.origin) == (State.SOFT, "an argument")
-            if is_given and operand.shape == shape and len(shape) > 1:
+        for i in added.get(id(told.eqn), ()):
+            operand = told.operands[i]
+            is_spread = operand.shape != shape or len(shape) < 2
+            if operand.state is State.SOFT and not is_spread:
                 yield _at(
                     seen,
                     "float32 input",
@@ -146,9 +244,13 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
 
 def _float32_carry(looked: Looked) -> Iterator[Lint]:
     """A carry of what may be a stack of layers is float32."""
+    if looked.rules.default is Precision.FULL:  # All but products is.
+        return
     for seen in looked.seen:
         told = seen.told
         if told.result is None or told.decision.run is not Run.FULL:
+            continue
+        if _differentiates(told.eqn):  # It trains: its carries are what is trained.
             continue
         if "a result:" in told.decision.reason:
             yield _at(
@@ -164,6 +266,15 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
                 seen.row.reason,
                 "jmp_lite.as_low on what makes it float32, if its digits do not matter",
             )
+
+
+def _differentiates(loop: Any) -> bool:
+    """Whether a step of a loop computes a gradient."""
+    return any(
+        compat.is_transposed(eqn)
+        for body in compat.inner_jaxprs(loop)
+        for eqn, _ in equations(body, Place())
+    )
 
 
 def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
@@ -182,7 +293,10 @@ def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
         if seen.told.decision.run is not Run.LOW:
             continue
         sizes = compat.product_sizes(seen.told.eqn)
-        odd = [n for n in sizes if n > 8 and n % 8]
+        if 1 in sizes:  # A vector's, or channel by channel: not for tensor cores.
+            continue
+        # Of a symbolic size nothing is known.
+        odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 8]
         if odd:
             yield _at(
                 seen,
@@ -194,18 +308,41 @@ def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
 
 
 def _opaque(looked: Looked) -> Iterator[Lint]:
+    """A 16-bit value is raised for what runs as it was traced, and might not have to.
+
+    That is a kernel, a loop that a float ends, or something unknown; not what has no
+    form in 16 bits.
+    """
+    kernels = (None, group_of("pallas_call"))
+    # What is told of a loop as a whole does not name its operands.
+    is_low: set[Any] = set()
     for seen in looked.seen:
-        decision = seen.told.decision
-        is_kept = decision.reason.startswith("KEEP") and decision.run is Run.AS_TRACED
+        eqn, decision = seen.told.eqn, seen.told.decision
+        if decision.state is State.LOW:
+            is_low.update(eqn.outvars)
         is_by_choice = AUTOCAST_SCOPE in seen.row.scope or decision is MIXED_BY_THE_USER
-        if is_kept and not is_by_choice and _has_low(seen):
+        is_kept = decision.run is Run.AS_TRACED and decision.state is State.HARD
+        if not is_kept or is_by_choice:
+            continue
+        if seen.row.op == "while":
+            given = {atom for atom in eqn.invars if not compat.is_literal(atom)}
+            raises, remedy = not given.isdisjoint(is_low), _FOR_A_LOOP
+        else:
+            hands_back = any(map(compat.is_float32, eqn.outvars))
+            is_kernel = group_of(seen.row.op) in kernels
+            raises, remedy = _has_low(seen) and hands_back and is_kernel, _FOR_A_KERNEL
+        if raises:
             yield _at(
                 seen,
                 "opaque op",
                 f"{seen.row.op} is run as it was traced, so that 16-bit values are "
                 "raised for it",
-                "jmp_lite.low_call, if it accepts 16 bits",
+                remedy,
             )
+
+
+_FOR_A_KERNEL = "jmp_lite.low_call, if it accepts 16 bits"
+_FOR_A_LOOP = 'rules.carry(scope, "follow"), if it ends in 16 bits too'
 
 
 def _literal(looked: Looked) -> Iterator[Lint]:
@@ -213,25 +350,43 @@ def _literal(looked: Looked) -> Iterator[Lint]:
         if not (_follows_float32(seen) and _has_low(seen)):
             continue
         for operand in seen.told.operands:
-            is_number = operand.kind is Kind.LITERAL or "constant too large" in str(
-                operand.origin
-            )
+            is_number = operand.kind is Kind.LITERAL or operand.origin == _TOO_LARGE
             if operand.state is State.HARD and is_number:
-                dtype = np.dtype(looked.rules.compute_dtype).name
+                what, remedy = _misfit(operand, np.dtype(looked.rules.compute_dtype))
                 yield _at(
                     seen,
                     "literal out of range",
-                    f"{operand.origin} does not fit {dtype}, and makes this float32",
-                    "For a mask, jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)",
+                    f"{operand.origin} {what}, and makes this float32",
+                    remedy,
                 )
+
+
+_TOO_LARGE = "a constant too large for 16 bits"
+
+
+def _misfit(number: Operand, dtype: np.dtype[Any]) -> tuple[str, str]:
+    """Returns what becomes of a number in 16 bits, and what to do about it."""
+    is_literal = number.kind is Kind.LITERAL
+    value = np.float32(number.origin.split()[-1] if is_literal else np.inf)
+    with np.errstate(over="ignore"):
+        low = value.astype(dtype)
+    if low == 0:
+        least = float(jnp.finfo(dtype).smallest_normal)
+        return f"vanishes in {dtype.name}", f"{least:.1e} or more, if it is an epsilon"
+    if low == 1:
+        return f"is 1 in {dtype.name}", "jmp_lite.as_low on the result, if 1 will do"
+    return (
+        f"does not fit {dtype.name}",
+        "For a mask, jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)",
+    )
 
 
 def _low_result(looked: Looked) -> Iterator[Lint]:
     for i, result in enumerate(looked.results):
         if result.state is not State.LOW or result.shape:
             continue
-        made_by = result.origin
-        source = "" if isinstance(made_by, str | None) else compat.source(made_by)
+        made_by = (s for s in looked.seen if s.told.eqn is result.origin)
+        source = next((s.row.source for s in made_by), "")
         yield Lint(
             "low result",
             f"result {i}, a scalar such as a loss, is computed in 16 bits",

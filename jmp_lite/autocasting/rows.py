@@ -1,22 +1,19 @@
 """What a walk has told, and what it has built, as rows and as sums.
 
-The law of this file: a row says what one equation does; it judges nothing. What the
-forward pass does is read from the very ``Decision``s that the interpreter has taken,
-what the backward pass does from the program that JAX makes of it.
+The law of this file: a row says what one equation does; it judges nothing, and is read
+from the very ``Decision``s that the interpreter has taken.
 """
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
-from jmp_lite.autocasting.rules import AUTOCAST_SCOPE, HIGHER_ORDER, PRODUCTS
+from jmp_lite.autocasting.rules import HIGHER_ORDER, PRODUCTS
 from jmp_lite.autocasting.values import State
 
 
@@ -29,14 +26,18 @@ class Row(NamedTuple):
       precision: the dtype that it runs in: ``"bfloat16"``, ``"float16"``,
         ``"float32"`` or another; ``"as traced"`` where nothing in it is a float.
       reason: why, in words.
-      source: where it stands in the code: file, line and function.
+      source: where it stands in the code: file, line and function. The innermost line
+        that is no package's, if there is one.
       shapes: what its results were traced as, such as ``"float32[4,8]"``; in the
         backward pass what they are.
-      times: how often it is run; None inside of a ``while`` loop.
-      bytes_traced: of its results, as they were traced.
+      times: how often it is run; None inside of a ``while`` loop. Each branch of a
+        ``cond`` is told as if it were taken.
+      bytes_traced: of its results, as they were traced; of what autocast alone has in
+        the backward pass, as they are held. A symbolic size counts as one.
       bytes_run: of its results, as they are held.
-      flops: operations of a matrix product, two for each multiplication; else 0.
-      is_backward: whether it belongs to the backward pass.
+      flops: operations of a matrix product, two for each multiplication of real
+        numbers; else 0.
+      is_backward: whether it belongs to a backward pass.
     """
 
     scope: str
@@ -58,10 +59,42 @@ class Seen(NamedTuple):
     Attributes:
       row: the row.
       told: what was told of the equation; its origins are equations, words or None.
+      origin: the origin of the operand that decided it, in words; else nothing.
     """
 
     row: Row
     told: Told
+    origin: str = ""
+
+
+class Place(NamedTuple):
+    """Where a program stands.
+
+    Attributes:
+      path: the scopes that it stands in.
+      source: where it is called in the user's code.
+      times: how often it is run; None where that is not known.
+      is_backward: whether it belongs to a backward pass.
+    """
+
+    path: str = ""
+    source: str = ""
+    times: int | None = 1
+    is_backward: bool = False
+
+    def inside(self, eqn: Any, trips: int | None) -> "Place":
+        """Returns where a program stands that an equation of this one runs."""
+        return Place(
+            path=compat.path_of(eqn, self.path),
+            source=compat.source(eqn, self.source),
+            times=self.times and trips and self.times * trips,
+            is_backward=self.is_backward or compat.is_transposed(eqn),
+        )
+
+
+def counted(times: int | None) -> int:
+    """Returns how often something counts in a sum: once where that is not known."""
+    return 1 if times is None else times
 
 
 # --------------------------------------------------------------- of the forward pass
@@ -69,7 +102,7 @@ class Seen(NamedTuple):
 
 def seen_in(told: Sequence[Told | ToldInside], low: np.dtype[Any]) -> Iterator[Seen]:
     """Yields the rows of what was told of a function, in the order in which it runs."""
-    return _Seeing(low).along(told, "", [], 1)
+    return _Seeing(low).along(told, Place(), [])
 
 
 class _Seeing:
@@ -82,22 +115,17 @@ class _Seeing:
     def __init__(self, low: np.dtype[Any]) -> None:
         self._low = low
         self._rows: dict[int, Row] = {}
-        self._places: dict[int, str] = {}
+        self._sources: dict[int, str] = {}
 
     def along(
-        self,
-        told: Sequence[Told | ToldInside],
-        path: str,
-        origins: Sequence[Any],
-        times: int | None,
+        self, told: Sequence[Told | ToldInside], place: Place, origins: Sequence[Any]
     ) -> Iterator[Seen]:
         """Yields the rows of what was told along one jaxpr.
 
         Args:
           told: what was told.
-          path: the scopes that the jaxpr stands in.
+          place: where the jaxpr stands.
           origins: where its inputs come from.
-          times: how often it is run.
         """
 
         def outside(origin: Any) -> Any:
@@ -106,42 +134,50 @@ class _Seeing:
         for item in told:
             if isinstance(item, ToldInside):
                 given = [outside(origin) for origin in item.origins]
-                more = times and item.times and times * item.times
-                inner = compat.path_of(item.eqn, path)
-                yield from self.along(item.told, inner, given, more)
+                inner = place.inside(item.eqn, item.times)
+                yield from self.along(item.told, inner, given)
                 continue
-            if id(item) not in self._rows:
-                self._rows[id(item)] = _row(item, self._low)
-            row = self._rows[id(item)]
             operands = tuple(
                 o._replace(origin=outside(o.origin)) for o in item.operands
             )
             there = item._replace(origin=outside(item.origin), operands=operands)
-            yield Seen(self._in_place(row, there, path, times), there)
+            if id(item) not in self._rows:
+                self._rows[id(item)] = _row(item, self._low)
+            yield self._seen(self._rows[id(item)], there, place)
             if item.decision.run is Run.AS_TRACED:
-                yield from self._kept(there, path, times)
+                yield from self._kept(there, place)
 
-    def _kept(self, told: Told, path: str, times: int | None) -> Iterator[Seen]:
+    def _kept(self, told: Told, place: Place) -> Iterator[Seen]:
         """Yields the rows of what an equation holds that is run as it was traced."""
         reason = f"inside of {told.eqn.primitive.name}, which is run as traced"
         kept = dataclasses.replace(told.decision, reason=reason)
-        inner_path = compat.path_of(told.eqn, path)
+        there = place.inside(told.eqn, compat.trips(told.eqn))
         for jaxpr in compat.inner_jaxprs(told.eqn):
             for eqn in compat.parts(jaxpr).eqns:
                 inner = Told(eqn, kept)
-                row = _row(inner, self._low)
-                yield Seen(self._in_place(row, inner, inner_path, times), inner)
-                yield from self._kept(inner, inner_path, times)
+                yield self._seen(_row(inner, self._low), inner, there)
+                yield from self._kept(inner, there)
 
-    def _in_place(self, row: Row, told: Told, path: str, times: int | None) -> Row:
-        """Returns a row that stands in a path, with what decided it from outside."""
-        reason, origin = row.reason, told.origin
-        if origin is not None:
-            if id(origin) not in self._places:
-                self._places[id(origin)] = told_origin(origin)
-            reason = f"{reason}: {self._places[id(origin)]}"
-        scope = compat.join(path, row.scope)
-        return row._replace(scope=scope, reason=reason, times=times)
+    def _seen(self, row: Row, told: Told, place: Place) -> Seen:
+        """Returns a row that stands in a place, with what decided it from outside."""
+        source = self._sources[id(told.eqn)] = compat.source(told.eqn, place.source)
+        origin = self._told_origin(told.origin)
+        placed = row._replace(
+            scope=compat.join(place.path, row.scope),
+            reason=f"{row.reason}: {origin}" if origin else row.reason,
+            source=source,
+            times=place.times,
+            is_backward=place.is_backward or compat.is_transposed(told.eqn),
+        )
+        return Seen(placed, told, origin)
+
+    def _told_origin(self, origin: Any) -> str:
+        """Returns what made a value what it is held in, in words."""
+        if isinstance(origin, str | None):
+            return origin or ""
+        # It was seen before, but for what is handed on from step to step of a loop.
+        place = short(self._sources.get(id(origin)) or compat.source(origin))
+        return origin.primitive.name + (place and f" at {place}")
 
 
 def _row(told: Told, low: np.dtype[Any]) -> Row:
@@ -154,11 +190,11 @@ def _row(told: Told, low: np.dtype[Any]) -> Row:
         op=eqn.primitive.name,
         precision=_precision(eqn, decision, low),
         reason=decision.reason,
-        source=compat.source(eqn),
+        source="",
         shapes=tuple(var.aval.str_short() for var in results),
         times=1,
-        bytes_traced=sum(map(_bytes, results)),
-        bytes_run=sum(_bytes(var, low if is_low else None) for var in results),
+        bytes_traced=sum(map(bytes_of, results)),
+        bytes_run=sum(bytes_of(var, low if is_low else None) for var in results),
         flops=compat.product_flops(eqn),
     )
 
@@ -175,131 +211,37 @@ def precision_as_traced(eqn: Any) -> str:
     return max(floats, key=lambda d: d.itemsize).name if floats else "as traced"
 
 
-def _bytes(var: Any, low: np.dtype[Any] | None = None) -> int:
+def bytes_of(var: Any, low: np.dtype[Any] | None = None) -> int:
     """Returns the bytes of a variable, of a float32 one in another dtype."""
     dtype = low if low is not None and compat.is_float32(var) else compat.dtype_of(var)
-    return math.prod(getattr(var.aval, "shape", ())) * getattr(dtype, "itemsize", 0)
-
-
-def told_origin(origin: Any) -> str:
-    """Returns what made a value what it is held in, in words."""
-    if isinstance(origin, str):
-        return origin
-    place = short(compat.source(origin))
-    return origin.primitive.name + (place and f" at {place}")
+    size = compat.known_size(getattr(var.aval, "shape", ()))
+    return size * getattr(dtype, "itemsize", 0)
 
 
 def short(source: str) -> str:
     """Returns a source without its folder and function."""
-    return source.split(" ")[0].rpartition("/")[-1]
-
-
-# --------------------------------------------------------------- of the backward pass
-
-
-class Backward(NamedTuple):
-    """The backward pass of a function.
-
-    Attributes:
-      jaxpr: from what was kept and from cotangents to gradients.
-      kept: bytes that wait for it, but for the arguments, which are there anyway.
-    """
-
-    jaxpr: Any
-    kept: int
-
-
-def backward_of(forward: Any) -> Backward:
-    """Returns the backward pass of a program, nothing of it being run.
-
-    Raises:
-      ValueError: nothing that it is given or returns is a float.
-    """
-    avals = [var.aval for var in compat.parts(forward).invars]
-    floats = [i for i, aval in enumerate(avals) if _is_float(aval)]
-
-    def differentiated(*arrays: Any) -> Any:
-        def of_floats(*given: Any) -> Any:
-            merged = list(arrays)
-            for i, array in zip(floats, given, strict=True):
-                merged[i] = array
-            return compat.evaluate(forward, merged)
-
-        return jax.vjp(of_floats, *(arrays[i] for i in floats))
-
-    traced, (out, back) = jax.make_jaxpr(differentiated, return_shape=True)(*avals)
-    cotangents = [leaf for leaf in jax.tree.leaves(out) if _is_float(leaf)]
-    if not floats or not cotangents:
-        raise ValueError(
-            "There is no backward pass: no float among the arguments, or none among "
-            "the results."
-        )
-
-    def backward(back: Any, cotangents: Any) -> Any:
-        given = iter(cotangents)
-        full = [
-            next(given) if _is_float(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
-            for leaf in jax.tree.leaves(out)
-        ]
-        return back(jax.tree.unflatten(jax.tree.structure(out), full))
-
-    parts = compat.parts(traced)
-    n_out = len(jax.tree.leaves(out))
-    there = {*parts.invars, *parts.constvars}
-    waiting = {v for v in parts.outvars[n_out:] if not compat.is_literal(v)} - there
-    jaxpr = jax.make_jaxpr(backward)(back, cotangents)
-    return Backward(jaxpr, sum(map(_bytes, waiting)))
-
-
-def _is_float(aval: Any) -> bool:
-    return jax.numpy.issubdtype(aval.dtype, np.inexact)
-
-
-def rows_of_backward(jaxpr: Any, low: np.dtype[Any]) -> Iterator[Row]:
-    """Yields the rows of a backward pass, as it runs."""
-    for eqn, path, times in equations(jaxpr):
-        if eqn.primitive.name in (*HIGHER_ORDER, "convert_element_type"):
-            continue
-        run = [_bytes(var) for var in eqn.outvars]
-        traced = [
-            n * 4 // low.itemsize if compat.dtype_of(var) == low else n
-            for n, var in zip(run, eqn.outvars, strict=True)
-        ]
-        yield Row(
-            scope=path,
-            op=eqn.primitive.name,
-            precision=precision_as_traced(eqn),
-            reason="backward: it runs in what it is given",
-            source=compat.source(eqn),
-            shapes=tuple(var.aval.str_short() for var in eqn.outvars),
-            times=times,
-            bytes_traced=sum(traced),
-            bytes_run=sum(run),
-            flops=compat.product_flops(eqn),
-            is_backward=True,
-        )
-
-
-def equations(
-    jaxpr: Any, path: str = "", times: int | None = 1
-) -> Iterator[tuple[Any, str, int | None]]:
-    """Yields the equations of a program that do something, their paths and trips."""
-    for eqn in compat.live_equations(jaxpr):
-        here = compat.join(path, *compat.scopes(eqn))
-        yield eqn, here.replace(f"{AUTOCAST_SCOPE}/", ""), times
-        if eqn.primitive.name in HIGHER_ORDER:
-            once = compat.trips(eqn)
-            more = times and once and times * once
-            for inner in compat.inner_jaxprs(eqn):
-                yield from equations(inner, compat.path_of(eqn, path), more)
+    return source.rpartition(" ")[0].rpartition("/")[-1]
 
 
 # ----------------------------------------------------------------------------- totals
 
 
+def equations(jaxpr: Any, place: Place) -> Iterator[tuple[Any, Place]]:
+    """Yields the equations of a program that do something, and where theirs stands."""
+    for eqn in compat.live_equations(jaxpr):
+        yield eqn, place
+        if eqn.primitive.name in HIGHER_ORDER:
+            there = place.inside(eqn, compat.trips(eqn))
+            for inner in compat.inner_jaxprs(eqn):
+                yield from equations(inner, there)
+
+
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Sums over a function. What is in a loop of unknown length counts once.
+    """Sums over a function, and over its backward pass where that was asked for.
+
+    What is in a loop of unknown length counts once, and each branch of a ``cond`` as if
+    it were taken.
 
     Attributes:
       equations: how many equations there are, by precision.
@@ -313,9 +255,9 @@ class Totals:
       kept_run: the same with autocast.
     """
 
-    equations: Mapping[str, int]
-    products: Mapping[str, int]
-    flops: Mapping[str, int]
+    equations: Mapping[str, int] = dataclasses.field(hash=False)
+    products: Mapping[str, int] = dataclasses.field(hash=False)
+    flops: Mapping[str, int] = dataclasses.field(hash=False)
     casts: int
     cast_bytes: int
     kept_traced: int | None = None
@@ -337,7 +279,7 @@ def totals_of(
         equations[row.precision] += 1
         if row.op in PRODUCTS:
             products[row.precision] += 1
-            flops[row.precision] += row.flops * (row.times or 1)
+            flops[row.precision] += row.flops * counted(row.times)
     number, n_bytes = casts
     kept_traced, kept_run = kept or (None, None)
     return Totals(
@@ -351,15 +293,15 @@ def totals_of(
     )
 
 
-def casts_in(jaxpr: Any, low: np.dtype[Any]) -> tuple[int, int]:
+def casts_in(programs: Iterable[Any], low: np.dtype[Any]) -> tuple[int, int]:
     """Counts the casts between float32 and a dtype, and the bytes that they move."""
     number = n_bytes = 0
-    for eqn, _, times in equations(jaxpr):
+    for eqn, place in (e for jaxpr in programs for e in equations(jaxpr, Place())):
         if eqn.primitive.name != "convert_element_type":
             continue
         ends = {compat.dtype_of(eqn.invars[0]), compat.dtype_of(eqn.outvars[0])}
         if ends == {np.dtype("float32"), low}:
-            size = math.prod(eqn.outvars[0].aval.shape)
-            number += times or 1
-            n_bytes += (times or 1) * size * (4 + low.itemsize)
+            size = compat.known_size(eqn.outvars[0].aval.shape)
+            number += counted(place.times)
+            n_bytes += counted(place.times) * size * (4 + low.itemsize)
     return number, n_bytes

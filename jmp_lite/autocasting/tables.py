@@ -19,6 +19,10 @@ def text_table(
       groups: a title, or an empty one, and the rows that follow it.
       right: the columns that are aligned to the right.
     """
+    groups = [
+        (_in_one_line(title), [[*map(_in_one_line, row)] for row in group])
+        for title, group in groups
+    ]
     rows = [row for _, group in groups for row in group]
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
 
@@ -34,6 +38,10 @@ def text_table(
         lines += [title] if title else []
         lines += map(line, group)
     return "\n".join(lines)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.splitlines())
 
 
 def html_table(

@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting import compat
-from jmp_lite.casting.counting import added, counted, nothing
-from jmp_lite.casting.dtypes import is_floating
+from jmp_lite.casting.counting import added, counted, nothing, stacked
 
 
 class Op(NamedTuple):
@@ -26,6 +25,34 @@ class Op(NamedTuple):
     source: str
 
 
+class Watched(NamedTuple):
+    """A jaxpr that counts.
+
+    Attributes:
+      jaxpr: it, closed, with the counts behind its results.
+      ops: the ops that are counted.
+      axes: the mapped axes over which the counts differ.
+    """
+
+    jaxpr: Any
+    ops: Sequence[Op]
+    axes: frozenset[str]
+
+    def __call__(self, *arrays: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the results and the counts."""
+        return self.apart(compat.evaluate(self.jaxpr, arrays))
+
+    def apart(self, results: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns what it has returned as results and counts."""
+        structure = jax.tree.structure(jax.eval_shape(lambda: nothing(0)))
+        n = len(results) - structure.num_leaves
+        return list(results[:n]), jax.tree.unflatten(structure, results[n:])
+
+    def nothing(self) -> dict[str, Any]:
+        """Returns the counts of its ops before it is run."""
+        return _varying(nothing(len(self.ops)), self.axes)
+
+
 class Watcher:
     """Runs jaxprs and counts the numbers of all results.
 
@@ -34,7 +61,7 @@ class Watcher:
 
     Attributes:
       ops: what was run, in order.
-      counts: the counts of each.
+      counts: the counts of all ops, some of one op and some of several.
     """
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
@@ -42,137 +69,184 @@ class Watcher:
         self.ops: list[Op] = []
         self.counts: list[dict[str, Any]] = []
 
-    def run(self, jaxpr: Any, arrays: Sequence[Any], path: str) -> list[Any]:
-        """Returns the results of a jaxpr."""
+    def run(
+        self, jaxpr: Any, arrays: Sequence[Any], path: str, source: str = ""
+    ) -> list[Any]:
+        """Returns the results of a jaxpr.
+
+        Args:
+          jaxpr: the jaxpr.
+          arrays: what it is given.
+          path: the scopes that it stands in.
+          source: where it is called, for the ops of which nothing better is known.
+        """
         parts = compat.parts(jaxpr)
         env = dict(zip(parts.constvars, parts.consts, strict=True))
         env.update(zip(parts.invars, arrays, strict=True))
         for eqn in parts.eqns:
             operands = [compat.read(env, atom) for atom in eqn.invars]
             with compat.context_of(eqn):
-                results = self._equation(eqn, operands, path)
+                results = self._equation(eqn, operands, path, source)
             env.update(zip(eqn.outvars, results, strict=True))
         return [compat.read(env, atom) for atom in parts.outvars]
 
-    def _equation(self, eqn: Any, operands: Sequence[Any], path: str) -> list[Any]:
+    def _equation(
+        self, eqn: Any, operands: Sequence[Any], path: str, source: str
+    ) -> list[Any]:
         name, inside = eqn.primitive.name, compat.path_of(eqn, path)
-        if name in compat.CALLS:
-            return self.run(eqn.params["jaxpr"], operands, inside)
-        if name in ("custom_jvp_call", "custom_vjp_call"):
+        source = compat.source(eqn, source)
+        if name == "jit":
+            return self.run(eqn.params["jaxpr"], operands, inside, source)
+        is_custom = name in ("custom_jvp_call", "custom_vjp_call")
+        if is_custom and compat.has_only_axis_effects(eqn):
             # Its own derivative is kept; what is inside is run once more, to be seen.
             seen = [lax.stop_gradient(array) for array in operands]
-            self.run(eqn.params["call_jaxpr"], seen, inside)
+            self.run(eqn.params["call_jaxpr"], seen, inside, source)
             return compat.bind_custom(eqn, list(operands), lambda *funs: funs)
+        if name in ("checkpoint", "remat", "remat2"):
+            return self._remat(eqn, operands, inside, source)
         if name == "scan":
-            return self._scan(eqn, operands, inside)
-        if name == "while":
-            return self._while(eqn, operands, inside)
+            return self._scan(eqn, operands, inside, source)
+        if name == "while" and not _has_lanes(eqn):
+            return self._while(eqn, operands, inside, source)
         if name == "cond":
-            return self._cond(eqn, operands, inside)
+            return self._cond(eqn, operands, inside, source)
         results = compat.bind(eqn, operands)
-        self._note(eqn, operands, results, path)
+        scope = compat.join(path, *compat.scopes(eqn))
+        self._note(eqn, operands, results, Op(scope, name, source))
         return results
 
     def _note(
-        self, eqn: Any, operands: Sequence[Any], results: Sequence[Any], path: str
+        self, eqn: Any, operands: Sequence[Any], results: Sequence[Any], op: Op
     ) -> None:
-        floats = [lax.stop_gradient(x) for x in results if _is_counted(x)]
-        if not floats:
+        given = _floats(eqn.invars, operands)
+        made = [lax.stop_gradient(x) for x in _floats(eqn.outvars, results)]
+        if not made:
             return
-        counts = functools.reduce(
-            added, [counted(array, self._dtype) for array in floats]
-        )
-        given = [jnp.all(jnp.isfinite(x)) for x in operands if _is_counted(x)]
-        was_finite = functools.reduce(jnp.logical_and, given, jnp.array(True))
-        is_broken = counts["nan"] + counts["inf"] > 0
-        counts["is_first"] = (is_broken & was_finite).astype(jnp.float32)
-        counts["elements"] = jnp.float32(sum(array.size for array in floats))
-        scope = compat.join(path, *compat.scopes(eqn))
-        self.ops.append(Op(scope, eqn.primitive.name, compat.source(eqn)))
+        counts = functools.reduce(added, [counted(x, self._dtype) for x in made])
+        counts["is_first"] = _are_finite(given) & ~_are_finite(made)
+        self._add([op], counts)
+
+    def _add(self, ops: Sequence[Op], counts: dict[str, Any]) -> None:
+        self.ops += ops
         self.counts.append(counts)
 
-    def _inside(
-        self, jaxpr: Any, arrays: Sequence[Any], path: str
-    ) -> tuple[list[Any], list[dict[str, Any]], list[Op]]:
-        """Returns the results of a jaxpr and what was counted, not yet noted."""
-        inner = Watcher(self._dtype)
-        return inner.run(jaxpr, arrays, path), inner.counts, inner.ops
+    def _watched(self, jaxpr: Any, path: str, source: str) -> Watched:
+        ops: list[Op] = []
 
-    def _ops_of(self, jaxpr: Any, path: str) -> list[Op]:
+        def run(*arrays: Any) -> list[Any]:
+            inner = Watcher(self._dtype)
+            results = inner.run(jaxpr, arrays, path, source)
+            ops[:] = inner.ops
+            return [*results, *jax.tree.leaves(stacked(inner.counts))]
+
         avals = [var.aval for var in compat.parts(jaxpr).invars]
-        found: list[Op] = []
+        traced = compat.trace(run, avals, jaxpr)
+        n_results = len(compat.parts(jaxpr).outvars)
+        axes = compat.varying_axes(compat.parts(traced).outvars[n_results:])
+        return Watched(traced, ops, axes)
 
-        def look(*arrays: Any) -> Any:
-            results, _, ops = self._inside(jaxpr, arrays, path)
-            found[:] = ops
-            return results
+    def _remat(
+        self, eqn: Any, operands: Sequence[Any], path: str, source: str
+    ) -> list[Any]:
+        body = self._watched(eqn.params["jaxpr"], path, source)
+        jaxpr = compat.without_consts(body.jaxpr)
+        results, counts = body.apart(compat.bind(eqn, operands, jaxpr=jaxpr))
+        self._add(body.ops, counts)
+        return results
 
-        jax.make_jaxpr(look)(*avals)
-        return found
-
-    def _scan(self, eqn: Any, operands: Sequence[Any], path: str) -> list[Any]:
-        n_consts, n_carry = compat.scan_counts(eqn)
-        body, consts = eqn.params["jaxpr"], operands[:n_consts]
-        ops = self._ops_of(body, path)
+    def _scan(
+        self, eqn: Any, operands: Sequence[Any], path: str, source: str
+    ) -> list[Any]:
+        params, (n_consts, n_carry) = eqn.params, compat.scan_counts(eqn)
+        body, n = self._watched(params["jaxpr"], path, source), n_consts + n_carry
+        consts, carry, xs = operands[:n_consts], operands[n_consts:n], operands[n:]
 
         def step(carry: Any, xs: Any) -> Any:
             arrays, counts = carry
-            results, new, _ = self._inside(body, [*consts, *arrays, *xs], path)
-            total = [added(a, b) for a, b in zip(counts, new, strict=True)]
-            return (results[:n_carry], total), results[n_carry:]
+            results, new = body(*consts, *arrays, *xs)
+            return (results[:n_carry], added(counts, new)), results[n_carry:]
 
         (carry, counts), ys = lax.scan(
             step,
-            (list(operands[n_consts : n_consts + n_carry]), [nothing() for _ in ops]),
-            list(operands[n_consts + n_carry :]),
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
+            (list(carry), body.nothing()),
+            list(xs),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
         )
-        self.ops += ops
-        self.counts += counts
+        self._add(body.ops, counts)
         return [*carry, *ys]
 
-    def _while(self, eqn: Any, operands: Sequence[Any], path: str) -> list[Any]:
-        params, n_cond = eqn.params, eqn.params["cond_nconsts"]
-        n_consts = n_cond + params["body_nconsts"]
-        body, consts = params["body_jaxpr"], operands[n_cond:n_consts]
-        ops = self._ops_of(body, path)
+    def _while(
+        self, eqn: Any, operands: Sequence[Any], path: str, source: str
+    ) -> list[Any]:
+        params, n_test = eqn.params, eqn.params["cond_nconsts"]
+        n_consts = n_test + params["body_nconsts"]
+        test = self._watched(params["cond_jaxpr"], path, source)
+        body = self._watched(params["body_jaxpr"], path, source)
 
-        def goes_on(carry: Any) -> Any:
-            given = [*operands[:n_cond], *carry[0]]
-            return compat.evaluate(params["cond_jaxpr"], given)[0]
+        def tested(arrays: Sequence[Any], counts: dict[str, Any]) -> Any:
+            (goes_on,), new = test(*operands[:n_test], *arrays)
+            return goes_on, added(counts, new)
 
         def step(carry: Any) -> Any:
-            arrays, counts = carry
-            results, new, _ = self._inside(body, [*consts, *arrays], path)
-            return results, [added(a, b) for a, b in zip(counts, new, strict=True)]
+            arrays, counts, (_, of_test) = carry
+            results, new = body(*operands[n_test:n_consts], *arrays)
+            return results, added(counts, new), tested(results, of_test)
 
-        start = (list(operands[n_consts:]), [nothing() for _ in ops])
-        results, counts = lax.while_loop(goes_on, step, start)
-        self.ops += ops
-        self.counts += counts
+        arrays = list(operands[n_consts:])
+        # What the condition says is carried along, so that it runs as often as it did.
+        start = (arrays, body.nothing(), tested(arrays, test.nothing()))
+        results, counts, (_, of_test) = lax.while_loop(lambda c: c[2][0], step, start)
+        self._add(test.ops, of_test)
+        self._add(body.ops, counts)
         return results
 
-    def _cond(self, eqn: Any, operands: Sequence[Any], path: str) -> list[Any]:
-        index, *given = operands
-        branches = eqn.params["branches"]
-        of_branches = [self._ops_of(branch, path) for branch in branches]
+    def _cond(
+        self, eqn: Any, operands: Sequence[Any], path: str, source: str
+    ) -> list[Any]:
+        branches = [
+            self._watched(branch, path, source) for branch in eqn.params["branches"]
+        ]
+        axes = frozenset[str]().union(*(branch.axes for branch in branches))
 
-        def taking(i: int) -> Callable[..., Any]:
-            def branch(*arrays: Any) -> Any:
-                results, counts, _ = self._inside(branches[i], arrays, path)
-                others = [[nothing() for _ in ops] for ops in of_branches]
-                others[i] = counts
-                return results, [one for counts in others for one in counts]
+        def taken(i: int) -> Callable[..., list[Any]]:
+            def run(*arrays: Any) -> list[Any]:
+                results, new = branches[i](*arrays)
+                counts = [branch.nothing() for branch in branches]
+                counts[i] = new
+                total = _varying(stacked(counts), axes)
+                return [*results, *jax.tree.leaves(total)]
 
-            return branch
+            return run
 
-        chosen = [taking(i) for i in range(len(branches))]
-        results, counts = lax.switch(index, chosen, *given)
-        self.ops += [op for ops in of_branches for op in ops]
-        self.counts += counts
+        avals = [atom.aval for atom in eqn.invars[1:]]
+        jaxprs = tuple(
+            compat.trace(taken(i), avals, branch.jaxpr)
+            for i, branch in enumerate(branches)
+        )
+        out = compat.bind(eqn, operands, branches=jaxprs)
+        results, counts = branches[0].apart(out)
+        self._add([op for branch in branches for op in branch.ops], counts)
         return results
 
 
-def _is_counted(array: Any) -> bool:
-    return is_floating(array) and not isinstance(array, jax.ShapeDtypeStruct)
+def _floats(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    pairs = zip(atoms, arrays, strict=True)
+    # A number that is written into the jaxpr is no array of JAX yet.
+    return [jnp.asarray(array) for atom, array in pairs if compat.is_float(atom)]
+
+
+def _are_finite(arrays: Sequence[Any]) -> Any:
+    each = [jnp.all(jnp.isfinite(array)) for array in arrays]
+    return functools.reduce(jnp.logical_and, each, np.True_)
+
+
+def _has_lanes(loop: Any) -> bool:
+    """Whether vmap has made one condition for each lane of a while loop."""
+    return bool(compat.parts(loop.params["cond_jaxpr"]).outvars[0].aval.shape)
+
+
+def _varying(counts: dict[str, Any], axes: frozenset[str]) -> dict[str, Any]:
+    return jax.tree.map(lambda array: compat.as_varying(array, axes), counts)

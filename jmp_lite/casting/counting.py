@@ -1,10 +1,12 @@
-"""How large the numbers of an array are, counted.
+"""How large the numbers of an array are, counted where they are.
 
 The law of this file: numbers are counted by their own size, never by a cast, which a
-compiler may leave out. What is counted can be added up over arrays and over steps.
+compiler may leave out. What is counted can be added up over arrays and over steps, and
+stays a whole number.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -63,73 +65,157 @@ class Ends(NamedTuple):
         return cls(largest + spacing / 2, smallest / 2, normal)
 
 
-COUNTS = ("nan", "inf", "max_abs", "min_abs", "overflow", "underflow", "subnormal")
-_NAMES = (*COUNTS, "is_first", "elements")  # Of an op, too.
+class Count(NamedTuple):
+    """A whole number below 2**64, in two halves: loops are long, and JAX has no int64.
+
+    Attributes:
+      low: what is left of it after division by 2**32.
+      high: how often 2**32 is in it.
+    """
+
+    low: Any
+    high: Any
+
+    @classmethod
+    def of(cls, number: int) -> "Count":
+        """Returns a number that is known."""
+        return cls(np.uint32(number % 2**32), np.uint32(number // 2**32))
+
+
+_SHARES = ("overflow", "underflow", "subnormal")
+_COUNTED = ("nan", "inf", *_SHARES, "elements")
+
+# What is no count: how it is joined, and what it is where there is nothing.
+_JOINS = {
+    "max_abs": ("maximum", 0.0),
+    "min_abs": ("minimum", math.inf),
+    "is_first": ("logical_or", False),  # Of an op alone.
+}
+
+
+def sizes_of(array: Any) -> Any:
+    """Returns how large numbers are, of complex ones the larger part.
+
+    They have 32 bits or more in the graph, and 64 on the host.
+    """
+    xp = jnp if isinstance(array, jax.Array) else np
+    array = xp.asarray(array)
+    is_narrow = jnp.finfo(array.dtype).bits < 32
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    parts = (array.real, array.imag) if is_complex else (array,)
+    wide = np.float64 if xp is np else np.float32 if is_narrow else parts[0].dtype
+    return functools.reduce(xp.maximum, [xp.abs(part.astype(wide)) for part in parts])
 
 
 def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
-    """Returns what there is to know of an array's numbers, as float32 scalars."""
-    wide = array.dtype if jnp.finfo(array.dtype).bits >= 32 else jnp.float32
-    sizes = jnp.abs(jnp.asarray(array).astype(wide))
-    is_finite, is_zero = jnp.isfinite(sizes), sizes == 0
+    """Returns what there is to know of some numbers.
+
+    Arrays of JAX are counted in the graph, in which subnormal numbers may be zeros;
+    those of NumPy, and the numbers of Python, on the host.
+    """
+    xp, sizes = jnp if isinstance(array, jax.Array) else np, sizes_of(array)
+    is_finite, is_zero = xp.isfinite(sizes), sizes == 0
     with np.errstate(over="ignore"):  # An end may be infinite in float32.
-        overflow, underflow, normal = (
-            np.asarray(end).astype(wide) for end in Ends.of(dtype)
-        )
-
-    def count(is_so: Any) -> Any:
-        return jnp.sum(is_so, dtype=jnp.float32)
-
-    largest = jnp.max(jnp.where(is_finite, sizes, 0), initial=0)
-    smallest = jnp.min(jnp.where(is_finite & ~is_zero, sizes, jnp.inf), initial=jnp.inf)
-    is_small = (sizes > underflow) & (sizes < normal)
+        overflow, underflow, normal = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
+    largest = xp.max(xp.where(is_finite, sizes, 0), initial=0)
+    smallest = xp.min(xp.where(is_finite & ~is_zero, sizes, np.inf), initial=np.inf)
+    widest = np.dtype(np.float64) if xp is np else _widest()
     return {
-        "nan": count(jnp.isnan(sizes)),
-        "inf": count(jnp.isinf(sizes)),
-        "max_abs": largest.astype(jnp.float32),
-        "min_abs": smallest.astype(jnp.float32),
-        "overflow": count(is_finite & (sizes >= overflow)),
-        "underflow": count(~is_zero & (sizes <= underflow)),
-        "subnormal": count(is_small),
+        "nan": _count(xp.isnan(sizes)),
+        "inf": _count(xp.isinf(sizes)),
+        "max_abs": largest.astype(widest),
+        "min_abs": smallest.astype(widest),
+        "overflow": _count(is_finite & (sizes >= overflow)),
+        "underflow": _count(~is_zero & (sizes <= underflow)),
+        "subnormal": _count((sizes > underflow) & (sizes < normal)),
+        "elements": Count.of(sizes.size),
     }
+
+
+def _count(is_so: Any) -> Count:
+    if not isinstance(is_so, jax.Array):
+        return Count.of(int(np.count_nonzero(is_so)))
+    if is_so.size >= 2**32:  # The sum might not fit into one half.
+        halves = jnp.array_split(is_so, 2, int(np.argmax(is_so.shape)))
+        return _plus(*map(_count, halves))
+    return Count(jnp.sum(is_so, dtype=jnp.uint32), np.uint32(0))
+
+
+def _plus(a: Count, b: Count) -> Count:
+    low = a.low + b.low  # It wraps around.
+    return Count(low, a.high + b.high + (low < a.low).astype(np.uint32))
+
+
+def _widest() -> Any:
+    return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the counts of two arrays, or of two steps."""
-    return {name: _JOINS.get(name, jnp.add)(a[name], b[name]) for name in a}
-
-
-_JOINS = {"max_abs": jnp.maximum, "min_abs": jnp.minimum, "is_first": jnp.maximum}
-
-
-def nothing() -> dict[str, Any]:
-    """Returns what is counted where there is nothing."""
-    zeros = {name: jnp.float32(0) for name in _NAMES}
-    return {**zeros, "min_abs": jnp.float32(jnp.inf)}
-
-
-def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns counts by what is counted, one number for each that is given."""
-    names = counts[0] if counts else _NAMES
-    none = jnp.zeros(0, jnp.float32)
     return {
-        name: jnp.stack([one[name] for one in counts]) if counts else none
-        for name in names
+        name: getattr(jnp, _JOINS[name][0])(a[name], b[name])
+        if name in _JOINS
+        else _plus(a[name], b[name])
+        for name in a
     }
 
 
-def on_host(counts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns counts as arrays of NumPy."""
-    return {name: np.asarray(jax.device_get(array)) for name, array in counts.items()}
+def nothing(n: int) -> dict[str, Any]:
+    """Returns what is counted of some ops that have not been run."""
+    none, sizes = jnp.zeros(n, jnp.uint32), jnp.zeros(n, _widest())
+    return {
+        **{name: Count(none, none) for name in _COUNTED},
+        "max_abs": sizes,
+        "min_abs": jnp.full_like(sizes, jnp.inf),
+        "is_first": jnp.zeros(n, bool),
+    }
 
 
-def numbers(columns: Mapping[str, Any], i: int, elements: int) -> dict[str, Any]:
-    """Returns the fields of a row: whole numbers, sizes, and shares."""
-    row: dict[str, Any] = {name: float(columns[name][i]) for name in COUNTS}
-    row.update({name: int(row[name]) for name in ("nan", "inf")})
-    shares = ("overflow", "underflow", "subnormal")
-    row.update({name: row[name] / max(elements, 1) for name in shares})
-    return {**row, "elements": elements}
+def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns counts by what is counted, all in one array."""
+
+    def stack(*arrays: Any) -> Any:
+        return jnp.concatenate([jnp.ravel(array) for array in arrays])
+
+    return jax.tree.map(stack, *counts) if counts else nothing(0)
+
+
+def fetched(tree: Any) -> Any:
+    """Returns a pytree of arrays as one of NumPy.
+
+    Raises:
+      TypeError: the numbers are not known yet.
+    """
+    try:
+        return jax.tree.map(np.asarray, jax.device_get(tree))
+    except jax.errors.TracerArrayConversionError as error:
+        raise TypeError(
+            "Expected numbers that are known, got some that are being traced (by jit, "
+            "vmap, scan or grad). Rows, tables and loss scales are for the host: "
+            "return the arrays or the report from the traced function, and ask outside."
+        ) from error
+
+
+def on_host(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns counts as arrays of NumPy, joined over what vmap or scan has stacked."""
+    return {name: _joined(name, column) for name, column in fetched(counts).items()}
+
+
+def _joined(name: str, column: Any) -> Any:
+    join, start = _JOINS.get(name, ("add", 0))
+    if isinstance(column, Count):
+        column = column.low + (column.high.astype(np.uint64) << np.uint64(32))
+    column = np.atleast_1d(column)
+    stacks = tuple(range(column.ndim - 1))
+    return getattr(np, join).reduce(column, axis=stacks, initial=start)
+
+
+def numbers(columns: Mapping[str, Any], i: int) -> Numbers:
+    """Returns what there is to know of the numbers of one array, or of one op."""
+    names = (field.name for field in dataclasses.fields(Numbers))
+    row = {name: columns[name][i].item() for name in names}
+    row.update({name: row[name] / max(row["elements"], 1) for name in _SHARES})
+    return Numbers(**row)
 
 
 def headers(dtype: str | None) -> Sequence[str]:
