@@ -12,6 +12,7 @@ chex, and no network:
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,13 +68,14 @@ class Ceilings(NamedTuple):
 
 
 def ceilings(width: int, runs: int) -> Ceilings:
-    """Measures products of matrices of a width, and copies of 64 times their bytes."""
+    """Measures products of matrices of a width, and copies of four of them."""
     flops = {}
     for name, (dtype, precision) in PRODUCTS.items():
-        a = jnp.ones((width, width), dtype)
+        # Not ones: a device that has nothing to do for them may run faster.
+        a = jax.random.normal(jax.random.key(0), (width, width)).astype(dtype)
         product = jax.jit(functools.partial(jnp.matmul, precision=precision))
         flops[name] = 2 * width**3 / _seconds(lambda p=product, a=a: p(a, a), runs)
-    x = jnp.ones((16, width, width), jnp.float32)
+    x = jnp.ones((4, width, width), jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     return Ceilings(flops, 2 * x.nbytes / _seconds(lambda: copy(x), runs))
 
@@ -84,7 +86,9 @@ def _seconds(run: Callable[[], Any], runs: int) -> float:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(runs)])
+        for _ in range(runs):
+            result = run()  # They are not all held.
+        jax.block_until_ready(result)
         times.append((time.perf_counter() - start) / runs)
     return min(times)
 
@@ -129,22 +133,23 @@ def _as_it_is(make: Make) -> Any:
     return make(None).loss
 
 
+# What matters most first: there may be no time for all of them.
 VARIANTS: Mapping[str, Variant] = {
     "float32 highest": Variant(_as_it_is, "highest", "float32 highest"),
-    "float32 default": Variant(_as_it_is, ceiling="float32 (TF32)"),
     "bfloat16 by hand": Variant(lambda make: make(jnp.bfloat16).loss),
-    "bfloat16, jmp's policy": Variant(_by_policy),
     "bfloat16, autocast": Variant(_by_autocast("bfloat16")),
-    "float16, autocast": Variant(_by_autocast("float16"), ceiling="float16"),
     "float16, with loss scaling": Variant(
         _by_autocast("float16"), ceiling="float16", is_scaled=True
     ),
+    "float16, autocast": Variant(_by_autocast("float16"), ceiling="float16"),
+    "float32 default": Variant(_as_it_is, ceiling="float32 (TF32)"),
+    "bfloat16, jmp's policy": Variant(_by_policy),
 }
 BASE = "float32 highest"
 BATCHES_OF = (
-    "float32 default",
-    "bfloat16 by hand",
     "bfloat16, autocast",
+    "float32 highest",
+    "bfloat16 by hand",
     "float16, with loss scaling",
 )
 """What the largest batch is told of: each is compiled once more for it."""
@@ -199,8 +204,8 @@ class Measured(NamedTuple):
       memory: bytes that the compiled step needs.
       roofline: milliseconds that the compiled step takes at least; None where the
         program cannot be read.
-      largest: the largest batch that fits, from what two batches need; None where it
-        was not asked for, or the device does not say what it has.
+      largest: about the largest batch that fits, from what two batches need; None
+        where there was no time, or the device does not say what it has.
       is_finite: whether the loss was, at the end.
     """
 
@@ -266,68 +271,91 @@ def largest_batch(small: int, large: int, batch: int) -> int | None:
 
 
 def measure(
-    name: str, size: Size, device: Ceilings, rounds: int, steps: int, budget: float
+    name: str, size: Size, device: Ceilings, rounds: int, steps: int, until: float
 ) -> list[Measured]:
-    """Measures one model in all variants; what fails or is too late is left out."""
+    """Measures one model in all variants; what fails or is too late is left out.
+
+    Args:
+      name: of the model.
+      size: the model.
+      device: what the device does at most.
+      rounds: how often the variants take turns.
+      steps: how many steps a turn has.
+      until: when to be done, by ``time.perf_counter``. A part of that time is for
+        compiling; what is left at the end is for larger batches.
+    """
     start = time.perf_counter()
-    compiled: dict[str, Any] = {}
-    states: dict[str, Any] = {}
     model = size.make(None, batch=size.batch)
     params, batch = jax.jit(lambda: fill((model.params, model.batch), 0))()
+    flops = flops_of(VARIANTS[BASE], size)
+    compiled: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for variant_name, variant in VARIANTS.items():
-        if time.perf_counter() - start > budget / 2:
+        if time.perf_counter() > start + 0.7 * (until - start):
             print(f"  {variant_name}: left out, there is no time", file=sys.stderr)
             continue
-        try:
+        with _telling_failures(variant_name):
             step = compile_step(variant, size, size.batch)
             own = jax.tree.map(jnp.copy, params)
-            state = jax.tree.map(jnp.array, make_optimizer(variant).init(own))
-            states[variant_name] = jax.block_until_ready(step(own, state, batch))
-            compiled[variant_name] = step
-        except Exception:  # The others are still worth knowing.
-            print(f"  {variant_name} failed:", file=sys.stderr)
-            traceback.print_exc()
-        print(
-            f"  {time.perf_counter() - start:5.0f} s  {variant_name}", file=sys.stderr
-        )
+            state = own, jax.tree.map(jnp.array, make_optimizer(variant).init(own))
+            for _ in range(2):  # The second one meets the buffers of the first.
+                state = jax.block_until_ready(step(*state[:2], batch))
+            states[variant_name], compiled[variant_name] = state, step
+        seconds = time.perf_counter() - start
+        print(f"  {seconds:5.0f} s  {variant_name}", file=sys.stderr)
     times: dict[str, list[float]] = {variant: [] for variant in compiled}
     for _ in range(rounds):
         for variant_name, step in compiled.items():
-            params, opt_state, _ = states[variant_name]
-            begin = time.perf_counter()
-            for _ in range(steps):
-                params, opt_state, value = step(params, opt_state, batch)
-            jax.block_until_ready(value)
-            times[variant_name].append((time.perf_counter() - begin) / steps * 1e3)
-            states[variant_name] = params, opt_state, value
-    losses = {variant: float(state[2]) for variant, state in states.items()}
+            with _telling_failures(variant_name):
+                params, opt_state, _ = states[variant_name]
+                begin = time.perf_counter()
+                for _ in range(steps):
+                    params, opt_state, value = step(params, opt_state, batch)
+                jax.block_until_ready(value)
+                each = (time.perf_counter() - begin) / steps
+                states[variant_name] = params, opt_state, value
+                times[variant_name].append(each * 1e3)
+    losses = {variant: state[2] for variant, state in states.items()}
     states.clear()
 
-    rows = []
-    for variant_name, step in compiled.items():
-        program = read(step, "h100")
-        flops = flops_of(VARIANTS[variant_name], size)
-        peak = device.flops[VARIANTS[variant_name].ceiling]
-        rate = flops / (statistics.median(times[variant_name]) / 1e3)
-        largest = None
-        if variant_name in BATCHES_OF and time.perf_counter() - start < budget:
-            twice = read(
-                compile_step(VARIANTS[variant_name], size, 2 * size.batch), "h100"
-            )
-            largest = largest_batch(program.peak_memory, twice.peak_memory, size.batch)
+    rows: list[Measured] = []
+    for variant_name, each in times.items():
+        if not each:
+            continue
+        program = read(compiled[variant_name], "h100")
+        rate = flops / (statistics.median(each) / 1e3)
         row = Measured(
             model=name,
             variant=variant_name,
-            milliseconds=tuple(times[variant_name]),
+            milliseconds=tuple(each),
             flops=flops,
-            ceiling=rate / peak,
+            ceiling=rate / device.flops[VARIANTS[variant_name].ceiling],
             memory=program.peak_memory,
             roofline=roofline(program, device),
-            largest=largest,
+            largest=None,
             is_finite=bool(jnp.isfinite(losses[variant_name])),
         )
         rows.append(row)
+    for variant_name in BATCHES_OF:
+        there = [row.variant for row in rows]
+        if variant_name not in there or time.perf_counter() > until:
+            continue
+        with _telling_failures(variant_name):
+            step = compile_step(VARIANTS[variant_name], size, 2 * size.batch)
+            i, twice = there.index(variant_name), read(step, "h100").peak_memory
+            largest = largest_batch(rows[i].memory, twice, size.batch)
+            rows[i] = rows[i]._replace(largest=largest)
     return rows
+
+
+@contextlib.contextmanager
+def _telling_failures(what: str) -> Iterator[None]:
+    """Prints what fails inside: the others are still worth knowing."""
+    try:
+        yield
+    except Exception:
+        print(f"  {what} failed:", file=sys.stderr)
+        traceback.print_exc()
 
 
 def flops_of(variant: Variant, size: Size) -> float:
@@ -340,10 +368,9 @@ def flops_of(variant: Variant, size: Size) -> float:
 
 def roofline(program: Program, device: Ceilings) -> float | None:
     """Returns the least milliseconds of a program; None where it cannot be read."""
-    try:
+    with _telling_failures("reading a program"):  # The text of another compiler.
         return program.roofline_on(device.target()) * 1e3
-    except (KeyError, ValueError):  # The text of another compiler.
-        return None
+    return None
 
 
 # ------------------------------------------------------------------------------ tables
@@ -395,27 +422,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{told['device']}, jax {jax.__version__}")
     found = ceilings(64 if options.tiny else 8192, 2 if options.tiny else 20)
     print(ceilings_table(found), flush=True)
+    told["ceilings"] = found._asdict()
     rows: list[Measured] = []
     sizes = TINY if options.tiny else MODELS
-    for name in options.models:
+    end = time.perf_counter() + 60 * options.minutes
+    for i, name in enumerate(options.models):
         print(name, file=sys.stderr, flush=True)
-        budget = 60 * options.minutes / len(options.models)
-        try:
+        now = time.perf_counter()
+        until = now + (end - now) / (len(options.models) - i)
+        with _telling_failures(name):
             measured = measure(
-                name, sizes[name], found, options.rounds, options.steps, budget
+                name, sizes[name], found, options.rounds, options.steps, until
             )
-        except Exception:  # The other models are still worth knowing.
-            traceback.print_exc()
-            continue
-        if measured:
-            print("\n" + table(measured), flush=True)
-        rows += measured
-    if options.json:
-        options.json.mkdir(parents=True, exist_ok=True)
-        told["ceilings"] = found._asdict()
-        told["rows"] = [row._asdict() for row in rows]
-        path = options.json / "gpu.json"
-        path.write_text(json.dumps(told, indent=1) + "\n")
+            if measured:
+                print("\n" + table(measured), flush=True)
+            rows += measured
+        if options.json:  # Now: what follows may take too long.
+            options.json.mkdir(parents=True, exist_ok=True)
+            told["rows"] = [row._asdict() for row in rows]
+            path = options.json / "gpu.json"
+            path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

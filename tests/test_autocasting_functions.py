@@ -309,3 +309,22 @@ def test_an_inner_autocast_has_decided_already():
     assert dots(lambda x: inner(x) @ x, X) == {FULL: 1, LOW: 1}
     other = autocast(lambda x: x @ x, compute_dtype="float16")
     assert dots(lambda x: other(x) @ x, X) == {("float16",) * 3: 1, LOW: 1}
+
+
+def test_a_node_that_converts_what_it_holds_may_be_returned():
+    @jax.tree_util.register_pytree_node_class
+    class Node:
+        def __init__(self, array):
+            self.array = jnp.asarray(array)
+
+        def tree_flatten(self):
+            return (self.array,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, leaves):
+            return cls(*leaves)
+
+    x = jnp.ones((2, 2))
+    out = autocast(lambda x: Node(x @ x))(x)
+    assert isinstance(out, Node)
+    assert out.array.tolist() == [[2, 2], [2, 2]]

@@ -33,6 +33,10 @@ def blocks(x, weights, delicate=1):
     return x
 
 
+def distance(a, b):
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+
+
 def errors_of(fun, rules, *args):
     """The same errors as tune's, written by hand, of results and gradients."""
     with jax.default_matmul_precision("highest"):
@@ -48,11 +52,8 @@ def errors_of(fun, rules, *args):
 
     argnums = tuple(range(len(args)))
     grads = [jax.grad(loss(f), argnums)(*args) for f in (low, fun)]
-    distances = jax.tree.map(
-        lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), *grads
-    )
-    result = jnp.linalg.norm(low(*args) - exact) / jnp.linalg.norm(exact)
-    return float(result), max(jax.tree.leaves(distances))
+    distances = jax.tree.map(distance, *grads)
+    return distance(low(*args), exact), max(jax.tree.leaves(distances))
 
 
 # ------------------------------------------------------------------------ what it keeps
@@ -100,6 +101,7 @@ def test_a_scope_that_someone_forced_low_is_raised_over_their_rule():
     assert found.scopes[1:] == forced.scopes
 
 
+@pytest.mark.slow
 def test_what_vanishes_in_float16_is_kept_with_all_that_its_gradient_passes():
     def fun(x, ins, outs):
         for i, (w, v) in enumerate(zip(ins, outs, strict=True)):
@@ -160,6 +162,7 @@ def test_the_error_is_within_the_tolerance_and_each_rule_is_needed(tolerance, pr
     assert low <= jmp.explain(blocks, preset)(*args).share_low()
 
 
+@pytest.mark.slow
 def test_a_tighter_tolerance_keeps_more():
     args = (X, WEIGHTS[:3])
     low = [
@@ -200,6 +203,7 @@ def test_an_edit_gives_plain_rules_without_a_report():
         assert type(edited) is jmp.Rules
 
 
+@pytest.mark.slow
 def test_it_finds_the_same_again():
     first, again = (tune(blocks, (X, WEIGHTS[:3]), 0.005) for _ in range(2))
     assert first == again
@@ -303,6 +307,103 @@ def test_arguments_that_are_no_arrays_reach_the_function():
     assert tune(fun, (X, 2.0, "a"), 1e-4).report.error.largest <= 1e-4
 
 
+@pytest.mark.slow
+def test_what_a_compiler_makes_of_the_rules_is_within_the_tolerance_too():
+    def fun(x, ws):
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"block_{i}"):
+                h = x @ w
+                if i == 1:
+                    h = (h + 300) - 300
+                x = x + jax.nn.gelu(jax.nn.softmax(x) * 3 + h)
+        return jnp.sum(x**2)
+
+    x, ws = X[:4, :8], [w[:8, :8] for w in WEIGHTS[:3]]
+    found = tune(fun, (x, ws), 0.01, "O3")
+    exact = jax.grad(fun, (0, 1))(x, ws)
+    for wrap in (lambda f: f, jax.jit):
+        grads = wrap(jax.grad(jmp.autocast(fun, found), (0, 1)))(x, ws)
+        off = jax.tree.map(
+            lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)),
+            grads,
+            exact,
+        )
+        assert max(jax.tree.leaves(off)) <= 0.0101
+
+
+def test_what_comes_beside_a_loss_need_not_be_differentiable():
+    def fun(w):
+        y = X @ w
+        steps = jax.lax.while_loop(lambda c: jnp.sum(c) < 10, lambda c: c + 1, y[0, 0])
+        return jnp.mean(y**2), (jnp.sqrt(jnp.sum((w - w) ** 2)), steps)
+
+    assert tune(fun, (WEIGHTS[0],), 0.1).report.not_judged == ()
+
+
+def test_whole_numbers_among_floats_stay_what_they_are():
+    def fun(w, labels, mask):
+        logits = X @ w
+        chosen = jnp.take_along_axis(logits, labels.astype(jnp.int32)[:, None], -1)
+        losses = jax.nn.logsumexp(logits, -1) - chosen[:, 0]
+        return jnp.mean(jnp.where(mask == 1.0, losses, 0.0))
+
+    args = (WEIGHTS[0], jnp.arange(8.0), jnp.ones(8))
+    assert "result" not in tune(fun, args, 0.1).report.not_judged
+
+
+def test_arrays_of_numpy_are_what_jax_makes_of_them():
+    def fun(x, w, b):
+        h = x @ w + b
+        return jnp.sum(jnp.tanh(h - jnp.mean(h, 0)) ** 2)
+
+    args = (X, WEIGHTS[0], jnp.full(16, 0.1))
+    wide = [np.asarray(array, np.float64) for array in args]
+    one, other = (tune(fun, tuple(given), 0.05) for given in (args, wide))
+    assert one == other
+    assert one.report.not_judged == other.report.not_judged
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
+def test_arguments_of_other_dtypes_are_measured(dtype):
+    def fun(x):
+        return jnp.real(x.astype(jnp.complex64)) @ WEIGHTS[0]
+
+    assert tune(fun, (X.astype(dtype),), 1e-4).report.error.largest <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_where_no_part_will_do_all_is_kept(dtype):
+    found = tune(lambda x, w: x @ w, (X, WEIGHTS[0]), 1e-4, jmp.get_rules("O3", dtype))
+    assert found.report.error.largest <= 1e-4
+
+
+def test_an_asterisk_in_a_name_is_one():
+    def fun(x, ws):
+        for name, w in zip("abc", ws, strict=True):
+            with jax.named_scope(f"{name}*"):
+                offset = 300 if name == "a" else 0.25
+                x = jnp.tanh((x @ w + offset) - offset)
+        return x @ ws[0]
+
+    found = tune(fun, (X, WEIGHTS[:3]), 0.05)
+    assert [name for _, name, _ in kept(found)] == [r"^a\*$"]
+
+
+def test_errors_of_very_small_numbers_are_seen():
+    with jax.enable_x64(True):
+        x = np.asarray(X, np.float32)
+        report = tune(
+            lambda x: (x @ x.T).astype(jnp.float64) * 1e-200, (x,), 1e-6
+        ).report
+    assert 1e-4 < report.error_before.outputs < 1
+    assert report.kept
+
+
+def test_a_tolerance_may_be_a_number_of_numpy():
+    report = tune(lambda x: x @ WEIGHTS[0], (X,), np.float32(1e-3)).report
+    assert json.loads(report.to_json())["tolerance"] == pytest.approx(1e-3)
+
+
 # ------------------------------------------------------------------------- at the door
 
 
@@ -314,6 +415,8 @@ def test_arguments_that_are_no_arrays_reach_the_function():
         ((X,), 0, "mixed", ValueError, "positive number, such as 1e-2, got 0"),
         ((X,), "small", "mixed", ValueError, "positive number.*'small'"),
         ((X,), np.nan, "mixed", ValueError, "positive number.*nan"),
+        ((X,), True, "mixed", ValueError, "positive number.*True"),
+        ((X,), 1j, "mixed", ValueError, "positive number.*1j"),
         ((X,), 0.1, "mixd", ValueError, "Did you mean 'mixed'"),
         ((X,), 0.1, 3, TypeError, "name of a preset or a Rules, got int"),
     ],
@@ -345,6 +448,11 @@ def _is_small(x):
 
 def _grow(x):
     return x * 2
+
+
+def test_it_runs_on_the_host():
+    with pytest.raises(TypeError, match="known, got some that are being traced"):
+        jax.jit(lambda x: tune(lambda x: x @ x.T, (x,), 0.1) and x)(X)
 
 
 def test_a_tolerance_out_of_reach_says_why():

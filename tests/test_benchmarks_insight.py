@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+from benchmarks.compiled import missing
 from benchmarks.insight import Explained, Watched, explained_table, main, watched_table
 
 
@@ -40,6 +41,8 @@ def test_explaining_is_measured_beside_tracing(tmp_path, capsys):
 
 @pytest.mark.targets
 def test_watching_costs_more_kernels_and_little_memory(tmp_path):
+    if missing("h100"):
+        pytest.skip(missing("h100"))
     options = ["--runs", "1", "--explained", "--watched", "mlp", "--targets", "h100"]
     main([*options, "--json", str(tmp_path)])
     (row,) = json.loads((tmp_path / "insight.json").read_text())["watched"]

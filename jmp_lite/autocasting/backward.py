@@ -51,7 +51,7 @@ def backward_of(program: Any, structure: Any) -> Backward:
     parts = compat.parts(program)
     avals = [var.aval for var in parts.invars]
     floats = [i for i, aval in enumerate(avals) if _is_float(aval)]
-    losses = _losses([var.aval for var in parts.outvars], structure)
+    losses = losses_of([var.aval for var in parts.outvars], structure)
     if not floats or not losses:
         raise ValueError(
             "There is no backward pass: no float among the arguments, or none among "
@@ -80,7 +80,7 @@ def backward_of(program: Any, structure: Any) -> Backward:
     return Backward(program, traced, backward, sum(map(bytes_of, waiting)))
 
 
-def _losses(avals: Sequence[Any], structure: Any) -> list[int]:
+def losses_of(avals: Sequence[Any], structure: Any) -> list[int]:
     """Returns which results are differentiated.
 
     The one, if there is nothing else or if a tuple begins with it, that is a scalar: a

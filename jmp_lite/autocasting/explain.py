@@ -74,7 +74,7 @@ class Explanation:
         rows = [row for row in self._rows_of(op) if row.precision != "as traced"]
         if not rows:
             raise ValueError(f"No {op or 'equation'} of the function holds a float.")
-        return sum(map(_is_low, rows)) / len(rows)
+        return sum(map(is_low, rows)) / len(rows)
 
     def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
         """Returns the one dtype that some equations of the function run in.
@@ -399,7 +399,8 @@ _LINES = 60
 """What a terminal shows at once."""
 
 
-def _is_low(row: Row) -> bool:
+def is_low(row: Row) -> bool:
+    """Whether an equation runs in 16 bits or fewer."""
     is_float = row.precision != "as traced"
     return is_float and np.dtype(row.precision).itemsize <= 2
 

@@ -104,8 +104,17 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, An
     """Returns a function's jaxpr, its arrays, and the structure of its results."""
     refuse_mutable_graphs(fun, args, kwargs)
     of_arrays, arrays = function_of_arrays(fun, args, kwargs)
-    traced, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-    return traced, arrays, jax.tree.structure(out_shape)
+    structures: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        # Not from the shapes of the results: a node of a user's may refuse those.
+        leaves, structure = jax.tree.flatten(of_arrays(*arrays))
+        structures.append(structure)
+        return leaves
+
+    flat.__name__ = of_arrays.__name__
+    traced = jax.make_jaxpr(flat)(*arrays)
+    return traced, arrays, structures[-1]
 
 
 def walk_along(walk: "Walk", traced: Any, arrays: Sequence[Any]) -> list[Any]:

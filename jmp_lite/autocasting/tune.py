@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.backward import losses_of
 from jmp_lite.autocasting.door import check_function, choose_rules
-from jmp_lite.autocasting.explain import explain
+from jmp_lite.autocasting.explain import explain, is_low
 from jmp_lite.autocasting.interpreter import Walk, trace, walk_along
 from jmp_lite.autocasting.rows import Row
 from jmp_lite.autocasting.rules import (
@@ -31,6 +32,7 @@ from jmp_lite.autocasting.rules import (
     group_of,
 )
 from jmp_lite.autocasting.tables import text_table
+from jmp_lite.casting.counting import fetched
 
 # --------------------------------------------------------------------------- results
 
@@ -223,7 +225,7 @@ def tune(
     """
     check_function(fun)
     start = choose_rules(rules, None)()
-    _check_tolerance(tolerance)
+    tolerance = _positive(tolerance)
     search = _Search(_Sample(fun, args), start, tolerance, progress)
     before = search.error(())
     kept = [] if search.is_enough(()) else search.kept()
@@ -240,19 +242,21 @@ def tune(
     return TunedRules(**fields_of(search.rules_with(kept)), report=report)
 
 
-def _check_tolerance(tolerance: Any) -> None:
-    is_number = isinstance(tolerance, int | float | np.number)
-    if not is_number or not 0 < tolerance < math.inf:
+def _positive(tolerance: Any) -> float:
+    is_number = isinstance(tolerance, int | float | np.floating | np.integer)
+    if not is_number or isinstance(tolerance, bool) or not 0 < tolerance < math.inf:
         raise ValueError(
             f"Expected the tolerance as a positive number, such as 1e-2, got "
             f"{tolerance!r}."
         )
+    return float(tolerance)
 
 
 # ---------------------------------------------------------------------- the measuring
 
-_AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""Every rounding happens, whatever a compiler could fuse here and not elsewhere."""
+# Every rounding happens, whatever a compiler could fuse here and not elsewhere; and
+# what this compiler makes of it.
+_WAYS_TO_COMPILE = ({"xla_allow_excess_precision": False}, {})
 
 
 class _Sample:
@@ -277,15 +281,17 @@ class _Sample:
                 "tune runs the function: expected arrays, got a ShapeDtypeStruct."
             )
         self.fun, self.args = fun, tuple(args)
-        self._traced, self._arrays, treedef = trace(fun, self.args, {})
+        self._traced, arrays, structure = trace(fun, self.args, {})
         with jax.default_matmul_precision("highest"):
             highest, _, _ = trace(fun, self.args, {})
         outs = [var.aval for var in compat.parts(self._traced).outvars]
-        tree = jax.tree.unflatten(treedef, outs)
-        self._cotangents = _cotangents(tree)
+        self._arrays = jax.device_put(list(arrays))
         self._floats = [i for i, x in enumerate(self._arrays) if _is_float(x)]
-        self._names = self._named(tree)
-        self._n_outputs = sum(map(_is_float, outs))
+        fetched([self._arrays[i] for i in self._floats])  # They have to be known.
+        self._losses = losses_of(outs, structure)
+        self._cotangents = _cotangents([outs[i] for i in self._losses])
+        self._outputs = [i for i, aval in enumerate(outs) if _is_float(aval)]
+        self._names = self._named(structure, len(outs))
 
         def exactly(*arrays: Any) -> Any:
             return compat.evaluate(highest, arrays)
@@ -300,28 +306,35 @@ class _Sample:
             for name, is_judged in zip(self._names, self._is_judged, strict=True)
             if not is_judged
         )
-        if not any(self._is_judged[: self._n_outputs]):
+        if not any(self._is_judged[: len(self._outputs)]):
             raise ValueError(
                 "There is nothing to compare: the function has no floating result, or "
-                "none that float32 knows to a tenth."
+                "none that float32 knows to a tenth: the last bit of the arguments "
+                "changes it by more."
             )
 
-    def error(self, rules: Rules) -> Error:
-        """Returns the error under some rules."""
+    def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
+        """Returns the error under some rules, compiled with some options."""
 
         def run(*arrays: Any) -> Any:
             return walk_along(Walk(rules), self._traced, arrays)
 
-        found = self._run(run, self._arrays)
+        found = self._run(run, self._arrays, options)
         errors = [
             _distance(a, b) if is_judged or _is_broken(a, b) else 0.0
             for a, b, is_judged in zip(found, self._exact, self._is_judged, strict=True)
         ]
         worst = self._names[int(np.argmax(errors))] if any(errors) else ""
-        outputs, gradients = errors[: self._n_outputs], errors[self._n_outputs :]
+        n_outputs = len(self._outputs)
+        outputs, gradients = errors[:n_outputs], errors[n_outputs:]
         return Error(max(outputs, default=0.0), max(gradients, default=0.0), worst)
 
-    def _run(self, fun: Callable[..., Any], arrays: Sequence[Any]) -> list[Any]:
+    def _run(
+        self,
+        fun: Callable[..., Any],
+        arrays: Sequence[Any],
+        options: Mapping[str, Any] = _WAYS_TO_COMPILE[0],
+    ) -> list[Any]:
         """Returns the floating results of a function of arrays, and the gradients."""
 
         def measured(*arrays: Any) -> Any:
@@ -329,13 +342,16 @@ class _Sample:
                 merged = list(arrays)
                 for i, array in zip(self._floats, floats, strict=True):
                     merged[i] = array
-                return [x for x in fun(*merged) if _is_float(x)]
+                results = fun(*merged)
+                return [results[i] for i in self._losses], results
 
-            out, back = jax.vjp(of_floats, *(arrays[i] for i in self._floats))
-            return [*out, *back(self._cotangents)]
+            given = (arrays[i] for i in self._floats)
+            _, back, results = jax.vjp(of_floats, *given, has_aux=True)
+            outputs = [results[i] for i in self._outputs]
+            return [*outputs, *back(self._cotangents)]
 
         try:
-            results = jax.jit(measured, compiler_options=_AS_WRITTEN)(*arrays)
+            results = jax.jit(measured, compiler_options=dict(options))(*arrays)
         except ValueError as error:
             if "everse-mode" in str(error):
                 error.add_note(
@@ -345,14 +361,16 @@ class _Sample:
             raise
         return [_wide(x) for x in jax.device_get(results)]
 
-    def _named(self, tree: Any) -> list[str]:
+    def _named(self, structure: Any, n_results: int) -> list[str]:
         """Returns names for the floating results and for the gradients."""
         given = jax.tree.leaves_with_path(self.args)
         arguments = [path for path, leaf in given if _is_float(leaf)]
-        results = [p for p, leaf in jax.tree.leaves_with_path(tree) if _is_float(leaf)]
+        tree = jax.tree.unflatten(structure, range(n_results))
+        results = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        name = jax.tree_util.keystr
         return [
-            *(f"result{jax.tree_util.keystr(path)}" for path in results),
-            *(f"gradient of args{jax.tree_util.keystr(path)}" for path in arguments),
+            *(f"result{name(results[i])}" for i in self._outputs),
+            *(f"{_GRADIENT}{name(path)}" for path in arguments),
         ]
 
     def _check_exact(self) -> None:
@@ -360,31 +378,39 @@ class _Sample:
             if np.isnan(array).any():
                 raise ValueError(
                     f"In float32 itself the {name} is NaN on this sample: "
-                    "jmp_lite.watch tells where that begins."
+                    "jmp_lite.watch of the function, or of its gradient, tells where "
+                    "that begins. Of what is not trained, stop the gradient in the "
+                    "function (jax.lax.stop_gradient), and give the loss rather than a "
+                    "whole training step."
                 )
 
 
-def _cotangents(tree: Any) -> list[Any]:
-    """Returns what the gradients are taken of: one number for each floating result."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
-    first: Any = tree[0] if isinstance(tree, tuple) and tree else tree
-    if _is_float(first) and not first.shape:
-        ones = [jnp.ones, *[jnp.zeros] * (len(leaves) - 1)]
-        return [of(x.shape, x.dtype) for of, x in zip(ones, leaves, strict=True)]
+_GRADIENT = "gradient of args"
+
+
+def _cotangents(losses: Sequence[Any]) -> list[Any]:
+    """Returns what the gradients are taken of: the loss, or a mixture of all."""
+    if len(losses) == 1 and not losses[0].shape:
+        return [jnp.ones((), losses[0].dtype)]
     generator = np.random.default_rng(0)
     return [
-        jnp.asarray(generator.standard_normal(leaf.shape)).astype(leaf.dtype)
-        for leaf in leaves
+        jnp.asarray(generator.standard_normal(x.shape)).astype(x.dtype) for x in losses
     ]
 
 
 def _in_the_last_bit(array: Any) -> Any:
-    """Returns an array whose numbers are others in their last bit."""
+    """Returns an array whose numbers are others in their last bit.
+
+    But for whole numbers, which may be labels, counts or masks.
+    """
     if not _is_float(array):
         return array
-    signs = np.random.default_rng(1).choice([-1.0, 1.0], np.shape(array))
-    step = float(jnp.finfo(array.dtype).eps)
-    return (jnp.asarray(array) * jnp.asarray(1 + step * signs)).astype(array.dtype)
+    info = jnp.finfo(array.dtype)
+    wide = jnp.float32 if info.bits < 32 else array.dtype
+    signs = np.random.default_rng(1).choice([-1.0, 1.0], array.shape)
+    changed = array.astype(wide) * jnp.asarray(1 + float(info.eps) * signs, wide)
+    is_whole = array == jnp.round(array)
+    return jnp.where(is_whole, array, changed.astype(array.dtype))
 
 
 def _is_float(x: Any) -> bool:
@@ -407,12 +433,16 @@ def _distance(a: Any, b: Any) -> float:
 
     Both may be infinite in the same places.
     """
-    with np.errstate(invalid="ignore"):
-        far = np.linalg.norm(np.where(a == b, 0, a - b).ravel())
-    size = np.linalg.norm(np.where(np.isfinite(b), b, 0).ravel())
-    if far == 0:
+    if (a == b).all():
         return 0.0
-    return float(far / size) if size and np.isfinite(far) else math.inf
+    finite = np.where(np.isfinite(b), b, 0).ravel()
+    unit = np.abs(finite).max()  # Squares of what is very small are zero.
+    if not unit:
+        return math.inf
+    with np.errstate(invalid="ignore", over="ignore"):
+        far = np.linalg.norm(np.where(a == b, 0, (a - b) / unit).ravel())
+    size = np.linalg.norm(finite / unit)
+    return float(far / size) if np.isfinite(far) else math.inf
 
 
 # ----------------------------------------------------------------------- the searching
@@ -465,7 +495,12 @@ class _Search:
         """Returns the error of the rules with some more."""
         rules = self.rules_with(kept)
         if rules not in self._errors:
-            error = self._errors[rules] = self.sample.error(rules)
+            error = Error(0.0, 0.0, "")
+            for options in _WAYS_TO_COMPILE:
+                error = max(error, self.sample.error(rules, options), key=_largest)
+                if error.largest > self._tolerance:
+                    break
+            self._errors[rules] = error
             n = len(self._errors)
             self._progress(f"tune: {n} tried, error {_told(error)}")
         return self._errors[rules]
@@ -496,7 +531,7 @@ class _Search:
             _Units("scope", Precision.FULL, scopes, _kind_of_scope),
         ]
         found = [rules for way in ways if (rules := self._smallest(way)) is not None]
-        return min(map(self._weakened, found), key=self._in_float32)
+        return min(map(self._weakened, [*found, everything]), key=self._in_float32)
 
     def _smallest(self, units: "_Units") -> list[_Rule] | None:
         """Returns rules for the units that have to be kept; None if all are too few."""
@@ -596,10 +631,12 @@ class _Units(NamedTuple):
         if kept.issuperset(group):
             kinds = [tuple(self.kind_of(name)) for name in group]
             shared = kinds[0][: _shared(kinds)]
-            inside = "/".join(re.escape(n).replace(r"\*", r"\d+") for n in shared)
+            inside = "/".join(shared)
+            number = re.escape(_NUMBER)
+            inside = re.escape(inside).replace(number, r"\d+")
             pattern = f"^{inside}(/|$)" if shared else ""
             matched = {name for name in self.costs if re.search(pattern, name)}
-            if matched <= kept:
+            if set(group) <= matched <= kept:
                 return [pattern]
         return [p for part in self.parts(group) for p in self._patterns(part, kept)]
 
@@ -615,9 +652,13 @@ def _shared(kinds: Iterable[Sequence[str]]) -> int:
     return same.index(False) if False in same else len(same)
 
 
+_NUMBER = "\0"
+"""Stands for a number in names that are alike but for it; no name holds it."""
+
+
 def _alike(name: str) -> str:
     """Returns what names have in common that differ in a number alone."""
-    return re.sub(r"\d+", "*", name)
+    return re.sub(r"\d+", _NUMBER, name)
 
 
 def _kind_of_scope(path: str) -> Sequence[str]:
@@ -657,8 +698,7 @@ def _costs(
 
 def _is_raisable(row: Row) -> bool:
     """Whether rules can raise what an equation runs in."""
-    is_low = row.precision in ("bfloat16", "float16")
-    return is_low and LOW_SCOPE not in row.scope.split("/")
+    return is_low(row) and LOW_SCOPE not in row.scope.split("/")
 
 
 def _without(kept: Sequence[_Rule], rule: _Rule) -> list[_Rule]:
@@ -669,6 +709,10 @@ def _without(kept: Sequence[_Rule], rule: _Rule) -> list[_Rule]:
 
 _SHOWN = 3
 """How many names one line tells."""
+
+
+def _largest(error: Error) -> float:
+    return error.largest
 
 
 def _told(error: Error) -> str:
@@ -684,7 +728,8 @@ def _names(names: Sequence[str]) -> str:
     alike = list(dict.fromkeys(map(_alike, names)))
     shown = names if len(names) <= _SHOWN else alike
     more = len(shown) - _SHOWN
-    told = ", ".join(name or "(no scope)" for name in shown[:_SHOWN])
+    names = [name.replace(_NUMBER, "*") for name in shown[:_SHOWN]]
+    told = ", ".join(name or "(no scope)" for name in names)
     return told + (f" and {more} more" if more > 0 else "")
 
 

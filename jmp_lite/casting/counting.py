@@ -191,8 +191,9 @@ def fetched(tree: Any) -> Any:
     except jax.errors.TracerArrayConversionError as error:
         raise TypeError(
             "Expected numbers that are known, got some that are being traced (by jit, "
-            "vmap, scan or grad). Rows, tables and loss scales are for the host: "
-            "return the arrays or the report from the traced function, and ask outside."
+            "vmap, scan or grad). Rows, tables, rules and loss scales are made on the "
+            "host: return the arrays or the report from the traced function, and ask "
+            "outside."
         ) from error
 
 
