@@ -4,6 +4,7 @@
 """
 
 from jmp_lite.autocasting.explain import Explanation, explain
+from jmp_lite.autocasting.findings import TunedRules, TuningReport
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import (
     as_full,
@@ -14,7 +15,7 @@ from jmp_lite.autocasting.marks import (
 )
 from jmp_lite.autocasting.residuals import compress_residuals
 from jmp_lite.autocasting.rules import Precision, Rules, get_rules
-from jmp_lite.autocasting.tune import TunedRules, TuningReport, tune
+from jmp_lite.autocasting.tune import tune
 from jmp_lite.casting.dtypes import (
     DtypeSummary,
     DtypeTotals,

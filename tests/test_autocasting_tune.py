@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
+from jmp_lite.autocasting.samples import Error
+from jmp_lite.autocasting.units import ways_to_keep
 
 WEIGHTS = [jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i in range(5)]
 X = jax.random.normal(jax.random.key(9), (8, 16))
@@ -137,6 +139,17 @@ def test_layers_that_are_alike_are_named_by_one_pattern():
 
     found = tune(fun, (X, WEIGHTS[:2]), 0.05)
     assert [name for _, name, _ in kept(found)] == [r"^block_\d+/delicate(/|$)"]
+
+
+@pytest.mark.parametrize("trips", [0, 3])
+def test_what_a_loop_holds_costs_as_often_as_it_runs(trips):
+    def fun(x, w):
+        return jax.lax.scan(lambda c, _: (c @ w, None), x, length=trips)[0]
+
+    rows = jmp.explain(fun, "mixed")(X, WEIGHTS[0]).rows
+    ops, *_ = ways_to_keep(rows, jmp.get_rules("mixed"))
+    flops, _ = ops.costs["dot_general"]
+    assert flops == trips * 2 * 8 * 16 * 16
 
 
 def test_a_tolerance_that_the_rules_keep_costs_nothing():
@@ -300,11 +313,12 @@ def test_a_loop_for_inference_is_measured_without_gradients():
 
 
 def test_arguments_that_are_no_arrays_reach_the_function():
-    def fun(x, scale, name):
+    def fun(x, scale, name, dtype):
         assert name == "a"
-        return x @ WEIGHTS[0] * scale
+        return (x @ WEIGHTS[0] * scale).astype(dtype)
 
-    assert tune(fun, (X, 2.0, "a"), 1e-4).report.error.largest <= 1e-4
+    args = (X, 2.0, "a", jnp.float32)
+    assert tune(fun, args, 1e-4).report.error.largest <= 1e-4
 
 
 @pytest.mark.slow
@@ -329,6 +343,19 @@ def test_what_a_compiler_makes_of_the_rules_is_within_the_tolerance_too():
             exact,
         )
         assert max(jax.tree.leaves(off)) <= 0.0101
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "joined"),
+    [
+        (Error(3, 1, "result"), Error(2, 2, "gradient"), Error(3, 2, "result")),
+        (Error(1, 2, "gradient"), Error(3, 1, "result"), Error(3, 2, "result")),
+        (Error(0, 0, ""), Error(0, 1, "gradient"), Error(0, 1, "gradient")),
+        (Error(0, 0, ""), Error(0, 0, ""), Error(0, 0, "")),
+    ],
+)
+def test_of_two_ways_to_compile_each_error_is_the_larger_one(first, second, joined):
+    assert first.joined(second) == second.joined(first) == joined
 
 
 def test_what_comes_beside_a_loss_need_not_be_differentiable():

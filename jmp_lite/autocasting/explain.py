@@ -27,6 +27,7 @@ from jmp_lite.autocasting.rows import (
     Row,
     Totals,
     casts_in,
+    is_low,
     seen_in,
     short,
     totals_of,
@@ -397,12 +398,6 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 _HEADERS = ("times", "op", "runs in", "results", "why", "where")
 _LINES = 60
 """What a terminal shows at once."""
-
-
-def is_low(row: Row) -> bool:
-    """Whether an equation runs in 16 bits or fewer."""
-    is_float = row.precision != "as traced"
-    return is_float and np.dtype(row.precision).itemsize <= 2
 
 
 def _depth_that_fits(rows: Sequence[Row]) -> int | None:

@@ -53,6 +53,12 @@ class Row(NamedTuple):
     is_backward: bool = False
 
 
+def is_low(row: Row) -> bool:
+    """Whether an equation runs in 16 bits or fewer."""
+    is_float = row.precision != "as traced"
+    return is_float and np.dtype(row.precision).itemsize <= 2
+
+
 class Seen(NamedTuple):
     """A row, and what it was made of.
 
