@@ -8,6 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
+import pytest
 
 # The same examples every time: what fails here fails everywhere, and the other way
 # round. To search for more: `pytest --hypothesis-profile=default`.
@@ -18,3 +19,12 @@ hypothesis.settings.load_profile("suite")
 # about by accident.
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def standard_promotion():
+    """JAX's own promotion, which Flax and optax count on (and benchmarks set)."""
+    strict = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", strict)

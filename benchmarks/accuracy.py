@@ -13,7 +13,6 @@ text, and with it the losses, depends on the version of Python.
 
 import argparse
 import functools
-import json
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +28,8 @@ from rich.progress import Progress
 
 import jmp_lite as jmp
 import jmp_lite.nnx
-from benchmarks.autocast import stamp
 from benchmarks.models import ResNet
+from benchmarks.report import stamp, write
 from jmp_lite.__main__ import load_digits, order_of_images
 
 PRESETS = ("mixed", "O1", "O2", "O3")
@@ -380,11 +379,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(table(found))
     told = stamp(seeds=seeds, steps={model: steps[model] for model in options.models})
     print(f"\n{told}")
-    if options.json:
-        options.json.mkdir(parents=True, exist_ok=True)
-        told |= {"rows": [row._asdict() for row in trained]}
-        path = options.json / "accuracy.json"
-        path.write_text(json.dumps(told, indent=1) + "\n")
+    write(options.json, "accuracy", told, rows=trained)
 
 
 if __name__ == "__main__":

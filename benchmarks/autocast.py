@@ -11,14 +11,9 @@ take turns; ratios to the model written by hand are what to read.
 """
 
 import argparse
-import contextlib
-import datetime
 import functools
-import importlib.metadata
 import importlib.util
-import json
 import pathlib
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +25,7 @@ import jax.numpy as jnp
 import jmp_lite as jmp
 from benchmarks import models
 from benchmarks.compiled import TARGETS, compile_for, missing
+from benchmarks.report import stamp, write
 from jmp_lite.autocasting import compat
 
 Make = Callable[..., models.Model]
@@ -287,17 +283,6 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def stamp(**settings: Any) -> dict[str, Any]:
-    """Returns the date and the versions that figures belong to, and their settings."""
-    names = ["jax", "jaxlib", "flax", "optax", "jmp_lite"]
-    names += ["jmp", "mixed-precision-for-JAX"]
-    found = {"python": platform.python_version()}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return {"date": datetime.date.today().isoformat(), "versions": found, **settings}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the tables, and writes them as JSON where that is wanted."""
     parser = argparse.ArgumentParser("python -m benchmarks.autocast")
@@ -330,11 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += found
     told = stamp(seeds=options.seeds, runs=options.runs)
     print("\n" + ", ".join(f"{name} {v}" for name, v in told["versions"].items()))
-    if options.json:
-        options.json.mkdir(parents=True, exist_ok=True)
-        told["rows"] = [row._asdict() for row in rows]
-        path = options.json / "autocast.json"
-        path.write_text(json.dumps(told, indent=1) + "\n")
+    write(options.json, "autocast", told, rows=rows)
 
 
 if __name__ == "__main__":

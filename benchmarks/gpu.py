@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -30,8 +29,9 @@ import optax
 
 import jmp_lite as jmp
 from benchmarks import models
-from benchmarks.autocast import fill, stamp
+from benchmarks.autocast import fill
 from benchmarks.compiled import H100, Program, Target, read
+from benchmarks.report import device_name, stamp, write
 
 # ---------------------------------------------------------------------------- ceilings
 
@@ -416,9 +416,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     # Flax promotes by itself.
     jax.config.update("jax_numpy_dtype_promotion", "standard")
-    device = jax.devices()[0]
     told = stamp(rounds=options.rounds, steps=options.steps, tiny=options.tiny)
-    told["device"] = f"{device.platform}: {device.device_kind}"
+    told["device"] = device_name()
     print(f"{told['device']}, jax {jax.__version__}")
     found = ceilings(64 if options.tiny else 8192, 2 if options.tiny else 20)
     print(ceilings_table(found), flush=True)
@@ -437,11 +436,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if measured:
                 print("\n" + table(measured), flush=True)
             rows += measured
-        if options.json:  # Now: what follows may take too long.
-            options.json.mkdir(parents=True, exist_ok=True)
-            told["rows"] = [row._asdict() for row in rows]
-            path = options.json / "gpu.json"
-            path.write_text(json.dumps(told, indent=1) + "\n")
+        # Now: what follows may take too long.
+        write(options.json, "gpu", told, rows=rows)
 
 
 if __name__ == "__main__":

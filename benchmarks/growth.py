@@ -10,7 +10,6 @@ exact; times are medians of runs that take turns.
 
 import argparse
 import functools
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import models
-from benchmarks.autocast import VARIANTS, stablehlo, stamp, trace_times
+from benchmarks.autocast import VARIANTS, stablehlo, trace_times
 from benchmarks.compiled import compile_for, missing
+from benchmarks.report import stamp, write
 
 LAYOUTS = ("unrolled", "jit", "scan")
 TARGET = "h100"
@@ -187,11 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(depth_table(deep), flush=True)
     wide = [by_width(at, n) for at in options.layouts for n in options.widths]
     print("\n" + width_table(wide))
-    if options.json:
-        options.json.mkdir(parents=True, exist_ok=True)
-        told["depths"] = [row._asdict() for row in deep]
-        told["widths"] = [row._asdict() for row in wide]
-        (options.json / "growth.json").write_text(json.dumps(told, indent=1) + "\n")
+    write(options.json, "growth", told, depths=deep, widths=wide)
     if options.picture:
         options.picture.mkdir(parents=True, exist_ok=True)
         draw(deep, wide, options.picture / "growth.png")

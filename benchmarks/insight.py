@@ -10,7 +10,6 @@ of runs that take turns, and their ratios are what to read.
 """
 
 import argparse
-import json
 import pathlib
 import statistics
 import time
@@ -20,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 
 import jmp_lite as jmp
-from benchmarks.autocast import MODELS, ON_TARGET, stamp
+from benchmarks.autocast import MODELS, ON_TARGET
 from benchmarks.compiled import TARGETS, compile_for, missing
+from benchmarks.report import stamp, write
 
 EXPLAINED = (
     *("transformer 4, unrolled", "transformer 24, jit", "transformer 24, scan"),
@@ -179,12 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name in ON_TARGET[target]
     ]
     print("\n" + watched_table(programs))
-    if options.json:
-        options.json.mkdir(parents=True, exist_ok=True)
-        told["explained"] = [row._asdict() for row in explanations]
-        told["watched"] = [row._asdict() for row in programs]
-        path = options.json / "insight.json"
-        path.write_text(json.dumps(told, indent=1) + "\n")
+    write(options.json, "insight", told, explained=explanations, watched=programs)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ medians of runs that take turns, as ratios to the plain step.
 import argparse
 import importlib
 import importlib.util
-import json
 import pathlib
 import statistics
 import time
@@ -25,8 +24,8 @@ import jax.numpy as jnp
 import optax
 
 import jmp_lite as jmp
-from benchmarks.autocast import stamp
 from benchmarks.compiled import TARGETS, Program, compile_for, missing
+from benchmarks.report import device_name, stamp, write
 
 SHAPE = (8192, 8192)
 GRADIENT_BYTES = 4 * SHAPE[0] * SHAPE[1]
@@ -312,8 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{package} is not installed: its rows are left out")
             names.remove(name)
     told = stamp(shape=SHAPE, width=options.width, runs=options.runs)
-    device = jax.devices()[0]
-    told["device"] = f"{device.platform}: {device.device_kind}"
+    told["device"] = device_name()
 
     skipped = [skipping(name, target) for target in options.targets for name in names]
     print(f"An adamw step on {SHAPE[0] * SHAPE[1]:,} parameters")
@@ -323,13 +321,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = step_times(names, options.width, options.runs)
     print(f"\n{4 * options.width**2:,} parameters on {told['device']}")
     print(times_table(times))
-    if options.json:
-        options.json.mkdir(parents=True, exist_ok=True)
-        told["skipping"] = [row._asdict() for row in skipped]
-        told["training"] = [row._asdict() for row in trained]
-        told["step_ms"] = times
-        path = options.json / "loss_scaling.json"
-        path.write_text(json.dumps(told, indent=1) + "\n")
+    told["step_ms"] = times
+    write(options.json, "loss_scaling", told, skipping=skipped, training=trained)
 
 
 if __name__ == "__main__":

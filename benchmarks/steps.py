@@ -7,16 +7,15 @@ least that the compiled step takes, and what it needs. Exact: no clock, no devic
 """
 
 import argparse
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
-from benchmarks.autocast import stamp
 from benchmarks.compiled import compile_for, missing
 from benchmarks.gpu import BASE, MODELS, TINY, VARIANTS, Size, step_and_shapes
+from benchmarks.report import stamp, write
 
 TARGET = "h100"
 
@@ -92,10 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = [predict(name, variant, size) for variant in options.variants]
         print(table(found) + "\n", flush=True)
         rows += found
-    if options.json:
-        options.json.mkdir(parents=True, exist_ok=True)
-        told["rows"] = [row._asdict() for row in rows]
-        (options.json / "steps.json").write_text(json.dumps(told, indent=1) + "\n")
+    write(options.json, "steps", told, rows=rows)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,7 @@ from benchmarks.accuracy import (
     train_all,
 )
 
-
-@pytest.fixture(autouse=True)
-def by_jax_s_own_promotion():
-    before = jax.config.jax_numpy_dtype_promotion
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", before)
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_every_preset_is_trained_in_both_dtypes_beside_float32():

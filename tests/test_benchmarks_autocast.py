@@ -25,6 +25,8 @@ from benchmarks.autocast import (
 )
 from benchmarks.compiled import TARGETS, compile_for, missing
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 SIZE = {"width": 256, "heads": 4, "vocabulary": 512, "batch": (4, 256), "depth": 3}
 KINDS = {
     **{
@@ -41,12 +43,6 @@ CASES = [
     ("scan", "float32, compressed"),
     ("scan", "mixed, compressed"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def by_flax_s_own_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @functools.cache

@@ -8,13 +8,7 @@ import pytest
 from benchmarks import gpu, steps
 from benchmarks.compiled import H100, missing
 
-
-@pytest.fixture(autouse=True)
-def by_jax_s_own_promotion():
-    before = jax.config.jax_numpy_dtype_promotion
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", before)
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 TINY = ["--tiny", "--rounds", "2", "--steps", "1"]

@@ -2,20 +2,13 @@
 
 import json
 
-import jax
 import pytest
 
 from benchmarks import growth
 from benchmarks.compiled import missing
 from benchmarks.growth import Depth, Width, by_depth, depth_table, main, width_table
 
-
-@pytest.fixture(autouse=True)
-def by_flax_s_own_promotion():
-    before = jax.config.jax_numpy_dtype_promotion
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", before)
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_ratios_are_to_what_is_written_by_hand():

@@ -8,12 +8,7 @@ import pytest
 from benchmarks.compiled import missing
 from benchmarks.insight import Explained, Watched, explained_table, main, watched_table
 
-
-@pytest.fixture(autouse=True)
-def by_jax_s_own_promotion():
-    before = jax.config.jax_numpy_dtype_promotion
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", before)
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_what_explain_costs_is_told_as_ratios_to_tracing():

@@ -11,6 +11,8 @@ from test_autocasting_interpreter import live_equations, products, relative_erro
 
 import jmp_lite as jmp
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 X = jax.random.normal(jax.random.key(0), (4, 8))
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
 
@@ -36,12 +38,6 @@ def net():
 
 def loss_fn(net, x):
     return jnp.mean(jax.vmap(net)(x) ** 2)
-
-
-@pytest.fixture(autouse=True)
-def by_jax_s_own_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize("order", ["autocast inside", "autocast outside"])

@@ -16,6 +16,8 @@ from test_autocasting_interpreter import live_equations, products
 import jmp_lite as jmp
 import jmp_lite.linen
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 X = jax.random.normal(jax.random.key(0), (4, 8))
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
 
@@ -62,12 +64,6 @@ def dots(module, params, x=X, **options):
 @pytest.fixture
 def net():
     return Net(nn.Dense(3))
-
-
-@pytest.fixture(autouse=True)
-def by_flax_s_own_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

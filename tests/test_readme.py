@@ -13,16 +13,11 @@ import pytest
 import jmp_lite as jmp
 from jmp_lite.__main__ import load_digits, make_lenet
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # Optax itself mixes int32 counters with floats, which strict promotion forbids.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def test_the_training_step_is_the_file_and_trains(capsys):

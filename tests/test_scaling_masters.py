@@ -16,12 +16,7 @@ import jmp_lite as jmp
 from benchmarks.compiled import TARGETS, compile_for, missing
 from jmp_lite.scaling import masters
 
-
-@pytest.fixture(autouse=True)
-def by_jax_s_own_promotion():
-    """Updates in float32 are added to 16-bit parameters by optax itself."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def assert_follow(params, masters):

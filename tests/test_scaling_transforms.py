@@ -18,13 +18,6 @@ GOOD = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 4.0)}
 BAD = {"w": jnp.full((2, 2), jnp.nan), "b": jnp.full(2, 4.0)}
 
 
-@pytest.fixture
-def standard_promotion():
-    """For what of optax stands around our wrapper, and mixes int32 with floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def run(optimizer, *steps, params=PARAMS, **extra_args):
     """Takes one update per gradient, and returns parameters and the last state."""
     state = optimizer.init(params)

@@ -1,0 +1,131 @@
+"""The tables of the README and the guides, made of what the benchmarks wrote down.
+
+    python -m benchmarks.tables        # Writes them anew; --check only compares.
+
+The law of this file: no figure of a benchmark is typed by hand. In Markdown a comment
+names the table that the block of text after it holds.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks import accuracy, autocast, gpu, growth, insight, loss_scaling, steps
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TEXTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+_BLOCK = re.compile(r"(<!-- table: (\S+) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
+_NOT_MEASURED = "Not measured on a device yet."
+
+
+def _rows(told: Mapping[str, Any], name: str, row: Callable[..., Any]) -> list[Any]:
+    return [row(**one) for one in told[name]]
+
+
+def _by_model(rows: Sequence[Any], table: Callable[[Sequence[Any]], str]) -> str:
+    models = dict.fromkeys(row.model for row in rows)
+    each = ([row for row in rows if row.model == model] for model in models)
+    return "\n\n".join(map(table, each))
+
+
+def against_hand(rows: Sequence[autocast.Row]) -> str:
+    """Returns ratios of ``mixed`` to the same models by hand, as text."""
+    found = {(row.model, row.target, row.variant): row for row in rows}
+    names = ("moved", "peak", "roofline", "error", "trace")
+    titles = ("bytes moved", "peak memory", "roofline", "error", "ms trace")
+    head = "".join(f"{title:>13}" for title in titles)
+    lines = [f"{'mixed / by hand':28}{'target':>7}{head}"]
+    for (model, target, variant), row in found.items():
+        if variant == "mixed":
+            hand = found[model, target, "by hand"]
+            ratios = (getattr(row, name) / getattr(hand, name) for name in names)
+            cells = "".join(f"{ratio:>13.2f}" for ratio in ratios)
+            lines.append(f"{model:28}{target:>7}{cells}")
+    return "\n".join(lines)
+
+
+def _gpu(told: Mapping[str, Any]) -> str:
+    ceilings = gpu.ceilings_table(gpu.Ceilings(**told["ceilings"]))
+    rows = _by_model(_rows(told, "rows", gpu.Measured), gpu.table)
+    return f"{told['device']}\n{ceilings}\n\n{rows}"
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "accuracy": lambda told: accuracy.table(
+        accuracy.summarize(_rows(told, "rows", accuracy.Trained))
+    ),
+    "autocast": lambda told: autocast.table(_rows(told, "rows", autocast.Row)),
+    "autocast.mixed": lambda told: against_hand(_rows(told, "rows", autocast.Row)),
+    "gpu": _gpu,
+    "growth.depths": lambda told: growth.depth_table(
+        _rows(told, "depths", growth.Depth)
+    ),
+    "growth.widths": lambda told: growth.width_table(
+        _rows(told, "widths", growth.Width)
+    ),
+    "insight.explained": lambda told: insight.explained_table(
+        _rows(told, "explained", insight.Explained)
+    ),
+    "insight.watched": lambda told: insight.watched_table(
+        _rows(told, "watched", insight.Watched)
+    ),
+    "loss_scaling.skipping": lambda told: loss_scaling.skipping_table(
+        _rows(told, "skipping", loss_scaling.Skipping)
+    ),
+    "loss_scaling.times": lambda told: loss_scaling.times_table(told["step_ms"]),
+    "loss_scaling.training": lambda told: loss_scaling.training_table(
+        _rows(told, "training", loss_scaling.Training)
+    ),
+    "steps": lambda told: _by_model(_rows(told, "rows", steps.Predicted), steps.table),
+}
+"""Table -> what makes it of the file that is named before the first dot."""
+
+
+def table(name: str, results: pathlib.Path = RESULTS) -> str:
+    """Returns a table as text, and below it what its figures belong to.
+
+    Args:
+      name: one of ``TABLES``.
+      results: the folder that the benchmarks wrote to.
+
+    Raises:
+      KeyError: there is no such table.
+      FileNotFoundError: its benchmark wrote nothing (but for the one that needs a GPU:
+        its table says so).
+    """
+    path = results / f"{name.partition('.')[0]}.json"
+    if path.stem == "gpu" and not path.exists():
+        return _NOT_MEASURED
+    told = json.loads(path.read_text())
+    versions = ", ".join(f"{package} {v}" for package, v in told["versions"].items())
+    return f"{TABLES[name](told).strip()}\n\n{told['date']}: {versions}"
+
+
+def filled(text: str, results: pathlib.Path = RESULTS) -> str:
+    """Returns Markdown with its tables made anew."""
+    return _BLOCK.sub(lambda m: f"{m[1]}{table(m[2], results)}\n{m[4]}", text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the tables into the texts that show them, or compares."""
+    parser = argparse.ArgumentParser("python -m benchmarks.tables")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    for path in TEXTS:
+        before = path.read_text()
+        after = filled(before)
+        if after == before:
+            continue
+        if options.check:
+            raise SystemExit(f"{path.name} is out of date: python -m benchmarks.tables")
+        path.write_text(after)
+        print(f"{path.relative_to(ROOT)} written")
+
+
+if __name__ == "__main__":
+    main()
