@@ -89,6 +89,13 @@ def _loss_and_accuracy(logits: Any, labels: Any) -> tuple[Any, Any]:
 # ---------------------------------------------------------------------------- digits
 
 
+@functools.cache
+def _initialized(model: ResNet, seed: int) -> Any:
+    """Returns variables, the same in whatever precision they are trained."""
+    images = jnp.zeros((1, *load_digits()[0][0].shape[1:]))
+    return jax.jit(model.init)(jax.random.key(seed), images)
+
+
 def digits(rules: jmp.Rules, steps: int) -> Trainer:
     """Returns a residual network of linen, trained by ``build_train_step``."""
     (images, labels), (test_images, test_labels) = load_digits()
@@ -103,10 +110,10 @@ def digits(rules: jmp.Rules, steps: int) -> Trainer:
         return _loss_and_accuracy(logits, labels)[0], (new["batch_stats"], None)
 
     init, step = jmp.build_train_step(loss_fn, optax.adamw(schedule), rules)
-    initialize, jitted = jax.jit(model.init), jax.jit(step, donate_argnums=0)
+    jitted = jax.jit(step, donate_argnums=0)
 
     def start(seed: int) -> jmp.TrainingState:
-        variables = initialize(jax.random.key(seed), images[:1])
+        variables = _initialized(model, seed)
         return init(variables["params"], variables["batch_stats"])
 
     def batches(seed: int) -> Iterator[Any]:
@@ -211,9 +218,10 @@ def text(rules: jmp.Rules, steps: int) -> Trainer:
 
     low_loss_fn = jmp_lite.nnx.autocast(loss_fn, rules)
 
+    optimizer = jmp.loss_scaling(optax.adamw(schedule), scale)  # One for all seeds.
+
     def start(seed: int) -> tuple[Writer, nnx.Optimizer[Any]]:
         model = Writer(nnx.Rngs(seed))
-        optimizer = jmp.loss_scaling(optax.adamw(schedule), scale)
         return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
     def windows(of: np.ndarray, rng: np.random.Generator, count: int) -> np.ndarray:

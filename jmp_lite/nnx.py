@@ -472,7 +472,7 @@ def _scope(tree: Any) -> int:
             name = (type(inner).__name__,) if is_leaf or not path else ()
             scope = "/".join(map(str, (*path[len(parent) :], *name)))
             setattr(inner, _SCOPE, (depth, scope))
-            inner.__class__ = _scoped_class(type(inner))
+            _become(inner, _scoped_class(type(inner)))
     return depth
 
 
@@ -481,8 +481,14 @@ def _unscope(tree: Any, depth: int) -> None:
     for module in _modules(tree):
         for _, inner in _iter_modules(module):
             if getattr(inner, _SCOPE, (None,))[0] == depth:
-                inner.__class__ = type(inner).__base__
+                _become(inner, type(inner).__base__)
                 delattr(inner, _SCOPE)
+
+
+def _become(module: Any, cls: Any) -> None:
+    # Past nnx, which would list `__class__` among the module's attributes for ever: it
+    # would then be another module to `nnx.jit`, and be traced and compiled again.
+    object.__setattr__(module, "__class__", cls)
 
 
 def _modules(tree: Any) -> list[nnx.Module]:

@@ -114,7 +114,7 @@ def build_train_step(
       ``step(state, batch) -> (state, metrics)``. ``metrics`` is a dictionary of
       ``loss``, ``grad_norm``, ``grads_finite`` (of the loss too), ``loss_scale`` (that
       the step used), ``skipped`` (in all) and ``aux`` (of each micro-batch, stacked up,
-        where there are several).
+      where there are several).
 
     Raises:
       ValueError: ``ema`` is not in [0, 1), ``accumulate`` is less than 1, or there is

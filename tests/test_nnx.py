@@ -177,6 +177,29 @@ def test_a_training_step_learns_as_in_float32():
     assert abs(low[-1] - full[-1]) < 0.2 * full[0]
 
 
+def test_steps_share_one_trace_and_leave_the_module_what_it_was():
+    model, traces = make_net(), []
+    optimizer = jmp_lite.loss_scaling(lenient(optax.adam(1e-2)))
+    optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    before = nnx.graphdef((model, optimizer))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        traces.append(1)
+        loss_scale = jmp_lite.get_loss_scale(optimizer.opt_state)
+        low_loss_fn = jmp_lite.nnx.autocast(loss_fn, compute_dtype="float16")
+        _, grads = jmp_lite.nnx.value_and_grad(low_loss_fn, loss_scale)(model, x)
+        optimizer.update(model, grads)
+
+    for _ in range(3):
+        step(model, optimizer, X)
+    assert len(traces) == 1
+    assert nnx.graphdef((model, optimizer)) == before
+    jmp_lite.nnx.explain(loss_fn)(model, X)
+    jmp_lite.nnx.scoped(model)
+    assert nnx.graphdef((model, optimizer)) == before
+
+
 def test_structure_may_change_and_modules_may_be_returned():
     class Counting(nnx.Module):
         def __init__(self):

@@ -215,7 +215,7 @@ def explain(
         floats are.
 
     Returns:
-      A function of ``fun``'s arguments, for whose arrays ``ShapeDtypeStruct``s do. It
+      A function of ``fun``'s arguments, for whose arrays ``ShapeDtypeStruct`` do. It
       computes nothing and returns an ``Explanation``.
 
     Raises:

@@ -139,7 +139,7 @@ def cast_tree(
 
     Args:
       tree: a pytree of any shape. Its floating leaves may be NumPy arrays and scalars,
-        ``jax.Array``s, tracers and ``jax.ShapeDtypeStruct``s, each of which stays what
+        JAX arrays, tracers and ``ShapeDtypeStruct`` objects, each of which stays what
         it is. All other leaves are returned as they are.
       dtype: a floating dtype or its name (``"bfloat16"``, ``"bf16"``, ``"half"``, ...).
       where: ``where(path, leaf) -> bool`` is asked for every floating leaf and keeps it
@@ -295,7 +295,7 @@ def dtype_summary(tree: Any) -> DtypeSummary:
     """Counts the arrays of a pytree by dtype.
 
     Args:
-      tree: a pytree; arrays, tracers and ``jax.ShapeDtypeStruct``s count, whatever
+      tree: a pytree; arrays, tracers and ``ShapeDtypeStruct`` objects count, whatever
         their dtype (PRNG keys too), and all else is passed over.
 
     Returns:
