@@ -8,14 +8,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
 BENCHMARKS ?= autocast loss_scaling steps insight accuracy
 
-.PHONY: help demo test slow targets benchmarks lint format types clean
+.PHONY: help demo test slow targets notebooks docs benchmarks lint format types clean
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
 	@echo "make test     the tests and doctests"
 	@echo "make slow     the tests that take minutes"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
-	@echo "make benchmarks  what it costs, beside its peers (an hour)"
+	@echo "make notebooks  run the notebooks from their text halves"
+	@echo "make docs     the documentation as a site, in docs/_build"
+	@echo "make benchmarks  what it costs, beside its peers, and the tables of it"
 	@echo "make lint     ruff; make format mends what it can"
 	@echo "make types    pyright"
 	@echo "make clean    remove the virtual environment and caches"
@@ -33,11 +35,19 @@ slow: $(VENV)/.test
 targets: $(VENV)/.targets
 	$(BIN)/python -m pytest -m targets $(ARGS)
 
+notebooks: $(VENV)/.test
+	JAX_PLATFORMS=cpu $(BIN)/python -m notebooks.run $(ARGS)
+
+docs: $(VENV)/.docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --builder html --fail-on-warning \
+	  --keep-going --quiet docs docs/_build
+
 benchmarks: $(VENV)/.peers
 	for each in $(BENCHMARKS); do \
 	  JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.$$each --json benchmarks/results $(ARGS) \
 	  || exit 1; done
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.growth --json benchmarks/results --picture docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -51,7 +61,7 @@ types: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist docs/_build docs/jupyter_execute docs/notebooks
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -85,6 +95,11 @@ $(VENV)/.targets: $(VENV)/.test
 $(VENV)/.peers: $(VENV)/.targets
 	@echo "Installing what the benchmarks measure beside it into $(VENV) ..."
 	@$(PIP) --editable ".[demo]" --group test --group targets --group peers
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	@echo "Installing what the documentation needs into $(VENV) ..."
+	@$(PIP) --editable ".[demo]" --group test --group docs
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

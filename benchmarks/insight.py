@@ -27,7 +27,7 @@ EXPLAINED = (
     *("transformer 4, unrolled", "transformer 24, jit", "transformer 24, scan"),
     *("resnet", "lstm", "mlp"),
 )
-WATCHED = ("transformer 4, unrolled", "transformer 24, scan", "resnet", "lstm", "mlp")
+WATCHED = ("transformer 24, scan", "lstm", "mlp")
 
 
 class Explained(NamedTuple):

@@ -103,7 +103,8 @@ def table(name: str, results: pathlib.Path = RESULTS) -> str:
         return _NOT_MEASURED
     told = json.loads(path.read_text())
     versions = ", ".join(f"{package} {v}" for package, v in told["versions"].items())
-    return f"{TABLES[name](told).strip()}\n\n{told['date']}: {versions}"
+    lines = TABLES[name](told).strip("\n")
+    return f"{lines}\n\n{told['date']}: {versions}"
 
 
 def filled(text: str, results: pathlib.Path = RESULTS) -> str:

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiling import compiled
 from jax import lax
 from optimizers import lenient
 from programs import LAYERS, W, X
 from test_autocasting_interpreter import (
-    compiled,
     live_equations,
     ops,
     products,
@@ -70,7 +70,7 @@ def test_a_whole_training_step_keeps_its_state_in_float32(fun):
     # and what is float32: clipping, the optimizer, the average.
     low = {(row.op, row.source.split("(")[-1]) for row in rest if "16" in row.precision}
     assert {place for _, place in low} <= {"train_step.<locals>.loss_fn)"}
-    (actual, _), (expected, _) = (f(state, X) for f in (autocast(fun), fun))
+    (actual, _), (expected, _) = (compiled(f, state, X) for f in (autocast(fun), fun))
     for name in ("mean", "var"):
         one, other = (
             s[0]["batch_stats"]["BatchNorm_0"][name] for s in (actual, expected)

@@ -1,4 +1,5 @@
 import collections
+import functools
 import re
 
 import chex
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compiled, quick_jit
 from jax import lax
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh
@@ -100,24 +102,35 @@ BATTERY = [
 ]
 
 
+def runner(transform):
+    # Op by op where that is what is tested; else compiled, which is faster here.
+    return (lambda fun: fun) if transform == "eager" else quick_jit
+
+
+@functools.cache
+def of_float32(name, transform):
+    """The results of a program as it is, and how many matrix products it has."""
+    fun, args = PROGRAMS[name]
+    full = TRANSFORMS[transform](fun)
+    count = products(live_equations(full, *args)).total()
+    return runner(transform)(full)(*args), count
+
+
 @pytest.mark.parametrize(("name", "transform", "dtype"), BATTERY)
 def test_a_program_keeps_its_types_and_its_value_and_multiplies_in_16_bits(
     name, transform, dtype
 ):
     fun, args = PROGRAMS[name]
     low = TRANSFORMS[transform](autocast(fun, compute_dtype=dtype))
-    full = TRANSFORMS[transform](fun)
-    # Op by op where that is what is tested; else compiled, which is faster here.
-    run = (lambda fun: fun) if transform == "eager" else jax.jit
-    expected, actual = run(full)(*args), run(low)(*args)
+    expected, count = of_float32(name, transform)
+    actual = runner(transform)(low)(*args)
     chex.assert_trees_all_equal_structs(actual, expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     assert relative_error(floats(actual), floats(expected)) < TOLERANCE[dtype]
 
     eqns = live_equations(low, *args)
-    traced = live_equations(full, *args)
     assert set(products(eqns)) <= {(dtype,) * 3}
-    assert products(eqns).total() == products(traced).total()
+    assert products(eqns).total() == count
     for eqn in eqns:
         # Outside of autocast, vmap broadcasts what it does not map, in the dtype that
         # it was cast to: the transpose of that is a sum nobody here has a say in.
@@ -129,10 +142,11 @@ def test_a_program_keeps_its_types_and_its_value_and_multiplies_in_16_bits(
 # --------------------------------------------------------------------------- the laws
 
 
-def compiled(fun, *args):
-    """The results of a compiled program that rounds wherever it says so."""
-    options = {"xla_allow_excess_precision": False}
-    return jax.jit(fun).lower(*args).compile(options)(*args)
+@functools.cache
+def in_16_bits(name):
+    """The results of a program under autocast."""
+    fun, args = PROGRAMS[name]
+    return compiled(autocast(fun), *args)
 
 
 def decisions(fun, *args):
@@ -149,14 +163,15 @@ def test_wrapping_a_program_in_jit_changes_no_decision_and_no_bit(name):
     fun, args = PROGRAMS[name]
     plain, wrapped = autocast(fun), autocast(jax.jit(fun))
     assert decisions(plain, *args) == decisions(wrapped, *args)
-    chex.assert_trees_all_equal(compiled(plain, *args), compiled(wrapped, *args))
+    chex.assert_trees_all_equal(in_16_bits(name), compiled(wrapped, *args))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_o0_is_the_identity(name):
     fun, args = PROGRAMS[name]
+    expected, _ = of_float32(name, "eager")
     for rules in ("O0", get_rules("O0")):
-        chex.assert_trees_all_equal(autocast(fun, rules)(*args), fun(*args))
+        chex.assert_trees_all_equal(autocast(fun, rules)(*args), expected)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -166,9 +181,8 @@ def test_twice_is_once(name):
         live_equations(f, *args) for f in (autocast(fun), autocast(autocast(fun)))
     )
     assert products(once) == products(twice)
-    chex.assert_trees_all_equal(
-        compiled(autocast(fun), *args), compiled(autocast(autocast(fun)), *args)
-    )
+    result = compiled(autocast(autocast(fun)), *args)
+    chex.assert_trees_all_equal(in_16_bits(name), result)
 
 
 def test_returning_one_more_value_changes_no_other_result():
@@ -254,12 +268,14 @@ def test_a_program_on_small_integers_gives_float32_s_results_bit_for_bit(
         return h
 
     low = autocast(program, rules, compute_dtype=dtype)
-    np.testing.assert_array_equal(low(h, w), program(h, w))
+    both = lambda h, w: (low(h, w), program(h, w))
+    np.testing.assert_array_equal(*compiled(both, h, w))
     # What the transform does not reach forward, it reaches backward, where one step
     # leaves numbers small enough.
     if len(steps) == 1 and steps[0][0] not in ("fori", "while", "jvp"):
         total = lambda f: lambda h, w: jnp.sum(f(h, w))
-        actual, expected = (jax.grad(total(f), (0, 1))(h, w) for f in (low, program))
+        grads = [jax.grad(total(f), (0, 1)) for f in (low, program)]
+        actual, expected = compiled(lambda h, w: [grad(h, w) for grad in grads], h, w)
         chex.assert_trees_all_equal(actual, expected)
 
 
@@ -545,9 +561,11 @@ def test_masks_of_every_kind_leave_no_nan_in_a_fully_masked_row(mask, rules, dty
         return jax.nn.softmax(mask((x @ W) @ x.T, allowed)) @ x
 
     fun = autocast(attention, rules, compute_dtype=dtype)
-    for f in (fun, jax.jit(fun), jax.grad(lambda x: fun(x).sum())):
-        assert np.all(np.isfinite(f(X)))
-    assert relative_error(fun(X), attention(X)) < TOLERANCE[dtype]
+    gradient = compiled(jax.grad(lambda x: fun(x).sum()), X)
+    eager = fun(X)
+    for out in (eager, quick_jit(fun)(X), gradient):
+        assert np.all(np.isfinite(out))
+    assert relative_error(eager, attention(X)) < TOLERANCE[dtype]
 
 
 def test_the_gradient_of_a_gather_adds_up_in_float32():

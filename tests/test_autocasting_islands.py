@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from compiling import compiled
 from jax import lax
 from programs import LAYERS, W, X
 from test_autocasting_interpreter import (
-    compiled,
     equations,
     live_equations,
     relative_error,
@@ -55,13 +55,12 @@ def test_results_and_gradients_are_what_they_are_without_a_loop():
 
     loop, plain = autocast(layers), autocast(unrolled)
     # The first layer of a loop starts low, as all others: it is the same but for that.
-    assert relative_error(compiled(loop, X, LAYERS), layers(X, LAYERS)) < 0.03
+    assert relative_error(*(compiled(f, X, LAYERS) for f in (loop, layers))) < 0.03
     loss = lambda f: lambda x, s: jnp.sum(f(x, s) ** 2)
-    expected = jax.grad(loss(layers), (0, 1))(X, LAYERS)
-    errors = [
-        relative_error(jax.grad(loss(f), (0, 1))(X, LAYERS), expected)
-        for f in (loop, plain)
-    ]
+    expected, *both = (
+        compiled(jax.grad(loss(f), (0, 1)), X, LAYERS) for f in (layers, loop, plain)
+    )
+    errors = [relative_error(grads, expected) for grads in both]
     assert errors[0] < 1.5 * errors[1] + 0.01
 
 
@@ -70,10 +69,12 @@ def test_it_composes_with_other_transforms(transform):
     fun = transform(autocast(layers))
     loss = lambda f: lambda x: jnp.sum(f(x, LAYERS) ** 2)
     for other in (jax.grad, jax.jacfwd):
-        actual, expected = other(loss(fun))(X), other(loss(layers))(X)
+        actual, expected = (compiled(other(loss(f)), X) for f in (fun, layers))
         assert relative_error(actual, expected) < 0.05
-    mapped = jax.vmap(fun, (0, None))(jnp.stack([X, -X]), LAYERS)
-    expected = jax.vmap(layers, (0, None))(jnp.stack([X, -X]), LAYERS)
+    mapped, expected = (
+        compiled(jax.vmap(f, (0, None)), jnp.stack([X, -X]), LAYERS)
+        for f in (fun, layers)
+    )
     assert relative_error(mapped, expected) < 0.03
 
 
@@ -106,7 +107,8 @@ def test_a_low_value_that_a_call_only_raises_is_raised_outside():
     eqns = live_equations(jax.grad(autocast(loss)), X)
     sums = [e.outvars[0].aval for e in eqns if e.primitive.name == "add_any"]
     assert {str(aval.dtype) for aval in sums} == {"float32"}
-    assert relative_error(jax.grad(autocast(loss))(X), jax.grad(loss)(X)) < 0.02
+    both = (compiled(jax.grad(f), X) for f in (autocast(loss), loss))
+    assert relative_error(*both) < 0.02
 
 
 def test_ops_are_taken_apart_for_the_gradient_once_and_leave_no_trace():
@@ -135,8 +137,8 @@ def test_a_low_value_that_two_islands_raise_is_handed_from_one_to_the_other():
 
     fun = lambda x, stack: lax.scan(body, x, stack)[0] @ W
     loss = lambda f: lambda x: jnp.sum(f(x, LAYERS))
-    actual, expected = jax.grad(loss(autocast(fun)))(X), jax.grad(loss(fun))(X)
-    assert relative_error(actual, expected) < 0.05
+    both = (compiled(jax.grad(loss(f)), X) for f in (autocast(fun), fun))
+    assert relative_error(*both) < 0.05
 
 
 def test_what_holds_a_jaxpr_is_not_held_on_to():

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compiled
 from jax import lax
 from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
 from test_autocasting_interpreter import (
-    compiled,
     equations,
     live_equations,
     products,
@@ -220,7 +220,7 @@ def test_linen_s_own_scan_over_blocks_is_a_stack_of_layers():
     assert carries(Stack().apply, params, X) == [LOW]
     loss = lambda f: lambda p: jnp.mean(f(p, X) ** 2)
     both = autocast(Stack().apply), Stack().apply
-    actual, expected = (jax.grad(loss(f))(params) for f in both)
+    actual, expected = (compiled(jax.grad(loss(f)), params) for f in both)
     assert relative_error(actual, expected) < 0.03
 
 
@@ -329,7 +329,7 @@ def test_the_gradient_of_what_every_step_reads_adds_up_in_float32():
 
     for loss in (adapted, attended):
         actual, expected = (
-            jax.grad(f, (0, 1, 2))(W, a, b) for f in (autocast(loss), loss)
+            compiled(jax.grad(f, (0, 1, 2)), W, a, b) for f in (autocast(loss), loss)
         )
         assert relative_error(actual, expected) < 0.02, loss
 

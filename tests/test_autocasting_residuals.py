@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compiled
 from flax import nnx
 from jax import lax
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, W, X
-from test_autocasting_interpreter import compiled, live_equations, relative_error
+from test_autocasting_interpreter import live_equations, relative_error
 
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import full_precision
@@ -182,7 +183,9 @@ def test_forward_mode_is_refused_and_says_so():
 def test_one_block_of_a_linen_model_and_of_an_nnx_model():
     loss = lambda f: lambda p: jnp.sum(f(p, X) ** 2)
     low = compress_residuals(BLOCK.apply)
-    actual, expected = (jax.grad(loss(f))(BLOCK_PARAMS) for f in (low, BLOCK.apply))
+    actual, expected = (
+        compiled(jax.grad(loss(f)), BLOCK_PARAMS) for f in (low, BLOCK.apply)
+    )
     assert relative_error(actual, expected) < 0.03
 
     class Inside(nn.Module):
@@ -220,18 +223,15 @@ def test_a_linen_stack_scans_over_compressed_blocks(wrap):
     )()
     params = stack.init(jax.random.key(0), X, None)
     loss = lambda p: jnp.sum(stack.apply(p, X, None)[0] ** 2)
-    grads = jax.grad(loss)(params)
+    grads = compiled(jax.grad(loss), params)
     scans = [
         e for e in live_equations(jax.grad(loss), params) if e.primitive.name == "scan"
     ]
     stacked = {str(v.aval.dtype) for v in scans[0].outvars if v.aval.shape[0] == 3}
     assert ("bfloat16" in stacked) == (wrap is compress_residuals)
-    expected = jax.grad(
-        lambda p: jnp.sum(
-            lax.scan(lambda x, p: (BLOCK.apply(p, x), None), X, p["params"]["block"])[0]
-            ** 2
-        )
-    )(params)
+    step = lambda x, p: (BLOCK.apply(p, x), None)
+    plain = lambda p: jnp.sum(lax.scan(step, X, p["params"]["block"])[0] ** 2)
+    expected = compiled(jax.grad(plain), params)
     assert relative_error(grads, expected) < 0.03
 
 

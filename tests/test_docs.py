@@ -88,6 +88,33 @@ def test_the_inference_guide_writes_the_same_text_token_by_token_and_in_a_loop()
     assert all("matrix products read it, then or later" in r.reason for r in carries)
 
 
+def test_the_lines_beside_those_of_others_run(standard_promotion):
+    names = run_blocks("coming_from.md")
+    assert int(names["opt_state"].skipped) == 0
+    assert int(names["state"].step) == 1
+    assert names["low_params"]["w1"].dtype == jnp.float16
+
+
+def test_what_the_page_on_semantics_says_is_so():
+    told = run_blocks("semantics.md")["told"]
+    assert told.precision_of(op="dot_general") == "bfloat16"
+
+
+def test_the_tools_against_what_goes_wrong_find_it(standard_promotion, capsys):
+    names = run_blocks("troubleshooting.md")
+    found = names["jmp"].first_nonfinite(names["stats"])
+    assert (found.op, found.inf > 0) == ("dot_general", True)
+    printed = capsys.readouterr().out
+    assert "dot_general" in printed
+    assert "look at" in printed  # What widened the stream, with a remedy.
+    assert "as_low" in printed
+
+
+def test_the_first_page_runs(standard_promotion):
+    names = run_blocks("index.md")
+    assert names["grads"]["w1"].dtype == jnp.float32
+
+
 @pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
 def test_every_file_that_a_guide_links_exists(guide):
     for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / guide).read_text()):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import quick_jit
 
 import jmp_lite as jmp
 
@@ -19,7 +20,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        h = nn.Dense(32)(nn.LayerNorm()(x))
+        h = nn.Dense(16)(nn.LayerNorm()(x))
         if self.fault == "overflow":
             h = jnp.exp(200 * h)  # planted: overflow
             h = h / (1 + jnp.mean(h))
@@ -34,14 +35,14 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(32, 16)(tokens)
+        x = nn.Embed(16, 16)(tokens)  # One width: few shapes to compile ops for.
         if self.fault == "widen":
             rates = jnp.exp(-jnp.arange(16.0) / 4)
             angles = jnp.arange(8.0)[:, None] * rates
             x = nn.Dense(16)(x) + angles  # planted: widen
         for i in range(3):
             x = Block(self.fault if i == self.at else "")(x)
-        return nn.Dense(32)(nn.LayerNorm()(x))
+        return nn.Dense(16)(nn.LayerNorm()(x))
 
 
 def loss_of(fault):
@@ -63,8 +64,7 @@ def line_of(fault):
     return f"{HERE.name}:{found} "
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_an_overflow_is_found_by_watch_in_its_block(wrap):
+def check_an_overflow(wrap):
     loss, params = loss_of("overflow")
     for fun in (loss, jax.grad(loss)):
         out, stats = wrap(jmp.watch(fun))(params, TOKENS)
@@ -72,13 +72,23 @@ def test_an_overflow_is_found_by_watch_in_its_block(wrap):
         first = jmp.first_nonfinite(stats)
         assert (first.op, first.scope.split("/")[:2]) == ("exp", ["Model", "Block_1"])
         assert line_of("overflow") in first.source
+
+
+def test_an_overflow_is_found_by_watch_in_its_block():
+    check_an_overflow(lambda f: f)
     sound, params = loss_of("")
     assert jmp.first_nonfinite(jmp.watch(sound)(params, TOKENS)[1]) is None
 
 
+@pytest.mark.slow
+def test_an_overflow_is_found_by_watch_in_its_block_under_jit():
+    """For which XLA compiles some thousand small sums."""
+    check_an_overflow(quick_jit)
+
+
 def test_gradients_that_vanish_in_float16_are_found_by_the_report_and_by_watch():
     loss, params = loss_of("vanish")
-    grads, stats = jax.jit(jmp.watch(jax.grad(loss), "float16"))(params, TOKENS)
+    grads, stats = jmp.watch(jax.grad(loss), "float16")(params, TOKENS)
     lost = {
         row.path
         for row in jmp.numerics_report(grads, "float16").rows

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import quick_jit
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
@@ -181,11 +182,12 @@ def test_reports_that_vmap_or_scan_has_stacked_are_told_as_one():
     assert scanned.rows == expected
     assert str(scanned) == str(report(x))
     watched = jmp.watch(jnp.exp, "float16")
-    for stats in (
-        jax.vmap(watched)(x)[1],
-        jax.vmap(jax.vmap(watched))(x)[1],
-        lax.scan(lambda c, row: (c, watched(row)[1]), 0, x)[1],
+    for stacked in (
+        lambda x: jax.vmap(watched)(x)[1],
+        lambda x: jax.vmap(jax.vmap(watched))(x)[1],
+        lambda x: lax.scan(lambda c, each: (c, watched(each)[1]), 0, x)[1],
     ):
+        stats = quick_jit(stacked)(x)
         (row,) = stats.rows
         (alone,) = watched(x)[1].rows
         # What is first is so in its lane, and is called from elsewhere.
@@ -241,8 +243,8 @@ def test_what_cannot_be_counted_is_refused():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_watched_function_computes_what_it_did(name):
     fun, args = PROGRAMS[name]
-    expected = jax.jit(fun)(*args)
-    actual, stats = jax.jit(jmp.watch(fun))(*args)
+    expected = quick_jit(fun)(*args)
+    actual, stats = quick_jit(jmp.watch(fun))(*args)
     # Not bit by bit: XLA fuses other ops where all are read.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
@@ -262,17 +264,19 @@ def block_loss(params, x):
 
 def test_its_gradient_is_the_gradient_and_the_backward_pass_can_be_watched():
     loss = lambda params, x: jmp.watch(block_loss)(params, x)[0]
-    actual, expected = (jax.grad(f)(BLOCK_PARAMS, X) for f in (loss, block_loss))
+    actual, expected = (
+        quick_jit(jax.grad(f))(BLOCK_PARAMS, X) for f in (loss, block_loss)
+    )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         *(actual, expected),
     )
-    grads, stats = jmp.watch(jax.grad(block_loss))(BLOCK_PARAMS, X)
+    grads, stats = quick_jit(jmp.watch(jax.grad(block_loss)))(BLOCK_PARAMS, X)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         *(grads, expected),
     )
-    _, forward = jmp.watch(block_loss)(BLOCK_PARAMS, X)
+    _, forward = quick_jit(jmp.watch(block_loss))(BLOCK_PARAMS, X)
     dots = [
         sum(row.op == "dot_general" for row in one.rows) for one in (forward, stats)
     ]
@@ -351,7 +355,10 @@ def test_a_scan_stays_unrolled():
 
 
 @pytest.mark.parametrize("name", ["scan", "while", "cond", "checkpoint"])
-def test_it_works_inside_of_shard_map(name):
+@pytest.mark.parametrize(
+    "wrap", [quick_jit, pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager")]
+)
+def test_it_works_inside_of_shard_map(wrap, name):
     of_name = {
         "scan": lambda x: lax.scan(lambda c, y: (c + jnp.sin(y), c), x[0], x)[0],
         "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, jnp.exp, x),
@@ -367,9 +374,9 @@ def test_it_works_inside_of_shard_map(name):
         out, stats = jmp.watch(of_name[name])(x)
         return out, jax.tree.map(lambda counts: counts[None], stats)
 
-    out, stats = mapped(watched)(X)
-    np.testing.assert_allclose(out, mapped(of_name[name])(X), rtol=1e-6)
-    _, alone = jmp.watch(of_name[name])(X)
+    out, stats = wrap(mapped(watched))(X)
+    np.testing.assert_allclose(out, wrap(mapped(of_name[name]))(X), rtol=1e-6)
+    _, alone = wrap(jmp.watch(of_name[name]))(X)
     told = [{(row.op, row.elements) for row in s.rows} for s in (alone, stats)]
     assert told[0] <= told[1], "there are casts of types too"
 
@@ -475,7 +482,7 @@ MASK = jnp.tril(jnp.ones((4, 8), bool))
         lambda x: jax.nn.softmax(jnp.where(MASK, x, -jnp.inf)),
         lambda x: jnp.where(MASK, x, jnp.full_like(x, -jnp.inf)).max(),
         lambda x: jnp.where(MASK, x, jnp.nan)[0, 0],
-        lambda x: jax.nn.dot_product_attention(*3 * [x[None, None]], is_causal=True),
+        lambda x: jax.nn.dot_product_attention(*3 * [x[None, :, None]], is_causal=True),
         lambda x: jnp.clip(x, -jnp.inf, 1),
         lambda x: x + jnp.array([0, -jnp.inf] * 4),
         lambda x: jnp.max(x, initial=-jnp.inf),
@@ -489,7 +496,7 @@ def test_a_mask_of_infinities_or_nans_is_not_to_blame(fun):
     def broken(x):
         return jnp.sum(fun(x)), jnp.log(x - 100)  # Of negative numbers.
 
-    first = jmp.first_nonfinite(jax.jit(jmp.watch(broken))(X)[1])
+    first = jmp.first_nonfinite(quick_jit(jmp.watch(broken))(X)[1])
     assert (first.op, first.nan) == ("log", 32)
     assert line_with("# Of negative numbers.") in first.source
 

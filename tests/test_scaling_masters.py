@@ -383,10 +383,10 @@ def test_other_parameters_are_left_to_the_optimizer(wrap):
     assert float(updates["full"][0]) == -(2.0**-12)
     updates, _ = optimizer.update(grads, state, params)
     assert wrap(optax.sgd(0.1)).init({}) is not None
-    with pytest.raises(ValueError, match=r"of 16 bits, and there is none"):
+    with pytest.raises(ValueError, match=r"of 16 bits, and was given none"):
         optimizer.init({"full": jnp.ones(2)})
     chained = jmp.loss_scaling(optax.chain(optimizer))
-    with pytest.raises(ValueError, match=r"an optax\.chain between them"):
+    with pytest.raises(ValueError, match=r"an optax\.chain stands between"):
         chained.init(params)
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(grads, state)

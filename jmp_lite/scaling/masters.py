@@ -296,9 +296,10 @@ def _check_16_bit(params: Any, name: str) -> None:
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(is_16_bit, leaves)):
         raise ValueError(
-            f"{name} is for parameters of 16 bits, and there is none: cast them with "
-            "cast_tree. Inside of loss_scaling it has to stand alone: an optax.chain "
-            "between them hands parameters on in float32."
+            f"{name} is for parameters of 16 bits, and was given none. Causes: (a) "
+            "they have 32: cast them with cast_tree; (b) an optax.chain stands between "
+            "it and loss_scaling, and hands them on in float32: put the chain inside, "
+            f"as in loss_scaling({name}(optax.chain(...)))."
         )
 
 

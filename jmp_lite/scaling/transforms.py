@@ -266,8 +266,9 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
             raise LossScaleError(
                 f"The last {in_a_row} steps in a row were skipped (tolerated: "
                 f"{max_consecutive_skips}; in all: {np.asarray(state.skipped).max()}), "
-                f"because gradients or the loss were not finite, at {path} with "
-                f"{state.loss_scale}. Likely causes: (a) parameters or inputs hold "
+                f"because gradients or the loss were not finite, at {path} with a "
+                f"loss scale of {np.asarray(state.loss_scale.loss_scale)}. Likely "
+                "causes: (a) parameters or inputs hold "
                 "NaN or infinity already: check all_finite of them; (b) training "
                 "diverged: lower the learning rate or clip; (c) the forward pass "
                 "overflows the compute dtype whatever the scale: compute that part in "

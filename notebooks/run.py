@@ -1,0 +1,67 @@
+"""Runs the notebooks: from their text halves (`*.py`) to what is shown (`*.ipynb`).
+
+    python -m notebooks.run [name ...]
+
+The law of this file: what is shown is what the text makes when it is run from the top,
+and nothing of the machine that ran it.
+"""
+
+import argparse
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jupytext
+import nbclient
+import nbformat
+
+HERE = pathlib.Path(__file__).parent
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def texts() -> list[pathlib.Path]:
+    """Returns the text halves, in their order."""
+    return sorted(HERE.glob("[0-9][0-9]_*.py"))
+
+
+def read(path: pathlib.Path) -> Any:
+    """Returns a notebook without results, made of its text half."""
+    notebook = jupytext.read(path)
+    notebook.metadata = {"kernelspec": KERNEL}
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for i, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{i}"  # Not by chance: what is the same stays the same.
+        cell.metadata = {}
+    return notebook
+
+
+def run(path: pathlib.Path) -> Any:
+    """Returns a notebook with results; an error in a cell is raised."""
+    notebook = read(path)
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+    )
+    client.execute()
+    notebook.metadata = {"kernelspec": KERNEL}
+    return notebook
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs notebooks and writes them beside their text halves."""
+    parser = argparse.ArgumentParser("python -m notebooks.run")
+    names = [path.stem for path in texts()]
+    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="name")
+    options = parser.parse_args(argv)
+    for name in options.names or names:
+        start = time.perf_counter()
+        nbformat.write(run(HERE / f"{name}.py"), HERE / f"{name}.ipynb")
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The public names and their signatures are those of `public_api.txt`, and no others.
+
+To change one is a decision: `python tests/test_api.py` writes the file anew, and the
+changelog tells of it.
+"""
+
+import dataclasses
+import enum
+import inspect
+import pathlib
+from typing import TypeVar
+
+import pytest
+
+import jmp_lite
+import jmp_lite.linen
+import jmp_lite.nnx
+import jmp_lite.plots
+from jmp_lite.autocasting.explain import Difference
+from jmp_lite.autocasting.findings import Kept, Step
+from jmp_lite.autocasting.lints import Lint
+from jmp_lite.autocasting.rows import Row, Totals
+from jmp_lite.autocasting.samples import Error
+from jmp_lite.numerics import (
+    LeafNumerics,
+    NonfiniteReport,
+    OpNumerics,
+    SuggestedLossScale,
+)
+
+FROZEN = pathlib.Path(__file__).parent / "public_api.txt"
+BUILT_IN = (tuple, str, dict, ValueError)
+MODULES = (jmp_lite, jmp_lite.linen, jmp_lite.nnx, jmp_lite.plots)
+
+# What a user is given and reads, but never makes.
+RETURNED = (
+    *(Row, Totals, Lint, Difference, Error, Kept, Step),
+    *(LeafNumerics, OpNumerics, NonfiniteReport, SuggestedLossScale),
+)
+
+
+def public_names(module):
+    if module is jmp_lite:
+        return sorted(module.__all__)
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+        and not isinstance(value, TypeVar)
+        and not name.startswith("_")
+    )
+
+
+def parameters(function):
+    """Returns the parameters of a function as text, without types."""
+    told, is_keyword = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
+            told.append("*")
+        is_keyword |= parameter.kind in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
+        )
+        default = parameter.default
+        is_simple = default is None or isinstance(default, str | int | float | tuple)
+        shown = (
+            repr(default) if is_simple and not isinstance(default, enum.Enum) else "..."
+        )
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+        name = star.get(parameter.kind, "") + parameter.name
+        told.append(name if default is parameter.empty else f"{name}={shown}")
+    return f"({', '.join(told)})"
+
+
+def members(cls):
+    """Returns the public methods and attributes of a class as text."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    for name in sorted({*dir(cls), *(field.name for field in fields)}):
+        if name.startswith("_") or any(hasattr(each, name) for each in BUILT_IN):
+            continue
+        value = inspect.getattr_static(cls, name, None)
+        if isinstance(value, staticmethod | classmethod):
+            yield f".{name}{parameters(value.__func__)}"
+        elif inspect.isfunction(value):
+            yield f".{name}{parameters(value)}"
+        else:
+            yield f".{name}"
+
+
+def public_api():
+    """Returns every public name with its signature, a line each."""
+    lines = []
+    for module in MODULES:
+        for name in public_names(module):
+            value, path = getattr(module, name), f"{module.__name__}.{name}"
+            if inspect.isclass(value):
+                is_made = not issubclass(value, enum.Enum | BaseException | dict)
+                lines.append(path + (parameters(value) if is_made else ""))
+                lines += [path + member for member in members(value)]
+            else:
+                lines.append(path + (parameters(value) if callable(value) else ""))
+    for cls in RETURNED:
+        lines.append(f"{cls.__module__}.{cls.__name__}")
+        lines += [lines[-1] + member for member in members(cls)]
+    return lines
+
+
+def test_public_names_and_signatures_are_those_that_were_agreed_upon():
+    assert public_api() == FROZEN.read_text().splitlines()
+
+
+def test_a_changed_default_is_noticed():
+    assert parameters(lambda a, *, b=1: None) == "(a, *, b=1)"
+    assert parameters(lambda a, *b, c=None, **d: None) == "(a, *b, c=None, **d)"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module):
+    reference = FROZEN.parent.parent / "docs" / "api"
+    text = "\n".join(page.read_text() for page in reference.glob("*.md"))
+    prefix = "" if module is jmp_lite else f"{module.__name__}."
+    for name in public_names(module):
+        assert f":: {prefix}{name}\n" in text, name
+
+
+def test_what_is_returned_is_in_the_reference_too():
+    pages = (FROZEN.parent.parent / "docs" / "api").glob("*.md")
+    text = "\n".join(page.read_text() for page in pages)
+    for cls in RETURNED:
+        assert f":: {cls.__module__}.{cls.__name__}\n" in text, cls
+
+
+if __name__ == "__main__":
+    FROZEN.write_text("\n".join(public_api()) + "\n")

@@ -1,0 +1,66 @@
+"""The figures that the texts show are those that the benchmarks wrote down."""
+
+import json
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.autocast import Row
+from benchmarks.loss_scaling import Skipping
+from benchmarks.report import stamp, write
+
+ROW = Row("h100", "m", "by hand", 4.0, 2.0, 7, 1.0, 1.0, 0.1, 0.0, 10.0, 100)
+SKIPPING = [Skipping("plain", "h100", 7.0, 0.0, 3)]
+
+
+@pytest.mark.parametrize("path", tables.TEXTS, ids=lambda path: path.name)
+def test_the_tables_of_a_text_are_what_was_measured(path):
+    text = path.read_text()
+    assert "<!-- table: " in text
+    assert tables.filled(text) == text
+
+
+def test_every_table_is_shown():
+    shown = "".join(path.read_text() for path in tables.TEXTS)
+    for name in tables.TABLES:
+        assert shown.count(f"<!-- table: {name} -->\n```text\n") == 1, name
+
+
+def test_a_table_is_put_where_its_comment_stands(tmp_path):
+    write(tmp_path, "loss_scaling", stamp(), skipping=SKIPPING)
+    text = "a\n<!-- table: loss_scaling.skipping -->\n```text\nold\n```\nb\n"
+    told = tables.filled(text, tmp_path)
+    assert told.startswith(text.partition("old")[0])
+    assert "plain" in told
+    assert "7.00" in told
+    assert "old" not in told
+    assert told.endswith("\n```\nb\n")
+    assert tables.filled(told, tmp_path) == told
+
+
+def test_figures_come_with_their_date_and_versions(tmp_path):
+    told = stamp()
+    write(tmp_path, "loss_scaling", told, skipping=SKIPPING)
+    last = tables.table("loss_scaling.skipping", tmp_path).splitlines()[-1]
+    assert last.startswith(told["date"])
+    assert f"jax {told['versions']['jax']}" in last
+
+
+def test_ratios_are_to_the_model_by_hand():
+    mixed = ROW._replace(variant="mixed", moved=2.0, peak=3.0, error=0.05, trace=15.0)
+    lines = tables.against_hand([ROW, mixed]).splitlines()
+    assert lines[1].split() == ["m", "h100", "0.50", "1.50", "1.00", "0.50", "1.50"]
+    assert len(lines) == 2
+
+
+def test_what_needs_a_gpu_says_that_there_was_none(tmp_path):
+    assert tables.table("gpu", tmp_path) == "Not measured on a device yet."
+    with pytest.raises(FileNotFoundError, match="insight"):
+        tables.table("insight.watched", tmp_path)
+
+
+def test_without_a_folder_nothing_is_written(tmp_path):
+    write(None, "loss_scaling", stamp(), skipping=SKIPPING)
+    write(tmp_path / "new", "loss_scaling", {"a": 1}, skipping=SKIPPING)
+    told = json.loads((tmp_path / "new" / "loss_scaling.json").read_text())
+    assert told == {"a": 1, "skipping": [SKIPPING[0]._asdict()]}

@@ -1,0 +1,73 @@
+"""The notebooks run, and what they show is what was made of their text."""
+
+import re
+
+import nbformat
+import pytest
+
+from notebooks import run
+
+NAMES = [path.stem for path in run.texts()]
+README = (run.HERE.parent / "README.md").read_text()
+
+
+def committed(name):
+    return nbformat.read(run.HERE / f"{name}.ipynb", as_version=4)
+
+
+def sources(notebook):
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def written(notebook):
+    """Returns the text of all results."""
+    texts = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            texts.append(output.get("text", ""))
+            texts.append(output.get("data", {}).get("text/plain", ""))
+    return "\n".join(texts)
+
+
+def test_the_readme_opens_them_in_their_order():
+    assert re.findall(r"notebooks/(\w+)\.ipynb", README) == NAMES
+    assert [name[:2] for name in NAMES] == [f"{i:02}" for i in range(1, 8)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_shown_was_made_of_the_text(name):
+    shown = committed(name)
+    nbformat.validate(shown)
+    assert sources(shown) == sources(run.read(run.HERE / f"{name}.py"))
+    code = [cell for cell in shown.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert "error" not in {output.output_type for output in outputs}
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_question_comes_first_and_its_answer_last(name):
+    cells = committed(name).cells
+    assert re.match(rf"# {int(name[:2])}\. .*\n\n\*\*[^*]*\?\*\*", cells[0].source)
+    assert "\n\n**Answer.** " in "\n\n" + cells[-1].source
+    assert "TODO" not in "".join(cell.source for cell in cells)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_hold_nothing_of_the_machine_that_made_them(name):
+    shown = committed(name)
+    assert not re.search(r"/(tmp|home|root|work|usr)/|0x[0-9a-f]{8}", written(shown))
+    assert set(shown.metadata) == {"kernelspec"}
+    assert (run.HERE / f"{name}.ipynb").stat().st_size < 600_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_and_shows_as_much(name):
+    made, shown = run.run(run.HERE / f"{name}.py"), committed(name)
+    for now, then in zip(made.cells, shown.cells, strict=True):
+        kinds = [
+            [o.output_type for o in cell.get("outputs", [])] for cell in (now, then)
+        ]
+        assert kinds[0] == kinds[1], now.source
