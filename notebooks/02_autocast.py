@@ -113,8 +113,8 @@ low_loss_fn = jmp.autocast(loss_fn)
 # %% [markdown]
 # It has the signature of `loss_fn`, and what it returns is float32: the loss, and the
 # gradients. They differ from float32's by what bfloat16 rounds, which is a few parts in
-# a thousand. (The options make the compiler fast, and keep it from leaving out a
-# rounding where it can: so it rounds as the program says.)
+# a thousand. (The options ask the compiler for little work, and to leave no rounding
+# out.)
 
 
 # %%
@@ -181,8 +181,8 @@ for reason, rows in sorted(by_reason.items(), key=lambda item: -len(item[1])):
 # - `FULL`: sums, exponentials, logarithms. They run in float32, and what they make is
 #   float32 on purpose.
 # - `FOLLOW`: all other arithmetic. It follows its operands.
-# - `KEEP`: what is not known, or depends on bits. It runs as it was written. Here that
-#   are integers and masks: nothing in them is float32.
+# - `KEEP`: what is not known, or depends on bits. It runs as it was written, and so
+#   does all in which nothing is float32: here the tokens and the mask.
 # - `FULL_INSIDE` is for scopes. Norm layers are such, by their name.
 #
 # What an operation follows is the state of its operands. `LOW`: held in 16 bits.

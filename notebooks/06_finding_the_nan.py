@@ -25,7 +25,7 @@ import jmp_lite as jmp
 import jmp_lite.plots
 
 jax.config.update("jax_disable_most_optimizations", True)
-WIDTH, HIDDEN, BATCH, STEPS = 32, 64, 128, 240
+WIDTH, HIDDEN, BATCH, STEPS = 32, 64, 128, 200
 
 
 def block(p, h):
@@ -216,7 +216,7 @@ print("\n".join(lines))
 
 # %%
 watched = jax.jit(jmp.watch(jax.grad(loss_fn), "float16"))
-steps = range(0, STEPS, 20)
+steps = sorted({broken, *range(0, STEPS, 20)})
 rows_at = {step: watched(history[step], *batch)[1].rows for step in steps}
 
 
@@ -233,9 +233,9 @@ for i, style in enumerate(("-o", "--s")):
     ]
     axes.semilogy(steps, squares, style, label=name, ms=4)
 axes.axhline(65504, color="0.5", lw=1)
-axes.annotate("largest float16", (STEPS * 0.85, 65504 * 1.15), color="0.3")
+axes.annotate("largest float16", (0, 65504 * 1.1), color="0.3")
 axes.axvline(broken, color="0.5", lw=1)
-axes.annotate(" NaN in float16", (broken, 3e3), color="0.3")
+axes.annotate(" NaN in float16 from here on", (broken, 3e3), color="0.3")
 axes.set(xlabel="step of the float32 training", ylabel="largest square")
 axes.legend()
 plt.show()
@@ -252,7 +252,7 @@ assert overflowing == {"block_1", "rms_norm"}
 # A loss scale, by itself. `loss_scaling` skips each step whose gradients are not
 # finite, so that the parameters stay whole. But it was made for gradients that are too
 # large, and halves the scale each time. Here it is the forward pass that overflows, and
-# no scale is small enough:
+# no scale is small enough. In the end it is 1, which is none:
 
 # %%
 _, skipping_losses, state = train(low_loss_fn, jmp.loss_scaling(optax.adam(3e-3)))
@@ -268,10 +268,16 @@ print(f"{state.skipped} of {STEPS} steps skipped; the loss scale is {scale:.0f}"
 float16 = jmp.get_rules("mixed", "float16")
 by_hand = float16.scope("^block_1$", "full_inside")
 low_loss_fn = jmp.autocast(loss_fn, by_hand)
-loss, grads = jax.device_get(jax.jit(jax.value_and_grad(low_loss_fn))(params, *batch))
-print(f"loss {loss:.3f}, gradients {jmp.nonfinite_report(grads)}")
-assert np.isfinite(loss)
-assert not jmp.nonfinite_report(grads)
+
+
+@jax.jit
+def gradients(params, loss_scale):
+    return jmp.grad(low_loss_fn, loss_scale)(params, *batch)
+
+
+no_scale = jmp.DynamicLossScale(1.0)
+print(jmp.nonfinite_report(jax.device_get(gradients(params, no_scale))))
+assert not jmp.nonfinite_report(jax.device_get(gradients(params, no_scale)))
 
 # %% [markdown]
 # ## The gradients
@@ -301,8 +307,8 @@ assert {place(row) for row in vanish} == {"block_0", "block_1"}
 
 # %% [markdown]
 # The network has learned nearly all of its digits, and what their losses say to the
-# activations is below 6e-8. `suggest_loss_scale` looks at the gradients, and names the
-# largest power of two that leaves them finite:
+# activations is mostly below 6e-8. `suggest_loss_scale` looks at the gradients, and
+# names the largest power of two that leaves them finite, with some headroom:
 
 # %%
 suggested = jmp.suggest_loss_scale(grads)
@@ -314,11 +320,10 @@ print(f"loss scale 2**{int(np.log2(suggested.loss_scale))}")
 
 # %%
 scales = {
-    "no loss scale": jmp.NoOpLossScale(),
-    "loss scale 2**15": jmp.StaticLossScale(2.0**15),
-    "suggested": jmp.StaticLossScale(suggested.loss_scale),
+    "no loss scale": no_scale,
+    "loss scale 2**15": jmp.DynamicLossScale(2.0**15),
+    "suggested": jmp.DynamicLossScale(suggested.loss_scale),
 }
-gradients_of = {name: jax.jit(jmp.grad(low_loss_fn, s)) for name, s in scales.items()}
 exact_gradients = jax.jit(jax.grad(loss_fn))
 
 
@@ -330,8 +335,8 @@ steps = range(0, STEPS + 1, 25)
 errors = {name: [] for name in scales}
 for step in steps:
     exact = flat(exact_gradients(history[step], *batch))
-    for name, gradients in gradients_of.items():
-        far = flat(gradients(history[step], *batch)) - exact
+    for name, loss_scale in scales.items():
+        far = flat(gradients(history[step], loss_scale)) - exact
         errors[name].append(np.linalg.norm(far) / np.linalg.norm(exact))
 
 fig, axes = plt.subplots(figsize=(10, 3.5), layout="constrained")
@@ -340,7 +345,7 @@ for (name, found), style in zip(errors.items(), ("-o", "--s", ":^"), strict=True
 axes.set(xlabel="step", ylabel="relative error of the gradient")
 axes.legend()
 plt.show()
-assert errors["no loss scale"][-1] > 0.1 > 0.05 > errors["loss scale 2**15"][-1]
+assert errors["no loss scale"][-1] > 0.05 > errors["loss scale 2**15"][-1]
 
 # %% [markdown]
 # That was the second fault, and it makes no NaN. The smaller the loss, the more of the
@@ -414,8 +419,8 @@ plt.show()
 
 # %% [markdown]
 # Both train to the end. The tuned rules are on float32's curve, and keep one block of
-# two in float32. Scaled pixels change what is learned, not only how it rounds, and
-# leave all of the blocks in float16: that is the better cure, where one knows it.
+# two in float32. Scaled pixels leave all blocks in float16, and change what is learned,
+# not only how it rounds: here more slowly, at the same learning rate.
 #
 # **Answer.** The line is the square in the last block: `watch` and `first_nonfinite`
 # say so, under `jit`, from one step that failed. The least that has to change is that
