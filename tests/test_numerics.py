@@ -560,3 +560,14 @@ def test_it_composes_and_refuses_what_is_no_function():
     low, stats = jmp.watch(jmp.autocast(jnp.dot), "float16")(X, W)
     assert low.dtype == np.float32
     assert {row.op for row in stats.rows} == {"convert_element_type", "dot_general"}
+
+
+def test_the_scopes_of_what_autocast_made_are_those_of_the_user():
+    def fun(x):
+        with jax.named_scope("block"):
+            return jnp.tanh(x @ x)
+
+    _, stats = jmp.watch(jmp.autocast(fun))(jnp.ones((4, 4)))
+    assert {row.scope for row in stats.rows} == {"block"}
+    _, stats = jmp.watch(jmp.autocast(lambda x: x @ x))(jnp.ones((4, 4)))
+    assert {row.scope for row in stats.rows} == {""}

@@ -19,7 +19,7 @@ from jmp_lite.autocasting.rows import (
     equations,
     precision_as_traced,
 )
-from jmp_lite.autocasting.rules import AUTOCAST_SCOPE, HIGHER_ORDER
+from jmp_lite.autocasting.rules import HIGHER_ORDER, of_the_user
 
 
 class Backward(NamedTuple):
@@ -143,7 +143,7 @@ def _rows_of(jaxpr: Any) -> Iterator[Row]:
             made[id(eqn)] = _row_as_it_runs(eqn)
         scope = compat.join(place.path, *compat.scopes(eqn))
         yield made[id(eqn)]._replace(
-            scope=scope.replace(f"{AUTOCAST_SCOPE}/", ""),
+            scope=of_the_user(scope),
             source=compat.source(eqn, place.source),
             times=place.times,
         )

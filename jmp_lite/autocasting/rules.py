@@ -329,6 +329,12 @@ _MARKS: Mapping[str, Said] = MappingProxyType(
 )
 """Reserved names of scopes, which come before all others, the innermost first."""
 
+
+def of_the_user(path: str) -> str:
+    """Returns a path without the name under which autocast itself binds."""
+    return "/".join(name for name in path.split("/") if name != AUTOCAST_SCOPE)
+
+
 _GROUP_OF: Mapping[str, Group] = MappingProxyType(
     {op: group for group in GROUPS for op in group.ops}
 )

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.rules import of_the_user
 from jmp_lite.casting.counting import added, counted, nothing, stacked
 
 
@@ -113,7 +114,7 @@ class Watcher:
             return self._cond(eqn, operands, inside, source)
         results = compat.bind(eqn, operands)
         scope = compat.join(path, *compat.scopes(eqn))
-        self._note(eqn, operands, results, Op(scope, name, source))
+        self._note(eqn, operands, results, Op(of_the_user(scope), name, source))
         return results
 
     def _note(
