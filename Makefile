@@ -33,7 +33,7 @@ slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow and not targets" $(ARGS)
 
 targets: $(VENV)/.targets
-	$(BIN)/python -m pytest -m targets $(ARGS)
+	$(BIN)/python -m pytest -m targets --numprocesses auto --dist loadscope $(ARGS)
 
 notebooks: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m notebooks.run $(ARGS)

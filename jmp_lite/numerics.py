@@ -218,7 +218,9 @@ def suggest_loss_scale(
 ) -> SuggestedLossScale:
     """Returns the largest power of two that leaves gradients finite, with headroom.
 
-    Not more than 2**24, above which a loss overflows by itself.
+    Not more than 2**24, above which a loss overflows by itself. It fits the gradients
+    that it is given; those of another moment of training may be a thousand times
+    larger. A ``DynamicLossScale`` follows them: take this for its start.
 
     Args:
       grads: unscaled gradients, concrete.
@@ -325,8 +327,9 @@ def watch(
     """Returns ``fun`` with the numbers of all its ops beside its results.
 
     They are counted in the graph: under ``jit``, in loops, on any device. A function
-    that is not watched costs nothing; one that is computes as before, and counts.
-    ``watch(grad(fun))`` sees the backward pass too.
+    that is not watched costs nothing; one that is computes as before, and counts, for
+    which a compiler takes several times as long. ``watch(grad(fun))`` sees the backward
+    pass too.
 
     Args:
       fun: any function of pytrees that JAX can trace. What is under ``shard_map``, in

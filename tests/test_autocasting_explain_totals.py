@@ -413,6 +413,33 @@ def test_a_long_table_is_cut_and_any_depth_can_be_asked_for():
     assert "16 bits: dot_general at" in str(explain(lambda x: jnp.tanh(x @ W) @ W)(X))
 
 
+def test_a_block_that_a_rule_treats_otherwise_is_named_among_its_like():
+    def model(x):
+        for i in range(12):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ W)
+        return x @ W
+
+    rules = get_rules("mixed").scope("layer_7", "full")
+    lines = explain(model, rules)(X).table(1).splitlines()
+    told = [" ".join(line.split()) for line in lines]
+    assert told[1:6] == [
+        "layer_*",
+        "11 dot_general bfloat16",
+        "11 tanh bfloat16",
+        "1 dot_general float32 layer_7",
+        "1 tanh float32 layer_7",
+    ]
+    # Where nothing differs, nothing is named.
+    plain = explain(model)(X).table(1)
+    assert "layer_7" not in plain
+    # Nor where as many do as do not.
+    rules = get_rules("mixed").scope(r"layer_(\d|10)$", "full")
+    assert "layer_11" in explain(model, rules)(X).table(1)
+    rules = get_rules("mixed").scope(r"layer_[0-6]$", "full")
+    assert "layer_0" not in explain(model, rules)(X).table(1)
+
+
 def test_the_sums_stand_below_the_table():
     text = explain(lambda x, w: jnp.tanh(x @ w), backward=True)(X, W).summary()
     equations, *lines, kept = text.splitlines()

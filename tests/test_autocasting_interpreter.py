@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import compiled, quick_jit
+from compiling import compiled
 from jax import lax
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh
@@ -104,7 +104,7 @@ BATTERY = [
 
 def runner(transform):
     # Op by op where that is what is tested; else compiled, which is faster here.
-    return (lambda fun: fun) if transform == "eager" else quick_jit
+    return (lambda fun: fun) if transform == "eager" else jax.jit
 
 
 @functools.cache
@@ -563,7 +563,7 @@ def test_masks_of_every_kind_leave_no_nan_in_a_fully_masked_row(mask, rules, dty
     fun = autocast(attention, rules, compute_dtype=dtype)
     gradient = compiled(jax.grad(lambda x: fun(x).sum()), X)
     eager = fun(X)
-    for out in (eager, quick_jit(fun)(X), gradient):
+    for out in (eager, jax.jit(fun)(X), gradient):
         assert np.all(np.isfinite(out))
     assert relative_error(eager, attention(X)) < TOLERANCE[dtype]
 

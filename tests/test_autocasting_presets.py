@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import compiled, quick_jit
+from compiling import compiled
 from programs import BLOCK, BLOCK_PARAMS, PROGRAMS, W, X, gradient
 from test_autocasting_interpreter import (
     floats,
@@ -30,7 +30,7 @@ TOLERANCE = {"O3": 0.3}
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"positions"}))
 def test_every_preset_keeps_types_and_values_of_every_program(name, rules):
     fun, args = PROGRAMS[name]
-    actual = quick_jit(gradient(autocast(fun, rules)))(*args)
+    actual = jax.jit(gradient(autocast(fun, rules)))(*args)
     expected, _ = of_float32(name, "grad")
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     error = relative_error(floats(actual), floats(expected))

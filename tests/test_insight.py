@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import quick_jit
 
 import jmp_lite as jmp
 
@@ -83,7 +82,7 @@ def test_an_overflow_is_found_by_watch_in_its_block():
 @pytest.mark.slow
 def test_an_overflow_is_found_by_watch_in_its_block_under_jit():
     """For which XLA compiles some thousand small sums."""
-    check_an_overflow(quick_jit)
+    check_an_overflow(jax.jit)
 
 
 def test_gradients_that_vanish_in_float16_are_found_by_the_report_and_by_watch():

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import quick_jit
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
@@ -187,7 +186,7 @@ def test_reports_that_vmap_or_scan_has_stacked_are_told_as_one():
         lambda x: jax.vmap(jax.vmap(watched))(x)[1],
         lambda x: lax.scan(lambda c, each: (c, watched(each)[1]), 0, x)[1],
     ):
-        stats = quick_jit(stacked)(x)
+        stats = jax.jit(stacked)(x)
         (row,) = stats.rows
         (alone,) = watched(x)[1].rows
         # What is first is so in its lane, and is called from elsewhere.
@@ -243,8 +242,8 @@ def test_what_cannot_be_counted_is_refused():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_watched_function_computes_what_it_did(name):
     fun, args = PROGRAMS[name]
-    expected = quick_jit(fun)(*args)
-    actual, stats = quick_jit(jmp.watch(fun))(*args)
+    expected = jax.jit(fun)(*args)
+    actual, stats = jax.jit(jmp.watch(fun))(*args)
     # Not bit by bit: XLA fuses other ops where all are read.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
@@ -265,18 +264,18 @@ def block_loss(params, x):
 def test_its_gradient_is_the_gradient_and_the_backward_pass_can_be_watched():
     loss = lambda params, x: jmp.watch(block_loss)(params, x)[0]
     actual, expected = (
-        quick_jit(jax.grad(f))(BLOCK_PARAMS, X) for f in (loss, block_loss)
+        jax.jit(jax.grad(f))(BLOCK_PARAMS, X) for f in (loss, block_loss)
     )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         *(actual, expected),
     )
-    grads, stats = quick_jit(jmp.watch(jax.grad(block_loss)))(BLOCK_PARAMS, X)
+    grads, stats = jax.jit(jmp.watch(jax.grad(block_loss)))(BLOCK_PARAMS, X)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         *(grads, expected),
     )
-    _, forward = quick_jit(jmp.watch(block_loss))(BLOCK_PARAMS, X)
+    _, forward = jax.jit(jmp.watch(block_loss))(BLOCK_PARAMS, X)
     dots = [
         sum(row.op == "dot_general" for row in one.rows) for one in (forward, stats)
     ]
@@ -356,7 +355,7 @@ def test_a_scan_stays_unrolled():
 
 @pytest.mark.parametrize("name", ["scan", "while", "cond", "checkpoint"])
 @pytest.mark.parametrize(
-    "wrap", [quick_jit, pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager")]
+    "wrap", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager")]
 )
 def test_it_works_inside_of_shard_map(wrap, name):
     of_name = {
@@ -496,7 +495,7 @@ def test_a_mask_of_infinities_or_nans_is_not_to_blame(fun):
     def broken(x):
         return jnp.sum(fun(x)), jnp.log(x - 100)  # Of negative numbers.
 
-    first = jmp.first_nonfinite(quick_jit(jmp.watch(broken))(X)[1])
+    first = jmp.first_nonfinite(jax.jit(jmp.watch(broken))(X)[1])
     assert (first.op, first.nan) == ("log", 32)
     assert line_with("# Of negative numbers.") in first.source
 

@@ -126,7 +126,8 @@ class Explanation:
 
         Args:
           depth: how many names of a path are told apart; what stands deeper, and
-            blocks that differ in a number alone, is summed up. None for every equation
+            blocks that differ in a number alone, is summed up. Where an op runs
+            otherwise in a few of those blocks, they are named. None for every equation
             on its own.
         """
         return text_table(*_grouped(self.rows, depth), right=(0,))
@@ -396,6 +397,9 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------ text
 
 _HEADERS = ("times", "op", "runs in", "results", "why", "where")
+_HEADERS_OF_A_SUM = ("times", "op", "runs in", "only in")
+_NAMED = 3
+"""How many blocks are named where an op runs otherwise than in those like them."""
 _LINES = 60
 """What a terminal shows at once."""
 
@@ -415,9 +419,11 @@ def _grouped(
 ) -> tuple[Sequence[str], Sequence[tuple[str, Sequence[Sequence[str]]]]]:
     """Returns the headers and the rows of a table, by scope."""
     counted: dict[Any, list[Row]] = {}
+    of_op: dict[Any, list[Row]] = {}
     for row in rows:
-        cells = (row.op, row.precision, *_details(row, depth))
-        counted.setdefault((_cut(row.scope, depth), *cells), []).append(row)
+        cells, scope = _cells(row, depth), _cut(row.scope, depth)
+        counted.setdefault((scope, *cells), []).append(row)
+        of_op.setdefault((scope, row.op), []).append(row)
     if depth is not None:  # Each scope once.
         order = list(dict.fromkeys(key[0] for key in counted))
         by_scope = sorted(counted, key=lambda key: order.index(key[0]))
@@ -430,22 +436,36 @@ def _grouped(
             groups.append((scope or ("(no scope)" if groups else ""), []))
         times = [row.times for row in same]
         number = "?" if None in times else str(sum(t for t in times if t))
+        if depth is not None:
+            cells.append(_only_in(same, of_op[scope, cells[0]], depth))
         groups[-1][1].append((number, *cells))
-    headers = _HEADERS if depth is None else _HEADERS[:3]
+    headers = _HEADERS if depth is None else _HEADERS_OF_A_SUM
     return headers, groups
 
 
-def _details(row: Row, depth: int | None) -> Sequence[str]:
+def _cells(row: Row, depth: int | None) -> Sequence[str]:
     if depth is not None:
-        return ()
-    return (" ".join(row.shapes), row.reason, short(row.source))
+        return (row.op, row.precision)
+    told = (" ".join(row.shapes), row.reason, short(row.source))
+    return (row.op, row.precision, *told)
+
+
+def _only_in(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
+    """Returns the few numbered blocks in which an op runs otherwise than in others."""
+    ours, all_ = (
+        {_first(row.scope, depth): None for row in some} for some in (rows, among)
+    )
+    is_few = 2 * len(ours) <= len(all_) and len(ours) <= _NAMED
+    return ", ".join(ours) if is_few else ""
+
+
+def _first(scope: str, depth: int) -> str:
+    return "/".join(scope.split("/")[:depth])
 
 
 def _cut(scope: str, depth: int | None) -> str:
     """Returns a path up to some depth, in which numbered blocks are one."""
-    if depth is None:
-        return scope
-    return "/".join(re.sub(r"\d+", "*", name) for name in scope.split("/")[:depth])
+    return scope if depth is None else re.sub(r"\d+", "*", _first(scope, depth))
 
 
 def _times(row: Row) -> str:

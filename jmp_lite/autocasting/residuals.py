@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting import compat, islands
 from jmp_lite.autocasting.door import check_function, function_of_arrays
 from jmp_lite.autocasting.rules import FULL_SCOPE
-from jmp_lite.casting.dtypes import parse_dtype
+from jmp_lite.casting.dtypes import is_inexact, parse_dtype
 
 
 def compress_residuals(
@@ -89,11 +89,11 @@ def _compressed(traced: Any, low_dtype: Any) -> Callable[..., list[Any]]:
 
     def forward(*inputs: Any) -> Any:
         def differentiated(*inputs: Any) -> Any:
-            floats = [x for x in inputs if _is_differentiable(x)]
+            floats = [x for x in inputs if is_inexact(x)]
 
             def of_floats(*floats: Any) -> Any:
                 given = iter(floats)
-                full = [next(given) if _is_differentiable(x) else x for x in inputs]
+                full = [next(given) if is_inexact(x) else x for x in inputs]
                 return compat.evaluate(traced, full)
 
             return jax.vjp(of_floats, *floats)
@@ -110,7 +110,7 @@ def _compressed(traced: Any, low_dtype: Any) -> Callable[..., list[Any]]:
             _saturate(x, low_dtype) if yes else x
             for x, yes in zip(kept, is_low, strict=True)
         ]
-        is_float = [_is_differentiable(x) for x in inputs]
+        is_float = [is_inexact(x) for x in inputs]
 
         def backward_of(low: Sequence[Any], cotangents: Any) -> Any:
             full = [
@@ -129,10 +129,6 @@ def _compressed(traced: Any, low_dtype: Any) -> Callable[..., list[Any]]:
 
     run.defvjp(forward, backward)
     return run
-
-
-def _is_differentiable(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _saturate(x: Any, dtype: Any) -> Any:

@@ -13,7 +13,12 @@ import numpy as np
 
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
-from jmp_lite.autocasting.rules import HIGHER_ORDER, PRODUCTS
+from jmp_lite.autocasting.rules import (
+    FULL_SCOPE,
+    HIGHER_ORDER,
+    LOW_SCOPE,
+    PRODUCTS,
+)
 from jmp_lite.autocasting.values import State
 
 
@@ -183,7 +188,12 @@ class _Seeing:
             return origin or ""
         # It was seen before, but for what is handed on from step to step of a loop.
         place = short(self._sources.get(id(origin)) or compat.source(origin))
-        return origin.primitive.name + (place and f" at {place}")
+        op = _MARKS.get(origin.params.get("name"), origin.primitive.name)
+        return op + (place and f" at {place}")
+
+
+_MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
+"""What the user has written, by the name that stands in the program."""
 
 
 def _row(told: Told, low: np.dtype[Any]) -> Row:
