@@ -264,8 +264,8 @@ MODELS: Mapping[str, Callable[[jmp.Rules, int], Trainer]] = {
     "digits": digits,
     "text": text,
 }
-STEPS = {"digits": 330, "text": 500}
-QUICK = ("bfloat16, mixed", "float16, mixed", "float16, O3")
+STEPS = {"digits": 165, "text": 200}
+QUICK = ("bfloat16, mixed", "float16, mixed")
 """What is trained in a hurry: to compile a variant takes longer than to train it."""
 
 

@@ -53,7 +53,7 @@ assert low["unused"] is None
 
 # %% [markdown]
 # `cast_tree` is the function below the policies. A predicate keeps some leaves out:
-# norms, say, which MXNet's `net.cast` keeps in float32 too.
+# norms, say. (MXNet's `net.cast` keeps its batch norms in float32.)
 
 
 # %%
@@ -67,8 +67,9 @@ print(kept["dense"]["w"].dtype, kept["norm"]["scale"].dtype)
 # %% [markdown]
 # ## What it costs, and what it saves
 #
-# Half of the bytes, and most of the digits: bfloat16 has the range of float32 and
-# three digits; float16 has four, and a range that ends at 65504 and begins at 6e-8.
+# Half of the bytes, and fewer digits: bfloat16 has the range of float32 and two to
+# three digits; float16 three to four, and a range that ends at 65504 and begins at
+# 6e-8.
 
 # %%
 dtypes = ("float32", "bfloat16", "float16")

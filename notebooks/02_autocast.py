@@ -312,7 +312,8 @@ assert not mended.lints
 #
 # Rules are values, and each edit makes new ones. `diff` compares two explanations of a
 # function. Here the activation of the MLP is to be float32: its `tanh` becomes `FULL`.
-# (The last column is the cell, by a number that the kernel gave it, and the line.)
+# (The last column is the file and the line; Jupyter gives each cell a number for a
+# file's name.)
 
 # %%
 mixed = jmp.get_rules("mixed")

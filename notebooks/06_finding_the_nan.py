@@ -350,9 +350,9 @@ assert errors["no loss scale"][-1] > 0.05 > errors["loss scale 2**15"][-1]
 # %% [markdown]
 # That was the second fault, and it makes no NaN. The smaller the loss, the more of the
 # gradient is missing, and nobody is told. With a scale the error is what float16
-# rounds. (Where the suggested one has no point it makes infinities: what is right at
-# the end is too large for the beginning. `loss_scaling` changes its scale as it goes
-# along.)
+# rounds. (Where the line of the suggested scale has gaps, gradients were infinite: what
+# is right at the end is too large for the beginning. `loss_scaling` changes its scale
+# as it goes along.)
 #
 # ## What `tune` finds
 #

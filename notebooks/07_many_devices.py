@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 
 import jmp_lite as jmp
 
+jax.config.update("jax_platforms", "cpu")  # Where there is a GPU, too.
 jax.config.update("jax_num_cpu_devices", 8)
 print(jax.device_count(), "devices")
 

@@ -11,7 +11,7 @@ from test_autocasting_interpreter import equations
 
 from jmp_lite.autocasting.explain import Explanation, explain
 from jmp_lite.autocasting.interpreter import autocast
-from jmp_lite.autocasting.marks import as_full, full_precision
+from jmp_lite.autocasting.marks import as_full, as_low, full_precision
 from jmp_lite.autocasting.rows import Row, short
 from jmp_lite.autocasting.rules import HIGHER_ORDER, get_rules
 
@@ -150,6 +150,16 @@ def test_reasons_name_scopes_marks_rules_and_the_unknown():
     assert said["tanh"] == "LOW: the rules' default"
     inner = autocast(lambda x: x @ x, "O0")
     assert reasons(inner, W)["dot_general"] == "KEEP: an inner autocast has decided it"
+
+
+def test_a_mark_goes_by_its_name_where_others_follow_it():
+    def fun(x):
+        return jnp.tanh(as_low(jnp.exp(x)) * 2) @ W, jnp.tanh(as_full(x @ W) * 2) @ W
+
+    muls = [row.reason for row in explain(fun)(X).rows if row.op == "mul"]
+    low, full = (reason.rpartition(" at ")[0] for reason in muls)
+    assert low == "follows an operand in 16 bits: as_low"
+    assert full == "follows an operand in float32: as_full"
 
 
 def test_loops_are_told_once_with_their_trips_and_their_carries_one_by_one():

@@ -344,6 +344,18 @@ def test_a_norm_that_is_low_is_named_once_and_counted():
     }
 
 
+def test_what_is_autocast_already_is_pointed_to_with_what_to_explain_instead():
+    def model(x):
+        return jnp.tanh(x @ W) @ W
+
+    inner = jmp.autocast(model, "O1")
+    found = only(lambda x: inner(x) * 2, X, name="inner autocast")
+    assert "has decided 3 equations" in found.message
+    assert "fun.__wrapped__" in found.remedy
+    assert inner.__wrapped__ is model
+    assert lints(model, X, name="inner autocast") == []
+
+
 def test_a_lint_reads_as_a_sentence_with_its_place():
     def model(x, w):
         return jnp.matmul(x, w, precision="highest")

@@ -422,6 +422,20 @@ def _low_norm(looked: Looked) -> Iterator[Lint]:
             )
 
 
+def _inner_autocast(looked: Looked) -> Iterator[Lint]:
+    """What is explained is autocast already, and its decisions cannot be seen."""
+    scopes = ((seen, seen.row.scope.split("/")) for seen in looked.seen)
+    inside = [seen for seen, names in scopes if AUTOCAST_SCOPE in names]
+    if inside:
+        yield _at(
+            inside[0],
+            "inner autocast",
+            f"an inner autocast has decided {len(inside)} equations, and nothing can "
+            "be told of why",
+            "Explain the function that it was given, fun.__wrapped__, under its rules",
+        )
+
+
 _CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
     _widened_stream,
     _float32_input,
@@ -433,4 +447,5 @@ _CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
     _low_result,
     _no_loss_scale,
     _low_norm,
+    _inner_autocast,
 )

@@ -188,7 +188,7 @@ class _Seeing:
             return origin or ""
         # It was seen before, but for what is handed on from step to step of a loop.
         place = short(self._sources.get(id(origin)) or compat.source(origin))
-        op = _MARKS.get(origin.params.get("name"), origin.primitive.name)
+        op = _MARKS.get(str(origin.params.get("name"))) or origin.primitive.name
         return op + (place and f" at {place}")
 
 
