@@ -30,7 +30,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --dist loadscope $(ARGS)
 
 slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow and not targets" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not targets" --numprocesses auto --dist worksteal $(ARGS)
 
 targets: $(VENV)/.targets
 	$(BIN)/python -m pytest -m targets --numprocesses auto --dist loadscope $(ARGS)
