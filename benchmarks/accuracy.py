@@ -264,7 +264,7 @@ MODELS: Mapping[str, Callable[[jmp.Rules, int], Trainer]] = {
     "digits": digits,
     "text": text,
 }
-STEPS = {"digits": 165, "text": 200}
+STEPS = {"digits": 330, "text": 500}
 QUICK = ("bfloat16, mixed", "float16, mixed")
 """What is trained in a hurry: to compile a variant takes longer than to train it."""
 
