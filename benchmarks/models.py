@@ -130,13 +130,17 @@ class ResNet(nn.Module):
 
     dtype: Any = None
     widths: tuple[int, ...] = (64, 128, 256)
+    momentum: float = 0.99
 
     @nn.compact
     def __call__(self, x: Any, train: bool = True) -> Any:
         """Returns logits."""
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
         norm = functools.partial(
-            nn.BatchNorm, use_running_average=not train, dtype=self.dtype
+            nn.BatchNorm,
+            use_running_average=not train,
+            momentum=self.momentum,
+            dtype=self.dtype,
         )
         x = nn.relu(norm()(conv(self.widths[0], (3, 3))(x)))
         for i, width in enumerate(self.widths):
