@@ -433,11 +433,29 @@ def test_a_block_that_a_rule_treats_otherwise_is_named_among_its_like():
     # Where nothing differs, nothing is named.
     plain = explain(model)(X).table(1)
     assert "layer_7" not in plain
-    # Nor where as many do as do not.
+    # Nor where more than a few differ, or no fewer than do not.
+    rules = get_rules("mixed").scope(r"layer_[0-3]$", "full")
+    assert "layer_0" not in explain(model, rules)(X).table(1)
     rules = get_rules("mixed").scope(r"layer_(\d|10)$", "full")
     assert "layer_11" in explain(model, rules)(X).table(1)
-    rules = get_rules("mixed").scope(r"layer_[0-6]$", "full")
-    assert "layer_0" not in explain(model, rules)(X).table(1)
+
+
+def test_blocks_are_compared_with_those_that_have_the_op():
+    def model(x):
+        for i in range(4):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ W)
+                x = jnp.exp(x) if i == 3 else x
+        return x
+
+    table = explain(model, get_rules("mixed").scope("layer_[0-2]", "full"))(X).table(1)
+    # The product of one of four is low; three of four and the only exp are not few.
+    assert {line.split()[-1] for line in table.splitlines() if "layer_" in line} == {
+        "layer_*",
+        "layer_3",
+    }
+    (exp,) = (line.split() for line in table.splitlines() if " exp " in line)
+    assert exp == ["1", "exp", "float32"]
 
 
 def test_the_sums_stand_below_the_table():

@@ -345,6 +345,7 @@ def test_a_norm_that_is_low_is_named_once_and_counted():
 
 
 def test_what_is_autocast_already_is_pointed_to_with_what_to_explain_instead():
+    @jax.named_scope("block")
     def model(x):
         return jnp.tanh(x @ W) @ W
 

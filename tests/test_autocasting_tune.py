@@ -490,3 +490,12 @@ def test_a_tolerance_out_of_reach_says_why():
     with pytest.raises(ValueError, match=r"out of reach.*low_precision") as caught:
         tune(fun, (X,), 1e-4)
     assert "1e-04" in str(caught.value) or "0.0001" in str(caught.value)
+
+
+def test_what_is_autocast_already_is_refused_with_what_to_tune_instead():
+    """Its float32 would be in 16 bits, and every rule within any tolerance."""
+    inner = jmp.autocast(lambda x: x @ WEIGHTS[0])
+    for fun in (inner, lambda x: jnp.tanh(inner(x))):
+        with pytest.raises(ValueError, match=r"inner autocast.*fun\.__wrapped__"):
+            tune(fun, (X,), 1e-4)
+    assert tune(inner.__wrapped__, (X,), 1e-4).report.kept

@@ -22,7 +22,7 @@ from jmp_lite.autocasting.findings import (
     in_words,
 )
 from jmp_lite.autocasting.rows import Row, counted
-from jmp_lite.autocasting.rules import Precision, Rules, fields_of
+from jmp_lite.autocasting.rules import AUTOCAST_SCOPE, Precision, Rules, fields_of
 from jmp_lite.autocasting.samples import WAYS_TO_COMPILE, Error, Sample
 from jmp_lite.autocasting.units import Rule, Units, ways_to_keep
 
@@ -69,8 +69,9 @@ def tune(
 
     Raises:
       TypeError: ``args`` is no tuple of concrete arguments.
-      ValueError: not even float32 is within the tolerance; on this sample something is
-        NaN in float32, or nothing is there to compare.
+      ValueError: not even float32 is within the tolerance; the function is autocast
+        already; on this sample something is NaN in float32, or nothing is there to
+        compare.
 
     Example:
       >>> import jax
@@ -93,7 +94,9 @@ def tune(
     check_function(fun)
     start = choose_rules(rules, None)()
     tolerance = _positive(tolerance)
-    search = _Search(Sample(fun, args), start, tolerance, progress)
+    sample = Sample(fun, args)
+    _check_not_autocast(sample)
+    search = _Search(sample, start, tolerance, progress)
     before = search.error(())
     kept = [] if search.is_enough(()) else search.kept()
     report = TuningReport(
@@ -117,6 +120,17 @@ def _positive(tolerance: Any) -> float:
             f"{tolerance!r}."
         )
     return float(tolerance)
+
+
+def _check_not_autocast(sample: Sample) -> None:
+    rows = explain(sample.fun, "O0")(*sample.args).rows
+    decided = sum(AUTOCAST_SCOPE in row.scope.split("/") for row in rows)
+    if decided:
+        raise ValueError(
+            f"An inner autocast has decided {decided} of the function's equations: no "
+            "rule changes them, and there is no float32 to compare with. Tune the "
+            "function that it was given (fun.__wrapped__)."
+        )
 
 
 # ----------------------------------------------------------------------- the searching
