@@ -264,3 +264,34 @@ def test_products_of_low_parts_stay_low_under_autocast(net):
     params = net.init(jax.random.key(1), X)
     eqns = live_equations(lambda p: jmp.autocast(low.apply)(p, X), params)
     assert set(products(eqns)) == {LOW}
+
+
+def variance_after_300_steps(rules, momentum):
+    norm = nn.BatchNorm(use_running_average=False, momentum=momentum)
+    images = 2 + 1.7 * np.random.default_rng(0).standard_normal((4, 64, 8))
+    images = images.astype(np.float32)
+    variables = norm.init(jax.random.key(0), images[0])
+
+    @jax.jit
+    @jmp.autocast(rules=rules)
+    def step(averages, x):
+        state = {"params": variables["params"], "batch_stats": averages}
+        return norm.apply(state, x, mutable=["batch_stats"])[1]["batch_stats"]
+
+    averages = variables["batch_stats"]
+    for i in range(300):
+        averages = step(averages, images[i % 4])
+    return float(averages["var"].mean())
+
+
+def test_averages_in_bfloat16_fall_short_where_a_step_adds_a_hundredth():
+    """Under O3, which runs them low; which is why other presets do not."""
+    mixed, low = jmp.get_rules("mixed"), jmp.get_rules("O3", "bfloat16")
+    expected = {
+        m: variance_after_300_steps(jmp.get_rules("O0"), m) for m in (0.9, 0.99)
+    }
+    assert variance_after_300_steps(low, 0.99) < 0.9 * expected[0.99]
+    assert variance_after_300_steps(low, 0.9) == pytest.approx(expected[0.9], rel=0.05)
+    assert variance_after_300_steps(mixed, 0.99) == pytest.approx(
+        expected[0.99], rel=0.01
+    )

@@ -14,11 +14,17 @@ import numpy as np
 
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import MIXED_BY_THE_USER, Operand, Run
-from jmp_lite.autocasting.rows import Place, Seen, counted, equations, short
+from jmp_lite.autocasting.rows import (
+    Place,
+    Seen,
+    counted,
+    equations,
+    is_decided_inside,
+    short,
+)
 from jmp_lite.autocasting.rules import (
     ADDED_UP,
     ADDING,
-    AUTOCAST_SCOPE,
     HIGHER_ORDER,
     MOVING,
     NORM_LAYERS,
@@ -320,7 +326,7 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
         eqn, decision = seen.told.eqn, seen.told.decision
         if decision.state is State.LOW:
             is_low.update(eqn.outvars)
-        is_by_choice = AUTOCAST_SCOPE in seen.row.scope or decision is MIXED_BY_THE_USER
+        is_by_choice = is_decided_inside(seen.row) or decision is MIXED_BY_THE_USER
         is_kept = decision.run is Run.AS_TRACED and decision.state is State.HARD
         if not is_kept or is_by_choice:
             continue
@@ -424,8 +430,7 @@ def _low_norm(looked: Looked) -> Iterator[Lint]:
 
 def _inner_autocast(looked: Looked) -> Iterator[Lint]:
     """What is explained is autocast already, and its decisions cannot be seen."""
-    scopes = ((seen, seen.row.scope.split("/")) for seen in looked.seen)
-    inside = [seen for seen, names in scopes if AUTOCAST_SCOPE in names]
+    inside = [seen for seen in looked.seen if is_decided_inside(seen.row)]
     if inside:
         yield _at(
             inside[0],

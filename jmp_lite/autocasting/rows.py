@@ -14,6 +14,7 @@ import numpy as np
 from jmp_lite.autocasting import compat
 from jmp_lite.autocasting.decisions import Decision, Run, Told, ToldInside
 from jmp_lite.autocasting.rules import (
+    AUTOCAST_SCOPE,
     FULL_SCOPE,
     HIGHER_ORDER,
     LOW_SCOPE,
@@ -62,6 +63,11 @@ def is_low(row: Row) -> bool:
     """Whether an equation runs in 16 bits or fewer."""
     is_float = row.precision != "as traced"
     return is_float and np.dtype(row.precision).itemsize <= 2
+
+
+def is_decided_inside(row: Row) -> bool:
+    """Whether an autocast inside of the function has decided it."""
+    return AUTOCAST_SCOPE in row.scope.split("/")
 
 
 class Seen(NamedTuple):

@@ -21,8 +21,8 @@ from jmp_lite.autocasting.findings import (
     TuningReport,
     in_words,
 )
-from jmp_lite.autocasting.rows import Row, counted
-from jmp_lite.autocasting.rules import AUTOCAST_SCOPE, Precision, Rules, fields_of
+from jmp_lite.autocasting.rows import Row, counted, is_decided_inside
+from jmp_lite.autocasting.rules import Precision, Rules, fields_of
 from jmp_lite.autocasting.samples import WAYS_TO_COMPILE, Error, Sample
 from jmp_lite.autocasting.units import Rule, Units, ways_to_keep
 
@@ -124,7 +124,7 @@ def _positive(tolerance: Any) -> float:
 
 def _check_not_autocast(sample: Sample) -> None:
     rows = explain(sample.fun, "O0")(*sample.args).rows
-    decided = sum(AUTOCAST_SCOPE in row.scope.split("/") for row in rows)
+    decided = sum(map(is_decided_inside, rows))
     if decided:
         raise ValueError(
             f"An inner autocast has decided {decided} of the function's equations: no "
