@@ -238,23 +238,29 @@ class DynamicLossScale(LossScale):
         finite = _boolean_scalar(grads_finite)
         loss_scale = jnp.asarray(self.loss_scale)
         counter = jnp.where(finite, jnp.asarray(self.counter) + 1, 0)
-        grow = counter >= self.period
-        overflows, back_off = self._count_overflow(finite)
+        counter = jnp.where(counter >= self.period, 0, counter)
+        overflows, backs_off = self._count_overflow(finite)
 
         # Zero would be the end: nothing grows from there.
         floor = max(self.min_loss_scale, float(_FLOAT32.tiny))
         grown = jnp.minimum(loss_scale * self.factor, self.max_loss_scale)
         shrunk = jnp.maximum(loss_scale / self.factor, floor)
+        # Of a finite step the counter says whether it was the last of its period. It
+        # is asked for its new value: a GPU then makes it and the scale in one kernel.
         return self._with_leaves(
-            jnp.where(grow, grown, jnp.where(back_off, shrunk, loss_scale)),
-            jnp.where(grow, 0, counter),
+            jnp.where(
+                finite,
+                jnp.where(counter == 0, grown, loss_scale),
+                jnp.where(backs_off, shrunk, loss_scale),
+            ),
+            counter,
             overflows,
         )
 
-    def _count_overflow(self, finite: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        """Returns the overflows in a row after this step, and whether to back off."""
+    def _count_overflow(self, finite: jax.Array) -> tuple[Any, Any]:
+        """Returns the overflows in a row, and whether one more is one too many."""
         if self.overflows is None:
-            return None, ~finite
+            return None, True
         more = jnp.minimum(jnp.asarray(self.overflows) + 1, self.hysteresis)
         overflows = jnp.where(finite, 0, more)
         return overflows, overflows >= self.hysteresis

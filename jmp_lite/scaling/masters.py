@@ -190,10 +190,12 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
             if not is_16_bit(param):
                 return step, rest
             total = whole + step
-            rounded = _nearest(total, param.dtype)
+            moved = _nearest(total, param.dtype) - _full(param)
+            # The new parameter, as optax.apply_updates makes it of this: XLA makes it
+            # once for both. On a TPU it would else make two kernels of all of it.
+            rounded = _full((_full(param) + moved).astype(param.dtype))
             left = jnp.where(jnp.isfinite(rounded), total - rounded, 0)
-            left = _nearest(left, param.dtype).astype(param.dtype)
-            return rounded - _full(param), left
+            return moved, _nearest(left, param.dtype).astype(param.dtype)
 
         leaves, treedef = jax.tree.flatten(params)
         others = map(treedef.flatten_up_to, (state.rest, steps, whole))

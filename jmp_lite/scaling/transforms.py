@@ -194,12 +194,14 @@ def update_if(
     )
     new_inner_state = _like(inner_state, new_inner_state)
     no_updates = jax.tree.map(jnp.zeros_like, new_updates)
+    consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)
     return select_tree(grads_finite, new_updates, no_updates), LossScalingState(
         loss_scale=state.loss_scale.adjust(grads_finite),
         inner_state=select_tree(grads_finite, new_inner_state, inner_state),
         grads_finite=grads_finite,
-        skipped=jnp.where(grads_finite, state.skipped, state.skipped + 1),
-        consecutive_skipped=jnp.where(grads_finite, 0, state.consecutive_skipped + 1),
+        # Made of the other count, so that a GPU makes both in one kernel.
+        skipped=state.skipped + jnp.minimum(consecutive_skipped, 1),
+        consecutive_skipped=consecutive_skipped,
     )
 
 
