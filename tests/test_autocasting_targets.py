@@ -67,3 +67,38 @@ def test_a_loop_over_layers_moves_and_holds_less_than_code_written_by_hand(targe
     assert low.matmuls == by_hand.matmuls
     assert low.peak_memory < 0.9 * by_hand.peak_memory
     assert low.bytes_moved < 0.95 * by_hand.bytes_moved
+
+
+HIDDEN, HEAD = (4096, 256), (256, 32768)
+
+
+def by_index(logits, labels):
+    return jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+
+
+def by_mask(logits, labels):
+    is_label = jnp.arange(logits.shape[-1]) == labels[:, None]
+    return jnp.where(is_label, logits, 0).sum(-1)
+
+
+def test_a_mask_that_picks_the_label_spares_a_gradient_in_float32(target):
+    """A GPU scatters the gradient of an index into an array of float32."""
+
+    def compile_loss(wrap, pick):
+        def loss(head, x, labels):
+            logits = x @ head
+            return jnp.mean(jax.nn.logsumexp(logits, -1) - pick(logits, labels))
+
+        head, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (HEAD, HIDDEN))
+        labels = jax.ShapeDtypeStruct(HIDDEN[:1], jnp.int32)
+        return compile_for(target, jax.grad(wrap(loss), (0, 1)), head, x, labels)
+
+    def spared(wrap):
+        index, mask = (compile_loss(wrap, pick) for pick in (by_index, by_mask))
+        moved = index.bytes_moved - mask.bytes_moved
+        held = index.peak_memory - mask.peak_memory
+        logits = 4 * HIDDEN[0] * HEAD[1]
+        return pytest.approx((moved / logits, held / logits), abs=0.01)
+
+    assert spared(autocast) == ((2, 0.5) if target == "h100" else (0, 0))
+    assert spared(lambda loss: loss) == (0, 0)
