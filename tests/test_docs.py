@@ -1,5 +1,6 @@
 """What the guides show runs as it stands there, and does what they say."""
 
+import ast
 import inspect
 import pathlib
 import re
@@ -113,6 +114,23 @@ def test_the_tools_against_what_goes_wrong_find_it(standard_promotion, capsys):
 def test_the_first_page_runs(standard_promotion):
     names = run_blocks("index.md")
     assert names["grads"]["w1"].dtype == jnp.float32
+
+
+def test_with_the_option_products_are_added_up_in_float32_on_a_cpu():
+    text = (DOCS / "troubleshooting.md").read_text()
+    [options] = re.findall(r"compiler_options=({.*?})", text)
+    batch, g = np.random.default_rng(0).standard_normal((2, 8, 128, 64), np.float32)
+
+    def gradient(dtype, **options):
+        x, y, w = (jnp.asarray(a, dtype) for a in (batch, g, np.ones((64, 64))))
+        pull = jax.jit(lambda x, y, w: jax.vjp(lambda w: x @ w, w)[1](y)[0], **options)
+        exact = jnp.einsum("btd,bte->de", x, y, preferred_element_type=jnp.float32)
+        far = np.asarray(pull(x, y, w), np.float32) - np.asarray(exact)
+        return np.linalg.norm(far) / np.linalg.norm(exact)
+
+    assert gradient(jnp.float32) < 1e-5
+    assert gradient(jnp.float16) < 1e-3
+    assert gradient(jnp.bfloat16, compiler_options=ast.literal_eval(options)) < 3e-3
 
 
 @pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
