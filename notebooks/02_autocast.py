@@ -114,8 +114,8 @@ low_loss_fn = jmp.autocast(loss_fn)
 # It has the signature of `loss_fn`, and what it returns is float32: the loss, and the
 # gradients. They differ from float32's by what bfloat16 rounds, which is a few parts in
 # a thousand. (The options ask the compiler for little work, and to leave no rounding
-# out. On a CPU, jaxlib 0.12 adds some products up in bfloat16: then it is two parts in
-# a hundred.)
+# out. The last one is against jaxlib 0.12, which adds some products up in bfloat16 on
+# CPUs: see docs/troubleshooting.md.)
 
 
 # %%
@@ -126,7 +126,11 @@ def distance(tree, other):
     return float(jnp.sqrt(far / squares(other)))
 
 
-OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+OPTIONS = {
+    "xla_allow_excess_precision": False,
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_experimental_ynn_fusion_type": "",
+}
 
 
 @functools.cache
@@ -145,7 +149,7 @@ of_loss, of_grads = errors(low_loss_fn)
 print(f"loss: relative error {of_loss:.0e}")
 print(f"gradients: relative error {of_grads:.1e}")
 assert of_loss < 1e-3
-assert of_grads < 3e-2
+assert of_grads < 2e-2
 dtypes = {x.dtype.name for x in jax.tree.leaves(loss_and_grads(low_loss_fn))}
 assert dtypes == {"float32"}
 

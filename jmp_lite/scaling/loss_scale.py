@@ -257,7 +257,7 @@ class DynamicLossScale(LossScale):
             overflows,
         )
 
-    def _count_overflow(self, finite: jax.Array) -> tuple[Any, Any]:
+    def _count_overflow(self, finite: jax.Array) -> tuple[Any, jax.Array | bool]:
         """Returns the overflows in a row, and whether one more is one too many."""
         if self.overflows is None:
             return None, True
