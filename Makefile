@@ -8,13 +8,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
 BENCHMARKS ?= autocast loss_scaling steps insight accuracy
 
-.PHONY: help demo test slow targets notebooks docs benchmarks lint format types clean
+.PHONY: help demo test test-benchmarks slow targets mutants notebooks docs benchmarks
+.PHONY: lint format types clean
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
-	@echo "make test     the tests and doctests"
-	@echo "make slow     the tests that take minutes"
+	@echo "make test     the tests and doctests, in five minutes"
+	@echo "make test-benchmarks  the tests of the benchmarks"
+	@echo "make slow     the tests that take longer, notebooks among them"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
+	@echo "make mutants  plant faults in the package, and count those that tests catch"
 	@echo "make notebooks  run the notebooks from their text halves"
 	@echo "make docs     the documentation as a site, in docs/_build"
 	@echo "make benchmarks  what it costs, beside its peers, and the tables of it"
@@ -27,10 +30,20 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m jmp_lite demo $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --dist loadscope $(ARGS)
+	@echo "All tests but the slow ones: five minutes on two cores, less on more."
+	$(BIN)/python -m pytest -m "not (slow or targets or benchmarks)" -q \
+	  --numprocesses auto --dist loadscope $(ARGS)
+
+test-benchmarks: $(VENV)/.test
+	$(BIN)/python -m pytest -m "benchmarks and not (slow or targets)" -q \
+	  --numprocesses auto --dist loadscope $(ARGS)
 
 slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow and not targets" --numprocesses auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not targets" -q \
+	  --numprocesses auto --dist worksteal $(ARGS)
+
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutations/run.py $(ARGS)
 
 targets: $(VENV)/.targets
 	$(BIN)/python -m pytest -m targets --numprocesses auto --dist loadscope $(ARGS)

@@ -34,6 +34,21 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_collection_modifyitems(items):
+    """Marks the tests of the benchmarks."""
+    for item in items:
+        if item.path.name.startswith("test_benchmarks_"):
+            item.add_marker(pytest.mark.benchmarks)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """Prints the CPU time of all processes, which a busy machine spoils least."""
+    if not hasattr(config, "workerinput"):
+        seconds = round(sum(os.times()[:4]))
+        print(f"CPU time: {seconds // 60} min {seconds % 60} s")
+
+
 @pytest.fixture
 def standard_promotion():
     """JAX's own promotion, which Flax and optax count on (and benchmarks set)."""

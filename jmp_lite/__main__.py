@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason:
         print(f"JAX finds no device: {reason}", file=sys.stderr)
         return 1
-    demo(options.epochs, options.seed, picture)
+    show(train_all(options.epochs, options.seed), options.seed, picture)
     return 0
 
 
@@ -150,12 +150,11 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
 }
 
 
-def demo(epochs: int, seed: int, picture: pathlib.Path) -> None:
-    """Trains in three precisions, prints the table and draws the picture."""
+def show(runs: Sequence[Run], seed: int, picture: pathlib.Path) -> None:
+    """Prints the table of trainings from one seed, and draws the picture."""
     from rich.console import Console
     from rich.table import Table
 
-    runs = train_all(epochs, seed)
     table = Table(
         title=f"LeNet on handwritten digits: {len(runs[0].losses)} steps, seed {seed}",
         caption="16-bit products: share of matmuls and convs, backward ones too\n"

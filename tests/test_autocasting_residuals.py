@@ -1,15 +1,16 @@
 """What waits for the backward pass, in 16 bits."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import compiled
 from flax import nnx
+from helpers import compiled, initialized, live_equations, relative_error
 from jax import lax
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, W, X
-from test_autocasting_interpreter import live_equations, relative_error
 
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import full_precision
@@ -54,7 +55,9 @@ NESTS = {
 def test_results_are_the_same_bit_for_bit_and_gradients_within_rounding(nest):
     low, full = NESTS[nest](compress_residuals(block)), NESTS[nest](block)
     np.testing.assert_array_equal(compiled(low, X, W), compiled(full, X, W))
-    actual, expected = gradients(low, X, W), gradients(full, X, W)
+    actual, expected = (
+        compiled(functools.partial(gradients, f), X, W) for f in (low, full)
+    )
     assert all(x.dtype == np.float32 for x in actual)
     assert relative_error(actual, expected) < 0.02
     if nest != "autocast around":
@@ -195,7 +198,7 @@ def test_one_block_of_a_linen_model_and_of_an_nnx_model():
             dense(x)  # Parameters are made outside of what is traced.
             return compress_residuals(lambda x: nn.gelu(dense(x)))(x)
 
-    params = Inside().init(jax.random.key(0), X)
+    params = initialized(Inside(), X)
     assert jax.grad(loss(Inside().apply))(params)["params"]["Dense_0"][
         "bias"
     ].shape == (8,)
@@ -221,7 +224,7 @@ def test_a_linen_stack_scans_over_compressed_blocks(wrap):
     stack = nn.scan(
         Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
     )()
-    params = stack.init(jax.random.key(0), X, None)
+    params = initialized(stack, X, None)
     loss = lambda p: jnp.sum(stack.apply(p, X, None)[0] ** 2)
     grads = compiled(jax.grad(loss), params)
     scans = [

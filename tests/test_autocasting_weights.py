@@ -5,17 +5,11 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from compiling import compiled
+from helpers import compiled, initialized, live_equations, products, relative_error
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import LSTM, LSTM_PARAMS, B, W, X
-from test_autocasting_interpreter import (
-    live_equations,
-    products,
-    relative_error,
-)
 
 from jmp_lite.autocasting.interpreter import autocast
 
@@ -111,32 +105,51 @@ def total(fun, *args):
     return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
 
 
-def derivatives(fun, *args):
-    """Backward and forward, twice backward, and forward over backward."""
+def first_order(fun, *args):
+    """Backward, with regard to all arguments, and forward."""
     loss = functools.partial(total, fun)
     directions = tuple(map(jnp.cos, args))
-    of_first = lambda w: jax.grad(loss)(w, *args[1:])
+    return jax.grad(loss, (0, 1, 2))(*args), jax.jvp(loss, args, directions)[1]
+
+
+def one_by_one(fun, *args):
+    """Backward, with regard to the weight alone, and to the state alone."""
+    loss = functools.partial(total, fun)
+    return jax.grad(loss, 0)(*args), jax.grad(loss, 1)(*args)
+
+
+def second_order(fun, *args):
+    """Twice backward, and forward over backward."""
+    of_weight = lambda w: jax.grad(functools.partial(total, fun))(w, *args[1:])
     return (
-        *(jax.grad(loss, argnums)(*args) for argnums in (0, (0, 1, 2), 1)),
-        jax.jvp(loss, args, directions)[1],
-        jax.grad(lambda w: jnp.sum(of_first(w) ** 2))(args[0]),
-        jax.jvp(of_first, args[:1], directions[:1])[1],
+        jax.grad(lambda w: jnp.sum(of_weight(w) ** 2))(args[0]),
+        jax.jvp(of_weight, args[:1], (jnp.cos(args[0]),))[1],
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_and_tangents_are_those_of_float32(name):
+@pytest.mark.parametrize(
+    ("name", "derivatives"),
+    [
+        *((name, first_order) for name in CASES),
+        *(
+            (name, derivatives)
+            for name in ("recurrent", "many heads")
+            for derivatives in (one_by_one, second_order)
+        ),
+    ],
+)
+def test_derivatives_are_those_of_float32(name, derivatives):
     """In float32 there is nothing but the order of a sum between the two."""
     fun = CASES[name]
     exact = autocast(fun, compute_dtype="float32")
-    np.testing.assert_array_equal(
-        compiled(lambda *a: first(exact(*a)), W, H, XS),
-        compiled(lambda *a: first(fun(*a)), W, H, XS),
+    (out, found), (expected_out, expected) = (
+        compiled(lambda *a, f=f: (first(f(*a)), derivatives(f, *a)), W, H, XS)
+        for f in (exact, fun)
     )
-    both = (compiled(functools.partial(derivatives, f), W, H, XS) for f in (exact, fun))
-    tolerances = (1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-4)
-    for actual, expected, tolerance in zip(*both, tolerances, strict=True):
-        assert relative_error(actual, expected) < tolerance
+    # Beside its gradients, XLA may add a result up in another order.
+    assert relative_error(out, expected_out) < 1e-6
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-4
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "of no step"])
@@ -271,11 +284,11 @@ def test_it_works_where_a_batch_is_split_over_devices(check_vma):
     assert relative_error(actual, expected) < 0.03
 
 
-@pytest.mark.parametrize("cell", [nn.GRUCell, nn.OptimizedLSTMCell, nn.SimpleCell])
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.OptimizedLSTMCell])
 def test_flax_s_cells_are_found(cell):
     rnn = nn.RNN(cell(32))
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))
-    params = rnn.init(jax.random.key(1), x)
+    params = initialized(rnn, x)
     loss = lambda f: lambda p: jnp.sum(f(p, x) ** 2)
     both = autocast(rnn.apply), rnn.apply
     grads = [compiled(jax.grad(loss(f)), params) for f in both]

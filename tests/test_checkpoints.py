@@ -31,6 +31,7 @@ def run(path, steps, kill_after=None):
     return told, process.returncode
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_resumes_exactly(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(whole, 12) == (list(range(12)), 0)
@@ -61,17 +62,18 @@ def mse(params, model_state, batch, rng):
 @pytest.mark.parametrize(
     "scale",
     [
-        jmp.NoOpLossScale(),
-        jmp.StaticLossScale(128),
+        pytest.param(jmp.NoOpLossScale(), marks=pytest.mark.slow),
+        pytest.param(jmp.StaticLossScale(128), marks=pytest.mark.slow),
         jmp.DynamicLossScale(2.0**20, period=3, hysteresis=2),
     ],
     ids=lambda scale: type(scale).__name__,
 )
 def test_orbax_restores_a_training_state_bit_for_bit(tmp_path, scale):
     rules = jmp.get_rules("mixed", "bfloat16")
-    init, step = jmp.build_train_step(
+    init, eager_step = jmp.build_train_step(
         mse, lenient(optax.adam(0.1)), rules, loss_scale=scale, ema=0.9
     )
+    step = jax.jit(eager_step)
     x = jax.random.normal(jax.random.key(1), (4, 8))
     state = init({"w": jnp.ones((8, 2))}, {"n": jnp.int32(3)}, jax.random.key(2))
     for _ in range(4):

@@ -98,6 +98,7 @@ def free_port():
         return one.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_processes_skip_together_where_one_overflows():
     address = f"localhost:{free_port()}"
     alone = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}

@@ -30,6 +30,7 @@ def flax_guide(capsys):
     return names, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
     names, printed = flax_guide
     assert float(names["loss"]) < 0.2
@@ -68,6 +69,7 @@ def test_the_guide_to_devices_runs_on_as_many_as_there_are():
     assert last == pytest.approx(float(names["metrics"]["loss"]), rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_inference_guide_writes_the_same_text_token_by_token_and_in_a_loop():
     with jax.numpy_dtype_promotion("standard"):
         names = run_blocks("inference.md")
@@ -86,7 +88,6 @@ def test_the_inference_guide_writes_the_same_text_token_by_token_and_in_a_loop()
     rows = jmp.explain(traced)(names["params"], names["first"]).rows
     carries = [row for row in rows if row.op == "while" and row.precision == "bfloat16"]
     assert len(carries) == 4
-    assert all("matrix products read it, then or later" in r.reason for r in carries)
 
 
 def test_the_lines_beside_those_of_others_run(standard_promotion):

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import live_equations, products, relative_error
 from optimizers import lenient
-from test_autocasting_interpreter import live_equations, products, relative_error
 
 import jmp_lite as jmp
 

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import relative_error
 from jax import lax
-from test_autocasting_interpreter import relative_error
 
 import jmp_lite as jmp
 from benchmarks.compiled import TARGETS, compile_for, missing

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import initialized
 
 import jmp_lite as jmp
 
@@ -52,7 +53,7 @@ def loss_of(fault):
         picked = jnp.take_along_axis(logits, tokens[..., None], -1)
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked[..., 0])
 
-    return loss, model.init(jax.random.key(0), TOKENS)
+    return loss, initialized(model, TOKENS)
 
 
 def line_of(fault):
@@ -63,28 +64,32 @@ def line_of(fault):
     return f"{HERE.name}:{found} "
 
 
-def check_an_overflow(wrap):
-    loss, params = loss_of("overflow")
-    for fun in (loss, jax.grad(loss)):
-        out, stats = wrap(jmp.watch(fun))(params, TOKENS)
-        assert jmp.nonfinite_report(out)
-        first = jmp.first_nonfinite(stats)
-        assert (first.op, first.scope.split("/")[:2]) == ("exp", ["Model", "Block_1"])
-        assert line_of("overflow") in first.source
-
-
-def test_an_overflow_is_found_by_watch_in_its_block():
-    check_an_overflow(lambda f: f)
-    sound, params = loss_of("")
-    assert jmp.first_nonfinite(jmp.watch(sound)(params, TOKENS)[1]) is None
+def check_an_overflow(fun, params):
+    out, stats = fun(params, TOKENS)
+    assert jmp.nonfinite_report(out)
+    first = jmp.first_nonfinite(stats)
+    assert (first.op, first.scope.split("/")[:2]) == ("exp", ["Model", "Block_1"])
+    assert line_of("overflow") in first.source
 
 
 @pytest.mark.slow
-def test_an_overflow_is_found_by_watch_in_its_block_under_jit():
+def test_an_overflow_is_found_by_watch_in_its_block():
+    loss, params = loss_of("overflow")
+    check_an_overflow(jax.jit(jmp.watch(loss)), params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_an_overflow_is_found_by_watch_of_the_gradient_in_its_block(wrap):
     """For which XLA compiles some thousand small sums."""
-    check_an_overflow(jax.jit)
+    loss, params = loss_of("overflow")
+    check_an_overflow(wrap(jmp.watch(jax.grad(loss))), params)
+    check_an_overflow(wrap(jmp.watch(loss)), params)
+    sound, params = loss_of("")
+    assert jmp.first_nonfinite(wrap(jmp.watch(sound))(params, TOKENS)[1]) is None
 
 
+@pytest.mark.slow
 def test_gradients_that_vanish_in_float16_are_found_by_the_report_and_by_watch():
     loss, params = loss_of("vanish")
     grads, stats = jmp.watch(jax.grad(loss), "float16")(params, TOKENS)

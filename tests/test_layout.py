@@ -130,8 +130,11 @@ assert not xla_bridge.backends_are_initialized(), "a backend is awake"
 @pytest.mark.parametrize(
     ("statement", "complaint"),
     [
-        ("import jmp_lite; jmp_lite.loss_scaling(__import__('optax').sgd(1.0))", None),
-        ("import jmp_lite; jmp_lite.DynamicLossScale()", None),
+        (
+            "import optax, jmp_lite; jmp_lite.loss_scaling(optax.sgd(1.0)); "
+            "jmp_lite.DynamicLossScale()",
+            None,
+        ),
         ("import jmp_lite, flax", "flax is loaded"),
         ("import jmp_lite; jmp_lite.half_dtype()", "a backend is awake"),
     ],

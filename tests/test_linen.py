@@ -10,8 +10,8 @@ import optax
 import pytest
 from flax import serialization
 from flax.training.train_state import TrainState
+from helpers import initialized, live_equations, products
 from optimizers import lenient
-from test_autocasting_interpreter import live_equations, products
 
 import jmp_lite as jmp
 import jmp_lite.linen
@@ -94,7 +94,7 @@ def test_all_of_a_module_computes_in_a_dtype_and_parameters_stay(net, dtype):
 )
 def test_parts_are_selected_by_class_or_path(net, where, lows):
     low = jmp_lite.linen.to_float(net, "bfloat16", where)
-    params = net.init(jax.random.key(1), X)
+    params = initialized(net, X)
     assert dots(low, params) == [LOW if i in lows else FULL for i in range(6)]
     # The module that it was made of has not changed.
     assert set(dots(net, params)) == {FULL}
@@ -105,7 +105,7 @@ def test_one_layer_is_a_module_like_any_other(net):
     assert isinstance(low, nn.Dense)
     assert (type(low).__name__, low.name, low.features) == ("Dense", "last", 3)
     inside = Net(jmp_lite.linen.to_float(nn.Dense(3), "bfloat16"))
-    params = net.init(jax.random.key(1), X)
+    params = initialized(net, X)
     assert dots(inside, params) == [FULL] * 4 + [LOW] * 2
     nested = jmp_lite.linen.to_float(inside, "float16", "blocks")
     assert dots(nested, params) == [("float16",) * 3] * 4 + [LOW] * 2
@@ -113,7 +113,7 @@ def test_one_layer_is_a_module_like_any_other(net):
 
 def test_other_methods_and_transforms_work_too(net):
     low = jmp_lite.linen.to_float(net, "bfloat16", "blocks")
-    params = net.init(jax.random.key(1), X)
+    params = initialized(net, X)
     assert dots(low, params, method="encode") == [LOW] * 4
     assert dots(low, params, method=low.decode) == [FULL] * 2
     bound = low.bind(params)
@@ -122,7 +122,7 @@ def test_other_methods_and_transforms_work_too(net):
     assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
     remat = nn.remat(Mlp)(8)
     low = jmp_lite.linen.to_float(remat, "bfloat16")
-    assert dots(low, remat.init(jax.random.key(0), X)) == [LOW] * 2
+    assert dots(low, initialized(remat, X)) == [LOW] * 2
     again = jmp_lite.linen.to_float(net, "bfloat16", "blocks")
     assert type(again) is type(jmp_lite.linen.to_float(net, "bfloat16", "blocks"))
     assert again == jmp_lite.linen.to_float(net, "bfloat16", "blocks")
@@ -146,7 +146,7 @@ def test_statistics_and_random_numbers_are_those_of_the_module():
 
 
 def test_what_selects_nothing_is_told_when_it_is_called(net):
-    params = net.init(jax.random.key(1), X)
+    params = initialized(net, X)
 
     def call(where):
         return jmp_lite.linen.to_float(net, "bfloat16", where).apply(params, X)
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_another_scale_is_refused():
 
 def test_products_of_low_parts_stay_low_under_autocast(net):
     low = jmp_lite.linen.to_float(net, "bfloat16", "head")
-    params = net.init(jax.random.key(1), X)
+    params = initialized(net, X)
     eqns = live_equations(lambda p: jmp.autocast(low.apply)(p, X), params)
     assert set(products(eqns)) == {LOW}
 

@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,21 +143,29 @@ def test_a_demo_without_any_of_its_extra_names_every_package(tmp_path):
 # ------------------------------------------------------------------------- the demo
 
 
+class Demo(NamedTuple):
+    """What the demo wrote on stdout and stderr, its picture, and its trainings."""
+
+    stdout: str
+    stderr: str
+    picture: pathlib.Path
+    runs: list
+
+
 @pytest.fixture(scope="module")
 def quick_demo(tmp_path_factory):
-    """What ``demo --epochs 1`` wrote on stdout and stderr, and its folder."""
-    out = tmp_path_factory.mktemp("demo") / "not" / "there yet"
+    """The demo of one epoch."""
+    picture = tmp_path_factory.mktemp("demo") / "demo.png"
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        assert (
-            cli.main(["demo", "--epochs", "1", "--seed", "3", "--out", str(out)]) == 0
-        )
-    return stdout.getvalue(), stderr.getvalue(), out
+        runs = cli.train_all(epochs=1, seed=3)
+        cli.show(runs, 3, picture)
+    return Demo(stdout.getvalue(), stderr.getvalue(), picture, runs)
 
 
-@pytest.fixture(scope="module")
-def runs_again():
-    return cli.train_all(epochs=1, seed=3)
+@pytest.fixture
+def runs(quick_demo):
+    return quick_demo.runs
 
 
 def cells_of(table, precision):
@@ -165,8 +174,9 @@ def cells_of(table, precision):
     return re.split(r"\s*[│|]\s*", line)[1:-1]
 
 
+@pytest.mark.slow
 def test_the_demo_prints_a_table_with_a_row_per_precision(quick_demo):
-    table, _, _ = quick_demo
+    table = quick_demo.stdout
     headers = table[: table.index(" float32 ")]
     for word in " ".join(cli.COLUMNS).split():
         assert re.search(rf"\b{word}\b", headers)
@@ -175,31 +185,36 @@ def test_the_demo_prints_a_table_with_a_row_per_precision(quick_demo):
     assert "…" not in table
 
 
-def test_the_same_seed_prints_the_same_results(quick_demo, runs_again):
-    table, _, _ = quick_demo
-    for run in runs_again:
-        again = [cell(run) for cell in cli.COLUMNS.values()]
-        assert cells_of(table, run.precision) == again
+@pytest.mark.slow
+def test_the_same_seed_prints_the_same_results(quick_demo, tmp_path, capsys):
+    out = tmp_path / "not" / "there yet"
+    assert cli.main(["demo", "--epochs", "1", "--seed", "3", "--out", str(out)]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again[:-1] == quick_demo.stdout.splitlines()[:-1]
+    assert [path.name for path in out.iterdir()] == ["demo.png"]
 
 
-def test_the_progress_of_every_run_is_on_stderr_alone(quick_demo, runs_again):
-    stdout, stderr, _ = quick_demo
-    steps = len(runs_again[0].losses)
+@pytest.mark.slow
+def test_the_progress_of_every_run_is_on_stderr_alone(quick_demo):
+    stdout, stderr = quick_demo.stdout, quick_demo.stderr
+    steps = len(quick_demo.runs[0].losses)
     assert stderr.count(f"{steps}/{steps} steps") == 3
     assert "steps 0:" not in stdout
 
 
+@pytest.mark.slow
 def test_the_demo_draws_a_picture_and_tells_where(quick_demo):
     from matplotlib import image
 
-    stdout, _, out = quick_demo
-    (picture,) = out.iterdir()
+    stdout, picture = quick_demo.stdout, quick_demo.picture
     assert f"Losses and loss scale, step by step: {picture}\n" in stdout
     assert "What autocast to float16 does with the loss and its gradient:" in stdout
     assert "\nproducts: 12 float16\n" in stdout
+    readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    (shown,) = re.findall(r"```text\n(equations: .*?)look at", readme, re.DOTALL)
+    products, work = re.findall(r"^(?:products|work): .*", shown, re.MULTILINE)
+    assert f"{products}\n{work}\n" in stdout
     if jax.__version__ == "0.10.2":  # Another version may trace other equations.
-        readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
-        (shown,) = re.findall(r"```text\n(equations: .*?)look at", readme, re.DOTALL)
         assert shown in stdout
     assert "(100%)\ncasts: " in stdout
     assert "no loss scale" not in stdout
@@ -209,8 +224,9 @@ def test_the_demo_draws_a_picture_and_tells_where(quick_demo):
     assert len(np.unique(pixels[..., :3].reshape(-1, 3), axis=0)) > 50
 
 
-def test_only_float16_is_scaled_and_backs_off_from_a_scale_that_overflows(runs_again):
-    float32, bfloat16, float16 = runs_again
+@pytest.mark.slow
+def test_only_float16_is_scaled_and_backs_off_from_a_scale_that_overflows(runs):
+    float32, bfloat16, float16 = runs
     for run in (float32, bfloat16):
         assert not run.is_scaled
         assert run.grads_finite.all()
@@ -224,16 +240,18 @@ def test_only_float16_is_scaled_and_backs_off_from_a_scale_that_overflows(runs_a
     np.testing.assert_array_equal(float16.loss_scales[1:], after[:-1])
 
 
-def test_the_runs_start_alike_and_differ_by_rounding_alone(runs_again):
-    float32, bfloat16, float16 = runs_again
-    assert all(run.losses.dtype == np.float32 for run in runs_again)
+@pytest.mark.slow
+def test_the_runs_start_alike_and_differ_by_rounding_alone(runs):
+    float32, bfloat16, float16 = runs
+    assert all(run.losses.dtype == np.float32 for run in runs)
     assert float32.losses[0] == pytest.approx(bfloat16.losses[0], rel=1e-2)
     assert float32.losses[0] == pytest.approx(float16.losses[0], rel=1e-3)
     assert float32.losses[0] != bfloat16.losses[0] != float16.losses[0]
 
 
-def test_parameters_stay_float32_and_activations_take_less(runs_again):
-    float32, bfloat16, float16 = runs_again
+@pytest.mark.slow
+def test_parameters_stay_float32_and_activations_take_less(runs):
+    float32, bfloat16, float16 = runs
     assert float32.param_bytes == bfloat16.param_bytes == float16.param_bytes
     assert bfloat16.kept_bytes == float16.kept_bytes
     assert 0.5 < float16.kept_bytes / float32.kept_bytes < 0.65

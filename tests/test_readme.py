@@ -47,6 +47,18 @@ def test_the_built_train_step_runs_as_shown():
     assert bool(names["metrics"]["grads_finite"])
 
 
+OLDEST = jax.__version__ == "0.10.2"
+"""Another version may trace other equations for the same operations."""
+
+
+def of_any_version(text):
+    """Returns what an explanation says that depends on no version of JAX."""
+    rows = set(re.findall(r"^ +\d+  (\w+) +(\w+)", text, re.MULTILINE))
+    plumbing = {"broadcast_in_dim", "reshape", "stop_gradient", "squeeze"}
+    sums = re.findall(r"^(?:products|work): .*", text, re.MULTILINE)
+    return {row for row in rows if row[0] not in plumbing}, sums
+
+
 def test_the_explanation_is_what_explain_prints():
     (block,) = (block for block in BLOCKS if "jmp.explain" in block)
     (shown,) = re.findall(r"```text\n(autocast to bfloat16: .*?)```", README, re.DOTALL)
@@ -55,10 +67,10 @@ def test_the_explanation_is_what_explain_prints():
     exec(compile(block, "layer.py", "exec"), names)
     args = (names[name] for name in ("x", "w", "b"))
     told = str(jmp.explain(names["layer"])(*args))
-    lines = [[line.split("  ") for line in text.splitlines()] for text in (told, shown)]
-    if jax.__version__ == "0.10.2":  # Another version may trace other equations.
-        assert lines[0] == lines[1]
     assert told.startswith("autocast to bfloat16: ")
+    assert of_any_version(told) == of_any_version(shown)
+    lines = [[line.split("  ") for line in text.splitlines()] for text in (told, shown)]
+    assert lines[0] == lines[1] or not OLDEST
 
 
 def test_the_explanation_of_the_demo_s_network_is_what_is_shown():
@@ -69,7 +81,8 @@ def test_the_explanation_of_the_demo_s_network_is_what_is_shown():
     variables = model.init(jax.random.key(0), images[:1])
     told = jmp.explain(model.apply, compute_dtype="float16")(variables, images[:64])
     assert told.share_low("dot_general") == 1
-    if (jax.__version__, flax.__version__) == ("0.10.2", "0.12.8"):
+    assert of_any_version(str(told)) == of_any_version(shown)
+    if OLDEST and flax.__version__ == "0.12.8":
         assert str(told).splitlines() == shown.splitlines()
 
 
@@ -78,8 +91,7 @@ def test_tune_finds_what_is_shown(capsys):
     (shown,) = re.findall(r"```text\n(error .*?)\n```", README, re.DOTALL)
     exec(block, {"jax": jax, "jnp": jnp, "jmp": jmp})
     told = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    if jax.__version__ == "0.10.2":  # Another version may round otherwise.
-        assert told == shown.splitlines()
+    assert told == shown.splitlines() or not OLDEST
     assert [line.split()[:3] for line in told[3:]] == [
         line.split()[:3] for line in shown.splitlines()[3:]
     ]

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import live_equations, products, relative_error
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, lenient
-from test_autocasting_interpreter import live_equations, products, relative_error
 
 import jmp_lite as jmp
 
@@ -288,7 +288,7 @@ def test_the_loss_scale_is_what_the_compute_dtype_needs(compute, kind):
     assert type(jmp.get_loss_scale(init(params))) is jmp.NoOpLossScale
     asked = jmp.StaticLossScale(8)
     init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), rules, loss_scale=asked)
-    assert float(step(init(params), batch)[1]["loss_scale"]) == 8
+    assert float(jax.jit(step)(init(params), batch)[1]["loss_scale"]) == 8
 
 
 def test_float16_without_a_loss_scale_is_warned_of():
@@ -477,8 +477,9 @@ def test_it_is_mapped_over_an_axis_of_vmap():
     params, (x, y) = mlp_start()
     init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), "O0", axis_name="data")
     parts = (x.reshape(4, 8, 8), y.reshape(4, 8, 1))
-    state, _ = jax.vmap(step, (None, 0), axis_name="data")(init(params), parts)
+    mapped = jax.vmap(step, (None, 0), axis_name="data")
+    state, _ = jax.jit(mapped)(init(params), parts)
     _, one_step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), "O0")
-    alone, _ = one_step(init(params), (x, y))
+    alone, _ = jax.jit(one_step)(init(params), (x, y))
     first = jax.tree.map(lambda leaf: leaf[0], state.params)
     chex.assert_trees_all_close(first, alone.params, rtol=1e-5)
