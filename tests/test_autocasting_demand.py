@@ -228,3 +228,22 @@ def test_a_selection_of_what_16_bits_would_round_is_float32():
     assert ops(autocast(fun), X, W)["select_n"] == {"float32"}
     fun = lambda x, w: jax.nn.softmax(jnp.where(x > 0, x @ w, x))
     assert ops(autocast(fun), X, W)["select_n"] == {"float32"}
+
+
+def test_a_result_that_nobody_reads_demands_nothing_of_its_own():
+    fun = lambda x: lax.top_k(x @ W + x, 2)[0]
+    assert ops(autocast(fun), X)["add"] == {"float32"}
+
+
+def test_what_any_branch_multiplies_with_is_low():
+    def fun(x):
+        y = x @ W + x
+        return lax.cond(x.sum() > 0, lambda y: y @ W, jnp.exp, y)
+
+    assert ops(autocast(fun), X)["add"] == {"bfloat16"}
+
+
+def test_each_call_of_a_block_is_demanded_by_its_own_readers():
+    block = jax.jit(lambda h: h + W[0])
+    fun = lambda x: (block(x @ W) @ W, block(x @ W))
+    assert ops(autocast(fun), X)["add"] == {"bfloat16", "float32"}

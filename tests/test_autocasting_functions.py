@@ -274,6 +274,16 @@ def test_a_marked_block_reaches_through_every_transform(wrap):
     assert set(products(live_equations(gradient, X))) == {FULL}
 
 
+def test_what_has_no_form_in_16_bits_stays_float32_where_all_is_marked_low():
+    @low_precision
+    def fun(x):
+        return jnp.linalg.cholesky(x) @ jnp.abs(jnp.fft.rfft(x))
+
+    actual, expected = (compiled(f, POSITIVE) for f in (autocast(fun), fun))
+    assert relative_error(actual, expected) < 0.03
+    assert dots(fun, POSITIVE) == {LOW: 1}
+
+
 def test_the_innermost_mark_wins_and_blocks_may_be_nested():
     def fun(x):
         with full_precision():
@@ -324,6 +334,8 @@ def test_a_kernel_for_16_bits_is_given_16_bits_and_its_result_is_low():
     assert dots(fun, X) == {LOW: 3}
     assert seen == [(jnp.bfloat16, 3)]
     assert low_call(kernel, "float16")(X, 1).dtype == np.float32
+    low_call(lambda *, a: kernel(a, 4))(a=X)
+    assert seen[-1] == (jnp.bfloat16, 4)
     with pytest.raises(ValueError, match="Unknown dtype 'int8'"):
         low_call(kernel, "int8")
 

@@ -16,7 +16,7 @@ from programs import W, X
 
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import full_precision
-from jmp_lite.autocasting.rules import Rules
+from jmp_lite.autocasting.rules import Rules, get_rules
 
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
 
@@ -397,3 +397,34 @@ def test_a_mark_holds_inside_of_derivative_rules():
     rule = _wrapped(marked)
     fun = lambda x: jnp.sum(rule(x, W))
     assert set(products(live_equations(jax.grad(autocast(fun)), X))) == {FULL}
+
+
+def test_a_block_that_stands_in_two_scopes_is_decided_in_each():
+    block = jax.jit(lambda x: x @ W)
+
+    def fun(x):
+        with jax.named_scope("head"):
+            first = block(x)
+        return first + block(x)
+
+    rules = get_rules("mixed").scope("head", "full")
+    assert products(live_equations(autocast(fun, rules), X)) == {FULL: 1, LOW: 1}
+
+
+def test_what_one_branch_makes_in_float32_on_purpose_stays_so():
+    def fun(x):
+        return jnp.tanh(lax.cond(x.sum() > 0, jnp.exp, lambda x: x @ W, x)) @ W
+
+    assert ops(autocast(fun), X)["tanh"] == {"float32"}
+
+
+def test_a_root_is_found_to_as_many_digits_as_in_float32():
+    def fun(x):
+        return lax.custom_root(
+            lambda v: v - jnp.tanh(v @ W) / 4 - x[0],
+            x[0],
+            lambda f, v: lax.fori_loop(0, 40, lambda _, v: v - f(v), v),
+            lambda g, y: y,
+        )
+
+    assert relative_error(autocast(fun)(X), fun(X)) < 1e-5

@@ -452,8 +452,9 @@ def test_a_low_value_that_is_broadcast_adds_up_its_gradient_in_float32():
 
 
 def test_sine_and_cosine_are_float32_and_what_follows_is_not():
-    found = ops(autocast(lambda x: (jnp.sin(x @ W) + x) @ W), X)
+    found = ops(autocast(lambda x: (jnp.sin(x @ W) + x @ W) @ W), X)
     assert found["sin"] == {"float32"}
+    assert found["add"] == {"bfloat16"}
     assert found["dot_general"] == {"bfloat16"}
 
 
@@ -465,6 +466,48 @@ def test_a_weight_is_cast_at_each_use():
         if eqn.primitive.name == "add_any"
     ]
     assert sums == ["float32[8,8]"]
+
+
+def test_numbers_that_become_one_in_16_bits_keep_an_op_in_float32():
+    found = ops(autocast(lambda x: jnp.minimum(x @ W, 1 - 1e-7) @ W), X)
+    assert found["min"] == {"float32"}
+    found = ops(autocast(lambda x: jnp.minimum(x @ W, 0.5) @ W), X)
+    assert found["min"] == {"bfloat16"}
+
+
+def test_a_mask_of_booleans_widens_nothing():
+    fun = lambda x: ((x > 0).astype(np.float32) * (x @ W)) @ W
+    assert ops(autocast(fun), X)["mul"] == {"bfloat16"}
+
+
+def test_a_computed_value_is_cast_once_for_all_its_uses():
+    def fun(x):
+        h = jnp.exp(x)
+        return h @ W, h @ -W, h @ W.T
+
+    casts = [
+        eqn
+        for eqn in live_equations(autocast(fun), X)
+        if eqn.primitive.name == "convert_element_type"
+        and eqn.invars[0].aval.shape == X.shape
+        and eqn.outvars[0].aval.dtype == jnp.bfloat16
+    ]
+    assert len(casts) == 1
+
+
+def test_what_an_op_reads_in_float32_for_its_derivative_is_kept_in_16_bits():
+    _, backward = jax.vjp(autocast(lambda x: jax.lax.erf(x @ W) @ W), X)
+    given = {id(X), id(W)}
+    kept = [x.dtype for x in jax.tree.leaves(backward) if id(x) not in given]
+    assert set(map(str, kept)) == {"bfloat16"}
+
+
+def test_a_product_of_16_bits_that_the_user_adds_up_in_float32_stays_so():
+    low = X.astype(jnp.bfloat16)
+    fun = lambda x: lax.dot(x, W.astype(x.dtype), preferred_element_type=np.float32)
+    assert products(live_equations(autocast(fun), low)) == {
+        ("bfloat16", "bfloat16", "float32"): 1
+    }
 
 
 # -------------------------------------------------------- what went wrong once
@@ -499,6 +542,10 @@ def test_parameters_of_the_compute_dtype_are_multiplied_in_it_and_widen_nothing(
         }
 
 
+# A constant of the program; nothing is left for the first row.
+ADDITIVE_MASK = jnp.where(jnp.tril(jnp.ones((4, 4), bool), -1), 0, -1e9)
+
+
 @pytest.mark.parametrize(
     ("rules", "dtype"),
     [
@@ -518,6 +565,7 @@ def test_parameters_of_the_compute_dtype_are_multiplied_in_it_and_widen_nothing(
         lambda s, m: jnp.where(m, s, -70000.0),
         lambda s, m: s + (1 - m.astype(np.float32)) * -1e9,
         lambda s, m: jnp.clip(jnp.where(m, s, -(2**30)), -(2**30), 100),
+        lambda s, m: s + ADDITIVE_MASK,
     ],
 )
 def test_masks_of_every_kind_leave_no_nan_in_a_fully_masked_row(mask, rules, dtype):

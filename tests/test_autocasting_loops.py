@@ -332,6 +332,31 @@ def test_the_gradient_of_what_every_step_reads_adds_up_in_float32():
         assert relative_error(actual, expected) < 0.02, loss
 
 
+def test_the_gradient_of_a_value_that_every_step_scales_with_adds_up_in_float32():
+    xs = jax.random.normal(jax.random.key(0), (2048, 4, 8)) * 0.1 + 0.3
+
+    def loss(x):
+        gate = jnp.tanh(x @ W)
+        step = lambda c, q: (c + jnp.sum(jnp.tanh((q * gate) @ W)), None)
+        return lax.scan(step, 0.0, xs)[0]
+
+    actual, expected = (compiled(jax.grad(f), X) for f in (autocast(loss), loss))
+    assert relative_error(actual, expected) < 0.02
+
+
+def test_what_a_stack_of_layers_adds_up_beside_its_state_is_float32():
+    def fun(x, stack):
+        def body(carry, w):
+            h, total = carry
+            h = jnp.tanh(h @ w)
+            return (h, total + h), None
+
+        h, total = lax.scan(body, (x, jnp.zeros_like(x)), stack)[0]
+        return (h + total) @ W
+
+    assert carries(fun, X, LAYERS) == [LOW, FULL]
+
+
 # ---------------------------------------------------------- caches, written and read
 
 POSITIONS = 16

@@ -133,6 +133,16 @@ def test_what_vanishes_in_float16_is_kept_with_all_that_its_gradient_passes():
     assert told.precision_of("block_1", "dot_general") == "float32"
 
 
+def test_a_gradient_that_vanishes_is_an_error_though_the_result_is_exact():
+    def fun(x, w):
+        return jnp.sum(jnp.tanh((x @ w) * 1e-8))
+
+    rules = jmp.get_rules("mixed", "float16")
+    report = tune(fun, (X, WEIGHTS[0]), 0.05, rules).report
+    assert report.error_before.outputs < 0.05 < report.error_before.gradients
+    assert report.error.largest <= 0.05
+
+
 def test_layers_that_are_alike_are_named_by_one_pattern():
     def fun(x, weights):
         for i, w in enumerate(weights):

@@ -92,6 +92,7 @@ def test_the_quick_question_has_a_quick_answer():
     report = jmp.nonfinite_report(tree)
     assert [row.path for row in report] == ["['b'][0]"]
     assert str(report) == "['b'][0]: 1 NaN, 1 infinite of 3"
+    assert [row.inf for row in jmp.nonfinite_report([jnp.ones(2), jnp.inf])] == [1]
     assert not jmp.nonfinite_report({"a": jnp.ones(2)})
     assert str(jmp.nonfinite_report(())) == "all finite"
 

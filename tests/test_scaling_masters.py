@@ -349,6 +349,14 @@ def test_stochastic_rounding_is_right_on_average_and_rounds_to_a_neighbour(
     np.testing.assert_array_equal(updates, same)
 
 
+def test_parameters_of_one_shape_are_rounded_by_chances_of_their_own():
+    params = {name: jnp.ones(256, jnp.bfloat16) for name in "ab"}
+    optimizer = jmp.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3), params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert np.any(updates["a"] != updates["b"])
+
+
 @pytest.mark.parametrize(
     "wrap",
     [jmp.compensated, lambda inner: jmp.stochastic_rounding(inner, jax.random.key(0))],

@@ -31,6 +31,12 @@ def scale_of(state):
     return float(jmp.get_loss_scale(state).loss_scale)
 
 
+def test_the_first_step_is_the_first_that_the_scale_counts():
+    optimizer = jmp.loss_scaling(optax.sgd(0.1), jmp.DynamicLossScale(8.0, period=2))
+    scales = [scale_of(run(optimizer, *[GOOD] * n)[1]) for n in range(4)]
+    assert scales == [8, 8, 16, 16]
+
+
 # ----------------------------------------------------------------- in optax's chains
 
 
