@@ -10,7 +10,8 @@ import jmp_lite as jmp
 
 HARNESSES = {
     harness.fullname: harness
-    for harness in jax_harnesses.all_harnesses
+    # JAX makes some of sets: in order, so that all workers agree.
+    for harness in sorted(jax_harnesses.all_harnesses, key=str)
     if harness.dtype == np.float32 and harness.filter(jax.default_backend())
 }
 ONE_OF_EACH_GROUP = {h.group_name: name for name, h in reversed(HARNESSES.items())}
