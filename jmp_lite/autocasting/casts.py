@@ -38,7 +38,8 @@ class Casts:
             with np.errstate(over="ignore"):
                 low = numbers.astype(self.low_dtype).astype(np.float32)
             if np.any(np.isfinite(numbers) & ~np.isfinite(low)):
-                value.state = State.HARD
+                # As a number of the program: it saturates where all is low.
+                value.state, value.kind = State.HARD, Kind.LITERAL
                 value.origin = "a constant too large for 16 bits"
         return value
 

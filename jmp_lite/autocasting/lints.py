@@ -372,7 +372,7 @@ _TOO_LARGE = "a constant too large for 16 bits"
 
 def _misfit(number: Operand, dtype: np.dtype[Any]) -> tuple[str, str]:
     """Returns what becomes of a number in 16 bits, and what to do about it."""
-    is_literal = number.kind is Kind.LITERAL
+    is_literal = number.origin != _TOO_LARGE
     value = np.float32(number.origin.split()[-1] if is_literal else np.inf)
     with np.errstate(over="ignore"):
         low = value.astype(dtype)

@@ -67,12 +67,11 @@ class Value:
 
     @property
     def saturates(self) -> bool:
-        """Whether it holds numbers of the program that 16 bits may not reach.
+        """Whether it is a number of the program that 16 bits may not reach.
 
-        Such as a mask. In 16 bits they are then the largest there is, and not infinite.
+        In 16 bits it is then the largest there is, and not infinite.
         """
-        is_number = self.kind in (Kind.LITERAL, Kind.GIVEN)  # Or a constant array.
-        is_large = self.state is State.HARD and is_number
+        is_large = self.state is State.HARD and self.kind is Kind.LITERAL
         return is_large or self.kind in (Kind.END, Kind.INTEGER)
 
     @property
