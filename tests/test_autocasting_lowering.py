@@ -40,7 +40,7 @@ def products(text):
     return run("main")
 
 
-# One program of each kind of what holds equations or products.
+# One program for each kind of product and of higher-order primitive.
 LOWERED = [
     *("mlp", "convolution", "nested_jits", "switch", "rematerialized", "for_loop"),
     *("scanned_layers", "recurrent", "custom_jvp", "custom_vjp_in_a_scan", "sharded"),

@@ -240,7 +240,7 @@ def test_what_cannot_be_counted_is_refused():
 # --------------------------------------------------------------------------- watch
 
 
-# One of each kind of what holds other equations; all others are straight lines.
+# One program for each kind of higher-order primitive.
 WATCHED = [
     *("mlp", "integers_and_booleans", "nested_jits", "rematerialized", "switch"),
     *("scanned_layers_with_an_auxiliary_loss", "for_loop", "reversed_recurrence"),
