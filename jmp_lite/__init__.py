@@ -3,6 +3,8 @@
 ``import jmp_lite as jmp`` also runs code that was written for jmp 0.0.4.
 """
 
+# Imported for what it registers.
+from jmp_lite import serialization as serialization
 from jmp_lite.autocasting.explain import Explanation, explain
 from jmp_lite.autocasting.findings import TunedRules, TuningReport
 from jmp_lite.autocasting.interpreter import autocast
@@ -60,6 +62,7 @@ from jmp_lite.scaling.transforms import (
     check_loss_scale,
     get_loss_scale,
     loss_scaling,
+    set_loss_scale,
     skip_nonfinite,
 )
 from jmp_lite.train import TrainingState, build_train_step
@@ -116,6 +119,7 @@ __all__ = [
     "nonfinite_report",
     "numerics_report",
     "select_tree",
+    "set_loss_scale",
     "skip_nonfinite",
     "stochastic_rounding",
     "suggest_loss_scale",

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name, module in DEMO_PACKAGES.items() if not there(module)]
     if missing:
         needs = f"The demo needs {', '.join(missing)}"
-        print(f"{needs}: pip install 'jmp_lite[demo]'", file=sys.stderr)
+        print(f"{needs}: pip install '.[demo]'", file=sys.stderr)
         return 1
     picture = options.out / "demo.png"
     try:  # Now, not when all the work is done.

@@ -85,15 +85,13 @@ def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module
 def _floating_class(cls: type, dtype: Any, where: Selector) -> Any:
     """Returns a subclass whose methods run its parts in a dtype."""
 
-    def floating(name: str) -> Any:
-        method = getattr(cls, name)
-
+    def floating(method: Any) -> Any:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             parts = _Parts(self, dtype, where)
             with nn.intercept_methods(parts.intercept):
                 out = method(self, *args, **kwargs)
-            if name == "__call__" and not parts.is_any_cast:
+            if method is cls.__call__ and not parts.is_any_cast:
                 raise ValueError(
                     nothing_selected(where, parts.seen.items())
                     if not parts.is_any_selected
@@ -104,12 +102,39 @@ def _floating_class(cls: type, dtype: Any, where: Selector) -> Any:
 
         return call
 
+    def taking_methods(run: Any) -> Any:
+        # `Model.encode` is the original class's function, not the subclass's.
+        @nn.nowrap
+        @functools.wraps(run)
+        def enter(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+            method = _as_function(self, method)
+            if callable(method):
+                method = floating(method)
+            return run(self, *args, method=method, **kwargs)
+
+        return enter
+
     def body(namespace: dict[str, Any]) -> None:
-        namespace.update({name: floating(name) for name in _methods(cls)})
+        methods = {name: getattr(cls, name) for name in _methods(cls)}
+        namespace.update({name: floating(method) for name, method in methods.items()})
+        namespace.update(apply=taking_methods(cls.apply))
+        namespace.update(init_with_output=taking_methods(cls.init_with_output))
         namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__)
         namespace.update(__doc__=cls.__doc__)
 
     return types.new_class(cls.__name__, (cls,), exec_body=body)
+
+
+def _as_function(module: Any, method: Any) -> Any:
+    """Returns what ``apply`` is to run, as a function of the module if it is not ours.
+
+    Names of methods stay names: those of the subclass run their parts in the dtype.
+    """
+    if isinstance(method, types.MethodType):
+        return method.__func__
+    if isinstance(method, str) and isinstance(getattr(module, method, None), nn.Module):
+        return lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)
+    return method
 
 
 def _methods(cls: Any) -> list[str]:

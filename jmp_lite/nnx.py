@@ -2,24 +2,33 @@
 
 The law of this file: a module changes, and no change is lost. Under autocast it goes in
 as its state, is put together inside, and what became of it is written back to the very
-object outside, as ``nnx.jit`` does it.
+object outside, as ``nnx.jit`` does it. Modules are traversed as graphs, in Flax's tree
+mode too, because parts of a model may share variables.
 """
 
+import contextlib
 import functools
 import re
 import types
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
-from flax import errors, nnx
+import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import door, interpreter
 from jmp_lite.autocasting.explain import Explanation
 from jmp_lite.autocasting.explain import explain as core_explain
 from jmp_lite.autocasting.rules import NORM_LAYERS, Rules
-from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, parse_dtype
+from jmp_lite.casting.dtypes import (
+    DtypeSummary,
+    cast_tree,
+    is_array,
+    is_inexact,
+    parse_dtype,
+)
 from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
 from jmp_lite.casting.selection import (
     Selector,
@@ -28,11 +37,32 @@ from jmp_lite.casting.selection import (
     nothing_selected,
 )
 from jmp_lite.scaling import gradients
-from jmp_lite.scaling.loss_scale import LossScale
+from jmp_lite.scaling.loss_scale import LossScale, select_tree
+from jmp_lite.scaling.transforms import LossScalingState
 
 Model = TypeVar("Model")
+_Params = ParamSpec("_Params")
+Result = TypeVar("Result")
 
 _SCOPE = "_jmp_lite_scope"
+
+
+@overload
+def autocast(
+    fun: Callable[_Params, Result],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[_Params, Result]: ...
+
+
+@overload
+def autocast(
+    fun: None = None,
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[[Callable[_Params, Result]], Callable[_Params, Result]]: ...
 
 
 def autocast(
@@ -62,7 +92,6 @@ def autocast(
       flax.errors.TraceContextError: ``fun`` changes a module that is no argument of it.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
       >>> autocast(model)(jnp.ones((2, 4))).dtype
       dtype('float32')
@@ -88,12 +117,12 @@ def autocast(
 
 
 def explain(
-    fun: Callable[..., Any],
+    fun: Callable[_Params, Any],
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
-) -> Callable[..., Explanation]:
+) -> Callable[_Params, Explanation]:
     """Returns a function that tells what ``autocast(fun, rules)`` does.
 
     As ``jmp_lite.explain``. It runs nothing, and changes nothing in a module.
@@ -112,7 +141,6 @@ def explain(
       ValueError: there is no such preset or dtype.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
       >>> dot, *_ = explain(model)(jnp.ones((2, 4))).rows
       >>> dot.scope, dot.op, dot.precision
@@ -139,11 +167,11 @@ def explain(
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[_Params, Any],
     loss_scale: LossScale,
     argnums: Any = 0,
     has_aux: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[_Params, tuple[Any, Any]]:
     """Returns a function that evaluates ``fun`` and its gradient under a loss scale.
 
     As ``jmp_lite.value_and_grad``, by ``flax.nnx.value_and_grad``: the loss is scaled
@@ -163,11 +191,11 @@ def value_and_grad(
       in float32.
 
     Raises:
-      TypeError: ``loss_scale`` is not a ``LossScale``, or ``fun`` does not return a
-        pair though ``has_aux`` says so.
+      TypeError: ``loss_scale`` is not a ``LossScale``; ``fun`` does not return a pair
+        though ``has_aux`` says so; or, in Flax's tree mode, an argument to
+        differentiate holds counts or keys.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> import jmp_lite
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> loss_fn = autocast(lambda model, x: model(x).sum(), compute_dtype="float16")
@@ -177,7 +205,101 @@ def value_and_grad(
       Array([8.], dtype=float32)
     """
     transform = functools.partial(nnx.value_and_grad, argnums=argnums)
-    return gradients.under_scale(transform, fun, loss_scale, has_aux)
+    found = gradients.under_scale(transform, fun, loss_scale, has_aux)
+    # Flax reads its mode when a function is transformed, not when it is called.
+    is_graph = nnx.set_graph_mode.current_value()
+    if is_graph and nnx.set_graph_updates.current_value():
+        return found
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        _check_differentiable(args, argnums)
+        return found(*args, **kwargs)
+
+    return value_and_grad_fun
+
+
+def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
+    """Raises where Flax's tree mode would take the gradient of a count or a key."""
+    for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
+        given = args[i] if isinstance(i, int) and i < len(args) else None
+        for path, leaf in jax.tree.leaves_with_path(given):
+            if is_array(leaf) and not is_inexact(leaf):
+                raise TypeError(
+                    f"Argument {i} holds {leaf.dtype} at {jax.tree_util.keystr(path)}, "
+                    "which has no gradient; in Flax's tree mode the gradient is of all "
+                    "that an argument holds. Use graphdef, params, rest = nnx.split("
+                    "model, nnx.Param, ...) and a function of params and rest, which "
+                    "merges them by nnx.merge(graphdef, params, rest): its changes in "
+                    "rest are changes in the model."
+                )
+
+
+@contextlib.contextmanager
+def restore_if_skipped(model: Any, optimizer: nnx.Optimizer[Any]) -> Generator[None]:
+    """Restores the statistics of a model where the optimizer skips the step.
+
+    ``loss_scaling`` and ``skip_nonfinite`` leave the parameters as they are where a
+    gradient is not finite. The forward pass of that step has changed the model before:
+    one batch with a NaN in it would leave NaN in the averages of BatchNorm for ever. At
+    the end of the ``with`` block all variables of the model get back what they held at
+    its start, bit for bit, if a gradient was not finite. But for two kinds: those that
+    the optimizer updates, and those of random numbers (``nnx.RngState``), which go on.
+
+    Args:
+      model: a module.
+      optimizer: the optimizer that is updated in the block, with ``loss_scaling`` or
+        ``skip_nonfinite`` in it; of several, all gradients have to be finite.
+
+    Returns:
+      A context manager, in and outside of ``nnx.jit``.
+
+    Raises:
+      TypeError: ``model`` is no nnx module, or ``optimizer`` no ``nnx.Optimizer``.
+      ValueError: the optimizer never skips a step.
+
+    Example:
+      >>> import jmp_lite, optax
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> optimizer = jmp_lite.skip_nonfinite(optax.sgd(0.1))
+      >>> optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+      >>> with restore_if_skipped(model, optimizer):
+      ...     grads = nnx.grad(lambda m: m(jnp.full((4, 2), jnp.nan)).sum())(model)
+      ...     _ = optimizer.update(model, grads)
+      >>> model.mean[...]
+      Array([0., 0.], dtype=float32)
+    """
+    _check_model(model)
+    if not isinstance(optimizer, nnx.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"Expected an nnx.Optimizer, got {type(optimizer).__name__}.")
+    _grads_finite(optimizer)  # Raises where it never skips a step.
+    goes_on = nnx.Any(optimizer.wrt, nnx.RngState)
+    before = [
+        (variable, variable.get_value())
+        for path, variable in nnx.iter_graph(model, graph=True)
+        if isinstance(variable, nnx.Variable) and not goes_on(path, variable)
+    ]
+    yield
+    is_finite = _grads_finite(optimizer)
+    for variable, old in before:
+        variable.set_value(select_tree(is_finite, variable.get_value(), old))
+
+
+def _grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:
+    """Returns whether the gradients of the optimizer's last step were finite."""
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, LossScalingState)
+
+    leaves = jax.tree.leaves(optimizer.opt_state, is_leaf=is_state)
+    # A variable of Flax stands for each array.
+    checks = jax.tree.leaves([x.grads_finite for x in leaves if is_state(x)])
+    if not checks:
+        raise ValueError(
+            "Expected an nnx.Optimizer that skips steps: there is neither "
+            "loss_scaling(...) nor skip_nonfinite(...) around what it is made of."
+        )
+    return functools.reduce(jnp.logical_and, checks)
 
 
 def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,14 +308,7 @@ def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
     def of_states(states: Any) -> Any:
         args, kwargs = nnx.from_tree(states, ctxtag=of_states, is_inner=True)
         depth = _scope((args, kwargs))
-        try:
-            out = fun(*args, **kwargs)
-        except errors.TraceContextError as error:
-            error.add_note(
-                "jmp_lite.nnx.autocast: a module that the function changes has to be "
-                "one of its arguments."
-            )
-            raise
+        out = fun(*args, **kwargs)
         inputs = jax.tree.map(_if_mutable, (args, kwargs), is_leaf=_is_mutable)
         _unscope((inputs, out), depth)
         return nnx.to_tree((inputs, out), ctxtag=of_states)
@@ -252,7 +367,6 @@ def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
     Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in "ab"))
       >>> to_float(model, "bfloat16", "layers/1")(jnp.ones((1, 4))).dtype
       dtype(bfloat16)
@@ -299,7 +413,7 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
     """
     _check_model(model)
     check_selector(keep)
-    parsed, changed = parse_dtype(dtype), nnx.clone(model)
+    parsed, changed = parse_dtype(dtype), nnx.clone(model, graph=True)
     is_norm = re.compile(NORM_LAYERS[0])
     modules = _paths(changed)
     classes = keep if isinstance(keep, tuple) else (keep,)
@@ -309,7 +423,7 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
     kept = {id(v) for module in (*selected, *norms) for v in _variables(module)}
     variables = [
         ("/".join(map(str, path)), node)
-        for path, node in nnx.iter_graph(changed)
+        for path, node in nnx.iter_graph(changed, graph=True)
         if isinstance(node, nnx.Variable)
     ]
     named = {id(v) for path, v in variables if is_selected(keep, path, v)}
@@ -340,7 +454,6 @@ def scoped(model: Model) -> Model:
 
     Example:
       >>> import jmp_lite
-      >>> import jax.numpy as jnp
       >>> model = scoped(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0))))
       >>> graphdef, state = nnx.split(model)
       >>> apply = lambda state, x: nnx.merge(graphdef, state)(x)
@@ -348,7 +461,7 @@ def scoped(model: Model) -> Model:
       'Sequential/layers/0/Linear'
     """
     _check_model(model)
-    view = nnx.clone(model, variables=False)
+    view = nnx.clone(model, variables=False, graph=True)
     _scope(view)
     return view
 
@@ -434,7 +547,9 @@ def _paths(model: Any) -> list[tuple[str, Any]]:
 
 
 def _variables(module: Any) -> list[nnx.Variable[Any]]:
-    return [v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)]
+    return [
+        v for _, v in nnx.iter_graph(module, graph=True) if isinstance(v, nnx.Variable)
+    ]
 
 
 def _selected(model: Any, where: Selector) -> list[tuple[str, Any]]:
@@ -498,7 +613,7 @@ def _modules(tree: Any) -> list[nnx.Module]:
 
 def _iter_modules(module: Any) -> list[tuple[Any, Any]]:
     """Returns a module and all that it holds, each with its path."""
-    return list(nnx.iter_modules(module))
+    return list(nnx.iter_modules(module, graph=True))
 
 
 @functools.cache

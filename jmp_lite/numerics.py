@@ -8,14 +8,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.compat import gathered
 from jmp_lite.autocasting.door import check_function
 from jmp_lite.autocasting.interpreter import trace
 from jmp_lite.autocasting.rows import short
@@ -34,6 +35,7 @@ from jmp_lite.casting.counting import (
     stacked,
 )
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
+from jmp_lite.casting.mutables import returning_changes, write_changes
 
 # ---------------------------------------------------------------------- pytrees
 
@@ -112,6 +114,9 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
     number below 1.2e-38 for zero: what they flush is a zero here too. NumPy flushes
     nothing.
 
+    Inside of ``shard_map`` the arrays of all devices are counted, and ``out_specs`` of
+    the report is ``P()``.
+
     Args:
       tree: gradients, activations, parameters, an optimizer's state: its floats are
         counted, of complex numbers the larger part.
@@ -144,7 +149,15 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
             known = numbers(on_host(found), 0)
         leaves.append(Leaf(path, own.name, known))
     name = None if wanted is None else wanted.name
-    return NumericsReport(stacked(counts), tuple(leaves), name)
+    return NumericsReport(_of_all_devices(counts), tuple(leaves), name)
+
+
+def _of_all_devices(counts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Stacks counts up; inside of ``shard_map`` those of all devices, the same on each.
+
+    Otherwise ``out_specs=P()`` would show those of the first device.
+    """
+    return jax.tree.map(gathered, stacked(counts))
 
 
 def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -321,15 +334,20 @@ class WatchedNumerics:
         return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
 
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
 def watch(
-    fun: Callable[..., Any], dtype: DTypeLike = "float16"
-) -> Callable[..., tuple[Any, WatchedNumerics]]:
+    fun: Callable[Params, Result], dtype: DTypeLike = "float16"
+) -> Callable[Params, tuple[Result, WatchedNumerics]]:
     """Returns ``fun`` with the numbers of all its ops beside its results.
 
     They are counted in the graph: under ``jit``, in loops, on any device. A function
     that is not watched costs nothing; one that is computes as before, and counts, for
     which a compiler takes several times as long. ``watch(grad(fun))`` sees the backward
-    pass too.
+    pass too. Inside of ``shard_map`` the numbers of all devices are counted, and
+    ``out_specs`` of the stats is ``P()``.
 
     Args:
       fun: any function of pytrees that JAX can trace. What is under ``shard_map``, in
@@ -356,13 +374,15 @@ def watch(
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
-        traced, arrays, treedef = trace(fun, args, kwargs)
+        traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
         watcher = Watcher(wanted)
         results = watcher.run(traced, arrays, "")
         stats = WatchedNumerics(
-            stacked(watcher.counts), tuple(watcher.ops), wanted.name
+            _of_all_devices(watcher.counts), tuple(watcher.ops), wanted.name
         )
-        return jax.tree.unflatten(treedef, results), stats
+        out, changes = jax.tree.unflatten(treedef, results)
+        write_changes(args, kwargs, changes)
+        return out, stats
 
     return watched
 

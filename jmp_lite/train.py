@@ -5,6 +5,7 @@ the rest of the library offers, and nothing a user could not write by hand; the 
 jits it, donates to it and loops over it.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.compat import as_varying
-from jmp_lite.autocasting.door import choose_rules
+from jmp_lite.autocasting.compat import as_varying, is_sharded
+from jmp_lite.autocasting.door import check_function, choose_rules
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
@@ -35,6 +37,7 @@ from jmp_lite.scaling.masters import (
     CompensatedState,
     MasterWeightsState,
     StochasticRoundingState,
+    check_key,
 )
 from jmp_lite.scaling.transforms import (
     LossScalingState,
@@ -77,8 +80,10 @@ def build_train_step(
     optimizer: Any,
     rules: Rules | str = "mixed",
     *,
+    compute_dtype: DTypeLike | None = None,
     loss_scale: LossScale | None = None,
     accumulate: int = 1,
+    batch_axes: Any = 0,
     ema: float | None = None,
     axis_name: AxisName | None = None,
 ) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
@@ -86,23 +91,35 @@ def build_train_step(
 
     A step whose loss or gradients are not finite changes nothing but the loss scale and
     the counts of skipped steps: parameters, optimizer state, schedules, model state,
-    EMA and step count stay as they were, bit for bit.
+    EMA and step count stay as they were, bit for bit. The loss scale backs off where
+    gradients overflow. It stays where the loss itself is not finite: a smaller scale
+    would not help.
 
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
         aux))``, with None for what there is none of. It is written in float32.
       optimizer: an optax transformation, without ``loss_scaling``: it is wrapped here.
-        It is also given the loss as ``value``, which some optimizers ask for. For
-        parameters of 16 bits: ``master_weights``, ``compensated`` or
-        ``stochastic_rounding`` of one.
+        Its ``update`` also gets what some optimizers of optax ask for: the loss as
+        ``value`` and its gradients as ``grad``; ``value_fn(params)`` (also as
+        ``obj_fn``) and ``grad_fn(params, i)``, which give both for other parameters, on
+        the same batch, with the same model state and key. An ``update`` without
+        ``**extra_args`` (that of ``optax.contrib.sam``) gets those that it names; it
+        has to be the outermost. For parameters of 16 bits: ``master_weights``,
+        ``compensated`` or ``stochastic_rounding`` of one.
       rules: in which precision the loss is computed, as for ``autocast``: the name of a
-        preset (``"mixed"``, MindSpore's ``"O0"`` to ``"O3"``, ...) or a ``Rules``;
-        ``get_rules("mixed", "float16")`` for another compute dtype.
+        preset (``"mixed"``, MindSpore's ``"O0"`` to ``"O3"``, ...) or a ``Rules``.
+      compute_dtype: the dtype of low ops instead of the rules' own, as for
+        ``autocast``.
       loss_scale: the loss scale to start from; None for what the compute dtype needs:
         ``DynamicLossScale()`` for float16, else none.
-      accumulate: into how many micro-batches a batch is split, along the first axis of
-        its arrays. Their gradients are averaged in float32; the model state goes from
-        one to the next, each gets a key of its own, and one decision is taken for all.
+      accumulate: into how many micro-batches a batch is split. The i-th gets every
+        ``accumulate``-th row from the i-th on, so that each device of a sharded batch
+        has its part of every micro-batch. Their gradients are averaged in float32; the
+        model state goes from one to the next, each gets a key of its own, and one
+        decision is taken for all.
+      batch_axes: the axis along which ``accumulate`` splits the arrays of a batch, or
+        None for what every micro-batch gets whole: one for all, or a pytree prefix of
+        the batch, as ``in_axes`` of ``jax.vmap``. Scalars are never split.
       ema: the decay of a moving average of the parameters; None for none.
       axis_name: the mapped axis (or axes) over which each device has a part of the
         batch: gradients, loss and the floats of the model state are averaged over it,
@@ -117,12 +134,17 @@ def build_train_step(
       where there are several).
 
     Raises:
-      ValueError: ``ema`` is not in [0, 1), ``accumulate`` is less than 1, or there is
-        no preset of such a name; in ``init``, the optimizer carries a loss scale
-        already; in ``step``, a batch cannot be split into ``accumulate`` parts.
-      TypeError: ``optimizer`` is no transformation or ``loss_scale`` no ``LossScale``;
-        in ``step``, ``loss_fn`` returned something else than said above, or a model
-        state of another structure, shape or dtype than it was given.
+      ValueError: ``ema`` is not in [0, 1), ``accumulate`` is not a whole number of at
+        least 1, or there is no such preset or dtype; in ``init``, the optimizer carries
+        a loss scale already; in ``step``, a batch cannot be split into ``accumulate``
+        parts, or its arrays differ in size along the axis that is split.
+      TypeError: ``loss_fn`` does not take four arguments, ``optimizer`` is not a
+        transformation, ``loss_scale`` is not a ``LossScale``, or ``batch_axes`` holds
+        something else than axes; in ``init``, a parameter is not a floating-point
+        array, or ``rng`` is not a key; in ``step``, ``loss_fn`` returned something else
+        than described above, or a model state of another structure, shape or dtype than
+        it was given.
+      NameError: in ``step``, ``axis_name`` is not a mapped axis.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017; the seven steps of
     MindSpore's mixed-precision training.
@@ -138,15 +160,17 @@ def build_train_step(
     """
     if ema is not None and not 0 <= float(ema) < 1:
         raise ValueError(f"Expected a decay in [0, 1) for ema, got {ema}.")
-    is_whole = isinstance(accumulate, int | np.integer)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not is_whole or accumulate < 1:
-        raise ValueError(f"Expected accumulate to be 1 or more, got {accumulate!r}.")
+    _check_loss_fn(loss_fn)
+    _check_accumulation(accumulate, batch_axes)
     if loss_scale is not None:
         check_is_loss_scale(loss_scale)
-    chosen = choose_rules(rules, None)
+    chosen = choose_rules(rules, compute_dtype)
     inner = with_extra_args(optimizer)
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainingState:
+        _check_trainable(params)
+        if rng is not None:
+            check_key(rng)
         wrapped = loss_scaling(optimizer, _scale_at_start(loss_scale, chosen()))
         return _fresh(
             TrainingState(
@@ -160,9 +184,14 @@ def build_train_step(
         )
 
     # The loss in mixed precision: parameters are float32, and cast where they are used.
-    @autocast(rules=rules)
-    def low_loss_fn(params: Any, model_state: Any, *args: Any) -> Any:
-        result = loss_fn(params, model_state, *args)
+    @autocast(rules=rules, compute_dtype=compute_dtype)
+    def low_loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        try:
+            result = loss_fn(params, model_state, batch, rng)
+        except Exception as error:
+            if rng is None:
+                error.add_note(_NO_KEY)
+            raise
         _check_result(result, model_state)
         return result
 
@@ -176,23 +205,44 @@ def build_train_step(
         attempt = state.step + opt_state.skipped
         rng = None if state.rng is None else jax.random.fold_in(state.rng, attempt)
         if axis_name is not None:
+            _check_is_mapped(axis_name)
             rng = None if rng is None else _key_of_this_device(rng, axis_name)
 
         # The loss in float32, scaled; the gradients unscaled, in float32.
-        grad_fn = value_and_grad(low_loss_fn, opt_state.loss_scale, has_aux=True)
+        low_grad_fn = value_and_grad(low_loss_fn, opt_state.loss_scale, has_aux=True)
         if accumulate > 1:
-            grad_fn = _accumulated(grad_fn, int(accumulate))
-        local = params if axis_name is None else _of_this_device(params, axis_name)
-        (loss, (model_state, aux)), grads = grad_fn(
-            local, state.model_state, batch, rng
-        )
-        if axis_name is not None:
+            low_grad_fn = _accumulated(
+                low_grad_fn, int(accumulate), batch_axes, axis_name
+            )
+
+        def evaluate(params: Any) -> Any:
+            local = _of_this_device(params, axis_name)
+            (loss, (model_state, aux)), grads = low_grad_fn(
+                local, state.model_state, batch, rng
+            )
             loss, model_state, grads = _averaged((loss, model_state, grads), axis_name)
+            return loss, model_state, aux, grads
+
+        loss, model_state, aux, grads = evaluate(params)
+        value_fn, grad_fn = _at_other_params(evaluate, params)
 
         # Overflow or not: one decision for all that is state.
         finite = all_finite((loss, grads))
+        extra_args = {
+            "value": upcast_tree(loss),
+            "grad": grads,
+            "value_fn": value_fn,
+            "obj_fn": value_fn,
+            "grad_fn": grad_fn,
+        }
         updates, new_opt_state = update_if(
-            finite, inner, grads, opt_state, params, value=upcast_tree(loss)
+            finite, inner, grads, opt_state, params, **_accepted(inner, extra_args)
+        )
+        # A loss that is not finite is no fault of the scale, which multiplies it later.
+        new_opt_state = new_opt_state._replace(
+            loss_scale=select_tree(
+                all_finite(loss), new_opt_state.loss_scale, opt_state.loss_scale
+            )
         )
         new_params = _apply_updates(params, updates)
         new_state = TrainingState(
@@ -233,16 +283,18 @@ def _scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
     return loss_scale
 
 
-def _accumulated(grad_fn: Callable[..., Any], times: int) -> Callable[..., Any]:
+def _accumulated(
+    grad_fn: Callable[..., Any], times: int, batch_axes: Any, axis_name: AxisName | None
+) -> Callable[..., Any]:
     """Returns a gradient function that goes through its batch in parts."""
 
     def accumulated(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        leaves, treedef = jax.tree.flatten_with_path(batch)
-        is_split = [is_array(leaf) and jnp.ndim(leaf) > 0 for _, leaf in leaves]
+        leaves, treedef = jax.tree.flatten(batch)
+        axes = _split_axes(batch, batch_axes, times)
         parts = [
-            _split(path, leaf, times)
-            for (path, leaf), yes in zip(leaves, is_split, strict=True)
-            if yes
+            _split(leaf, axis, times)
+            for leaf, axis in zip(leaves, axes, strict=True)
+            if axis is not None
         ]
 
         def one(carry: Any, now: Any) -> Any:
@@ -250,8 +302,8 @@ def _accumulated(grad_fn: Callable[..., Any], times: int) -> Callable[..., Any]:
             i, parts = now
             given = iter(parts)
             merged = [
-                next(given) if yes else leaf
-                for (_, leaf), yes in zip(leaves, is_split, strict=True)
+                leaf if axis is None else next(given)
+                for leaf, axis in zip(leaves, axes, strict=True)
             ]
             key = None if rng is None else jax.random.fold_in(rng, i)
             (loss, (new_state, aux)), grads = grad_fn(
@@ -263,8 +315,10 @@ def _accumulated(grad_fn: Callable[..., Any], times: int) -> Callable[..., Any]:
             return (new_state, total), (upcast_tree(loss), aux)
 
         zeros = upcast_tree(jax.tree.map(jnp.zeros_like, params))
+        # Of this device, as what the micro-batches make of it will be.
+        carry = _of_this_device((model_state, zeros), axis_name)
         (model_state, total), (losses, aux) = lax.scan(
-            one, (model_state, zeros), (jnp.arange(times), parts)
+            one, carry, (jnp.arange(times), parts)
         )
         grads = jax.tree.map(lambda x: x / times, total)
         return (jnp.mean(losses), (model_state, aux)), grads
@@ -272,14 +326,78 @@ def _accumulated(grad_fn: Callable[..., Any], times: int) -> Callable[..., Any]:
     return accumulated
 
 
-def _split(path: Any, leaf: Any, times: int) -> Any:
-    if leaf.shape[0] % times:
+def _split_axes(batch: Any, batch_axes: Any, times: int) -> list[int | None]:
+    """Returns the axis along which each leaf of a batch is split; None for whole."""
+    axes: list[int | None] = []
+    sizes: dict[str, int] = {}
+    leaves = jax.tree.leaves_with_path(batch)
+    for (path, leaf), axis in zip(leaves, _broadcast(batch_axes, batch), strict=True):
+        if axis is None or not is_array(leaf) or not jnp.ndim(leaf):
+            axes.append(None)
+            continue
+        where = f"batch{jax.tree_util.keystr(path)}"
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(
+                f"There is no axis {axis} to split at {where}, of shape {leaf.shape}: "
+                "correct batch_axes."
+            )
+        axes.append(axis % leaf.ndim)
+        sizes[where] = leaf.shape[axis]
+        if sizes[where] % times:
+            _check_one_size(sizes, times)
+            raise ValueError(
+                f"Expected axis {axis} of every array of the batch to be a multiple of "
+                f"accumulate={times}, got {leaf.shape} at {where}."
+            )
+    _check_one_size(sizes, times)
+    return axes
+
+
+def _broadcast(batch_axes: Any, batch: Any) -> list[int | None]:
+    """Returns an axis for each leaf of a batch."""
+    axes: list[int | None] = []
+
+    def add(axis: int | None, part: Any) -> None:
+        axes.extend([axis] * len(jax.tree.leaves(part)))
+
+    try:
+        jax.tree.map(add, batch_axes, batch, is_leaf=lambda node: node is None)
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"Expected the first axis of every array of the batch to be a multiple of "
-            f"accumulate={times}, got {leaf.shape} at batch"
-            f"{jax.tree_util.keystr(path)}."
-        )
-    return jnp.reshape(leaf, (times, leaf.shape[0] // times, *leaf.shape[1:]))
+            "Expected batch_axes to be an axis, None, or a pytree of them that is a "
+            f"prefix of the batch, got {batch_axes!r} for a batch of the structure "
+            f"{jax.tree.structure(batch)}."
+        ) from error
+    return axes
+
+
+def _check_one_size(sizes: dict[str, int], times: int) -> None:
+    first, *others = sizes or [""]
+    for other in others:
+        if sizes[other] != sizes[first]:
+            raise ValueError(
+                f"accumulate={times} splits the arrays of a batch into micro-batches, "
+                f"and expects one size of all, got {sizes[first]} at {first} and "
+                f"{sizes[other]} at {other}. If every micro-batch should get one of "
+                "them whole, pass None for it in batch_axes, such as batch_axes="
+                "{'x': 0, 'class_weights': None}, or let loss_fn close over it."
+            )
+
+
+def _split(leaf: Any, axis: int, times: int) -> Any:
+    shape, rows = leaf.shape, leaf.shape[axis] // times
+    if is_sharded(leaf):
+        devices = shape[axis] // jax.typeof(leaf).sharding.shard_shape(shape)[axis]
+        if rows % devices:
+            raise ValueError(
+                f"Expected micro-batches that {devices} devices can share, got {rows} "
+                f"rows: a batch of {shape[axis]} in {times} parts. Make the batch "
+                f"larger, or accumulate={times} smaller."
+            )
+    # Strided: rows that are neighbours stay on one device, and it has some of each
+    # part. With (times, rows) a part would be on few devices, and be sent to all.
+    parts = jnp.reshape(leaf, (*shape[:axis], rows, times, *shape[axis + 1 :]))
+    return jnp.moveaxis(parts, axis + 1, 0)
 
 
 def _check_types(before: Any, after: Any) -> None:
@@ -298,25 +416,81 @@ def _key_of_this_device(rng: Any, axis_name: AxisName) -> Any:
     return jax.random.fold_in(rng, lax.axis_index(axis_name))
 
 
-def _of_this_device(params: Any, axis_name: AxisName) -> Any:
-    """Returns parameters whose gradient is that of this device's part of the batch.
+def _of_this_device(tree: Any, axis_name: AxisName | None) -> Any:
+    """Returns the real and complex arrays of a tree as those of this device alone.
 
     Where ``shard_map`` checks types, a gradient with regard to what all devices share
     would be summed over them already, in the dtype that it has there.
     """
+    if axis_name is None:
+        return tree
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
 
     def local(x: Any) -> Any:
-        return as_varying(x, names) if is_array(x) else x
+        return as_varying(x, names) if is_inexact(x) else x
 
-    return jax.tree.map(local, params)
+    return jax.tree.map(local, tree)
 
 
-def _averaged(tree: Any, axis_name: AxisName) -> Any:
+def _averaged(tree: Any, axis_name: AxisName | None) -> Any:
+    if axis_name is None:
+        return tree
+
     def average(x: Any) -> Any:
         return lax.pmean(x, axis_name) if is_inexact(x) else x
 
     return jax.tree.map(average, tree)
+
+
+def _at_other_params(
+    evaluate: Callable[..., Any], params: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the loss and its gradient as functions of parameters alone.
+
+    Args:
+      evaluate: ``evaluate(params) -> (loss, model_state, aux, grads)``.
+      params: the parameters of this step; others are cast to their dtypes.
+    """
+
+    def evaluate_like(others: Any) -> Any:
+        cast = jax.tree.map(lambda new, old: new.astype(old.dtype), others, params)
+        loss, _, _, grads = evaluate(cast)
+        return upcast_tree(loss), grads
+
+    @jax.custom_jvp
+    def loss_of(others: Any) -> Any:
+        return evaluate_like(others)[0]
+
+    # What differentiates the loss finds these gradients: its own, in 16 bits and
+    # without a loss scale, would vanish.
+    @loss_of.defjvp
+    def _(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        loss, grads = evaluate_like(*primals)
+        terms = jax.tree.map(
+            lambda g, t: jnp.sum(jnp.real(g * t.astype(g.dtype))).astype(loss.dtype),
+            grads,
+            *tangents,
+        )
+        return loss, sum(jax.tree.leaves(terms), jnp.zeros_like(loss))
+
+    # Optax's line searches refuse every extra argument that value_fn does not name.
+    def value_fn(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> Any:
+        del obj_fn, grad_fn
+        return loss_of(params)
+
+    def grad_fn(params: Any, i: Any = 0) -> Any:
+        del i  # The number of the step of sam: all are on this batch.
+        return evaluate_like(params)[1]
+
+    return value_fn, grad_fn
+
+
+def _accepted(optimizer: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
+    """Returns those arguments that an optimizer's update has names for, or all."""
+    accepted = inspect.signature(optimizer.update).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+        return extra_args
+    return {name: arg for name, arg in extra_args.items() if name in accepted}
 
 
 def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:
@@ -367,24 +541,6 @@ def _fresh(state: TrainingState) -> TrainingState:
     return jax.tree.map(copy, strongly_typed(state))
 
 
-def _check_result(result: Any, model_state: Any) -> None:
-    def is_pair(node: Any) -> bool:
-        return isinstance(node, tuple | list) and len(node) == 2
-
-    if not (is_pair(result) and is_pair(result[1])):
-        raise TypeError(
-            "Expected loss_fn to return (loss, (model_state, aux)), with None for what "
-            f"there is none of, got {jax.tree.structure(result)}."
-        )
-    before, after = jax.tree.structure(model_state), jax.tree.structure(result[1][0])
-    if before != after:
-        raise TypeError(
-            "loss_fn was given one structure of model state and returned another: "
-            "pass what it starts from to init(params, model_state).\n"
-            f"Given: {before}\nReturned: {after}"
-        )
-
-
 def _apply_updates(params: Any, updates: Any) -> Any:
     # The sum in float32, rounded once to the parameters' dtype.
     summed = optax.apply_updates(upcast_tree(params), updates)
@@ -397,3 +553,96 @@ def _moving_average(decay: float, average: Any, params: Any) -> Any:
         return decay * old + (1 - decay) * new.astype(old.dtype)
 
     return jax.tree.map(mix, average, params)
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    check_function(loss_fn)
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:
+        return  # Written in C: it cannot be known before it is called.
+    try:
+        signature.bind(*["params", "model_state", "batch", "rng"])
+    except TypeError:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise TypeError(
+            "Expected loss_fn(params, model_state, batch, rng) -> (loss, (model_state, "
+            f"aux)), got {name}{signature}. Take all four, whether they are used or "
+            "not; what else is needed belongs in batch, which may be any pytree."
+        ) from None
+
+
+def _check_accumulation(accumulate: Any, batch_axes: Any) -> None:
+    if not isinstance(accumulate, int | np.integer) or accumulate < 1:
+        is_whole = isinstance(accumulate, float) and accumulate.is_integer()
+        cure = f": pass {int(accumulate)}" if is_whole and accumulate >= 1 else ""
+        raise ValueError(
+            "Expected a whole number of at least 1 for accumulate, got "
+            f"{accumulate!r}{cure}."
+        )
+    for axis in jax.tree.leaves(batch_axes):
+        if not isinstance(axis, int | np.integer):
+            raise TypeError(
+                "Expected batch_axes to be an axis, None, or a pytree of them, got "
+                f"{axis!r} in {batch_axes!r}."
+            )
+
+
+def _check_trainable(params: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not is_inexact(leaf):
+            raise TypeError(
+                "Expected parameters of floating-point numbers, got "
+                f"{type_of(leaf)} at params{jax.tree_util.keystr(path)}, which has no "
+                "gradient. Keep an array in the model state, init(params, "
+                "model_state), which loss_fn is given and returns, and let loss_fn "
+                "close over anything else: nnx.split and equinox.partition take them "
+                "apart."
+            )
+
+
+def _check_is_mapped(axis_name: AxisName) -> None:
+    try:
+        lax.axis_index(axis_name)
+    except NameError as error:
+        raise NameError(
+            f"axis_name={axis_name!r} is not an axis that step is mapped over here. "
+            "Call step inside of jax.shard_map or jax.vmap with such an axis; in a jit "
+            "whose arguments are sharded, leave axis_name out."
+        ) from error
+
+
+_NO_KEY = (
+    "In loss_fn rng is None, because init was given no key. If it needs one: "
+    "init(params, model_state, jax.random.key(0))."
+)
+
+
+def _check_result(result: Any, model_state: Any) -> None:
+    def is_pair(node: Any) -> bool:
+        return isinstance(node, tuple | list) and len(node) == 2
+
+    if not (is_pair(result) and is_pair(result[1])):
+        raise TypeError(
+            "Expected loss_fn to return (loss, (model_state, aux)), with None for what "
+            f"it lacks, got {_in_words(result)}."
+        )
+    before, after = jax.tree.structure(model_state), jax.tree.structure(result[1][0])
+    if before != after:
+        raise TypeError(
+            "loss_fn was given one structure of model state and returned another: "
+            "pass what it starts from to init(params, model_state).\n"
+            f"Given: {before}\nReturned: {after}"
+        )
+
+
+def _in_words(result: Any) -> str:
+    if result is None:
+        return "None"
+    name = f"{result.dtype} array" if is_array(result) else type(result).__name__
+    if isinstance(result, tuple | list):
+        name += f" of {len(result)} ({', '.join(map(_in_words, result))})"
+    return f"an {name}" if name[0] in "aeio" else f"a {name}"

@@ -167,8 +167,9 @@ init, step = jmp.build_train_step(
 order = jax.random.randint(jax.random.key(1), (200, 64), 0, 1500)
 xs, ys = images[order], labels[order]
 training, step = init(params), jax.jit(step)
-for large in zip(xs.reshape(50, 256, 64), ys.reshape(50, 256), strict=True):
-    training, _ = step(training, large)
+# The i-th micro-batch has every fourth row from the i-th on.
+for rows in order.reshape(50, 4, 64).swapaxes(1, 2).reshape(50, 256):
+    training, _ = step(training, (images[rows], labels[rows]))
 (by_multi, opt_state), _ = run(many, params, xs, ys)
 
 size = jmp.dtype_summary(params).total.elements
@@ -357,18 +358,14 @@ assert all(abs(reached[name] / reached["float32"] - 1) < 0.02 for name in others
 # nothing but a key, and pays with noise: the first of the two plots shows it, and in
 # the second it is too small to be seen.
 #
-# They stand inside of `loss_scaling` or around it. `compensated` and
-# `stochastic_rounding` have to see the 16-bit parameters themselves, which a chain
-# between would hand on in float32: the chain goes inside.
+# They stand inside of `loss_scaling` or around it, alone or as the last part of a
+# chain.
 
 # %%
 jmp.loss_scaling(jmp.compensated(adam)).init(low_params)
 jmp.compensated(jmp.loss_scaling(adam)).init(low_params)
 chain = optax.chain(clip, jmp.compensated(optax.adam(1e-3)))
-try:
-    jmp.loss_scaling(chain).init(low_params)
-except ValueError as error:
-    print(error)
+state = jmp.loss_scaling(chain).init(low_params)
 
 # %% [markdown]
 # **Answer.** From the outside to the inside: `loss_scaling`, then what remembers the

@@ -26,11 +26,20 @@ NEVER_LOW = frozenset(
 # ------------------------------------------------------------------- reading jaxprs
 
 
+def params_of(eqn):
+    """Returns the parameters of an equation, of JAX's newest kind too."""
+    if "_prim" not in eqn.params:
+        return eqn.params
+    params = eqn.params["_prim"].params
+    return {name: getattr(param, "jaxpr", param) for name, param in params.items()}
+
+
 def equations(jaxpr):
     """Yields every equation that does something, in all jaxprs."""
     for eqn in jaxpr.eqns:
-        yield eqn
-        for name, param in eqn.params.items():
+        if "_prim" not in eqn.params:
+            yield eqn
+        for name, param in params_of(eqn).items():
             if name == "update_jaxpr":  # How a scatter combines: not a program.
                 continue
             for inner in param if isinstance(param, tuple | list) else (param,):

@@ -1,5 +1,6 @@
 """Functions that others wrote, from JAX's and optax's own packages, under autocast."""
 
+import collections
 import contextlib
 
 import chex
@@ -13,6 +14,7 @@ from jax import lax
 from jax.experimental.ode import odeint
 from optimizers import lenient
 
+from jmp_lite.autocasting.explain import explain
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.marks import (
     as_full,
@@ -21,6 +23,7 @@ from jmp_lite.autocasting.marks import (
     low_call,
     low_precision,
 )
+from jmp_lite.autocasting.rules import get_rules
 
 X = jax.random.normal(jax.random.key(0), (4, 4))
 POSITIVE = X @ X.T + 4 * jnp.eye(4)
@@ -297,6 +300,56 @@ def test_the_innermost_mark_wins_and_blocks_may_be_nested():
     assert products(eqns) == {FULL: 1}
 
 
+@pytest.mark.parametrize("rules", ["O0", "must_keep_origin_dtype"])
+def test_marks_win_over_a_preset_that_changes_nothing(rules):
+    def fun(x):
+        with low_precision():
+            y = x @ x
+        return jnp.tanh(y) @ x
+
+    assert products(live_equations(autocast(fun, rules), X)) == {LOW: 1, FULL: 1}
+    rows = explain(fun, rules)(X).rows
+    assert [row.precision for row in rows] == ["bfloat16", "float32", "float32"]
+    # And nothing but the marked op is changed.
+    one, same = autocast(fun, rules)(X), jnp.tanh(lower(X @ X)) @ X
+    assert relative_error(one, same) < 0.01
+    expected = jax.make_jaxpr(lambda x: jnp.tanh(x @ x) @ x)(X)
+    unmarked = jax.make_jaxpr(autocast(lambda x: jnp.tanh(x @ x) @ x, rules))(X)
+    assert str(unmarked) == str(expected)
+
+
+def lower(x):
+    return x.astype("bfloat16").astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ("mixed", FULL),
+        ("O2", FULL),
+        ("O3", LOW),
+        (get_rules("mixed").scope("rotary", "low"), LOW),
+        (get_rules("mixed").low("dot_general"), LOW),
+        (get_rules("O3").scope("rotary", "full"), FULL),
+    ],
+)
+def test_an_outer_product_of_positions_is_float32_unless_it_is_asked_for(
+    rules, expected
+):
+    def phases(rates):
+        with jax.named_scope("rotary"):
+            positions = jnp.arange(8).astype(np.float32)
+            return jnp.einsum("i,j->ij", positions, rates)
+
+    marked = low_precision(phases)
+    for fun, dtypes in ((phases, expected), (marked, LOW)):
+        low = autocast(lambda rates, f=fun: f(rates).sum(), rules)
+        assert products(live_equations(low, X[0])) == {dtypes: 1}
+        rows = explain(fun, rules)(X[0]).rows
+        (precision,) = (row.precision for row in rows if row.op == "dot_general")
+        assert precision == dtypes[0]
+
+
 def test_marked_values_widen_or_narrow_what_they_are_added_to():
     def dtype_of_add(mark):
         fun = lambda x: (mark(x) + x @ x) @ x
@@ -338,6 +391,30 @@ def test_a_kernel_for_16_bits_is_given_16_bits_and_its_result_is_low():
     assert seen[-1] == (jnp.bfloat16, 4)
     with pytest.raises(ValueError, match="Unknown dtype 'int8'"):
         low_call(kernel, "int8")
+
+
+@pytest.mark.parametrize("rules", ["mixed", "O0", "O1", "O3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_kernel_is_run_as_it_was_written_and_its_result_is_low(rules, dtype):
+    @jax.custom_vjp
+    def kernel(a):
+        scores = jnp.exp((a @ a).astype(np.float32) / 100)
+        return (scores @ scores).astype(a.dtype)
+
+    kernel.defvjp(lambda a: (kernel(a), a), lambda a, g: (g @ a.T,))
+    called = low_call(kernel)
+    rules = get_rules(rules, dtype)
+    eqns = live_equations(autocast(lambda x: called(x) @ x, rules), X)
+    inside = {("bfloat16",) * 3: 1, FULL: 1}
+    outside = FULL if rules.is_identity else (dtype,) * 3
+    assert products(eqns) == collections.Counter(inside) + collections.Counter(
+        [outside]
+    )
+    assert {e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "exp"} == {
+        np.dtype("float32")
+    }
+    gradient = jax.grad(autocast(lambda x: jnp.sum(called(x) @ x), rules))
+    assert gradient(X / 9).dtype == np.float32
 
 
 def test_an_inner_autocast_has_decided_already():

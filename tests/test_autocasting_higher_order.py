@@ -1,6 +1,8 @@
 """Ops that hold a jaxpr: their rules are kept, and inside is decided op by op."""
 
+import collections
 import functools
+import warnings
 
 import chex
 import jax
@@ -10,6 +12,7 @@ import pytest
 from helpers import TOLERANCE, compiled, live_equations, ops, products, relative_error
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental import compute_on, scheduling_groups
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import W, X
@@ -113,6 +116,10 @@ def test_low_residuals_of_a_custom_rule_wait_low():
     assert with_rule["float32"] + with_rule["bfloat16"] < 0.6 * traced["float32"]
 
 
+@pytest.mark.skipif(
+    jax.config.jax_custom_vjp3 and not hasattr(jax.config, "jax_custom_jvp3"),
+    reason="jax 0.10 hands the static arguments wrapped to such a rule",
+)
 def test_a_rule_with_symbolic_zeros_static_arguments_and_integers():
     seen = []
 
@@ -136,6 +143,31 @@ def test_a_rule_with_symbolic_zeros_static_arguments_and_integers():
     actual, expected = jax.grad(autocast(loss))(X), jax.grad(loss)(X)
     assert relative_error(actual, expected) < 0.03
     assert set(seen) == {(True, False), True}
+
+
+def test_numbers_among_the_residuals_reach_the_backward_function_as_they_are():
+    @jax.custom_vjp
+    def fun(x, w):
+        return jnp.tanh(x @ w)
+
+    def forward(x, w):
+        return fun(x, w), (x, w, True, 3, 0.5, None)
+
+    def backward(residuals, g):
+        x, w, flag, index, half, nothing = residuals
+        assert nothing is None
+        assert flag is True  # Equinox branches on such a one.
+        d = g * range(5)[index] * half
+        return d @ w.T, x.T @ d
+
+    fun.defvjp(forward, backward)
+    loss = lambda f: lambda x, w: jnp.sum(f(x @ w, w))
+    for nest in NESTS.values():
+        low, full = autocast(loss(nest(fun))), loss(nest(fun))
+        actual, expected = (jax.jit(jax.grad(f, (0, 1)))(X, W) for f in (low, full))
+        assert relative_error(actual, expected) < 0.03
+        found = products(live_equations(jax.grad(low, (0, 1)), X, W))
+        assert set(found) == {LOW}
 
 
 def test_a_custom_jvp_rule_is_kept_with_symbolic_zeros_and_static_arguments():
@@ -181,6 +213,56 @@ def test_rules_in_rules_are_converted_once():
         jax.make_jaxpr(autocast(fun, Counting()))(X, W)
         times.append(asked.count("dot_general"))
     assert times[0] == times[1] > 0
+
+
+# -------------------------------------------------------------- calls of other kinds
+
+
+def test_a_rule_for_vmap_is_kept_and_low_inside():
+    @jax.custom_batching.custom_vmap
+    def fun(x, w):
+        return jnp.tanh(x @ w)
+
+    @fun.def_vmap
+    def rule(size, is_batched, x, w):
+        assert size == 2
+        assert is_batched == [True, False]
+        assert x.dtype == w.dtype == np.float32
+        return 2 * jnp.tanh(x @ w), True
+
+    def outer(x):
+        return fun(x @ W, W) @ W
+
+    xs = jnp.stack([X, -X])
+    for low, full, given in (
+        (autocast(outer), outer, X),
+        (jax.vmap(autocast(outer)), jax.vmap(outer), xs),
+        (autocast(jax.vmap(outer)), jax.vmap(outer), xs),
+    ):
+        assert products(live_equations(low, given)) == {LOW: 3}
+        assert relative_error(low(given), full(given)) < 0.03
+
+
+def in_a_group(fun):
+    return scheduling_groups.scheduling_group("a group")(fun)
+
+
+def on_the_device(fun):
+    # By its first name, what places a call is another function on jax 0.10.
+    wrap = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
+    space = jax.memory.Space.Device
+    return wrap(fun, compute_type="device", out_memory_spaces=space)
+
+
+@pytest.mark.parametrize("wrap", [in_a_group, on_the_device])
+def test_what_is_grouped_or_placed_is_decided_inside(wrap):
+    fun = lambda x: jnp.sum(wrap(lambda x, w: jnp.tanh(x @ w))(x @ W, W) @ W)
+    for run in (lambda f: f, jax.value_and_grad):
+        found = products(live_equations(run(autocast(fun)), X))
+        assert set(found) == {LOW}
+        assert found == collections.Counter(
+            {LOW: sum(products(live_equations(run(fun), X)).values())}
+        )
 
 
 # ------------------------------------------------------------------ kept as traced
@@ -247,6 +329,20 @@ def test_branches_that_end_differently_are_joined():
     assert relative_error(batched, jax.vmap(fun, (0, None))(jnp.arange(3), X)) < 0.03
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_jitted_call_takes_arguments_that_have_16_bits_themselves(dtype):
+    low = X.astype("bfloat16")
+    block = jax.jit(lambda x, h, w: x @ w + h.astype(np.float32))
+    fun = lambda x, h, w: jnp.sum(block(block(x, h, w), h, w) ** 2)
+    for run in (lambda f: f, jax.jit):
+        actual, expected = (
+            run(jax.value_and_grad(f, (0, 1, 2)))(X, low, W)
+            for f in (autocast(fun, compute_dtype=dtype), fun)
+        )
+        chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+        assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
 def test_the_policy_of_a_rematerialized_function_is_kept():
     policies = jax.checkpoint_policies
 
@@ -254,14 +350,15 @@ def test_the_policy_of_a_rematerialized_function_is_kept():
         h = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ W), "h")
         return jnp.sin(h) @ W
 
-    for policy, expected in (
-        (policies.nothing_saveable, 0),
-        (policies.save_only_these_names("h"), 1),
-    ):
-        loss = autocast(lambda x, p=policy: jnp.sum(jax.checkpoint(block, policy=p)(x)))
-        _, backward = jax.vjp(loss, X)
-        saved = [x for x in jax.tree.leaves(backward) if x.dtype == jnp.bfloat16]
-        assert len(saved) == expected
+    for policy in (policies.nothing_saveable, policies.save_only_these_names("h")):
+        plain = lambda x, p=policy: jnp.sum(jax.checkpoint(block, policy=p)(x))
+        loss = autocast(plain)
+        low, full = (
+            [x.shape for x in jax.tree.leaves(jax.vjp(f, X)[1]) if x.dtype == dtype]
+            for f, dtype in ((loss, "bfloat16"), (plain, "float32"))
+        )
+        # As many as JAX keeps itself, beside what it computes them from again.
+        assert len(low) == full.count(X.shape) - 1
         grads = jax.grad(loss)(X), jax.grad(lambda x: jnp.sum(block(x)))(X)
         assert relative_error(*grads) < 0.03
 
@@ -380,6 +477,14 @@ def test_other_widths_stay_what_they_are_in_x64():
             LOW: 1,
             ("float64",) * 3: 1,
         }
+
+
+def test_numbers_that_only_64_bits_reach_raise_no_warning():
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = jnp.ones((2, 2), np.float64)
+        fun = lambda x: jnp.exp(x @ x) * 1e300
+        np.testing.assert_array_equal(autocast(fun)(x), fun(x))
 
 
 def test_integer_and_boolean_gradients_pass():

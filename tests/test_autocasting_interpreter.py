@@ -391,11 +391,36 @@ def test_autocast_is_a_decorator_with_and_without_arguments():
     assert ops(chosen, W)["add"] == {"float16"}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "is_low"),
+    [("BF16_BF16_F32", True), ("F16_F16_F32", True), ("BF16_BF16_F32_X3", False)],
+)
+def test_an_algorithm_of_16_bits_asks_for_no_more_than_16_bits(name, is_low, dtype):
+    algorithm = lax.DotAlgorithmPreset[name]
+    fun = lambda x: jnp.matmul(x, x, precision=algorithm)
+    x = jnp.ones((4, 4))
+    expected = (dtype if is_low else "float32",) * 3
+    low = autocast(fun, compute_dtype=dtype)
+    assert products(live_equations(low, x)) == {expected: 1}
+
+
 def test_bad_rules_are_refused_when_the_function_is_made():
     with pytest.raises(ValueError, match=r"Unknown preset 'mixde'.*'mixed'"):
         autocast(jnp.sin, "mixde")
+    with pytest.raises(ValueError, match="compute_dtype='float16'"):
+        autocast(jnp.sin, "float16")
+    with pytest.raises(TypeError, match="A dtype is passed as compute_dtype"):
+        autocast(jnp.sin, jnp.float16)
     with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
         autocast(jnp.sin, compute_dtype="bf61")
+    for dtype in ("float8_e4m3fn", "float4_e2m1fn", "float64"):
+        for refuses in (
+            lambda dtype=dtype: autocast(jnp.sin, compute_dtype=dtype),
+            lambda dtype=dtype: get_rules("mixed", dtype),
+        ):
+            with pytest.raises(ValueError, match=f"dtype of 16 bits.*got {dtype}"):
+                refuses()
 
 
 @pytest.mark.parametrize(

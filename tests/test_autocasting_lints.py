@@ -222,6 +222,23 @@ def test_other_sizes_on_one_line_are_other_lints():
     assert second.message.endswith("in 20")
 
 
+def test_products_inside_of_what_is_kept_are_pointed_to():
+    composite = functools.partial(lax.composite, name="its.product")
+    kept = composite(lambda x, w: jnp.tanh(x @ w) @ w)
+    lint = only(lambda x: kept(jnp.sin(x), W), X, name="kept product")
+    assert "composite is run as it was traced, with 2 products" in lint.message
+    assert "jmp_lite.autocast on the function inside" in lint.remedy
+    low = composite(jmp.autocast(lambda x, w: jnp.tanh(x @ w) @ w))
+    assert lints(lambda x: low(jnp.sin(x), W), X, name="kept product") == []
+
+    grows = lambda x: lax.while_loop(lambda c: c.sum() < 1e4, lambda c: c + c @ W, x)
+    lint = only(grows, X, name="kept product")
+    assert "while is run as it was traced, with a product" in lint.message
+    # A solution needs its digits.
+    solve = lambda x: jax.scipy.sparse.linalg.cg(lambda v: W @ v, x[0])[0]
+    assert lints(solve, X, name="kept product") == []
+
+
 def test_an_opaque_op_that_16_bits_are_raised_for_is_pointed_to():
     shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     kernel = lambda x: jax.pure_callback(np.tanh, shape, x)
@@ -251,6 +268,19 @@ def test_an_opaque_op_that_16_bits_are_raised_for_is_pointed_to():
 )
 def test_an_op_without_a_form_in_16_bits_is_not_pointed_to(fun):
     assert lints(lambda x: fun(x @ W) @ W, X, name="opaque op") == []
+
+
+@pytest.mark.parametrize("number", [0.1, 1e-30, 1e9])
+def test_a_number_that_is_marked_is_float32_by_choice(number):
+    def fun(x):
+        scale = jmp.as_full(jnp.float32(number))
+        return (x @ W * scale) @ W
+
+    assert lints(fun, X, name="literal out of range", rules="mixed") == []
+    rows = explain(fun)(X).rows
+    (mul,) = (row for row in rows if row.op == "mul")
+    assert mul.precision == "float32"
+    assert "as_full" in mul.reason
 
 
 def test_a_literal_that_does_not_fit_is_pointed_to():

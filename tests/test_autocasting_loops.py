@@ -12,6 +12,7 @@ from helpers import (
     equations,
     initialized,
     live_equations,
+    params_of,
     products,
     relative_error,
 )
@@ -124,8 +125,12 @@ def calls(fun, *args):
     Each jaxpr is lowered once, however often it is called.
     """
     jaxpr = jax.make_jaxpr(autocast(fun))(*args)
-    eqns = [e for e in jaxpr.eqns if "jaxpr" in e.params and len(e.invars) == 2]
-    return [(id(e.params["jaxpr"]), str(e.invars[0].aval.dtype)) for e in eqns]
+    params = [params_of(eqn) for eqn in jaxpr.eqns]
+    return [
+        (id(found["jaxpr"]), str(eqn.invars[0].aval.dtype))
+        for eqn, found in zip(jaxpr.eqns, params, strict=True)
+        if "jaxpr" in found and len(eqn.invars) == 2
+    ]
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])

@@ -64,6 +64,31 @@ def test_products_are_16_bit_in_what_is_lowered_forward_and_backward(name, platf
     assert low.total() == traced.total()
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("preset", ["mixed", "O1", "O3"])
+def test_matrix_products_in_bfloat16_are_added_up_in_float32(preset, platform):
+    """Where it is not asked for, a TPU v7x adds up in bfloat16."""
+    fun, args = PROGRAMS["scanned_layers"]
+    gradient = jax.grad(lambda args: total(autocast(fun, preset)(*args)))
+    text = lower(gradient, args, platform=platform)
+    found = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    low = [line for line in found if "bf16>" in line]
+    assert len(low) == len(found) > 2
+    pinned = r"lhs_precision_type = bf16, .*accumulation_type = f32"
+    assert all(re.search(pinned, line) for line in low)
+
+
+def test_what_has_no_algorithm_is_lowered_without_one():
+    vectors = lambda x, y: (x @ y, jnp.outer(x, y).sum())
+    x = jnp.ones(8)
+    for dtype in ("bfloat16", "float16"):
+        low = autocast(lambda x, y: x @ y, compute_dtype=dtype)
+        assert "algorithm" not in lower(low, x, x)
+        jax.jit(autocast(vectors, compute_dtype=dtype))(x, x)
+    low = autocast(lambda x: x @ x, compute_dtype="float16")
+    assert "algorithm" not in lower(low, jnp.ones((8, 8)))
+
+
 class Block(nn.Module):
     dtype: object = None
 

@@ -176,9 +176,8 @@ def test_it_is_differentiated_twice_and_complex_numbers_have_gradients():
 
 def test_forward_mode_is_refused_and_says_so():
     low = compress_residuals(lambda x: block(x, W))
-    with pytest.raises(TypeError, match="forward-mode") as caught:
+    with pytest.raises(TypeError, match=r"is for reverse mode.*without it"):
         jax.jvp(low, (X,), (X,))
-    assert any("is for reverse mode" in note for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
         compress_residuals(block, "bf61")
 

@@ -5,9 +5,13 @@ import sys
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import W, X
 
+from jmp_lite.autocasting.explain import explain
 from jmp_lite.autocasting.rules import (
     ASCEND_OPS,
     GROUPS,
@@ -157,6 +161,23 @@ def test_ascend_s_modes_are_presets():
     assert convolutions.compute_dtype == np.float16
 
 
+def test_the_device_is_asked_for_its_half_dtype_when_a_function_is_called():
+    """And not before: ``jax.distributed.initialize()`` has to come first."""
+    program = """
+import jax, jmp_lite as jmp
+rules = jmp.get_rules("mixed", "half")
+assert jmp.Rules.from_json(rules.to_json()) == rules
+low = jmp.autocast(lambda x: x @ x, rules)
+jmp.explain(lambda x: x @ x, compute_dtype="half")
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+x = jax.numpy.ones((2, 2))
+name = jax.numpy.dtype(jmp.half_dtype()).name
+assert f":{name.replace('float', 'f')}[2,2] = dot" in str(jax.make_jaxpr(low)(x)), name
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_takes_another_compute_dtype(name):
     rules = get_rules(name, "f16")
@@ -230,7 +251,7 @@ def test_a_precision_may_be_spelt_in_any_case(spelling):
 BAD_EDITS = {
     "an unknown op": (
         lambda r: r.low("tanhh"),
-        "Unknown op 'tanhh'.*mean 'tanh'.*one of abs, acos",
+        "Unknown op 'tanhh'.*mean 'tanh'.*explain",
     ),
     "a kept op": (
         lambda r: r.low("pallas_call"),
@@ -248,6 +269,15 @@ BAD_EDITS = {
     "no pattern": (lambda r: r.scope(3, "low"), "regular expression, got 3"),
     "a carry": (lambda r: r.carry("x", "low"), "Unknown precision of a carry 'low'"),
     "a dtype": (lambda r: get_rules("mixed", "bf61"), "Unknown dtype 'bf61'"),
+    "an op by its name in jax.numpy": (
+        lambda r: r.full("matmul"),
+        "Unknown op 'matmul'. Did you mean 'dot_general'.*jmp_lite.explain",
+    ),
+    "letters that changed places": (lambda r: r.low("tahn"), "Did you mean 'tanh'"),
+    "a dtype for a preset": (
+        lambda r: get_rules("float16"),
+        "name of a preset.*the dtype 'float16'.*compute_dtype='float16'",
+    ),
     "a preset": (
         lambda r: get_rules("mixd"),
         "Unknown preset 'mixd'.*mean 'mixed'.*one of mixed, O0",
@@ -259,8 +289,9 @@ BAD_EDITS = {
 @pytest.mark.parametrize("name", BAD_EDITS)
 def test_a_bad_edit_names_what_came_and_what_is_accepted(name):
     edit, fragment = BAD_EDITS[name]
-    with pytest.raises(ValueError, match=fragment):
+    with pytest.raises(ValueError, match=fragment) as caught:
         edit(get_rules("mixed"))
+    assert len(str(caught.value)) < 300
 
 
 # ----------------------------------------------------------------------------- JSON
@@ -326,8 +357,28 @@ def test_ascend_s_json_becomes_rules():
     assert rules.precision_of("dot_general") is Precision.FULL
     assert rules.precision_of("exp") is Precision.LOW
     assert rules.precision_of("tanh") is Precision.LOW
-    assert rules.precision_of("erf") is Precision.FOLLOW
+    for op in ("erf", "log", "reduce_sum", "conv_general_dilated", "add"):
+        assert rules.precision_of(op) is Precision.FOLLOW
+    assert rules.precision_of("cholesky") is Precision.FULL, "it has no other form"
     assert rules.precision_in("M/LayerNorm_0") is Precision.FULL
+    assert rules.compute_dtype == np.float16
+    assert Rules.from_json(rules.to_json()) == rules
+
+
+def test_layers_of_ascend_are_found_in_a_program_of_jax():
+    def model(x):
+        h = jax.nn.relu(jax.nn.log_softmax(x @ W) * 2)
+        return jnp.mean(h @ W)
+
+    layers = {"MatMul": "true", "Relu": "true", "LogSoftmaxV2": "false"}
+    flags = {**layers, "ReduceMeanD": "true"}
+    text = json.dumps(
+        {op: {"precision_reduce": {"flag": flag}} for op, flag in flags.items()}
+    )
+    rows = explain(model, Rules.from_json(text))(X).rows
+    found = {row.op: row.precision for row in rows}
+    assert found["dot_general"] == found["max"] == found["reduce_sum"] == "float16"
+    assert found["exp"] == found["log"] == "float32"
 
 
 def test_ascend_s_operators_without_a_counterpart_warn_once():

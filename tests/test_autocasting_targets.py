@@ -53,7 +53,7 @@ def test_there_are_as_many_matrix_products_as_in_code_written_by_hand(target):
 
 
 def test_a_loop_over_layers_moves_and_holds_less_than_code_written_by_hand(target):
-    size = {"width": 512, "heads": 8, "vocabulary": 512, "batch": (8, 512)}
+    size = {"width": 256, "heads": 4, "vocabulary": 512, "batch": (8, 256)}
 
     def compile_model(dtype, wrap):
         model = transformer(dtype, layout="scan", depth=6, **size)

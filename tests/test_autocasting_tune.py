@@ -420,10 +420,10 @@ def test_arguments_of_other_dtypes_are_measured(dtype):
     assert tune(fun, (X.astype(dtype),), 1e-4).report.error.largest <= 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_where_no_part_will_do_all_is_kept(dtype):
-    found = tune(lambda x, w: x @ w, (X, WEIGHTS[0]), 1e-4, jmp.get_rules("O3", dtype))
-    assert found.report.error.largest <= 1e-4
+    found = tune(lambda x, w: x @ w, (X, WEIGHTS[0]), 1e-6, jmp.get_rules("O3", dtype))
+    assert found.report.error.largest <= 1e-6
 
 
 @pytest.mark.slow

@@ -247,6 +247,9 @@ def test_what_is_frozen_costs_nothing():
     assert relative_error(actual, expected) < 0.03
 
 
+@pytest.mark.skipif(
+    jax.config.jax_remat3, reason="JAX then reruns what it rematerializes in a loop"
+)
 def test_a_loop_is_run_forward_once_and_backward_once():
     scans = [
         sum(e.primitive.name == "scan" for e in live_equations(f, W, H, XS))
@@ -291,6 +294,30 @@ def test_it_works_where_a_batch_is_split_over_devices(check_vma):
 
     actual, expected = (jax.jit(jax.grad(f))(W, H, XS) for f in (autocast(loss), loss))
     assert relative_error(actual, expected) < 0.03
+
+
+def test_a_batch_may_be_sharded_on_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, P())
+        h, xs = jax.device_put(H, P("data")), jax.device_put(XS, P(None, "data"))
+
+        def loss(w, h, xs):
+            out, _ = lax.scan(lambda h, x: (jnp.tanh(h @ w + x @ w), h), h, xs)
+            return jnp.sum(out**2)
+
+        value_and_grads = jax.value_and_grad(autocast(loss), (0, 1, 2))
+        expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(w, h, xs)
+        for run in (lambda f: f, jax.jit):
+            actual = run(value_and_grads)(w, h, xs)
+            assert jax.tree.map(jax.typeof, actual) == jax.tree.map(
+                jax.typeof, expected
+            )
+            assert relative_error(actual, expected) < 0.03
+        eqns = live_equations(value_and_grads, w, h, xs)
+        scans = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+        # The gradient of the weight is one product for all steps.
+        assert not {v.aval.shape for e in scans for v in e.outvars} & {W.shape}
 
 
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.OptimizedLSTMCell])

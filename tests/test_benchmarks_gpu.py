@@ -36,9 +36,11 @@ def test_every_variant_of_a_model_trains_and_is_told(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [RESNET, TRANSFORMER])
-def test_the_other_models_train_too(tmp_path, model):
+def test_the_other_models_train_too(tmp_path, monkeypatch, model):
+    names = (gpu.BASE, "bfloat16 by hand", "float16, autocast")
+    monkeypatch.setattr(gpu, "VARIANTS", {name: gpu.VARIANTS[name] for name in names})
     told = run(tmp_path, "--models", model)
-    assert [row["variant"] for row in told["rows"]] == list(gpu.VARIANTS)
+    assert [row["variant"] for row in told["rows"]] == list(names)
     assert all(row["is_finite"] for row in told["rows"])
 
 

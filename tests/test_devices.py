@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import lenient
 
@@ -37,7 +38,7 @@ def start():
 
 @pytest.fixture
 def mesh():
-    return jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
 
 @pytest.mark.parametrize("scale", [None, jmp.DynamicLossScale(2.0**10)])
@@ -66,9 +67,45 @@ def test_a_step_on_sharded_parameters_is_the_step_on_one_device(mesh, scale):
     assert int(sharded.step) == int(alone.step) == 2
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_micro_batches_of_a_sharded_batch_stay_on_their_devices(kind, accumulate):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    params, _ = start()
+    x = jax.random.normal(jax.random.key(1), (96, 8))
+    step = {}
+    for times in (1, accumulate):
+        init, step[times] = jmp.build_train_step(
+            loss_fn, lenient(optax.adam(1e-2)), "O0", accumulate=times, ema=0.9
+        )
+    state = jax.device_put(init(params), NamedSharding(mesh, P()))
+    batch = jax.device_put(x, NamedSharding(mesh, P("data")))
+    compiled = jax.jit(step[accumulate]).lower(state, batch).compile()
+    program = compiled.as_text()
+    rows = set(re.findall(r"= f32\[(\d+),\d+\]\S* dot\(", program))
+    of_weights = {str(size) for leaf in params.values() for size in leaf.shape}
+    assert rows - of_weights == {str(96 // 2 // accumulate)}
+    assert "all-gather" not in program
+
+    after, metrics = compiled(state, batch)
+    alone, expected = jax.jit(step[1])(init(params), x)
+    chex.assert_trees_all_close(metrics["loss"], expected["loss"], rtol=1e-5)
+    chex.assert_trees_all_close(after.params, alone.params, rtol=1e-4)
+    assert after.params["w"].sharding.is_fully_replicated
+
+
+def test_micro_batches_that_devices_cannot_share_are_refused_on_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    params, x = start()
+    init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), accumulate=4)
+    batch = jax.device_put(x, NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match="that 2 devices can share, got 1 rows"):
+        jax.eval_shape(step, init(params), batch)
+
+
 def sent(target, layout, rules):
     with jax.numpy_dtype_promotion("standard"):  # Optax's own promotion.
-        program = compile_step(target, layout, rules, width=256, depth=2, rows=128)
+        program = compile_step(target, layout, rules, width=128, depth=2, rows=64)
     dtypes = program.collectives
     large = {k for k, v in dtypes.items() if v > 0.01 * sum(dtypes.values())}
     return large, sum(dtypes.values())

@@ -104,3 +104,40 @@ def test_a_training_step_in_float16(net):
             )
     assert values[-1] < 0.5 * values[0]
     assert int(opt_state.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [jmp.NoOpLossScale(), jmp.DynamicLossScale(2.0**10)],
+    ids=["none", "dynamic"],
+)
+def test_a_module_is_differentiated_as_it_is(net, scale):
+    """As by Equinox: None where there is no gradient, activations among the leaves."""
+    assert jax.tree.leaves(eqx.filter(net, eqx.is_array, inverse=True))
+    value, grads = jmp.value_and_grad(loss_fn, scale)(net, X)
+    expected_value, expected = eqx.filter_value_and_grad(loss_fn)(net, X)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
+    assert value == expected_value
+    assert relative_error(grads, expected) < 1e-6
+
+
+def test_a_training_step_of_a_module_needs_no_partition(net):
+    optimizer = jmp.loss_scaling(lenient(optax.adam(1e-2)))
+    low = jmp.autocast(loss_fn, compute_dtype="float16")
+    opt_state = optimizer.init(eqx.filter(net, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(net, opt_state, x):
+        scale = jmp.get_loss_scale(opt_state)
+        value, grads = jmp.value_and_grad(low, scale)(net, x)
+        params = eqx.filter(net, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return eqx.apply_updates(net, updates), opt_state, value
+
+    values = []
+    for _ in range(5):
+        net, opt_state, value = step(net, opt_state, X)
+        values.append(float(value))
+    assert values[-1] < values[0]
+    assert int(opt_state.skipped) == 0

@@ -92,15 +92,88 @@ def test_nnx_gradients_are_unscaled_in_float32_and_its_modules_change():
         return jnp.sum(out.astype(jnp.float32)) * 1e-9, out
 
     net, scale = Net(), jmp.StaticLossScale(2.0**20)
-    fun = jmp_lite.nnx.value_and_grad(loss_fn, scale, has_aux=True)
+    with nnx.set_graph_mode(True), nnx.set_graph_updates(True):  # There are counts.
+        fun = jmp_lite.nnx.value_and_grad(loss_fn, scale, has_aux=True)
     (loss, out), grads = fun(net, x=X)
     assert (loss.dtype, out.shape, int(net.calls[...])) == (np.float32, (4, 1), 1)
     assert grads["layer"]["bias"][...].dtype == np.float32
     # Without a scale they would vanish in float16.
     np.testing.assert_allclose(grads["layer"]["bias"][...], [4e-9], rtol=1e-3)
-    plain, _ = nnx.grad(loss_fn, has_aux=True)(net, X)
+    plain, _ = nnx.compat.grad(loss_fn, has_aux=True)(net, X)
     assert float(plain["layer"]["bias"][...][0]) == 0
     with pytest.raises(TypeError, match=r"a pair \(loss, aux\) because has_aux=True"):
-        jmp_lite.nnx.value_and_grad(lambda net: net(X).sum(), scale, has_aux=True)(net)
+        jmp_lite.nnx.value_and_grad(lambda x: x.sum(), scale, has_aux=True)(X)
     with pytest.raises(TypeError, match="Expected a LossScale"):
         jmp_lite.nnx.value_and_grad(loss_fn, 1024.0)
+
+
+class Normed(nnx.Module):
+    """Statistics that a batch of NaN breaks, and random numbers that nobody reads."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(2, 1, rngs=rngs)
+        self.norm = nnx.BatchNorm(1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.dropout(x)
+        return self.norm(self.layer(x))
+
+
+def trained(batches, optimizer):
+    """Returns a model after some steps that restore it where they are skipped."""
+    model = Normed(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+        @jmp_lite.nnx.autocast(compute_dtype="float16")
+        def loss_fn(params, rest):
+            return jnp.mean((nnx.merge(graphdef, params, rest)(x) - Y) ** 2)
+
+        loss_scale = jmp.get_loss_scale(optimizer.opt_state)
+        with jmp_lite.nnx.restore_if_skipped(model, optimizer):
+            value_and_grad = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale)
+            _, grads = value_and_grad(params, rest)
+            optimizer.update(model, grads)
+
+    for x in batches:
+        step(model, optimizer, x)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("is_graph", [True, False], ids=["graph mode", "tree mode"])
+@pytest.mark.parametrize("wrap", [jmp.loss_scaling, jmp.skip_nonfinite])
+def test_a_model_that_has_seen_a_nan_is_as_if_it_had_not(wrap, is_graph):
+    bad, optimizer = (
+        X.at[0, 0].set(jnp.nan),
+        optax.chain(wrap(lenient(optax.adam(0.1)))),
+    )
+    with nnx.set_graph_mode(is_graph), nnx.set_graph_updates(is_graph):
+        expected, _ = trained([X], optimizer)
+        actual, state = trained([bad, X], optimizer)
+        pairs = [nnx.state(m, nnx.Not(nnx.RngState)) for m in (actual, expected)]
+    assert jax.tree.structure(pairs[0]) == jax.tree.structure(pairs[1])
+    jax.tree.map(np.testing.assert_array_equal, *pairs)
+    assert int(jnp.asarray(state.opt_state[0].skipped)) == 1
+    assert int(actual.calls[...]) == 1
+    assert np.any(actual.norm.mean[...] != 0), "a good step is not restored"
+    counts = [int(m.dropout.rngs.count[...]) for m in (actual, expected)]
+    assert counts == [2, 1], "random numbers go on"
+
+
+def test_what_cannot_be_restored_is_refused_before_the_step():
+    model = Normed(nnx.Rngs(0))
+    plain = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for args, error, message in (
+        ((model, plain), ValueError, r"neither loss_scaling\(...\) nor skip_nonfinite"),
+        ((model, optax.sgd(0.1)), TypeError, "Expected an nnx.Optimizer, got Gradient"),
+        ((plain, model), TypeError, "Expected an nnx module, got Optimizer"),
+    ):
+        restored = jmp_lite.nnx.restore_if_skipped(*args)
+        with pytest.raises(error, match=message), restored:
+            raise AssertionError("the step has begun")

@@ -116,6 +116,8 @@ def test_other_methods_and_transforms_work_too(net):
     params = initialized(net, X)
     assert dots(low, params, method="encode") == [LOW] * 4
     assert dots(low, params, method=low.decode) == [FULL] * 2
+    assert dots(low, params, method=net.encode) == [LOW] * 4
+    assert dots(low, params, method=Net.decode) == [FULL] * 2
     bound = low.bind(params)
     assert bound.encode(X).dtype == low.apply(params, X, method="encode").dtype
     grads = jax.jit(jax.grad(lambda p: low.apply(p, X).astype("float32").sum()))(params)
@@ -126,6 +128,28 @@ def test_other_methods_and_transforms_work_too(net):
     again = jmp_lite.linen.to_float(net, "bfloat16", "blocks")
     assert type(again) is type(jmp_lite.linen.to_float(net, "bfloat16", "blocks"))
     assert again == jmp_lite.linen.to_float(net, "bfloat16", "blocks")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "encode",
+        Net.encode,
+        lambda module, x: module.encode(x),
+        lambda module, x: module.blocks[0](x),
+        "head",
+    ],
+    ids=["a name", "of the class", "a function", "of a part", "the name of a part"],
+)
+def test_what_is_applied_instead_of_a_call_computes_in_the_dtype_too(net, method):
+    params = initialized(net, X)
+    low = jmp_lite.linen.to_float(net, "bfloat16")
+    assert set(dots(low, params, method=method)) == {LOW}
+    assert set(dots(net, params, method=method)) == {FULL}
+    out, _ = jax.eval_shape(
+        lambda x: low.init_with_output(jax.random.key(0), x, method=method), X
+    )
+    assert out.dtype == LOW[0]
 
 
 def test_statistics_and_random_numbers_are_those_of_the_module():

@@ -130,7 +130,7 @@ def test_a_demo_without_its_extra_says_what_to_install(
     assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 1
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err == f"The demo needs {package}: pip install 'jmp_lite[demo]'\n"
+    assert told.err == f"The demo needs {package}: pip install '.[demo]'\n"
     assert not (tmp_path / "out").exists()
 
 

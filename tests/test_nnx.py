@@ -1,4 +1,6 @@
+import contextlib
 import functools
+import types
 
 import chex
 import flax.linen
@@ -11,9 +13,11 @@ from flax import errors, nnx
 from helpers import live_equations, products, relative_error
 from optimizers import lenient
 
+import jmp_lite
 import jmp_lite.nnx
 from jmp_lite.autocasting.interpreter import autocast
 from jmp_lite.autocasting.rules import get_rules
+from jmp_lite.casting.mutables import noting_captures, refusing_modules
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
@@ -57,12 +61,48 @@ def numbers(tree):
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
 
 
+def with_respect_to_params(transform, fun):
+    """Takes a gradient as both of Flax's modes can: of a part of the state."""
+
+    def of_model(model, *args):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def of_states(params, rest, *args):
+            return fun(nnx.merge(graphdef, params, rest), *args)
+
+        return transform(of_states)(params, rest, *args)
+
+    return of_model
+
+
+# What takes the gradient of a module with counts in it is for Flax's graph mode alone.
 WRAPS = {
     "plain": lambda f: f,
     "jit": nnx.jit,
-    "jit of grad": lambda f: nnx.jit(nnx.grad(f)),
-    "jit of grad of remat": lambda f: nnx.jit(nnx.grad(nnx.remat(f))),
+    "jit of grad": lambda f: nnx.jit(with_respect_to_params(nnx.grad, f)),
+    "jit of grad of graphs": lambda f: nnx.compat.jit(nnx.compat.grad(f)),
+    "jit of grad of remat": lambda f: nnx.compat.jit(
+        nnx.compat.grad(nnx.compat.remat(f))
+    ),
 }
+
+
+@pytest.fixture(params=[True, False], ids=["graph mode", "tree mode"])
+def mode(request):
+    with nnx.set_graph_mode(request.param), nnx.set_graph_updates(request.param):
+        yield
+
+
+@pytest.fixture
+def graph_mode():
+    with nnx.set_graph_mode(True), nnx.set_graph_updates(True):
+        yield
+
+
+@pytest.fixture
+def tree_mode():
+    with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
+        yield
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -154,6 +194,7 @@ def test_modules_and_their_methods_are_functions(make):
     assert (features.__name__, features(X).shape) == ("features", (16, 8))
 
 
+@pytest.mark.usefixtures("mode")
 def test_a_training_step_learns_as_in_float32():
     def train(loss_fn):
         model = make_net()
@@ -161,7 +202,8 @@ def test_a_training_step_learns_as_in_float32():
 
         @nnx.jit
         def step(model, optimizer, x):
-            loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+            value_and_grad = with_respect_to_params(nnx.value_and_grad, loss_fn)
+            loss, grads = value_and_grad(model, x)
             optimizer.update(model, grads)
             return loss
 
@@ -172,6 +214,7 @@ def test_a_training_step_learns_as_in_float32():
     assert abs(low[-1] - full[-1]) < 0.2 * full[0]
 
 
+@pytest.mark.usefixtures("mode")
 def test_steps_share_one_trace_and_leave_the_module_what_it_was():
     model, traces = make_net(), []
     optimizer = jmp_lite.loss_scaling(lenient(optax.adam(1e-2)))
@@ -183,12 +226,16 @@ def test_steps_share_one_trace_and_leave_the_module_what_it_was():
         traces.append(1)
         loss_scale = jmp_lite.get_loss_scale(optimizer.opt_state)
         low_loss_fn = jmp_lite.nnx.autocast(loss_fn, compute_dtype="float16")
-        _, grads = jmp_lite.nnx.value_and_grad(low_loss_fn, loss_scale)(model, x)
+        transform = functools.partial(
+            jmp_lite.nnx.value_and_grad, loss_scale=loss_scale
+        )
+        _, grads = with_respect_to_params(transform, low_loss_fn)(model, x)
         optimizer.update(model, grads)
 
     for _ in range(3):
         step(model, optimizer, X)
     assert len(traces) == 1
+    assert int(model.blocks[0].dropout.rngs.count[...]) == 3
     assert nnx.graphdef((model, optimizer)) == before
     jmp_lite.nnx.explain(loss_fn)(model, X)
     jmp_lite.nnx.scoped(model)
@@ -234,11 +281,97 @@ def test_the_core_refuses_what_would_lose_its_updates(wrap):
 
 def test_a_module_that_is_changed_has_to_be_an_argument():
     model = make_net()
-    with pytest.raises(errors.TraceContextError) as caught:
-        jmp_lite.nnx.autocast(lambda x: model(x))(X)
-    assert any("has to be one of its arguments" in n for n in caught.value.__notes__)
+    for fun in (lambda x: model(x), lambda x: {"model": model}["model"](x)):
+        with pytest.raises(errors.TraceContextError) as caught:
+            jmp_lite.nnx.autocast(fun)(X)
+        notes = " ".join(caught.value.__notes__)
+        assert (
+            notes.count("jmp_lite.nnx.autocast, and give it the module as an arg") == 1
+        )
+    held = types.SimpleNamespace(model=model)
+    for wrap in (autocast, jmp_lite.explain, lambda f: autocast(f, "O0")):
+        with pytest.raises(errors.TraceContextError) as caught:
+            wrap(lambda x: held.model(x))(X)
+        assert any("jmp_lite.nnx.autocast" in note for note in caught.value.__notes__)
     model.eval()
     assert jmp_lite.nnx.autocast(lambda x: model(x))(X).dtype == np.float32
+    assert autocast(lambda x: held.model(x))(X).dtype == np.float32
+
+
+def test_only_flax_s_errors_about_captured_modules_are_noted():
+    with pytest.raises(ValueError, match="mine") as caught, noting_captures():
+        raise ValueError("mine")
+    assert not hasattr(caught.value, "__notes__")
+    nested = contextlib.ExitStack()
+    for _ in range(2):
+        nested.enter_context(noting_captures())
+    with pytest.raises(errors.TraceContextError) as twice, nested:
+        raise errors.TraceContextError("Cannot mutate")
+    assert len(twice.value.__notes__) == 1
+
+
+def test_modules_are_refused_by_what_cannot_write_their_changes_back():
+    fun = refusing_modules(lambda *args, **kwargs: len(args) + len(kwargs), "this.one")
+    assert fun(X, x={"a": X}, state=nnx.state(make_net())) == 3
+    for call in (
+        lambda: fun(make_net(), X),
+        lambda: fun(X, models={"a": [make_net()]}),
+    ):
+        with pytest.raises(TypeError, match=r"an nnx object, a Net, as an arg.*this\."):
+            call()
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: f,
+        autocast,
+        lambda f: autocast(f, "O0"),
+        jmp_lite.nnx.autocast,
+        lambda f: lambda *args: jmp_lite.watch(f)(*args)[0],
+    ],
+)
+def test_a_function_of_a_module_s_state_changes_its_variables(wrap, jit):
+    model = make_net()
+    graphdef, state = nnx.split(model)
+
+    def apply(state, x):
+        return nnx.merge(graphdef, state)(x)
+
+    jit(lambda state, x: wrap(apply)(state, x))(state, X)
+    assert int(model.blocks[0].dropout.rngs.count[...]) == 1
+    assert np.any(model.blocks[0].bn.mean[...] != 0)
+
+
+def test_a_function_of_a_module_s_state_may_return_the_new_one():
+    model = make_net()
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    @autocast
+    def apply(state, x):
+        model = nnx.merge(graphdef, state)
+        return model(x), nnx.state(model, nnx.RngCount, nnx.BatchStat)
+
+    nnx.update(model, *apply(state, X)[1])
+    assert int(model.blocks[0].dropout.rngs.count[...]) == 1
+    assert np.any(model.blocks[0].bn.mean[...] != 0)
+
+
+@pytest.mark.usefixtures("tree_mode")
+def test_tree_mode_has_no_gradient_of_counts_and_says_what_has():
+    fun = jmp_lite.nnx.value_and_grad(loss_fn, jmp_lite.StaticLossScale(2))
+    with pytest.raises(
+        TypeError, match=r"Argument 0 holds uint32 .*nnx\.split"
+    ) as caught:
+        fun(make_net(), X)
+    assert "blocks" in str(caught.value)
+    loss, grads = jmp_lite.nnx.value_and_grad(
+        lambda x, model: model(x).sum(), jmp_lite.StaticLossScale(2)
+    )(X, make_net())
+    assert (loss.shape, grads.shape) == ((), X.shape)
 
 
 def test_bad_rules_are_refused_when_the_function_is_made():
@@ -276,6 +409,10 @@ def deep():
     return Deep(nnx.Rngs(0))
 
 
+# Parts that share what they hold are graphs, whatever Flax's mode is.
+split, state_of = nnx.compat.split, nnx.compat.state
+
+
 def assert_same(actual, expected):
     def numbers(x):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -285,7 +422,7 @@ def assert_same(actual, expected):
 
 
 def dots(model, x=X):
-    graphdef, state = nnx.split(model)
+    graphdef, state = split(model)
     eqns = live_equations(lambda state: nnx.merge(graphdef, state)(x), state)
     return [
         str(eqn.outvars[0].aval.dtype)
@@ -305,13 +442,14 @@ def dots(model, x=X):
         (("head", "blocks/1"), [1, 3]),
     ],
 )
+@pytest.mark.usefixtures("mode")
 def test_parts_of_a_module_compute_in_a_dtype_and_parameters_stay(where, lows):
     with jax.numpy_dtype_promotion("standard"):
         model = deep()
-        before = nnx.state(model)
+        before = state_of(model)
         assert jmp_lite.nnx.to_float(model, "bfloat16", where) is model
         assert dots(model) == [LOW_NAME if i in lows else FULL_NAME for i in range(4)]
-        assert_same(before, nnx.state(model))
+        assert_same(before, state_of(model))
 
 
 def test_a_selector_that_selects_nothing_changes_nothing_and_says_so():
@@ -335,7 +473,7 @@ def test_a_selector_that_selects_nothing_changes_nothing_and_says_so():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_parameters_are_cast_and_norms_statistics_counts_and_keys_are_kept(dtype):
     model = deep()
-    before = jax.tree.map(jnp.copy, nnx.state(model))
+    before = jax.tree.map(jnp.copy, state_of(model))
     low = jmp_lite.nnx.cast(model, dtype)
     assert type(low) is Deep
     kernels = [low.blocks[0].kernel, low.blocks[1].bias, low.head.kernel, low.scale]
@@ -344,7 +482,7 @@ def test_parameters_are_cast_and_norms_statistics_counts_and_keys_are_kept(dtype
     assert {str(v[...].dtype) for v in kept} == {"float32"}
     assert low.steps[...].dtype == jnp.int32
     assert low.tied is low.blocks[0], "what was shared is shared"
-    assert_same(before, nnx.state(model))
+    assert_same(before, state_of(model))
     with jax.numpy_dtype_promotion("standard"):
         low(X)
     assert (int(low.steps[...]), int(model.steps[...])) == (1, 0)
@@ -361,6 +499,7 @@ def test_more_can_be_kept_by_class_or_path():
     assert found["(Deep)"] == {"bfloat16", "int32"}
 
 
+@pytest.mark.usefixtures("graph_mode")  # A DiffState, and a base that is shared.
 def test_a_frozen_16_bit_base_keeps_its_float32_adapters_and_trains_them():
     class Adapted(nnx.Module):
         def __init__(self, rngs):
@@ -402,7 +541,7 @@ def test_a_summary_counts_each_variable_once_and_prints_a_table():
     model = deep()
     rows = jmp_lite.nnx.dtype_summary(model)
     total = sum(row.summary.total.bytes for row in rows)
-    leaves = jax.tree.leaves(nnx.state(model))
+    leaves = jax.tree.leaves(state_of(model))
     assert total == sum(x.size * x.dtype.itemsize for x in leaves)
     lines = str(rows).splitlines()
     assert lines[0].split() == ["module", "dtype", "elements", "bytes"]
@@ -419,12 +558,12 @@ def test_a_view_has_scopes_and_the_variables_of_the_module_itself():
     assert isinstance(view, Deep)
     assert isinstance(view.blocks[0], nnx.Linear)
     assert view.head.kernel is model.head.kernel
-    assert jax.tree.structure(nnx.state(view)) == jax.tree.structure(nnx.state(model))
+    assert jax.tree.structure(state_of(view)) == jax.tree.structure(state_of(model))
     assert type(model.head) is nnx.Linear, "the module has not changed"
     view(X)
     assert int(model.steps[...]) == 1
 
-    graphdef, state = nnx.split(view)
+    graphdef, state = split(view)
     apply = lambda state, x: nnx.merge(graphdef, state)(x)
     rows = jmp_lite.explain(apply, get_rules("mixed").scope("head", "full"))(
         state, X
@@ -440,15 +579,15 @@ def test_a_view_has_scopes_and_the_variables_of_the_module_itself():
 def test_a_view_goes_through_nnx_transforms_and_its_own_autocast():
     model = deep()
     view = jmp_lite.nnx.scoped(model)
-    expected = nnx.jit(lambda m, x: m(x))(view, X)
+    expected = nnx.compat.jit(lambda m, x: m(x))(view, X)
     assert int(model.steps[...]) == 1
-    grads = nnx.grad(lambda m: m(X).sum())(view)
+    grads = nnx.compat.grad(lambda m: m(X).sum())(view)
     assert jax.tree.leaves(grads)
     out = jmp_lite.nnx.autocast(view)(X)
     assert out.shape == expected.shape
     assert type(view.head).__name__ == "Linear"
     restored = deep()
-    nnx.update(restored, nnx.state(view))
-    assert_same(nnx.state(restored), nnx.state(model))
+    nnx.update(restored, state_of(view))
+    assert_same(state_of(restored), state_of(model))
     again = jmp_lite.nnx.scoped(view)
     assert type(again.head) is type(view.head)

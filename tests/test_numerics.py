@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import params_of
 from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
@@ -363,8 +364,8 @@ def test_what_is_rematerialized_stays_so_under_its_policy(policy):
     found, expected = jax.grad(watched)(LAYERS, X), jax.grad(light)(LAYERS, X)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     jaxpr = jax.make_jaxpr(jmp.watch(jax.checkpoint(jnp.sin, prevent_cse=False)))(X)
-    (eqn,) = (eqn for eqn in jaxpr.eqns if "policy" in eqn.params)
-    assert eqn.params["prevent_cse"] is False
+    (params,) = (p for p in map(params_of, jaxpr.eqns) if "policy" in p)
+    assert params["prevent_cse"] is False
 
 
 def test_a_scan_stays_unrolled():
@@ -374,9 +375,13 @@ def test_a_scan_stays_unrolled():
         assert eqn.params["unroll"] == 2
 
 
-@pytest.mark.parametrize("name", ["scan", "while", "cond", "checkpoint"])
 @pytest.mark.parametrize(
-    "wrap", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager")]
+    ("wrap", "name"),
+    [
+        *((jax.jit, name) for name in ("scan", "while", "cond", "checkpoint")),
+        # Op by op, each compiled, for ten seconds.
+        pytest.param(lambda f: f, "scan", marks=pytest.mark.slow, id="eager"),
+    ],
 )
 def test_it_works_inside_of_shard_map(wrap, name):
     of_name = {
@@ -399,6 +404,31 @@ def test_it_works_inside_of_shard_map(wrap, name):
     _, alone = wrap(jmp.watch(of_name[name]))(X)
     told = [{(row.op, row.elements) for row in s.rows} for s in (alone, stats)]
     assert told[0] <= told[1], "there are casts of types too"
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_nan_on_any_device_is_reported(check_vma):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    x = jnp.stack([jnp.ones(4), jnp.array([-1.0, 2.0, 3.0, 4.0])])
+
+    def both(x):
+        out, stats = jmp.watch(jnp.log)(x)
+        return out, stats, jmp.numerics_report({"y": out}), jmp.numerics_report(x[0, 0])
+
+    mapped = jax.shard_map(
+        both,
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=(P("data"), P(), P(), P()),
+        check_vma=check_vma,
+    )
+    _, stats, report, scalar = jax.jit(mapped)(x)
+    row = jmp.first_nonfinite(stats)
+    assert (row.op, row.nan, row.elements) == ("log", 1, x.size)
+    (row,) = report.rows
+    assert (row.nan, row.elements) == (1, x.size)
+    assert row.max_abs == np.log(np.float32(4))
+    assert scalar.rows[0].elements == 2
 
 
 def test_only_the_branch_of_the_platform_is_compiled():

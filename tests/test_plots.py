@@ -62,7 +62,7 @@ def test_nothing_to_draw_is_refused(tree):
 
 
 def test_a_dtype_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="Did you mean 'float64'"):
+    with pytest.raises(ValueError, match="Did you mean 'float16'"):
         plots.magnitudes(GRADS, ["float61"])
 
 

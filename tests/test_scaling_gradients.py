@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jmp_lite as jmp
 
@@ -126,6 +127,47 @@ def test_integer_and_complex_arguments_follow_jax():
     )
 
 
+@each_scale
+def test_leaves_without_a_derivative_may_stand_beside_arrays(scale):
+    """As in an Equinox module: functions, names, counters, settings."""
+    rest = {"f": jnp.tanh, "name": "net", "n": jnp.arange(2), "p": 0.5, "on": True}
+    tree = {"w": jnp.float32([1.0, 2.0]), "np": np.float32(3), "none": None, **rest}
+
+    def fun(tree, x, *, power):
+        assert all(tree[name] is rest[name] for name in rest)
+        assert tree["none"] is None
+        return (tree["f"](tree["w"]) * tree["np"] * x**power).sum(), tree["name"]
+
+    (value, aux), grads = jmp.value_and_grad(fun, scale, has_aux=True)(
+        tree, jnp.float32(2.0), power=2
+    )
+    w = tree["w"]
+    expected_value, expected = jax.value_and_grad(lambda w: (jnp.tanh(w) * 12).sum())(w)
+    assert aux == "net"
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    assert {name for name, grad in grads.items() if grad is not None} == {"w", "np"}
+    assert grads["w"].dtype == grads["np"].dtype == np.float32
+    np.testing.assert_allclose(grads["w"], expected, rtol=1e-6)
+    # Several arguments, one of them all arrays.
+    both, _ = jmp.grad(fun, scale, (1, 0), has_aux=True)(tree, jnp.float32(2), power=2)
+    np.testing.assert_allclose(both[0], value, rtol=1e-6)
+    assert jax.tree.structure(both[1]) == jax.tree.structure(grads)
+
+
+def test_arguments_without_any_array_to_differentiate_get_jax_s_errors():
+    scale = SCALES[1]
+    for bad in (3, jnp.arange(2), {"n": jnp.arange(2)}, "text", {"f": jnp.tanh}):
+        with pytest.raises(TypeError) as expected:
+            jax.grad(lambda x: 1.0)(bad)
+        with pytest.raises(TypeError) as actual:
+            jmp.grad(lambda x: 1.0, scale)(bad)
+        assert str(actual.value).splitlines()[0] == str(expected.value).splitlines()[0]
+    with pytest.raises((TypeError, ValueError), match="argnums"):
+        jmp.grad(lambda x: x, scale, argnums=3)(1.0)
+    with pytest.raises(TypeError, match="as an integer"):
+        jmp.grad(lambda x: x, scale, argnums="x")
+
+
 def test_the_function_keeps_its_name():
     assert jmp.value_and_grad(loss_fn, SCALES[0]).__name__ == "loss_fn"
     assert jmp.grad(loss_fn, SCALES[0]).__name__ == "loss_fn"
@@ -171,3 +213,11 @@ def test_training_follows_the_bare_optimizer_s_trajectory(clip):
         params = optax.apply_updates(params, updates)
         jax.tree.map(np.testing.assert_array_equal, params, bare_params)
     assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**13
+
+
+@pytest.mark.parametrize("transform", [jmp.value_and_grad, jmp.grad])
+def test_an_nnx_module_is_refused_because_its_changes_would_be_lost(transform):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    wrapped = transform(lambda model, x: model(x).sum(), jmp.StaticLossScale(2.0))
+    with pytest.raises(TypeError, match=r"Linear.*jmp_lite\.nnx\.value_and_grad"):
+        wrapped(model, jnp.ones((3, 2)))

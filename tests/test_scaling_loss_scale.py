@@ -251,6 +251,10 @@ def test_a_loss_scale_of_one_s_own_needs_all_three_methods():
         (dict(period=np.inf), r"less than 2\*\*31, got inf"),
         (dict(period=2**40), r"less than 2\*\*31, got 1099511627776"),
         (dict(factor=np.inf), "finite factor above 1, got inf"),
+        (dict(backoff_factor=1), "backoff_factor between 0 and 1.*got 1"),
+        (dict(backoff_factor=0), "backoff_factor between 0 and 1.*got 0"),
+        (dict(backoff_factor=2.0), "backoff_factor between 0 and 1.*got 2"),
+        (dict(backoff_factor=np.nan), "backoff_factor between 0 and 1.*got nan"),
         (dict(counter=-5), "at least 0 for counter.*got -5"),
         (dict(counter=1.7), "at least 0 for counter.*got 1.7"),
     ],
@@ -258,6 +262,47 @@ def test_a_loss_scale_of_one_s_own_needs_all_three_methods():
 def test_numbers_out_of_range_are_refused_by_name(numbers, fragment):
     with pytest.raises(ValueError, match=fragment):
         jmp.DynamicLossScale(**numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("init_scale", "loss_scale"),
+        ("init_loss_scale", "loss_scale"),
+        ("growth_factor", "factor"),
+        ("scale_factor", "factor"),
+        ("growth_interval", "period"),
+        ("scale_window", "period"),
+        ("backoff_interval", "hysteresis"),
+        ("minimum_scale", "min_loss_scale"),
+        ("back_off_factor", "backoff_factor"),
+        ("peroid", "period"),
+    ],
+)
+def test_names_of_other_libraries_are_answered_with_ours(name, meant):
+    with pytest.raises(TypeError, match=rf"'{name}': did you mean {meant}\? Its"):
+        jmp.DynamicLossScale(**{name: 2.0})
+
+
+def test_a_name_that_is_like_no_other_gets_the_list():
+    with pytest.raises(TypeError, match=r"no argument 'xyz'\. Its arguments are"):
+        jmp.DynamicLossScale(xyz=1)
+
+
+def test_backing_off_may_be_slower_than_growing():
+    scale = jmp.DynamicLossScale(64.0, period=1, factor=4, backoff_factor=0.75)
+    assert float(scale.adjust(True).loss_scale) == 256
+    assert float(scale.adjust(False).loss_scale) == 48
+    again = jax.tree.unflatten(*reversed(jax.tree.flatten(scale)))
+    assert again == scale
+    assert again.backoff_factor == 0.75
+    assert dataclasses.replace(scale, loss_scale=8.0).backoff_factor == 0.75
+    lowest = jmp.DynamicLossScale(1.0, backoff_factor=0.5).adjust(False)
+    assert float(lowest.loss_scale) == 1.0
+    default = jmp.DynamicLossScale(64.0, factor=4).adjust(False)
+    assert float(default.loss_scale) == 16
+    with pytest.raises(TypeError, match="number for backoff_factor"):
+        jmp.DynamicLossScale(backoff_factor="slow")
 
 
 def test_what_is_no_number_is_refused_by_name():

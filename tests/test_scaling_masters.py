@@ -4,6 +4,8 @@ import functools
 import itertools
 
 import chex
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,115 @@ def test_what_is_too_small_for_16_bits_is_not_lost():
         updates, state = step(jnp.full(2, -(2.0**-12)), state, params)
         params = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(params, jnp.full(2, 1.125, jnp.bfloat16))
+
+
+# A float32 sum of both reaches every parameter that has not shrunk by more.
+LARGEST_SHRINKING = {"bfloat16": 2.0**16, "float16": 2.0**13}
+
+
+@functools.cache
+def followed(dtype):
+    """Returns a compiled function that trains by given steps, and shows them all."""
+    optimizer = jmp.master_weights(optax.sgd(-1.0))
+
+    def step(carry, step):
+        params, state = carry
+        updates, state = optimizer.update(step, state, params)
+        new = optax.apply_updates(params, updates)
+        return (new, state), (params, new, state.masters)
+
+    def train(start, steps):
+        carry = start.astype(dtype), optimizer.init(start)
+        return jax.lax.scan(step, carry, steps)[1]
+
+    return jax.jit(train)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@hypothesis.given(st.integers(0, 2**31), st.integers(1, 14))
+@hypothesis.settings(max_examples=25)
+def test_parameters_stay_their_masters_rounded_whatever_the_steps(dtype, seed, width):
+    """Steps of every size beside numbers of every size, past the end of float16."""
+    rng = np.random.default_rng(seed)
+    sizes = 2.0 ** rng.uniform(-width, width, (9, 512)) * rng.choice([-1, 1], (9, 512))
+    sizes[rng.random((9, 512)) < 0.1] *= 2.0**6  # Some leave the range.
+    largest = float(jnp.finfo(dtype).max)
+    start, steps = np.float32(sizes[0]).clip(-largest, largest), np.float32(sizes[1:])
+    steps[-3] *= rng.choice([0, 1], 512)
+    before, params, masters = map(np.asarray, followed(dtype)(start, steps))
+    expected = np.clip(masters, -largest, largest).astype(before.dtype)
+    size = lambda x: np.abs(np.float32(x))
+    reached = size(expected) * LARGEST_SHRINKING[dtype] >= size(before)
+    assert reached.mean() > 0.9
+    np.testing.assert_array_equal(params[reached], expected[reached])
+    off = np.abs(np.float32(params) - np.float32(expected))
+    assert np.all(off <= size(before) * 2.0**-23)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_parameter_far_from_its_master_reaches_it_rounded_once(dtype):
+    """The master is above a tie by less than a float32 of the difference can hold."""
+    half = float(jnp.finfo(dtype).eps) / 2
+    masters = jnp.float32([1 + half + 2.0**-23, 1 - half / 2 - 2.0**-24])
+    optimizer = jmp.master_weights(optax.sgd(0.1))
+    params = jnp.full(2, 100.0, dtype)
+    updates, _ = optimizer.update(jnp.zeros(2), optimizer.init(masters), params)
+    after = optax.apply_updates(params, updates)
+    assert after.dtype == dtype
+    np.testing.assert_array_equal(np.float32(after), [1 + 2 * half, 1 - half])
+    np.testing.assert_array_equal(after, masters.astype(dtype))
+
+
+def test_a_parameter_waits_at_the_end_of_its_range_for_its_master():
+    optimizer = jmp.master_weights(optax.sgd(1.0))
+    params = jnp.float16([60000, -60000, 1, -0.0])
+    state = optimizer.init(params)
+    seen = []
+    for grads in ([-1e5, 1e5, jnp.inf, 0], [1e5, -1e5, 1, 0], [0, 0, jnp.nan, 0]):
+        updates, state = optimizer.update(jnp.float32(grads), state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(np.float32(params))
+    np.testing.assert_array_equal(seen[0], [65504, -65504, -np.inf, 0])
+    np.testing.assert_array_equal(seen[1], [60000, -60000, -np.inf, 0])
+    np.testing.assert_array_equal(seen[2], [60000, -60000, np.nan, 0])
+    assert np.all(np.signbit([x[3] for x in seen]))
+
+
+def test_float32_parameters_are_trained_as_without_masters():
+    """Bit for bit, also after somebody has changed them."""
+    inner = optax.adam(0.3)
+    rng = np.random.default_rng(0)
+    full = {"w": jnp.float32(rng.standard_normal(4096)), "low": jnp.ones(2, "bfloat16")}
+    optimizer = jmp.master_weights(inner)
+    plain = jmp.cast_to_full(full)
+    state, plain_state = optimizer.init(full), inner.init(plain)
+    for i in range(3):
+        grads = {"w": jnp.float32(rng.standard_normal(4096)), "low": jnp.ones(2)}
+        updates, state = optimizer.update(grads, state, full)
+        full = optax.apply_updates(full, updates)
+        updates, plain_state = inner.update(grads, plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+        np.testing.assert_array_equal(full["w"], plain["w"])
+        chex.assert_trees_all_equal(state.masters, plain)
+        if i == 1:
+            full["w"] = plain["w"] = jnp.clip(plain["w"], -1, 1)
+
+
+def test_masters_in_16_bits_are_refused():
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(
+            ValueError, match=rf"at least 32 bits, got.*{dtype}.*compen"
+        ):
+            jmp.master_weights(optax.sgd(0.1), dtype)
+    with jax.enable_x64(True):
+        optimizer = jmp.master_weights(optax.sgd(1.0), "float64")
+        params = jnp.float32([1.0])
+        updates, state = optimizer.update(
+            jnp.float32([2.0**-30]), optimizer.init(params), params
+        )
+        assert state.masters.dtype == np.float64
+        assert float(state.masters[0]) == 1 - 2.0**-30
+        np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
 
 
 def test_masters_start_from_float32_exactly_or_from_what_is_rounded():
@@ -405,15 +516,144 @@ def test_other_parameters_are_left_to_the_optimizer(wrap):
     assert float(updates["full"][0]) == -(2.0**-12)
     updates, _ = optimizer.update(grads, state, params)
     assert wrap(optax.sgd(0.1)).init({}) is not None
-    with pytest.raises(ValueError, match=r"of 16 bits, and was given none"):
-        optimizer.init({"full": jnp.ones(2)})
-    chained = jmp.loss_scaling(optax.chain(optimizer))
-    with pytest.raises(ValueError, match=r"an optax\.chain stands between"):
-        chained.init(params)
+    full = {"full": jnp.ones(2)}
+    for wide in (optimizer, jmp.loss_scaling(optax.chain(optimizer))):
+        with pytest.raises(ValueError, match=r"none, but float32\[2\].*cast_tree"):
+            wide.init(full)
+    with pytest.raises(ValueError, match=r"a wrapper around it casts"):
+        jmp.master_weights(optimizer).init(params)
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(grads, state)
     with pytest.raises(TypeError, match="Did you mean adam"):
         wrap(optax.adam)
+
+
+ROUNDING = {"master_weights": jmp.master_weights, **NARROW}
+PARTS = {
+    "chain": lambda w, a: optax.chain(optax.clip(1.0), w(a), optax.identity()),
+    "masked": lambda w, a: optax.masked(w(a), {"w": True, "b": False, "full": False}),
+    "masked, none of 16 bits": lambda w, a: optax.chain(
+        optax.masked(w(a), {"w": False, "b": False, "full": True}),
+        optax.masked(w(a), {"w": False, "b": False, "full": False}),
+        optax.masked(w(a), {"w": True, "b": True, "full": False}),
+    ),
+    "partition": lambda w, a: optax.partition(
+        {"w": w(a), "b": a, "full": a}, {"w": "w", "b": "b", "full": "full"}
+    ),
+    "partition, each": lambda w, a: optax.partition(
+        {"w": w(a), "b": w(a), "full": w(a), "none": w(a)},
+        {"w": "w", "b": "b", "full": "full"},
+    ),
+    "MultiSteps": lambda w, a: optax.MultiSteps(w(a), 1),
+    "inject_hyperparams": lambda w, a: optax.inject_hyperparams(
+        lambda learning_rate: w(optax.adam(learning_rate))
+    )(learning_rate=0.01),
+}
+
+
+@pytest.mark.parametrize("place", PARTS)
+@pytest.mark.parametrize("name", ROUNDING)
+def test_inside_of_loss_scaling_a_part_of_the_parameters_may_be_chosen(name, place):
+    params = {
+        "w": jnp.float32([1.0, 0.3, -2.0]).astype("bfloat16"),
+        "b": jnp.ones(2, "bfloat16"),
+        "full": jnp.ones(2),
+    }
+    compose = PARTS[place]
+    optimizer = jmp.loss_scaling(compose(ROUNDING[name], optax.adam(0.01)))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), params)
+    after, new_state = step(params, state, grads)
+    chex.assert_trees_all_equal_shapes_and_dtypes((after, new_state), (params, state))
+    # By hand: that wrapper around Adam, of that parameter alone.
+    alone = ROUNDING[name](optax.adam(0.01))
+    updates, _ = alone.update(grads["w"], alone.init(params["w"]), params["w"])
+    if name != "stochastic_rounding":  # Which draws by the number of the leaf.
+        chex.assert_trees_all_equal(
+            after["w"], optax.apply_updates(params["w"], updates)
+        )
+    assert bool(jnp.all(after["w"] != params["w"])) or name == "stochastic_rounding"
+    bad = {**grads, "b": jnp.full(2, jnp.inf)}
+    skipped, bad_state = step(after, new_state, bad)
+    chex.assert_trees_all_equal(skipped, after)
+    chex.assert_trees_all_equal(bad_state.inner_state, new_state.inner_state)
+    # A moment in 16 bits would stall.
+    if name != "stochastic_rounding":
+        moments = [nu for _, nu in optax.tree.get_all_with_path(state, "nu")]
+        dtypes = {str(x.dtype) for x in jax.tree.leaves(moments)}
+        assert dtypes == {"float32"}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_inside_of_loss_scaling_multi_steps_accumulates_before_it_rounds(name):
+    params = jnp.ones(4, "bfloat16")
+    optimizer = jmp.loss_scaling(optax.MultiSteps(ROUNDING[name](optax.sgd(1.0)), 2))
+    state = optimizer.init(params)
+    step = jax.jit(optimizer.update)
+    for grads, expected in ((0.25, 1.0), (np.inf, 1.0), (0.75, 0.5)):
+        updates, state = step(jnp.full(4, grads), state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(params, jnp.full(4, expected, "bfloat16"))
+    assert int(state.skipped) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NARROW)
+def test_what_leaves_the_range_becomes_the_largest_number(name, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    unit = largest - float(
+        jnp.nextafter(jnp.asarray(largest, dtype), jnp.zeros([], dtype))
+    )
+    params = jnp.full(200, largest, dtype).at[::2].multiply(-1)
+    optimizer = NARROW[name](optax.sgd(-1.0))
+    state = optimizer.init(params)
+    step = jax.jit(optimizer.update)
+    for part in (0.25, 0.99):
+        updates, _ = step(
+            np.float32(params) * np.float32(part * unit / largest), state, params
+        )
+        np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
+    updates, _ = step(jnp.full(200, jnp.nan), state, params)
+    assert bool(jnp.all(jnp.isnan(optax.apply_updates(params, updates))))
+
+
+@pytest.mark.parametrize("name", [None, *ROUNDING])
+def test_a_skipped_step_keeps_the_sign_of_a_zero(name):
+    wrap = ROUNDING.get(name, lambda inner: inner)
+    params = jnp.zeros(2, "float16" if name else "float32").at[0].multiply(-1)
+    assert np.signbit(params)[0], "there is one to keep"
+    for optimizer in (
+        jmp.loss_scaling(wrap(optax.sgd(0.1))),
+        wrap(jmp.skip_nonfinite(optax.sgd(0.1))),
+    ):
+        grads = jnp.full(2, jnp.inf, params.dtype)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        after = optax.apply_updates(params, updates)
+        assert after.dtype == params.dtype
+        np.testing.assert_array_equal(np.signbit(after), [True, False])
+
+
+@pytest.mark.parametrize(
+    "bad", [0, 1.5, None, jnp.int32(0), jax.random.split(jax.random.key(0))]
+)
+def test_what_is_no_key_is_refused(bad):
+    with pytest.raises(TypeError, match=r"Expected one key.*jax\.random\.key\(0\)"):
+        jmp.stochastic_rounding(optax.sgd(0.1), bad)
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        assert jmp.stochastic_rounding(optax.sgd(0.1), key)
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_a_pair_of_loss_and_gradients_is_refused(name):
+    optimizer, params = ROUNDING[name](optax.sgd(0.1)), {"w": jnp.ones(2, "bfloat16")}
+    with pytest.raises(TypeError, match=r"got a pair.*loss, grads = value_and_grad"):
+        optimizer.update((jnp.ones([]), params), optimizer.init(params), params)
 
 
 @pytest.mark.parametrize(

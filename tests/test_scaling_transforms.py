@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import warnings
 
@@ -139,6 +140,21 @@ def test_inside_masked_and_partition_a_wrapper_judges_its_own_leaves_alone():
     assert scale_of(state) == 2.0**15
     _, state = run(masked, BAD)
     assert scale_of(state) == 2.0**14
+
+
+def test_a_skipped_step_changes_no_bit_of_a_parameter():
+    params = {
+        "zeros": jnp.float32([-0.0, 0.0]),
+        "complex": jnp.asarray(-jnp.complex64(0)),
+        "bfloat16": -jnp.zeros(1, "bfloat16"),
+    }
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan, p.dtype), params)
+    optimizer = jmp.loss_scaling(optax.sgd(0.1))
+    with jax.numpy_dtype_promotion("standard"):
+        after, _ = run(optimizer, grads, params=params)
+    for name, before in params.items():
+        assert after[name].dtype == before.dtype
+        assert np.asarray(after[name]).tobytes() == np.asarray(before).tobytes()
 
 
 def test_apply_if_finite_around_it_hides_overflows_from_the_scale_until_it_gives_up():
@@ -404,6 +420,41 @@ def test_a_state_with_two_scales_lists_them():
         jmp.get_loss_scale(nested)
 
 
+def test_set_loss_scale_replaces_the_scale_wherever_it_is_and_nothing_else():
+    for compose in COMPOSITIONS.values():
+        optimizer = compose(wrap)
+        _, state = run(optimizer, GOOD)
+        lower = dataclasses.replace(jmp.get_loss_scale(state), loss_scale=4.0)
+        lowered = jmp.set_loss_scale(state, lower)
+        chex.assert_trees_all_equal_shapes_and_dtypes(lowered, state)
+        assert scale_of(lowered) == 4.0
+        restored = jmp.set_loss_scale(lowered, jmp.get_loss_scale(state))
+        chex.assert_trees_all_equal(restored, state)
+    other_kind = jmp.set_loss_scale(state, jmp.StaticLossScale(8.0))
+    assert jmp.get_loss_scale(other_kind) == jmp.StaticLossScale(8.0)
+
+
+def test_set_loss_scale_refuses_what_get_loss_scale_does():
+    scale = jmp.DynamicLossScale()
+    with pytest.raises(ValueError, match="No LossScalingState"):
+        jmp.set_loss_scale(optax.sgd(0.1).init(PARAMS), scale)
+    nested = wrap(optax.chain(wrap(optax.sgd(0.1)))).init(PARAMS)
+    with pytest.raises(ValueError, match="found 2"):
+        jmp.set_loss_scale(nested, scale)
+    with pytest.raises(TypeError, match="Expected a LossScale, got float"):
+        jmp.set_loss_scale(wrap(optax.sgd(0.1)).init(PARAMS), 8.0)
+
+
+def test_a_scale_that_was_set_may_be_donated():
+    optimizer = wrap(optax.sgd(0.1))
+    scale = jmp.DynamicLossScale(jnp.float32(8.0))
+    state = jmp.set_loss_scale(optimizer.init(PARAMS), scale)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers")
+        jax.jit(lambda s: optimizer.update(BAD, s, PARAMS)[1], donate_argnums=0)(state)
+    assert float(scale.loss_scale) == 8.0
+
+
 def test_check_loss_scale_raises_when_too_many_steps_in_a_row_were_skipped():
     optimizer = optax.chain(wrap(optax.sgd(0.1)))
     _, state = run(optimizer, BAD, GOOD, BAD, BAD, BAD)
@@ -417,6 +468,136 @@ def test_check_loss_scale_raises_when_too_many_steps_in_a_row_were_skipped():
         jax.jit(jmp.check_loss_scale)(state)
     with pytest.raises(ValueError, match="No LossScalingState"):
         jmp.check_loss_scale(optax.sgd(0.1).init(PARAMS))
+
+
+def test_check_loss_scale_names_the_cause_that_the_scale_shows():
+    def message(loss_scale, *steps, around=lambda state: state):
+        _, state = run(jmp.loss_scaling(optax.sgd(0.1), loss_scale), *steps)
+        with pytest.raises(jmp.LossScaleError) as error:
+            jmp.check_loss_scale(around(state), len(steps) - 1)
+        return str(error.value)
+
+    assert "(a) parameters or inputs" in message(jmp.DynamicLossScale(8.0), BAD)
+    assert "(a) parameters or inputs" in message(jmp.NoOpLossScale(), BAD)
+    static = message(jmp.StaticLossScale(8.0), BAD)
+    assert "(a) a StaticLossScale never backs off: lower it" in static
+    assert "(b) parameters or inputs" in static
+    # One loss and two optimizers, a scale each: that of the loss stays where it is.
+    _, of_the_loss = run(jmp.loss_scaling(optax.sgd(0.1)), GOOD)
+    found = message(
+        jmp.DynamicLossScale(2.0),
+        *[BAD] * 3,
+        around=lambda state: {"one": of_the_loss, "two": state},
+    )
+    assert "at ['two'] with a loss scale of 1.0" in found
+    assert "(a) this scale is at its minimum" in found
+    assert "another one (the others here: ['one'])" in found
+    assert "one loss_scaling around optax.partition" in found
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_check_loss_scale_sees_the_first_overflow_inside_of_multi_steps():
+    wrong = optax.MultiSteps(jmp.loss_scaling(optax.sgd(0.1)), 4)
+    _, state = run(wrong, GOOD)
+    jmp.check_loss_scale({"opt": state})
+    _, state = run(wrong, GOOD, BAD)
+    with pytest.raises(
+        jmp.LossScaleError, match=r"at \['opt'\].*loss_scaling\(optax\.MultiSteps\("
+    ):
+        jmp.check_loss_scale({"opt": state})
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(jmp.check_loss_scale)(state)
+    _, state = run(jmp.loss_scaling(optax.MultiSteps(optax.sgd(0.1), 4)), GOOD, BAD)
+    jmp.check_loss_scale(state)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_one_scale_around_a_partition_serves_one_loss_and_two_optimizers():
+    """The pattern of the docstring: an overflow anywhere skips both and backs off."""
+    labels = {"w": "slow", "b": "fast"}
+    optimizer = jmp.loss_scaling(
+        optax.partition({"slow": optax.sgd(1e-4), "fast": optax.adam(1e-3)}, labels)
+    )
+    for name in PARAMS:
+        bad = {**GOOD, name: jnp.full_like(GOOD[name], jnp.inf)}
+        params, state = run(optimizer, bad)
+        chex.assert_trees_all_equal(params, PARAMS)
+        assert scale_of(state) == 2.0**14
+
+
+# --------------------------------------------------------------------- without skips
+
+
+@pytest.mark.parametrize("scale", [jmp.StaticLossScale(8.0), jmp.NoOpLossScale()])
+def test_without_skips_overflowed_gradients_are_applied_and_counted(scale):
+    bare = lenient(optax.adam(0.1))
+    optimizer = jmp.loss_scaling(bare, scale, skip=False)
+    bad = {"w": jnp.full((2, 2), 3.0).at[0, 0].set(jnp.inf), "b": jnp.full(2, 4.0)}
+    params, state = run(optimizer, GOOD, bad, GOOD)
+    expected, inner_state = run(bare, GOOD, bad, GOOD)
+    chex.assert_trees_all_equal(params, expected)
+    chex.assert_trees_all_equal(state.inner_state, inner_state)
+    assert np.isnan(params["w"][0, 0])
+    assert bool(jnp.all(params["b"] != PARAMS["b"]))
+    assert state.loss_scale == scale
+    assert (int(state.skipped), int(state.consecutive_skipped)) == (1, 0)
+    assert not run(optimizer, bad)[1].grads_finite
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, optimizer.init(PARAMS))
+
+
+@pytest.mark.parametrize("scale", [None, jmp.DynamicLossScale()])
+def test_without_skips_a_scale_that_changes_is_refused(scale):
+    with pytest.raises(
+        ValueError, match=r"skip=False, got DynamicLossScale.*StaticLossScale\("
+    ):
+        jmp.loss_scaling(optax.sgd(0.1), scale, skip=False)
+
+
+# -------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("grads", "fragment"),
+    [
+        ((jnp.ones([]), GOOD), r"got a pair.*loss, grads = value_and_grad"),
+        ((GOOD, "aux"), r"got a pair.*loss, grads = value_and_grad"),
+        ({"w": GOOD["w"]}, r"no gradient at \['b'\]: differentiate.*\nGradients: "),
+        ({**GOOD, "c": jnp.ones(1)}, r"no parameter at \['c'\]"),
+        ([GOOD["w"]], r"no gradient at \['b'\], \['w'\] and no parameter at \[0\]"),
+    ],
+)
+def test_gradients_of_another_structure_are_refused_by_name(grads, fragment):
+    for inner in (optax.sgd(0.1), optax.adam(0.1)):
+        optimizer = wrap(inner)
+        with pytest.raises(TypeError, match=fragment):
+            optimizer.update(grads, optimizer.init(PARAMS), PARAMS)
+
+
+def test_gradients_that_are_none_for_what_is_not_trained_are_fine():
+    params = {**PARAMS, "activation": jnp.tanh}
+    grads = {**GOOD, "activation": None}
+    optimizer = jmp.loss_scaling(optax.sgd(1.0))
+    updates, _ = optimizer.update(grads, optimizer.init(PARAMS), params)
+    chex.assert_trees_all_equal(updates["b"], -GOOD["b"])
+
+
+def test_an_extra_argument_that_is_missing_is_named():
+    optimizer = wrap(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
+    state = optimizer.init(PARAMS)
+    with pytest.raises(TypeError, match="keyword-only argument: 'value'") as caught:
+        optimizer.update(GOOD, state, PARAMS)
+    assert any("params, value=loss)" in note for note in caught.value.__notes__)
+    optimizer.update(GOOD, state, PARAMS, value=jnp.float32(1.0))
+
+
+def test_an_axis_that_is_not_mapped_is_named():
+    optimizer = jmp.skip_nonfinite(optax.sgd(0.1), axis_name="data")
+    state = optimizer.init(PARAMS)
+    for update in (optimizer.update, jax.jit(optimizer.update)):
+        with pytest.raises(
+            NameError, match=r"axis_name='data'.*not mapped here.*jit alone leave"
+        ):
+            update(GOOD, state, PARAMS)
 
 
 @pytest.mark.parametrize(

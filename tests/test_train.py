@@ -1,4 +1,5 @@
 import functools
+import traceback
 import warnings
 
 import chex
@@ -8,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 from helpers import live_equations, products, relative_error
+from jax import export
 from jax.sharding import PartitionSpec as P
-from optimizers import OPTIMIZERS, lenient
+from optax import contrib
+from optimizers import OPTIMIZERS, lenient, param
 
 import jmp_lite as jmp
 
@@ -85,10 +88,27 @@ def test_a_skipped_step_changes_no_state_bit_for_bit(fun):
     )
     assert not metrics["grads_finite"]
     assert (int(metrics["skipped"]), int(after.step)) == (1, 1)
-    assert float(after.opt_state.loss_scale.loss_scale) == 2.0**14
     final, metrics = step(after, X)
     assert metrics["grads_finite"]
     assert int(final.step) == 2
+
+
+def test_the_scale_backs_off_where_gradients_overflow_and_not_where_the_loss_is_bad():
+    scale = jmp.DynamicLossScale(period=3, hysteresis=2)
+    init, step = jmp.build_train_step(loss_fn, optax.sgd(0.0), "O0", loss_scale=scale)
+    step = jax.jit(step)
+    state, _ = step(init(PARAMS, start()), X)
+    before = jmp.get_loss_scale(state)
+    for _ in range(22):
+        state, metrics = step(state, bad_gradient(X))
+    assert int(metrics["skipped"]) == int(state.opt_state.consecutive_skipped) == 22
+    chex.assert_trees_all_equal(jmp.get_loss_scale(state), before)
+    # A finite loss of about 1e35, which overflows when it is scaled.
+    for expected in (2.0**15, 2.0**14, 2.0**13):
+        state, metrics = step(state, 1e18 * X)
+        assert jnp.isfinite(metrics["loss"])
+        assert not metrics["grads_finite"]
+        assert float(jmp.get_loss_scale(state).loss_scale) == expected
 
 
 def test_the_step_after_a_skipped_one_draws_new_random_numbers():
@@ -167,16 +187,64 @@ def test_bad_input_is_refused_at_the_door():
     with pytest.raises(ValueError, match=r"decay in \[0, 1\) for ema, got 1"):
         build(optax.sgd(0.1), ema=1.0)
     for bad in (0, -1, 1.5, "2"):
-        with pytest.raises(ValueError, match=f"to be 1 or more, got {bad!r}"):
+        with pytest.raises(ValueError, match=f"of at least 1 for .*, got {bad!r}\\."):
             build(optax.sgd(0.1), accumulate=bad)
+    with pytest.raises(ValueError, match=r"got 2\.0: pass 2\."):
+        build(optax.sgd(0.1), accumulate=2.0)
+    with pytest.raises(TypeError, match=r"batch_axes to be an axis.* got 'x' in \['x'"):
+        build(optax.sgd(0.1), batch_axes=["x", None])
     with pytest.raises(ValueError, match="Did you mean 'mixed'"):
         build(optax.sgd(0.1), "mixd")
+    with pytest.raises(ValueError, match="compute_dtype"):
+        build(optax.sgd(0.1), "float16")
+    with pytest.raises(TypeError, match="Expected a function, got dict"):
+        jmp.build_train_step(PARAMS, optax.sgd(0.1))
     init, _ = build(optax.chain(jmp.loss_scaling(optax.sgd(0.1))))
     with pytest.raises(ValueError, match="carries a loss scale already"):
         init(PARAMS)
     init, step = build(optax.sgd(0.1))
     with pytest.raises(TypeError, match="Expected the TrainingState of init, got dict"):
         step(PARAMS, X)
+    with pytest.raises(TypeError, match=r"got 0: pass jax\.random\.key\(0\)"):
+        init(PARAMS, None, 0)
+    with pytest.raises(TypeError, match=r"one key .* got key<fry>\[2\]"):
+        init(PARAMS, None, jax.random.split(jax.random.key(0)))
+    assert init(PARAMS, None, jax.random.PRNGKey(0)).rng.dtype == np.uint32
+
+
+def test_a_loss_function_of_other_arguments_is_refused_before_it_is_called():
+    def loss(params, batch):
+        raise AssertionError("called")
+
+    with pytest.raises(
+        TypeError, match=r"(?s)loss_fn\(params, model_state, batch, rng\).*got loss\("
+    ):
+        jmp.build_train_step(loss, optax.sgd(0.1))
+    jmp.build_train_step(lambda *args: args, optax.sgd(0.1))
+    closed_over = functools.partial(lambda scale, params, *others: others, 2.0)
+    jmp.build_train_step(closed_over, optax.sgd(0.1))
+
+
+def needs_a_key(params, model_state, batch, rng):
+    return jnp.sum(params["w"]) * jax.random.uniform(rng), (None, None)
+
+
+def test_a_loss_function_that_misses_its_key_shows_where_to_pass_one():
+    init, step = jmp.build_train_step(needs_a_key, optax.sgd(0.1))
+    with pytest.raises(TypeError) as error:
+        step(init(PARAMS), X)
+    text = "".join(traceback.format_exception(error.value))
+    assert "init(params, model_state, jax.random.key(0))" in text
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [(jnp.arange(3), r"int32\[3\]"), (jax.random.key(0), "key<fry>"), ("a", "'a'")],
+)
+def test_a_parameter_that_has_no_gradient_is_refused_by_its_path(leaf, got):
+    init, _ = jmp.build_train_step(loss_fn, optax.adam(0.1))
+    with pytest.raises(TypeError, match=rf"(?s)got {got}.*params\['n'\].*model state"):
+        init({**PARAMS, "n": leaf})
 
 
 @pytest.mark.parametrize(
@@ -198,11 +266,20 @@ def test_a_model_state_that_changes_its_type_is_refused(start, fragment):
 
 
 @pytest.mark.parametrize(
-    "result", [1.0, (1.0, None), (1.0, {"a": 1, "b": 2}), (1.0, {}, None)]
+    ("result", "words"),
+    [
+        (1.0, r"a float\."),
+        (jnp.float32(1), r"a float32 array\."),
+        ((jnp.float32(1), None), r"a tuple of 2 \(a float32 array, None\)\."),
+        ((1.0, {"a": 1, "b": 2}), r"a tuple of 2 \(a float, a dict\)\."),
+        ([1.0, {}, jnp.arange(2)], r"a list of 3 \(.*, a dict, an int32 array\)\."),
+    ],
 )
-def test_a_loss_function_that_returns_something_else_is_told_what(result):
+def test_a_loss_function_that_returns_something_else_is_told_what(result, words):
     init, step = jmp.build_train_step(lambda *args: result, optax.sgd(0.1))
-    with pytest.raises(TypeError, match=r"\(loss, \(model_state, aux\)\).*got PyTree"):
+    with pytest.raises(
+        TypeError, match=rf"\(loss, \(model_state, aux\)\).*got {words}"
+    ):
         step(init(PARAMS), X)
 
 
@@ -218,13 +295,163 @@ def test_a_fresh_state_shares_no_buffer_and_may_be_donated(name):
     jax.random.uniform(key)
 
 
-@pytest.mark.parametrize("name", ["polyak_sgd", "contrib.momo"])
-def test_optimizers_that_ask_for_the_loss_get_it(name):
-    init, step = jmp.build_train_step(loss_fn, lenient(OPTIMIZERS[name].make()))
-    state, first = step(init(PARAMS, start()), X)
+# ----------------------------------------------------- what optimizers are given
+
+
+def plateau():
+    return optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau())
+
+
+def backtracking():
+    search = optax.scale_by_backtracking_linesearch(5, store_grad=True)
+    return optax.chain(optax.sgd(1.0), search)
+
+
+def opaque_sam():
+    adversary = optax.chain(contrib.normalize(), optax.sgd(0.1))
+    return contrib.sam(optax.sgd(0.1), adversary, opaque_mode=True)
+
+
+ASKING = {
+    **{name: OPTIMIZERS[name].make for name in ("polyak_sgd", "contrib.momo")},
+    "contrib.sophia": OPTIMIZERS["contrib.sophia"].make,
+    "contrib.reduce_on_plateau": plateau,
+    "scale_by_backtracking_linesearch": backtracking,
+    "contrib.sam, opaque": opaque_sam,
+    "lbfgs": lambda: optax.lbfgs(0.5),
+}
+"""Optimizers that ask for the loss, or for a function that makes it."""
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_is_traced_with_every_optimizer_of_optax():
+    makers = [case.make for case in OPTIMIZERS.values()]
+    for make in (*makers, *ASKING.values()):
+        init, step = jmp.build_train_step(
+            loss_fn, make(), compute_dtype="float16", accumulate=2
+        )
+        state = jax.eval_shape(init, PARAMS, start(), jax.random.key(0))
+        after, _ = jax.eval_shape(step, state, X)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", [*map(param, ASKING)])
+def test_optimizers_that_ask_for_more_than_gradients_get_it(name):
+    init, step = jmp.build_train_step(loss_fn, ASKING[name](), compute_dtype="float16")
+    state = init(PARAMS, start())
+    step = jax.jit(step)
+    _, skipped = step(state, bad_gradient(X))
+    assert not skipped["grads_finite"]
+    state, first = step(state, X)
     for _ in range(3):
         state, last = step(state, X)
     assert last["loss"] < first["loss"]
+    assert int(last["skipped"]) == 0
+
+
+def given_to(seen, **options):
+    """Returns a step whose optimizer notes what it is given."""
+
+    def update(grads, state, params=None, **extra_args):
+        seen.update(extra_args, grads=grads, params=params)
+        return jax.tree.map(jnp.zeros_like, grads), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda _: None, update)
+    return jmp.build_train_step(optimizer=optimizer, **options)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_value_fn_and_grad_fn_are_the_loss_of_this_step_and_its_true_gradient(
+    accumulate,
+):
+    """A gradient of 2**-26 per parameter, which is zero in float16 without a scale."""
+
+    def fun(params, model_state, batch, rng):
+        y = batch @ params["w"] * 2.0**-13
+        return jnp.sum(y), (model_state + 1, None)
+
+    params, x = {"w": jnp.ones((2, 1))}, jnp.full((2, 2), 2.0**-13)
+    init, step = given_to(
+        seen := {}, loss_fn=fun, compute_dtype="float16", accumulate=accumulate
+    )
+
+    @jax.jit
+    def run(state, others):
+        after, _ = step(state, x)
+        value, grads = jax.value_and_grad(seen["value_fn"])(others)
+        _, slope = jax.jvp(seen["value_fn"], (others,), (others,))
+        known = {name: seen[name] for name in ("value", "grad", "grads")}
+        return after, known, value, grads, slope, seen["grad_fn"](others, 0)
+
+    others = {"w": 2 * params["w"]}
+    state = init(params, jnp.int32(0))
+    after, known, value, grads, slope, again = run(state, others)
+    assert int(after.model_state) == accumulate
+    rows = 2 / accumulate
+    expected = {"w": jnp.full((2, 1), rows * 2.0**-26)}
+    for found in (known["grad"], known["grads"], grads, again):
+        chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+        chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    assert known["value"].dtype == value.dtype == slope.dtype == np.float32
+    assert float(known["value"]) == pytest.approx(rows * 2.0**-25, rel=1e-3)
+    assert float(value) == pytest.approx(rows * 2.0**-24, rel=1e-3)
+    assert float(slope) == pytest.approx(rows * 2.0**-24, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Parameters have 16 bits")
+def test_the_loss_at_other_parameters_is_that_of_parameters_in_their_dtype():
+    def fun(params, model_state, batch, rng):
+        assert params["w"].dtype == jnp.bfloat16
+        return jnp.sum(params["w"] * batch), (None, None)
+
+    init, step = given_to(seen := {}, loss_fn=fun)
+    x = jnp.ones(2, jnp.bfloat16)
+
+    def run(state):
+        step(state, x)
+        grads = jax.grad(seen["value_fn"])(seen["params"])
+        return seen["params"], grads, seen["grad_fn"](seen["params"])
+
+    found = jax.eval_shape(run, init({"w": jnp.ones(2, jnp.bfloat16)}))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"float32"}
+
+
+# ------------------------------------------------------------------------ exporting
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *(jmp.TrainingState, jmp.LossScalingState, jmp.MasterWeightsState),
+        *(jmp.CompensatedState, jmp.StochasticRoundingState),
+    ],
+)
+def test_each_state_has_a_name_in_exported_programs(state):
+    name = f"another.{state.__name__}"
+    with pytest.raises(ValueError, match=rf"(?i)duplicate .*{state.__name__}"):
+        export.register_namedtuple_serialization(state, serialized_name=name)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        jmp.DynamicLossScale(2.0**10, period=3, hysteresis=2),
+        jmp.StaticLossScale(8),
+        jmp.NoOpLossScale(),
+    ],
+)
+def test_an_exported_step_is_written_read_and_run(scale):
+    pytest.importorskip("flatbuffers")
+    # An optimizer without a state of optax's, which has no names there.
+    init, step = given_to({}, loss_fn=loss_fn, loss_scale=scale, ema=0.9)
+    state = init(PARAMS, start(), jax.random.key(0))
+    step = jax.jit(step)
+    written = export.export(step)(state, X).serialize()
+    found = export.deserialize(bytearray(written)).call(state, X)
+    expected = step(state, X)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal(found, expected)
 
 
 # ---------------------------------------------------------------------------- rules
@@ -291,6 +518,29 @@ def test_the_loss_scale_is_what_the_compute_dtype_needs(compute, kind):
     assert float(jax.jit(step)(init(params), batch)[1]["loss_scale"]) == 8
 
 
+@pytest.mark.parametrize(
+    ("compute", "kind"),
+    [
+        ("float16", jmp.DynamicLossScale),
+        (jnp.bfloat16, jmp.NoOpLossScale),
+        ("half", jmp.NoOpLossScale),
+    ],
+)
+def test_compute_dtype_is_that_of_the_products_and_chooses_the_loss_scale(
+    compute, kind
+):
+    params, batch = mlp_start()
+    init, step = jmp.build_train_step(
+        mlp_loss, optax.sgd(0.1), "O1", compute_dtype=compute
+    )
+    state = init(params)
+    assert type(jmp.get_loss_scale(state)) is kind
+    low = "float16" if compute == "float16" else "bfloat16"
+    assert set(products(live_equations(step, state, batch))) == {(low,) * 3}
+    with pytest.raises(ValueError, match="float16"):
+        jmp.build_train_step(mlp_loss, optax.sgd(0.1), compute_dtype="flaot16")
+
+
 def test_float16_without_a_loss_scale_is_warned_of():
     params, _ = mlp_start()
 
@@ -328,17 +578,18 @@ def test_micro_batches_give_the_step_of_the_whole_batch(times):
         for _ in range(3):
             state, metrics = jax.jit(step)(state, batch)
         states.append((state.params, state.ema, metrics["loss"], metrics["grad_norm"]))
-    chex.assert_trees_all_close(*states, rtol=1e-5)
+    chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-6)
 
 
 def test_model_state_goes_from_one_micro_batch_to_the_next():
     init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), "O0", accumulate=2)
     state, metrics = jax.jit(step)(init(PARAMS, start(), jax.random.key(0)), X)
     assert int(state.model_state["seen"]) == 2
-    means = [float(X[:2].mean()), float(X[2:].mean())]
+    means = [float(X[::2].mean()), float(X[1::2].mean())]
     expected = 0.9 * 0.1 * means[0] + 0.1 * means[1]
     assert float(state.model_state["mean"]) == pytest.approx(expected)
-    assert metrics["aux"]["y"].shape == (2, 2)
+    expected = jnp.stack([X[::2] @ PARAMS["w"], X[1::2] @ PARAMS["w"]])
+    chex.assert_trees_all_close(metrics["aux"]["y"], expected, rtol=1e-6)
 
 
 def test_each_micro_batch_draws_its_own_random_numbers():
@@ -396,6 +647,65 @@ def test_a_batch_that_cannot_be_split_is_refused():
     init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), accumulate=5)
     params, batch = mlp_start()
     with pytest.raises(ValueError, match=r"accumulate=5, got \(32, 8\) at batch\[0\]"):
+        step(init(params), batch)
+
+
+def weighted_loss(params, model_state, batch, rng):
+    y = jnp.sum(batch["x"] @ params["w"], 0)
+    return jnp.sum(y * batch["class_weights"]), (model_state, None)
+
+
+def weighted_start():
+    batch = {"x": jnp.arange(24.0).reshape(8, 3) / 24, "class_weights": jnp.arange(4.0)}
+    return {"w": jnp.ones((3, 4))}, batch
+
+
+def test_arrays_that_differ_in_what_is_split_are_refused_and_the_cure_is_named():
+    init, step = jmp.build_train_step(weighted_loss, optax.sgd(0.1), accumulate=2)
+    params, batch = weighted_start()
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)got 4 at batch\['class_weights'\] and 8 at batch\['x'\].*None.*"
+        r"batch_axes=\{'x': 0, 'class_weights': None\}",
+    ):
+        step(init(params), batch)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_batch_axes_say_what_is_split_and_along_which_axis(axis):
+    params, batch = weighted_start()
+
+    def fun(params, model_state, batch, rng):
+        batch = {**batch, "x": jnp.moveaxis(batch["x"], axis, 0)}
+        return weighted_loss(params, model_state, batch, rng)
+
+    moved = {**batch, "x": jnp.moveaxis(batch["x"], 0, axis)}
+    init, step = jmp.build_train_step(
+        fun,
+        optax.sgd(0.1),
+        "O0",
+        accumulate=2,
+        batch_axes={"x": axis, "class_weights": None},
+    )
+    _, metrics = step(init(params), moved)
+    # The loss is a sum over rows: each half has one half of it.
+    whole = weighted_loss(params, None, batch, None)[0] / 2
+    assert float(metrics["loss"]) == pytest.approx(float(whole))
+
+
+@pytest.mark.parametrize(
+    ("axes", "fragment"),
+    [
+        ({"x": 0}, r"a prefix of the batch, got \{'x': 0\}"),
+        ({"x": 2, "class_weights": None}, r"no axis 2 to split at batch\['x'\]"),
+    ],
+)
+def test_batch_axes_that_do_not_fit_the_batch_are_refused(axes, fragment):
+    params, batch = weighted_start()
+    init, step = jmp.build_train_step(
+        weighted_loss, optax.sgd(0.1), accumulate=2, batch_axes=axes
+    )
+    with pytest.raises(ValueError, match=fragment):
         step(init(params), batch)
 
 
@@ -461,7 +771,6 @@ def test_all_devices_skip_where_one_overflows_and_statistics_are_averaged(
         loss_fn=fun,
         optimizer=optax.sgd(0.1),
         loss_scale=jmp.DynamicLossScale(),
-        accumulate=1,
     )
     before = init(PARAMS, start(), jax.random.key(0))
     after, metrics = step(before, bad_gradient(X))
@@ -473,6 +782,69 @@ def test_all_devices_skip_where_one_overflows_and_statistics_are_averaged(
     assert mean == pytest.approx(0.1 * float(X.mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_each_device_splits_its_part_of_a_batch_into_micro_batches(mesh, check_vma):
+    def fun(params, model_state, batch, rng):
+        loss, (model_state, _) = loss_fn(params, model_state, batch, rng)
+        return loss, (model_state, None)
+
+    options = {"loss_fn": fun, "optimizer": optax.sgd(0.1), "rules": "O0"}
+    init, step = build_on(mesh, check_vma, accumulate=2, **options)
+    state, metrics = step(init(PARAMS, start()), X)
+    one_init, one_step = jmp.build_train_step(**options)
+    alone, expected = one_step(one_init(PARAMS, start()), X)
+    chex.assert_trees_all_close(state.params, alone.params, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(metrics["loss"], expected["loss"], rtol=1e-5)
+    assert int(state.model_state["seen"]) == 2
+    means = [0.5 * float(X[i].mean() + X[i + 2].mean()) for i in (0, 1)]
+    mean = 0.9 * 0.1 * means[0] + 0.1 * means[1]
+    assert float(state.model_state["mean"]) == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_at_other_parameters_is_averaged_over_devices_too(mesh, accumulate):
+    params, batch = mlp_start()
+    others = jax.tree.map(lambda leaf: 2 * leaf, params)
+    init, step = given_to(
+        seen := {},
+        loss_fn=mlp_loss,
+        rules="O0",
+        axis_name="data",
+        accumulate=accumulate,
+    )
+
+    def run(state, others, batch):
+        step(state, batch)
+        return jax.value_and_grad(seen["value_fn"])(others), seen["grad_fn"](others)
+
+    specs = (P(), P(), P("data"))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P())
+    (value, grads), again = jax.jit(mapped)(init(params), others, batch)
+    fun = jax.value_and_grad(lambda params: mlp_loss(params, None, batch, None)[0])
+    chex.assert_trees_all_close((value, grads), fun(others), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_equal(grads, again)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", ["contrib.sam, opaque", "lbfgs"])
+def test_optimizers_that_ask_for_more_are_traced_on_many_devices(mesh, name):
+    params, batch = mlp_start()
+    init, step = build_on(
+        mesh, True, loss_fn=mlp_loss, optimizer=ASKING[name](), accumulate=2
+    )
+    state = init(params)
+    after, _ = jax.eval_shape(step, state, batch)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+
+
+def test_an_axis_that_is_not_mapped_is_refused_and_the_cure_is_named():
+    init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), axis_name="data")
+    with pytest.raises(
+        NameError, match=r"axis_name='data' is not .*shard_map.*leave axis_name out"
+    ):
+        jax.jit(step)(init(PARAMS, start()), X)
+
+
 def test_it_is_mapped_over_an_axis_of_vmap():
     params, (x, y) = mlp_start()
     init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), "O0", axis_name="data")
@@ -482,4 +854,4 @@ def test_it_is_mapped_over_an_axis_of_vmap():
     _, one_step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), "O0")
     alone, _ = jax.jit(one_step)(init(params), (x, y))
     first = jax.tree.map(lambda leaf: leaf[0], state.params)
-    chex.assert_trees_all_close(first, alone.params, rtol=1e-5)
+    chex.assert_trees_all_close(first, alone.params, rtol=1e-5, atol=1e-6)

@@ -137,7 +137,7 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
 def _rows_of(jaxpr: Any) -> Iterator[Row]:
     made: dict[int, Row] = {}
     for eqn, place in equations(jaxpr, Place()):
-        if eqn.primitive.name in (*HIGHER_ORDER, "convert_element_type"):
+        if compat.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
             continue
         if id(eqn) not in made:
             made[id(eqn)] = _row_as_it_runs(eqn)
@@ -153,7 +153,7 @@ def _row_as_it_runs(eqn: Any) -> Row:
     n_bytes = sum(map(bytes_of, eqn.outvars))
     return Row(
         scope="",
-        op=eqn.primitive.name,
+        op=compat.op_of(eqn),
         precision=precision_as_traced(eqn),
         reason="backward: it runs in what it is given",
         source="",

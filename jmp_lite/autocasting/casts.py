@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting import compat
-from jmp_lite.autocasting.values import Kind, State, Value
+from jmp_lite.autocasting.values import Kind, Number, State, Value
 
 
 class Casts:
@@ -37,28 +37,29 @@ class Casts:
             numbers = np.asarray(array)
             with np.errstate(over="ignore"):
                 low = numbers.astype(self.low_dtype).astype(np.float32)
-            if np.any(np.isfinite(numbers) & ~np.isfinite(low)):
+            too_large = numbers[np.isfinite(numbers) & ~np.isfinite(low)]
+            if too_large.size:
                 # As a number of the program: it saturates where all is low.
                 value.state, value.kind = State.HARD, Kind.LITERAL
-                value.origin = "a constant too large for 16 bits"
+                value.origin = Number(float(too_large.flat[0]), is_element=True)
         return value
 
     def literal(self, atom: Any) -> Value:
         """Returns a number in the program; one that 16 bits cannot tell is HARD."""
         is_real = jnp.issubdtype(compat.dtype_of(atom), jnp.floating)
         is_real |= compat.is_integer(atom)
-        fits = not is_real or _fits(np.float32(atom.val), self.low_dtype)
+        fits = not is_real or _fits(_as_float32(atom.val), self.low_dtype)
         if not compat.is_float32(atom):
             # One that does not fit is judged here for what it may be converted to.
             kind = Kind.LITERAL if fits else Kind.COMPUTED
             return Value(compat.as_array(atom.val), None, kind)
-        number = np.float32(atom.val)
+        number = _as_float32(atom.val)
         if number in _ENDS:
             return Value(number, State.HARD, Kind.END, origin="the end of the range")
         state = State.SOFT if fits else State.HARD
         is_exact = fits and np.float32(number.astype(self.low_dtype)) == number
         kind = Kind.EXACT if is_exact else Kind.LITERAL
-        return Value(number, state, kind, origin=f"the number {number}")
+        return Value(number, state, kind, origin=Number(float(number)))
 
     def full(self, value: Value) -> Any:
         """Returns a value as it was traced."""
@@ -87,6 +88,11 @@ class Casts:
 
 
 _ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
+
+
+def _as_float32(number: Any) -> np.float32:
+    with np.errstate(over="ignore"):  # One of 64 bits may be infinite then.
+        return np.float32(number)
 
 
 def _fits(number: np.float32, dtype: Any) -> bool:

@@ -16,9 +16,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax._src.interpreters import partial_eval
+from jax._src.ad_util import Zero
+from jax._src.interpreters import ad, partial_eval
 from jax._src.lax import lax
 from jax._src.source_info_util import user_frames
+from jax._src.util import weakref_lru_cache
 from jax.extend import core, linear_util, source_info_util
 
 from jmp_lite.autocasting.rules import PRODUCTS
@@ -129,32 +131,100 @@ def is_tracer(array: Any) -> bool:
     return isinstance(array, jax.core.Tracer)
 
 
+def op_of(eqn: Equation) -> str:
+    """Returns the name of an equation's op, under JAX's newest flags too."""
+    name = eqn.primitive.name
+    return _HIGH_OPS.get(_high_name(eqn), name) if name == _HIGH else name
+
+
+# Under the flags jax_remat3, jax_custom_vjp3 and jax_custom_jvp3.
+_HIGH = "call_hi_primitive"
+_HIGH_OPS = {
+    "RematTraced": "checkpoint",
+    "CustomVJPTraced": "custom_vjp_call",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CheckpointName": "name",
+}
+
+
+def _high_name(eqn: Equation) -> str:
+    primitive = _unbatched(eqn.params["_prim"])
+    more = ("with_logs", "remat_rules", "bwd_accums")  # Rules of other kinds.
+    has_more = any(primitive.params.get(name) for name in more)
+    return "" if has_more else type(primitive).__name__
+
+
+def _unbatched(primitive: Any) -> Any:
+    while type(primitive).__name__ == "VmapOf":  # 0.10
+        primitive = primitive.prim
+    return primitive
+
+
+def checkpoint_name_of(eqn: Equation) -> str:
+    """Returns what an equation names a value, if it does."""
+    if op_of(eqn) != "name":
+        return ""
+    params = eqn.params
+    return _unbatched(params["_prim"]).name if "_prim" in params else params["name"]
+
+
 def inner_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
     """Yields the jaxprs among an equation's parameters."""
+    if eqn.primitive.name == _HIGH:
+        jaxpr = called(eqn)
+        yield from () if jaxpr is None else (jaxpr,)
+        return
     for param in eqn.params.values():
         for item in param if isinstance(param, tuple | list) else (param,):
             if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
                 yield item
 
 
-CALLS = ("jit", "checkpoint", "remat", "remat2")
-"""Ops that do no more than call what they hold."""
+REMAT = ("checkpoint", "remat", "remat2")
+CALLS = ("jit", *REMAT)
+"""Ops that users write, and that only call the jaxpr they hold."""
+
+WRAPPERS = {
+    **dict.fromkeys(("compute_on", "xla_metadata_call"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr"),
+}
+"""Other ops that only call a jaxpr, and the parameter that holds it."""
+
+CALLED = {
+    **dict.fromkeys(CALLS, "jaxpr"),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    "custom_vmap_call": "call",
+    **WRAPPERS,
+}
+"""All ops that only call a jaxpr, and the parameter that holds it."""
 
 
 def called(eqn: Equation) -> Jaxpr | None:
     """Returns the jaxpr that an equation does no more than call, or None."""
-    if eqn.primitive.name in CALLS:
-        return eqn.params["jaxpr"]
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return eqn.params["call_jaxpr"]
-    return None
+    op = op_of(eqn)
+    if op not in CALLED:
+        return None
+    if eqn.primitive.name != _HIGH:
+        return eqn.params[CALLED[op]]
+    return _called_high(eqn.params["_prim"])
+
+
+@weakref_lru_cache
+def _called_high(primitive: Any) -> Jaxpr:
+    params = primitive.params
+    if "jaxpr" in params:
+        return params["jaxpr"]
+    if "traced" in params:
+        return params["traced"].jaxpr
+    like = _unbatched(primitive).traced.jaxpr
+    return trace(_high_fun(primitive), primitive.in_avals_flat, like)
 
 
 def trips(eqn: Equation) -> int | None:
     """Returns how often what an equation holds is run; None where it is not known."""
-    if eqn.primitive.name == "while":
+    if op_of(eqn) == "while":
         return None
-    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return eqn.params["length"] if op_of(eqn) == "scan" else 1
 
 
 def live_equations(jaxpr: Jaxpr) -> list[Equation]:
@@ -175,11 +245,11 @@ def product_sizes(eqn: Equation) -> tuple[Any, ...]:
     Of a convolution those of its channels. Nothing for any other op. A size may be
     symbolic.
     """
-    if eqn.primitive.name not in PRODUCTS:
+    if op_of(eqn) not in PRODUCTS:
         return ()
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
     numbers = eqn.params.get("dimension_numbers")
-    if eqn.primitive.name == "dot_general":
+    if op_of(eqn) == "dot_general":
         (summed, of_rhs), (batch, of_rhs_batch) = numbers
         rest = [
             math.prod(n for i, n in enumerate(shape) if i not in {*one, *other})
@@ -189,7 +259,7 @@ def product_sizes(eqn: Equation) -> tuple[Any, ...]:
             )
         ]
         return *rest, math.prod(lhs[i] for i in summed)
-    if eqn.primitive.name == "conv_general_dilated":
+    if op_of(eqn) == "conv_general_dilated":
         channels_out, channels_in, *_ = (rhs[i] for i in numbers.rhs_spec)
         return channels_in, channels_out
     return lhs[-2], rhs[-1], lhs[-1]  # Ragged: the groups share the rows.
@@ -197,13 +267,13 @@ def product_sizes(eqn: Equation) -> tuple[Any, ...]:
 
 def product_flops(eqn: Equation) -> int:
     """Returns the operations of a matrix product, two for each multiplication."""
-    if eqn.primitive.name not in PRODUCTS:
+    if op_of(eqn) not in PRODUCTS:
         return 0
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
     numbers = eqn.params.get("dimension_numbers")
-    if eqn.primitive.name == "dot_general":
+    if op_of(eqn) == "dot_general":
         summed = [lhs[i] for i in numbers[0][0]]
-    elif eqn.primitive.name == "conv_general_dilated":
+    elif op_of(eqn) == "conv_general_dilated":
         summed = [n for i, n in enumerate(rhs) if i != numbers.rhs_spec[0]]
     else:
         summed = [lhs[-1]]
@@ -286,7 +356,7 @@ def path_of(eqn: Equation, path: str) -> str:
 
     That of what is inside of it, if it is a call with a name.
     """
-    name = eqn.params["name"] if eqn.primitive.name == "jit" else ""
+    name = eqn.params["name"] if op_of(eqn) == "jit" else ""
     return join(path, *scopes(eqn), name)
 
 
@@ -304,6 +374,9 @@ def context_of(eqn: Equation) -> Generator[None]:
 
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Binds an equation's primitive to other operands, with some parameters changed."""
+    if eqn.primitive.name == _HIGH and op_of(eqn) == "name":
+        name = _unbatched(eqn.params["_prim"])
+        return [type(name)(name.name, jax.typeof(operands[0]))(*operands)]
     params = {**eqn.params, **changed}
     run = functools.partial(_bind, eqn.primitive, tuple(params.items()))
     # What holds a jaxpr is not held on to: it may close over arrays and tracers.
@@ -342,6 +415,15 @@ def _is_being_linearized(operand: Any) -> bool:
     return is_tracer(operand.primal)
 
 
+def bind_remat(eqn: Equation, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Any]:
+    """Binds a rematerialized function to other operands, with another closed jaxpr."""
+    if eqn.primitive.name == _HIGH:
+        primitive = eqn.params["_prim"]
+        params = {**primitive.params, "jaxpr": jaxpr}
+        return list(type(primitive)(**params)(*operands))
+    return bind(eqn, operands, jaxpr=without_consts(jaxpr))
+
+
 def bind_custom(
     eqn: Equation, operands: Sequence[Any], replace: Callable[..., Any]
 ) -> list[Any]:
@@ -353,6 +435,10 @@ def bind_custom(
       replace: takes ``(fun, jvp)`` or ``(fun, fwd, bwd)`` as plain functions and
         returns as many.
     """
+    if eqn.primitive.name == _HIGH:
+        is_jvp = op_of(eqn) == "custom_jvp_call"
+        build = _high_custom_jvp if is_jvp else _high_custom_vjp
+        return list(build(eqn.params["_prim"], replace)(*operands))
     params = dict(eqn.primitive.get_bind_params(eqn.params))
     wrapped = params["subfuns"]
     # On 0.12 a backward function may be of a kind that is no function: it stays.
@@ -366,11 +452,136 @@ def bind_custom(
     return list(eqn.primitive.bind(*operands, **params))
 
 
-def forwarded_residuals(eqn: Equation) -> Sequence[int | None]:
+def _high_fun(primitive: Any) -> Callable[..., list[Any]]:
+    return lambda *arrays: primitive.out_tree.flatten_up_to(
+        primitive.expand(*primitive.in_tree.unflatten(arrays))
+    )
+
+
+def _high_custom_jvp(primitive: Any, replace: Callable[..., Any]) -> Any:
+    """Returns a function with a ``custom_jvp`` like a primitive's, of flat arrays."""
+    inputs, outputs = primitive.in_tree, primitive.out_tree
+
+    def jvp(*arrays: Any) -> list[Any]:
+        n = len(arrays) // 2
+        pair = primitive.jvp_rule(
+            inputs.unflatten(arrays[:n]), inputs.unflatten(arrays[n:])
+        )
+        return [x for tree in pair for x in outputs.flatten_up_to(tree)]
+
+    new_fun, new_jvp = replace(_high_fun(primitive), jvp)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        out = [ad.instantiate_zeros(x) for x in new_jvp(*primals, *tangents)]
+        return out[: len(out) // 2], out[len(out) // 2 :]
+
+    function = jax.custom_jvp(lambda *arrays: new_fun(*arrays))
+    function.defjvp(rule, symbolic_zeros=primitive.symbolic_zeros)
+    return function
+
+
+def _high_custom_vjp(primitive: Any, replace: Callable[..., Any]) -> Any:
+    """Returns a function with a ``custom_vjp`` like a primitive's, of flat arrays."""
+    inputs, outputs = primitive.in_tree, primitive.out_tree
+    has_zeros = _unbatched(primitive).symbolic_zeros
+    # On 0.12 the first input is what the function closes over. JAX refuses to
+    # differentiate with regard to it, so what is differentiated has to be known.
+    is_closed = hasattr(primitive, "drop_fwd_consts")
+    closes_over = is_closed and bool(jax.tree.leaves(primitive.in_avals[0]))
+    structure: list[Any] = []
+
+    def fwd(*pairs: Any) -> list[Any]:
+        arrays, perturbed = pairs[::2], pairs[1::2]
+        out, residuals, *_ = primitive.vjp_fwd(
+            inputs.unflatten(perturbed), *inputs.unflatten(arrays)
+        )
+        leaves, tree = jax.tree.flatten(residuals)
+        structure[:] = [tree]
+        return [*leaves, *outputs.flatten_up_to(out)]
+
+    def bwd(*arrays: Any) -> list[Any]:
+        n = structure[0].num_leaves
+        residuals = structure[0].unflatten(arrays[:n])
+        given = arrays[n:] if has_zeros else map(_instantiated, arrays[n:])
+        cotangents = outputs.unflatten(given)
+        if is_closed:
+            grads, _ = primitive.bwd(residuals, cotangents)
+            consts = jax.tree.map(
+                lambda aval: Zero(aval.to_ct_aval()), primitive.in_avals[:2]
+            )
+            grads = (*consts, *grads)
+        else:
+            grads = primitive.vjp_bwd_retval(residuals, cotangents)
+        return inputs.flatten_up_to(grads)
+
+    new_fun, new_fwd, new_bwd = replace(_high_fun(primitive), fwd, bwd)
+
+    def rule_fwd(*primals: Any) -> Any:
+        pairs = [
+            (x.value, x.perturbed) if hasattr(x, "perturbed") else (x, True)
+            for x in primals
+        ]
+        out = new_fwd(*(item for pair in pairs for item in pair))
+        n = len(out) - outputs.num_leaves
+        return out[n:], out[:n]
+
+    def rule_bwd(residuals: Any, cotangents: Any) -> Any:
+        grads = new_bwd(*residuals, *cotangents)
+        return tuple(None if isinstance(g, Zero) else g for g in grads)
+
+    function = jax.custom_vjp(lambda *arrays: new_fun(*arrays))
+    function.defvjp(rule_fwd, rule_bwd, symbolic_zeros=has_zeros or closes_over)
+    return function
+
+
+def bind_custom_vmap(
+    eqn: Equation, operands: Sequence[Any], jaxpr: Jaxpr, replace: Callable[..., Any]
+) -> list[Any]:
+    """Binds a function with a rule for ``vmap``, the rule replaced.
+
+    Args:
+      eqn: a ``custom_vmap_call``.
+      operands: what to bind it to.
+      jaxpr: what it calls, closed.
+      replace: is given the rule as a function of batched arrays, and these; returns a
+        list of batched results.
+    """
+    inputs, outputs = eqn.params["in_tree"], eqn.params["out_tree"]
+
+    def rule(axis_size: int, is_batched: Any, *arrays: Any) -> Any:
+        batched: list[Any] = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            out, is_out_batched = eqn.params["rule"](
+                axis_size, inputs.unflatten(is_batched), *inputs.unflatten(arrays)
+            )
+            batched[:] = outputs.flatten_up_to(is_out_batched)
+            return outputs.flatten_up_to(out)
+
+        return replace(of_arrays, *arrays), batched
+
+    function = jax.custom_batching.custom_vmap(lambda *arrays: evaluate(jaxpr, arrays))
+    function.def_vmap(rule)
+    return list(function(*operands))
+
+
+def _instantiated(array: Any) -> Any:
+    if type(array).__name__ == "SymbolicZero":
+        return jnp.zeros(array.aval.shape, array.aval.dtype)
+    return array
+
+
+def forwarded_residuals(eqn: Equation, n_residuals: int) -> Sequence[int | None]:
     """Returns which operand of a ``custom_vjp_call`` each of its residuals is, if any.
 
     It is known once the forward function has been run.
+
+    Args:
+      eqn: the equation.
+      n_residuals: how many residuals it returned itself.
     """
+    if eqn.primitive.name == _HIGH:
+        return [None] * n_residuals
     _, _, forwards = eqn.params["out_trees"]()
     return forwards
 
@@ -407,7 +618,9 @@ def ambient_precision() -> Any:
 
 def has_only_axis_effects(eqn: Equation) -> bool:
     """Whether an equation does nothing but talk over named axes."""
-    return all(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
+    inside = called(eqn) if eqn.primitive.name == _HIGH else None
+    effects = eqn.effects | (inside.effects if inside is not None else set())
+    return all(type(effect).__name__ == "NamedAxisEffect" for effect in effects)
 
 
 def retraced(
@@ -446,8 +659,21 @@ def read(env: dict[Atom, Any], atom: Atom) -> Any:
 
 def zeros(aval: Aval, length: int) -> Any:
     """Returns zeros of a type with one more axis in front."""
-    array = jnp.zeros((length, *aval.shape), aval.dtype)
+    zero, shape = jnp.zeros((), aval.dtype), (length, *aval.shape)
+    sharding = None
+    if _is_sharded(aval):
+        sharding = aval.sharding.update(spec=jax.P(None, *aval.sharding.spec))
+    array = jax.lax.broadcast(zero, shape, out_sharding=sharding)
     return as_varying(array, aval.manual_axis_type.varying)
+
+
+def is_sharded(array: Any) -> bool:
+    """Whether the type of an array says how it is sharded, as on an Explicit mesh."""
+    return _is_sharded(jax.typeof(array))
+
+
+def _is_sharded(aval: Aval) -> bool:
+    return any(axis is not None for axis in aval.sharding.spec)
 
 
 def as_varying(array: Any, axes: Iterable[str]) -> Any:
@@ -455,12 +681,29 @@ def as_varying(array: Any, axes: Iterable[str]) -> Any:
 
     Only ``shard_map`` has them in its types: anywhere else it is the array itself.
     """
-    aval = jax.typeof(array)
-    inside = aval.sharding.mesh.manual_axes
-    missing = {*axes}.intersection(inside) - aval.manual_axis_type.varying
+    # From the context: the type of what a mapped function closes over has no axes.
+    inside = jax.sharding.get_abstract_mesh().manual_axes
+    missing = {*axes}.intersection(inside) - jax.typeof(array).manual_axis_type.varying
     if not missing:
         return array
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying")
+
+
+def gathered(array: Any) -> Any:
+    """Returns what all devices of a ``shard_map`` have, stacked up, the same on each.
+
+    Outside of one it is the array itself.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes:
+        return array
+    mine = jnp.asarray(array)
+    dtype = jnp.int32 if mine.dtype == jnp.bool_ else mine.dtype
+    everyone = jnp.zeros((jax.lax.axis_size(axes), *mine.shape), dtype)
+    mine = as_varying(mine.astype(dtype), axes)
+    # psum, because shard_map takes what all_gather returns for different on each.
+    own = as_varying(everyone, axes).at[jax.lax.axis_index(axes)].set(mine)
+    return jax.lax.psum(own, axes).astype(jnp.asarray(array).dtype)
 
 
 def varying_axes(atoms: Iterable[Atom]) -> frozenset[str]:

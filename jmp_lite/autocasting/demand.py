@@ -44,9 +44,8 @@ class Demands:
         self._rules = rules
         self._known: dict[Any, tuple[Any, Mapping[Atom, Readers]]] = {}
         self._inside: dict[str, AsReader] = {
-            **dict.fromkeys(("jit", "checkpoint", "remat", "remat2"), self._call),
-            **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), self._call),
-            "shard_map": self._call,
+            **dict.fromkeys(compat.CALLED, self._call),
+            "shard_map": self._shard_map,
             "cond": self._cond,
             "scan": self._scan,
             "while": self._while,
@@ -90,7 +89,7 @@ class Demands:
 
     def as_reader(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
         """Returns what an equation is to each of its operands, as a reader."""
-        op, others = eqn.primitive.name, [Readers.OTHER] * len(eqn.invars)
+        op, others = compat.op_of(eqn), [Readers.OTHER] * len(eqn.invars)
         if op in self._inside:
             return self._inside[op](eqn, results)
         if not any(map(compat.is_float32, eqn.outvars)):
@@ -108,9 +107,10 @@ class Demands:
         return others
 
     def _call(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
-        params = eqn.params
-        jaxpr = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-        return self.of_inputs(jaxpr, results)
+        return self.of_inputs(compat.called(eqn), results)
+
+    def _shard_map(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
+        return self.of_inputs(eqn.params["jaxpr"], results)
 
     def _cond(self, eqn: Any, results: Sequence[Readers]) -> Sequence[Readers]:
         branches = [self.of_inputs(b, results) for b in eqn.params["branches"]]
@@ -140,7 +140,7 @@ class Demands:
 
     def _by_table(self, eqn: Any, path: str) -> Precision:
         del path
-        return self._rules.precision_of(eqn.primitive.name)
+        return self._rules.precision_of(compat.op_of(eqn))
 
 
 AsReader = Callable[[Any, Sequence[Readers]], Sequence[Readers]]

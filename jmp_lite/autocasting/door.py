@@ -7,15 +7,16 @@ message says what came, what was expected and what to do.
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules import Rules, get_rules
-from jmp_lite.casting.dtypes import is_traceable, parse_dtype
+from jmp_lite.casting.dtypes import is_traceable
+from jmp_lite.casting.mutables import is_module, refuse_modules
 
 
 def check_function(fun: Any) -> None:
@@ -33,15 +34,16 @@ def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Ru
     """
     chosen = get_rules(rules) if isinstance(rules, str) else rules
     if not isinstance(chosen, Rules):
+        hint = ""
+        if isinstance(chosen, type | np.dtype):
+            hint = " A dtype is passed as compute_dtype=..."
         raise TypeError(
             "Expected the name of a preset or a Rules, got "
-            f"{type(chosen).__name__}: {chosen!r}."
+            f"{type(chosen).__name__}: {chosen!r}.{hint}"
         )
-    if compute_dtype is None:
-        return lambda: chosen
-    if compute_dtype != "half":
-        parse_dtype(compute_dtype)
-    return lambda: dataclasses.replace(chosen, compute_dtype=compute_dtype)
+    if compute_dtype is not None:
+        chosen = dataclasses.replace(chosen, compute_dtype=compute_dtype)
+    return chosen.on_this_device
 
 
 def function_of_arrays(
@@ -69,23 +71,12 @@ def function_of_arrays(
 
 def refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
     """Raises where an nnx module would lose its updates: a trace works on a copy."""
-    kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
-    if kind is None:
-        return
-    given = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, kind))
     places = {
-        "an argument": given,
+        "an argument": jax.tree.leaves((args, kwargs), is_leaf=is_module),
         "something that its function captures": _captured(fun),
     }
-    for where, found in places.items():
-        for module in filter(lambda x: isinstance(x, kind), found):
-            raise TypeError(
-                f"Got an nnx object, a {type(module).__name__}, as {where}. What is "
-                "changed in it (batch statistics, counts of random numbers) would be "
-                "lost. Use nnx.split, and give a function of its state; for autocast "
-                "there is jmp_lite.nnx.autocast, which takes the object as an argument "
-                "and writes changes back."
-            )
+    for place, found in places.items():
+        refuse_modules(found, place, "jmp_lite.nnx.autocast")
 
 
 def _captured(fun: Any) -> list[Any]:
@@ -93,6 +84,8 @@ def _captured(fun: Any) -> list[Any]:
     found = [fun, getattr(fun, "__self__", None)]
     if isinstance(fun, functools.partial):
         found += [*fun.args, *fun.keywords.values(), *_captured(fun.func)]
+    elif hasattr(fun, "__wrapped__"):
+        found += _captured(fun.__wrapped__)
     for cell in getattr(fun, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # An empty cell.
             found.append(cell.cell_contents)

@@ -101,7 +101,7 @@ class _Loop:
         """Yields the values that all have to be true for the condition to be."""
         made_by = self.test.made_by(result)
         # A cast is one of booleans: it changes nothing.
-        if made_by is None or made_by.eqn.primitive.name not in (
+        if made_by is None or compat.op_of(made_by.eqn) not in (
             "and",
             "convert_element_type",
         ):
@@ -113,7 +113,7 @@ class _Loop:
     def is_count(self, condition: Any) -> bool:
         """Whether a condition compares a count of steps with what stays as it is."""
         compared = self.test.made_by(condition)
-        if compared is None or compared.eqn.primitive.name not in COMPARING:
+        if compared is None or compat.op_of(compared.eqn) not in COMPARING:
             return False
         left, right = (self._carry(name) for name in compared.operands)
         for count, limit, name in (
@@ -134,7 +134,7 @@ class _Loop:
     def _counts(self, carry: int) -> bool:
         """Whether each step adds to a carry what is the same in all steps."""
         added = self.body.made_by(self.body.results[carry])
-        if added is None or added.eqn.primitive.name not in ("add", "sub"):
+        if added is None or compat.op_of(added.eqn) not in ("add", "sub"):
             return False
         here = self._of_body[carry]
         others = [name for name in added.operands if name is not here]
@@ -209,7 +209,7 @@ def _reads(
         judged = [found[name] for name in results if name in found]
         if not judged:
             continue
-        op, is_judged = eqn.primitive.name, all(judged)
+        op, is_judged = compat.op_of(eqn), all(judged)
         if (
             op in PICKING
             and may_pick

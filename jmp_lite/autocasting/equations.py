@@ -31,7 +31,7 @@ def perform(
       decision: how it runs.
       origin: what makes its results what they are held in.
     """
-    op = eqn.primitive.name
+    op = compat.op_of(eqn)
     kind = _kind_of_result(op, operands)
     if decision.run is Run.LOW:
         arrays = _in_low(casts, eqn, operands)
@@ -54,7 +54,7 @@ def _in_full_then_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list
             for var, array in zip(eqn.outvars, compat.bind(eqn, full), strict=True)
         ]
 
-    if eqn.primitive.name in MOVING:
+    if compat.op_of(eqn) in MOVING:
         return in_full(*map(casts.full, operands))
 
     def from_held(*held: Any) -> list[Any]:
@@ -71,7 +71,7 @@ def _in_full_then_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list
 
 
 def _in_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
-    op, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    op, shape = compat.op_of(eqn), eqn.outvars[0].aval.shape
     arrays: list[Any] = []
     for value in operands:
         is_spread = op in BROADCASTING and not value.is_number
@@ -83,12 +83,25 @@ def _in_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
             arrays.append(casts.low(value))
     if op in _SCATTERS:
         return [_scatter(eqn, arrays)]
-    changed = {
+    changed: dict[str, Any] = {
         name: casts.low_dtype if is_dtype else None
         for name, is_dtype in DTYPE_PARAMS.items()
         if eqn.params.get(name) is not None
     }
+    if casts.low_dtype == jnp.bfloat16 and _is_of_matrices(eqn):
+        # Without an algorithm the compiler chooses the dtype of the sum; a TPU v7x
+        # chooses bfloat16. No algorithm for float16 runs on every platform.
+        changed["precision"] = lax.DotAlgorithmPreset.BF16_BF16_F32
     return compat.bind(eqn, arrays, **changed)
+
+
+def _is_of_matrices(eqn: Any) -> bool:
+    """Whether a product and both of its derivatives have more than one number.
+
+    XLA for CPUs (jax 0.10) takes no algorithm for what is one number.
+    """
+    sizes = compat.product_sizes(eqn) if compat.op_of(eqn) == "dot_general" else ()
+    return sum(size != 1 for size in sizes) > 1
 
 
 def _value(
@@ -123,6 +136,8 @@ def converted(casts: Casts, eqn: Any, value: Value, is_low: bool) -> Value:
     if is_low and is_of_low:
         return Value(value.array, State.LOW, origin=eqn)
     (array,) = compat.bind(eqn, [value.array])
+    if is_low and compat.is_float(atom) and value.state is None:
+        return Value(casts.cast(array), State.LOW, origin=eqn)
     if value.state is not None:
         return Value(array, value.state, value.kind, origin=value.origin)
     state = _state_of_upcast(atom, value)
@@ -175,4 +190,4 @@ def _scatter(eqn: Any, arrays: Sequence[Any]) -> Any:
     """Builds a scatter anew: its combiner is typed."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     params = {name: eqn.params[name] for name in names}
-    return _SCATTERS[eqn.primitive.name](*arrays, **params)
+    return _SCATTERS[compat.op_of(eqn)](*arrays, **params)

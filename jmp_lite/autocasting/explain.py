@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
@@ -196,13 +196,16 @@ class Explanation:
         return list(dict.fromkeys(map(of, self.rows)))
 
 
+Params = ParamSpec("Params")
+
+
 def explain(
-    fun: Callable[..., Any],
+    fun: Callable[Params, Any],
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
-) -> Callable[..., Explanation]:
+) -> Callable[Params, Explanation]:
     """Returns a function that tells what ``autocast(fun, rules)`` does.
 
     Args:
@@ -383,7 +386,7 @@ def _loops(jaxpr: Any, path: str = "") -> Iterable[str]:
     parts = compat.parts(jaxpr)
     written_out = unrolled(parts)
     for eqn in parts.eqns:
-        if eqn.primitive.name in ("scan", "while") or id(eqn) in written_out:
+        if compat.op_of(eqn) in ("scan", "while") or id(eqn) in written_out:
             yield compat.join(path, *compat.scopes(eqn))
         for inner in compat.inner_jaxprs(eqn):
             yield from _loops(inner, compat.path_of(eqn, path))

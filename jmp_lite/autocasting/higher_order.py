@@ -102,7 +102,8 @@ def convert(
         with walk.telling() as told:
             low = compat.trace(run, avals, jaxpr)
         # Outside they are raised once, and the gradients of all uses add up in float32.
-        raised = raises.only_raised(low) if name else frozenset()
+        are_low = {i for i, (state, _) in enumerate(states) if state is State.LOW}
+        raised = raises.only_raised(low) & are_low if name else frozenset()
         low = raises.with_raised(low, raised)
         # The jaxpr is kept with the answer, so that its id stays its own.
         known = Converted(low, tuple(found), origins, told, raised)
@@ -189,11 +190,17 @@ def _jit(walk: Walk, call: Call) -> list[Value]:
 
 def _remat(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
-    inside = convert(walk, eqn.params["jaxpr"], operands, wanted, path)
-    jaxpr = compat.without_consts(inside.jaxpr)
-    return _results(
-        walk, call, compat.bind(eqn, _arrays(operands), jaxpr=jaxpr), inside
-    )
+    inside = convert(walk, compat.called(eqn), operands, wanted, path)
+    arrays = compat.bind_remat(eqn, _arrays(operands), inside.jaxpr)
+    return _results(walk, call, arrays, inside)
+
+
+def _wrapped(walk: Walk, call: Call) -> list[Value]:
+    eqn, operands, wanted, path = call
+    name = compat.WRAPPERS[compat.op_of(eqn)]
+    inside = convert(walk, eqn.params[name], operands, wanted, path)
+    arrays = compat.bind(eqn, _arrays(operands), **{name: inside.jaxpr})
+    return _results(walk, call, arrays, inside)
 
 
 def _cond(walk: Walk, call: Call) -> list[Value]:
@@ -391,7 +398,7 @@ def _recast(
 
 def _custom_jvp(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, wanted, path = call
-    jaxpr = eqn.params["call_jaxpr"]
+    jaxpr = compat.called(eqn)
     if "_custom_root" in compat.name_of(jaxpr):
         return _kept(walk, call, "a root is found to a tolerance")
     states = [value.spec for value in operands]
@@ -424,13 +431,14 @@ def _custom_vjp(walk: Walk, call: Call) -> list[Value]:
     What waits for the backward pass waits in the dtype that it has there.
     """
     eqn, operands, wanted, path = call
-    jaxpr = eqn.params["call_jaxpr"]
+    jaxpr = compat.called(eqn)
     avals = [var.aval for var in compat.parts(jaxpr).invars]
     states = tuple(value.spec for value in operands)
     inside = convert(walk, jaxpr, operands, wanted, path)
     specs = inside.specs
     n_out = len(specs)
-    computed: list[Spec] = []  # The residuals that are no operands.
+    # Of each residual that is no operand: what it is, or None for a number.
+    computed: list[Spec | None] = []
 
     def replace(fun: Any, fwd: Any, bwd: Any) -> Any:
         del fun  # It evaluates the jaxpr.
@@ -442,22 +450,42 @@ def _custom_vjp(walk: Walk, call: Call) -> list[Value]:
             # Each operand is followed by whether it is differentiated.
             def flat(*arrays: Any) -> Any:
                 pairs = zip(arrays, args[1::2], strict=True)
-                return fwd(*(item for pair in pairs for item in pair))
+                out = fwd(*(item for pair in pairs for item in pair))
+                n_kept = len(out) - n_out
+                return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
 
             values = _values(args[::2], states)
             out = _follow(walk, flat, values, avals, jaxpr, path, wanted)
             kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
-            computed[:] = [(v.state, Kind.COMPUTED) for v in kept]
-            return [v.array for v in kept] + _as_specs(walk, results, specs)
+            is_value = [isinstance(v, Value) for v in kept]
+            computed[:] = [
+                (v.state, Kind.COMPUTED) if yes else None
+                for v, yes in zip(kept, is_value, strict=True)
+            ]
+            arrays = [
+                v.array if yes else v.number
+                for v, yes in zip(kept, is_value, strict=True)
+            ]
+            return arrays + _as_specs(walk, results, specs)
 
         def low_bwd(*args: Any) -> Any:
-            held, fresh = compat.forwarded_residuals(eqn), iter(computed)
+            held = compat.forwarded_residuals(eqn, len(computed))
+            fresh = iter(computed)
             kept = [next(fresh) if i is None else states[i] for i in held]
-            values = _values(args, [*kept, *((s, Kind.COMPUTED) for s, _ in specs)])
+            given = [*kept, *((s, Kind.COMPUTED) for s, _ in specs)]
+            # Python numbers are not traced, because bwd may branch on them.
+            is_array = [spec is not None for spec in given]
+            arrays = [arg for arg, yes in zip(args, is_array, strict=True) if yes]
+            values = _values(arrays, [spec for spec in given if spec is not None])
             structure: list[Any] = []
 
             def flat(*arrays: Any) -> list[Any]:
-                leaves, tree = jax.tree.flatten(bwd(*arrays), _is_any_zero)
+                left = iter(arrays)
+                every = [
+                    next(left) if yes else arg
+                    for arg, yes in zip(args, is_array, strict=True)
+                ]
+                leaves, tree = jax.tree.flatten(bwd(*every), _is_any_zero)
                 structure[:] = [tree]
                 return leaves
 
@@ -475,6 +503,22 @@ def _custom_vjp(walk: Walk, call: Call) -> list[Value]:
 
     with walk.telling():  # It was told already.
         arrays = compat.bind_custom(eqn, _arrays(operands), replace)
+    return _results(walk, call, arrays, inside)
+
+
+def _custom_vmap(walk: Walk, call: Call) -> list[Value]:
+    """Binds a function with a rule for ``vmap``, which is low inside too."""
+    eqn, operands, wanted, path = call
+    jaxpr, states = compat.called(eqn), [value.spec for value in operands]
+    inside = convert(walk, jaxpr, operands, wanted, path)
+
+    def low_rule(batched: Callable[..., Any], *arrays: Any) -> list[Any]:
+        values = _values(arrays, states)
+        types = [_type_as_traced(value) for value in values]
+        out = _follow(walk, batched, values, types, jaxpr, path)
+        return _as_specs(walk, out, inside.specs)
+
+    arrays = compat.bind_custom_vmap(eqn, _arrays(operands), inside.jaxpr, low_rule)
     return _results(walk, call, arrays, inside)
 
 
@@ -541,6 +585,17 @@ def _out(walk: Walk, item: Any, spec: Spec) -> Any:
     return item
 
 
+class _PythonNumber(NamedTuple):
+    """A Python number among residuals, on which the backward function may branch."""
+
+    number: Any
+
+
+def _boxed(item: Any) -> Any:
+    is_number = isinstance(item, bool | int | float | complex)
+    return _PythonNumber(item) if is_number else item
+
+
 def _is_any_zero(item: Any) -> bool:
     return type(item).__name__ in ("SymbolicZero", "Zero")
 
@@ -557,14 +612,14 @@ def _is_array(item: Any) -> bool:
 HANDLERS: Mapping[str, Callable[[Walk, Call], list[Value]]] = MappingProxyType(
     {
         "jit": _jit,
-        "checkpoint": _remat,
-        "remat": _remat,
-        "remat2": _remat,
+        **dict.fromkeys(compat.REMAT, _remat),
+        **dict.fromkeys(compat.WRAPPERS, _wrapped),
         "cond": _cond,
         "shard_map": _shard_map,
         "scan": _scan,
         "while": _while,
         "custom_jvp_call": _custom_jvp,
         "custom_vjp_call": _custom_vjp,
+        "custom_vmap_call": _custom_vmap,
     }
 )

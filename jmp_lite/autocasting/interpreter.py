@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -31,14 +31,42 @@ from jmp_lite.autocasting.higher_order import HANDLERS, Call, start
 from jmp_lite.autocasting.regions import Regions
 from jmp_lite.autocasting.rules import (
     AUTOCAST_SCOPE,
+    LOW_SCOPE,
     PASSING,
     Precision,
     Rules,
     Said,
+    asks_for_low,
 )
 from jmp_lite.autocasting.values import Kind, Value
+from jmp_lite.casting.mutables import (
+    noting_captures,
+    returning_changes,
+    write_changes,
+)
 
 # ------------------------------------------------------------------------- autocast
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+@overload
+def autocast(
+    fun: Callable[Params, Result],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[Params, Result]: ...
+
+
+@overload
+def autocast(
+    fun: None = None,
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]: ...
 
 
 def autocast(
@@ -84,20 +112,27 @@ def autocast(
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        final = chosen()
         with jax.named_scope(AUTOCAST_SCOPE):
-            if final.is_identity:
-                return fun(*args, **kwargs)
-            return run(Walk(final), fun, args, kwargs)
+            return run(Walk(chosen()), fun, args, kwargs)
 
     return autocast_fun
 
 
 def run(walk: "Walk", fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces a function, walks along it, and returns its results as it would."""
-    traced, arrays, treedef = trace(fun, args, kwargs)
-    results = walk_along(walk, traced, arrays)
-    return jax.tree.unflatten(treedef, results)
+    traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
+    if walk.rules.is_identity and not _is_marked_low(traced):
+        results = compat.evaluate(traced, arrays)
+    else:
+        results = walk_along(walk, traced, arrays)
+    out, changes = jax.tree.unflatten(treedef, results)
+    write_changes(args, kwargs, changes)
+    return out
+
+
+def _is_marked_low(traced: Any) -> bool:
+    """Whether the user has marked something that no rule of a preset lowers."""
+    return any(LOW_SCOPE in path.split("/") for path in _paths_inside(traced))
 
 
 def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -113,7 +148,8 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, An
         return leaves
 
     flat.__name__ = of_arrays.__name__
-    traced = jax.make_jaxpr(flat)(*arrays)
+    with noting_captures():
+        traced = jax.make_jaxpr(flat)(*arrays)
     return traced, arrays, structures[-1]
 
 
@@ -229,7 +265,7 @@ class Walk(Casts):
         path: str,
     ) -> list[Value]:
         """Decides and runs one equation."""
-        op = eqn.primitive.name
+        op = compat.op_of(eqn)
         if op in HANDLERS:
             return HANDLERS[op](self, Call(eqn, operands, wanted, path))
         if op == "convert_element_type":
@@ -269,9 +305,11 @@ class Walk(Casts):
             readers |= Readers.OTHER
         said = self.said_of(eqn, path)
         has_positions = any(kind is Kind.INTEGER for _, kind in states)
-        if has_positions and _is_outer_product(eqn):
+        op = compat.op_of(eqn)
+        is_by_position = has_positions and _is_outer_product(eqn)
+        if is_by_position and not asks_for_low(self.rules, op, path):
             said = Said(Precision.FULL, "it scales positions, and sums nothing up")
-        return decisions.decide(eqn.primitive.name, said, states, readers)
+        return decisions.decide(op, said, states, readers)
 
     def _is_mixed_by_the_user(self, eqn: Any) -> bool:
         """Whether an op is given other floats than float32.
@@ -290,7 +328,7 @@ class Walk(Casts):
 
     def said_of(self, eqn: Any, path: str) -> Said:
         """Returns what the rules say of an equation where it stands, and why."""
-        said = self.rules.said_of(eqn.primitive.name, path)
+        said = self.rules.said_of(compat.op_of(eqn), path)
         if said.precision is Precision.LOW and _asks_for_float32(eqn):
             return Said(Precision.FULL, "it asks for the highest precision")
         return said
@@ -327,7 +365,7 @@ def _paths_inside(jaxpr: Any) -> Iterator[str]:
 
 def _is_outer_product(eqn: Any) -> bool:
     """Whether each number of a matrix product is one product: positions by rates."""
-    if eqn.primitive.name != "dot_general":
+    if compat.op_of(eqn) != "dot_general":
         return False
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
@@ -340,4 +378,12 @@ def _asks_for_float32(eqn: Any) -> bool:
     asked, usual = eqn.params.get("precision"), compat.ambient_precision()
     if isinstance(asked, tuple):
         return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST
-    return asked not in (None, usual)  # An algorithm.
+    return asked not in (None, usual, *_IN_16_BITS)  # An algorithm.
+
+
+_IN_16_BITS = (
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.BF16_BF16_BF16,
+    lax.DotAlgorithmPreset.F16_F16_F32,
+    lax.DotAlgorithmPreset.F16_F16_F16,
+)

@@ -56,7 +56,7 @@ def _plan(parts: compat.Parts, constant: Sequence[Any], kept: str | None) -> lis
     made: set[Any] = set()
 
     def flush() -> None:
-        is_worth_it = any(eqn.primitive.name not in LINEAR for eqn in island)
+        is_worth_it = any(compat.op_of(eqn) not in LINEAR for eqn in island)
         plan.extend([list(island)] if is_worth_it else island)
         island.clear()
         made.clear()
@@ -83,7 +83,7 @@ def _is_cheap(eqn: Any, kept: str | None) -> bool:
 
 def _is_sum(eqn: Any) -> bool:
     """Whether an equation adds two arrays of one shape."""
-    if eqn.primitive.name not in ADDING:
+    if compat.op_of(eqn) not in ADDING:
         return False
     one, other = eqn.invars
     both = not compat.is_literal(one) and not compat.is_literal(other)
@@ -93,10 +93,10 @@ def _is_sum(eqn: Any) -> bool:
 def _is_light(eqn: Any, kept: str | None) -> bool:
     if eqn.effects or kept in compat.scopes(eqn):
         return False
-    if eqn.primitive.name in ("jit", "custom_jvp_call"):
+    if compat.op_of(eqn) in ("jit", "custom_jvp_call"):
         inside = [e for j in compat.inner_jaxprs(eqn) for e in compat.parts(j).eqns]
         return bool(inside) and all(_is_light(e, kept) for e in inside)
-    return eqn.primitive.name in CHEAP
+    return compat.op_of(eqn) in CHEAP
 
 
 def _wanted(island: Run, parts: compat.Parts, raises: Mapping[Any, Any]) -> list[Any]:

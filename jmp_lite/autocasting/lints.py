@@ -28,12 +28,13 @@ from jmp_lite.autocasting.rules import (
     HIGHER_ORDER,
     MOVING,
     NORM_LAYERS,
+    PRODUCTS,
     Precision,
     Rules,
     group_of,
 )
 from jmp_lite.autocasting.tables import count
-from jmp_lite.autocasting.values import Kind, State
+from jmp_lite.autocasting.values import Number, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +162,15 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
 
 def _made_by(origin: Any) -> Any:
     """Returns what made a value: the same op on the same operands makes the same."""
-    if isinstance(origin, str | None):
+    if isinstance(origin, str | Number | None):
         return origin
-    return origin.primitive.name, *map(id, origin.invars)
+    return compat.op_of(origin), *map(id, origin.invars)
 
 
 def _is_by_choice(origin: Any) -> bool:
     """Whether a value is a number or the carry of a loop, and not what an op made."""
-    return isinstance(origin, str | None) or origin.primitive.name in HIGHER_ORDER
+    is_number = isinstance(origin, str | Number | None)
+    return is_number or compat.op_of(origin) in HIGHER_ORDER
 
 
 class _From(NamedTuple):
@@ -200,7 +202,7 @@ def _with_arguments(
             # What comes first is none of its inputs: the index of a cond.
             n_before = max(0, len(operands) - len(compat.parts(inner).invars))
             yield from _with_arguments(inner, operands[n_before:])
-        moved = operands[0].moved if eqn.primitive.name in _MOVING_ONCE else None
+        moved = operands[0].moved if compat.op_of(eqn) in _MOVING_ONCE else None
         known.update(dict.fromkeys(eqn.outvars, _From(arguments, moved)))
 
 
@@ -221,7 +223,7 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
     ]
     added: dict[int, set[int]] = {}
     for eqn, operands in _with_arguments(looked.jaxpr, given):
-        if eqn.primitive.name in ADDING:
+        if compat.op_of(eqn) in ADDING:
             pairs = zip(operands, operands[::-1], strict=True)
             added[id(eqn)] = {
                 i
@@ -317,11 +319,12 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
     """A 16-bit value is raised for what runs as it was traced, and might not have to.
 
     That is a kernel, a loop that a float ends, or something unknown; not what has no
-    form in 16 bits.
+    form in 16 bits. Or matrix products stand inside of it, which are float32.
     """
     kernels = (None, group_of("pallas_call"))
     # What is told of a loop as a whole does not name its operands.
     is_low: set[Any] = set()
+    known: set[int] = set()  # Equations inside of one that was looked at.
     for seen in looked.seen:
         eqn, decision = seen.told.eqn, seen.told.decision
         if decision.state is State.LOW:
@@ -336,7 +339,22 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
         else:
             hands_back = any(map(compat.is_float32, eqn.outvars))
             is_kernel = group_of(seen.row.op) in kernels
-            raises, remedy = _has_low(seen) and hands_back and is_kernel, _FOR_A_KERNEL
+            raises = _has_low(seen) and hands_back and is_kernel
+            remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
+        inside = [e for j in compat.inner_jaxprs(eqn) for e in _equations_inside(j)]
+        n_products = sum(map(_is_float32_product, inside))
+        is_inside = id(eqn) in known
+        known.update(map(id, inside))
+        needs_digits = is_inside or seen.row.op in _SOLVING
+        if n_products and not raises and not needs_digits:
+            products = "a product" if n_products == 1 else f"{n_products} products"
+            yield _at(
+                seen,
+                "kept product",
+                f"{seen.row.op} is run as it was traced, with {products} of matrices "
+                "in float32 inside",
+                remedy,
+            )
         if raises:
             yield _at(
                 seen,
@@ -347,6 +365,19 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
             )
 
 
+def _equations_inside(jaxpr: Any) -> Iterator[Any]:
+    for eqn in compat.parts(jaxpr).eqns:
+        yield eqn
+        for inner in compat.inner_jaxprs(eqn):
+            yield from _equations_inside(inner)
+
+
+def _is_float32_product(eqn: Any) -> bool:
+    return compat.op_of(eqn) in PRODUCTS and any(map(compat.is_float32, eqn.invars))
+
+
+_SOLVING = ("custom_linear_solve", "linear_call")  # For the digits of the solution.
+_FOR_A_FUNCTION = "jmp_lite.autocast on the function inside of it, if 16 bits will do"
 _FOR_A_KERNEL = "jmp_lite.low_call, if it accepts 16 bits"
 _FOR_A_LOOP = 'rules.carry(scope, "follow"), if it ends in 16 bits too'
 
@@ -356,9 +387,9 @@ def _literal(looked: Looked) -> Iterator[Lint]:
         if not (_follows_float32(seen) and _has_low(seen)):
             continue
         for operand in seen.told.operands:
-            is_number = operand.kind is Kind.LITERAL or operand.origin == _TOO_LARGE
-            if operand.state is State.HARD and is_number:
-                what, remedy = _misfit(operand, np.dtype(looked.rules.compute_dtype))
+            number = operand.origin  # Of a marked number that is the mark.
+            if operand.state is State.HARD and isinstance(number, Number):
+                what, remedy = _misfit(number, np.dtype(looked.rules.compute_dtype))
                 yield _at(
                     seen,
                     "literal out of range",
@@ -367,15 +398,10 @@ def _literal(looked: Looked) -> Iterator[Lint]:
                 )
 
 
-_TOO_LARGE = "a constant too large for 16 bits"
-
-
-def _misfit(number: Operand, dtype: np.dtype[Any]) -> tuple[str, str]:
+def _misfit(number: Number, dtype: np.dtype[Any]) -> tuple[str, str]:
     """Returns what becomes of a number in 16 bits, and what to do about it."""
-    is_literal = number.origin != _TOO_LARGE
-    value = np.float32(number.origin.split()[-1] if is_literal else np.inf)
     with np.errstate(over="ignore"):
-        low = value.astype(dtype)
+        low = np.float32(number.value).astype(dtype)
     if low == 0:
         least = float(jnp.finfo(dtype).smallest_normal)
         return f"vanishes in {dtype.name}", f"{least:.1e} or more, if it is an epsilon"

@@ -86,8 +86,8 @@ def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
     """Returns the loops that are written out in a jaxpr, by id of the first call."""
     calls: dict[int, list[Any]] = defaultdict(list)
     for eqn in parts.eqns:
-        if eqn.primitive.name in CALLS:
-            calls[id(eqn.params["jaxpr"])].append(eqn)
+        if compat.op_of(eqn) in CALLS:
+            calls[id(called(eqn))].append(eqn)
     found: dict[int, Unrolled] = {}
     for first, *later in calls.values():
         pairs = list(zip([first, *later], later, strict=False))
@@ -103,7 +103,7 @@ def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
                 i for i in inputs if all(a.invars[i] is b.invars[i] for a, b in pairs)
             }
             sliced = frozenset(inputs) - shared - {*carries}
-            loop = Loop(first.params["jaxpr"], carries, sliced)
+            loop = Loop(called(first), carries, sliced)
             found[id(first)] = Unrolled(loop, later[-1])
     return found
 
@@ -257,7 +257,7 @@ class _Flow:
         return [read(atom) for atom in parts.outvars]
 
     def _of_op(self, eqn: Any, operands: Sequence[_Source], path: str) -> _Source:
-        op = eqn.primitive.name
+        op = compat.op_of(eqn)
         inputs = frozenset[int]().union(*(o.inputs for o in operands))
         is_sliced = any(o.is_sliced for o in operands) or op == "dynamic_slice"
         if op in PRODUCTS and self._precision_of(eqn, path) is Precision.LOW:
@@ -338,7 +338,7 @@ def _uses_of_inputs(
 
     note(parts.outvars, outside)
     for eqn in reversed(parts.eqns):
-        op, inner, where = eqn.primitive.name, called(eqn), compat.path_of(eqn, path)
+        op, inner, where = compat.op_of(eqn), called(eqn), compat.path_of(eqn, path)
         results = [uses[var] for var in eqn.outvars]
         n_in = len(eqn.invars)
         if inner is not None:

@@ -7,16 +7,26 @@ autocast a mark means nothing.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules import FULL_SCOPE, LOW_SCOPE
+from jmp_lite.autocasting.rules import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.casting.dtypes import cast_tree, is_floating, parse_dtype, upcast_tree
 
 Tree = TypeVar("Tree")
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+@overload
+def full_precision(fun: Callable[Params, Result]) -> Callable[Params, Result]: ...
+
+
+@overload
+def full_precision(fun: None = None) -> Any: ...
 
 
 def full_precision(fun: Callable[..., Any] | None = None) -> Any:
@@ -40,6 +50,14 @@ def full_precision(fun: Callable[..., Any] | None = None) -> Any:
       0.0
     """
     return _region(FULL_SCOPE, fun)
+
+
+@overload
+def low_precision(fun: Callable[Params, Result]) -> Callable[Params, Result]: ...
+
+
+@overload
+def low_precision(fun: None = None) -> Any: ...
 
 
 def low_precision(fun: Callable[..., Any] | None = None) -> Any:
@@ -112,17 +130,19 @@ def as_low(tree: Tree) -> Tree:
 
 
 def low_call(
-    fun: Callable[..., Any], dtype: DTypeLike = "bfloat16"
-) -> Callable[..., Any]:
+    fun: Callable[Params, Result], dtype: DTypeLike = "bfloat16"
+) -> Callable[Params, Result]:
     """Returns a function that calls a kernel which takes 16 bits only.
+
+    What the kernel does itself is run as it was written, under every preset.
 
     Args:
       fun: the kernel, such as a fused attention.
       dtype: the dtype that its floating arguments are given in.
 
     Returns:
-      A function whose floating results are float32, and low under an autocast that
-      computes in ``dtype``.
+      A function whose floating results are float32 outside of autocast, and under
+      autocast in its compute dtype, which may be another one.
 
     Raises:
       ValueError: ``dtype`` is unknown or not floating.
@@ -137,7 +157,8 @@ def low_call(
     @functools.wraps(fun)
     def low_fun(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = cast_tree((args, kwargs), dtype)
-        results = fun(*args, **kwargs)
+        with jax.named_scope(AS_WRITTEN_SCOPE):
+            results = fun(*args, **kwargs)
         with jax.named_scope(LOW_SCOPE):
             return upcast_tree(results)
 

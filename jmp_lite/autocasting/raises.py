@@ -11,7 +11,7 @@ from jmp_lite.autocasting import compat
 
 def is_raise(eqn: Any) -> bool:
     """Whether an equation casts a 16-bit variable to float32."""
-    if eqn.primitive.name != "convert_element_type":
+    if compat.op_of(eqn) != "convert_element_type":
         return False
     (atom,), (var,) = eqn.invars, eqn.outvars
     is_low = compat.is_float(atom) and not compat.is_literal(atom)

@@ -7,7 +7,7 @@ backward pass is run. What cheap ops make of them is computed again, and not kep
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,13 @@ from jmp_lite.autocasting.door import check_function, function_of_arrays
 from jmp_lite.autocasting.rules import FULL_SCOPE
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 
 def compress_residuals(
-    fun: Callable[..., Any], dtype: DTypeLike | None = None
-) -> Callable[..., Any]:
+    fun: Callable[Params, Result], dtype: DTypeLike | None = None
+) -> Callable[Params, Result]:
     """Returns ``fun``, whose backward pass is computed from values kept in 16 bits.
 
     For the body of a loop over layers, where the values that the backward pass needs
@@ -70,13 +73,13 @@ def compress_residuals(
         hoisted = islands.rematerialize(hoisted, kept=FULL_SCOPE)
         try:
             results = _compressed(hoisted, low_dtype)(*consts, *arrays)
-        except TypeError as error:
-            if "forward-mode" in str(error):
-                error.add_note(
-                    "compress_residuals is for reverse mode: grad, vjp, jacrev. What "
-                    "jvp, jacfwd or hessian needs is never kept."
-                )
-            raise
+        except TypeError as error:  # It has been traced: nothing else is left to fail.
+            raise TypeError(
+                "compress_residuals is for reverse mode (grad, vjp, jacrev), and was "
+                "differentiated in forward mode (jvp, jacfwd, hessian), which keeps "
+                "nothing that could be compressed. Differentiate the function without "
+                "it there."
+            ) from error
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return compressed

@@ -20,7 +20,7 @@ from jmp_lite.autocasting.rules import (
     LOW_SCOPE,
     PRODUCTS,
 )
-from jmp_lite.autocasting.values import State
+from jmp_lite.autocasting.values import Number, State
 
 
 class Row(NamedTuple):
@@ -166,7 +166,7 @@ class _Seeing:
 
     def _kept(self, told: Told, place: Place) -> Iterator[Seen]:
         """Yields the rows of what an equation holds that is run as it was traced."""
-        reason = f"inside of {told.eqn.primitive.name}, which is run as traced"
+        reason = f"inside of {compat.op_of(told.eqn)}, which is run as traced"
         kept = dataclasses.replace(told.decision, reason=reason)
         there = place.inside(told.eqn, compat.trips(told.eqn))
         for jaxpr in compat.inner_jaxprs(told.eqn):
@@ -190,11 +190,11 @@ class _Seeing:
 
     def _told_origin(self, origin: Any) -> str:
         """Returns what made a value what it is held in, in words."""
-        if isinstance(origin, str | None):
-            return origin or ""
+        if isinstance(origin, str | Number | None):
+            return str(origin or "")
         # It was seen before, but for what is handed on from step to step of a loop.
         place = short(self._sources.get(id(origin)) or compat.source(origin))
-        op = _MARKS.get(str(origin.params.get("name"))) or origin.primitive.name
+        op = _MARKS.get(compat.checkpoint_name_of(origin)) or compat.op_of(origin)
         return op + (place and f" at {place}")
 
 
@@ -209,7 +209,7 @@ def _row(told: Told, low: np.dtype[Any]) -> Row:
     is_low = decision.state is State.LOW
     return Row(
         scope=compat.join(*compat.scopes(eqn)),
-        op=eqn.primitive.name,
+        op=compat.op_of(eqn),
         precision=_precision(eqn, decision, low),
         reason=decision.reason,
         source="",
@@ -227,7 +227,7 @@ def _precision(eqn: Any, decision: Decision, low: np.dtype[Any]) -> str:
 
 def precision_as_traced(eqn: Any) -> str:
     """Returns the widest float of an equation; of a product that of its operands."""
-    atoms = eqn.invars[:2] if eqn.primitive.name in PRODUCTS else ()
+    atoms = eqn.invars[:2] if compat.op_of(eqn) in PRODUCTS else ()
     atoms = atoms or (*eqn.invars, *eqn.outvars)
     floats = [compat.dtype_of(atom) for atom in atoms if compat.is_float(atom)]
     return max(floats, key=lambda d: d.itemsize).name if floats else "as traced"
@@ -252,7 +252,7 @@ def equations(jaxpr: Any, place: Place) -> Iterator[tuple[Any, Place]]:
     """Yields the equations of a program that do something, and where theirs stands."""
     for eqn in compat.live_equations(jaxpr):
         yield eqn, place
-        if eqn.primitive.name in HIGHER_ORDER:
+        if compat.op_of(eqn) in HIGHER_ORDER:
             there = place.inside(eqn, compat.trips(eqn))
             for inner in compat.inner_jaxprs(eqn):
                 yield from equations(inner, there)
@@ -319,7 +319,7 @@ def casts_in(programs: Iterable[Any], low: np.dtype[Any]) -> tuple[int, int]:
     """Counts the casts between float32 and a dtype, and the bytes that they move."""
     number = n_bytes = 0
     for eqn, place in (e for jaxpr in programs for e in equations(jaxpr, Place())):
-        if eqn.primitive.name != "convert_element_type":
+        if compat.op_of(eqn) != "convert_element_type":
             continue
         ends = {compat.dtype_of(eqn.invars[0]), compat.dtype_of(eqn.outvars[0])}
         if ends == {np.dtype("float32"), low}:

@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.dtypes import parse_dtype, unknown_name
+from jmp_lite.casting.dtypes import (
+    dtype_names,
+    nearest_name,
+    parse_dtype,
+    unknown_name,
+)
 
 
 class Precision(enum.Enum):
@@ -142,8 +147,8 @@ GROUPS: tuple[Group, ...] = (
         _MOVES,
         """reshape transpose broadcast_in_dim broadcast_to squeeze slice
         dynamic_slice dynamic_update_slice gather scatter rev pad split tile unstack
-        stack concatenate copy stop_gradient name optimization_barrier
-        zeros_like tie pin unpin""",
+        stack concatenate copy stop_gradient name xla_metadata_value
+        optimization_barrier zeros_like tie pin unpin""",
     ),
     _group(
         Precision.FOLLOW,
@@ -171,10 +176,9 @@ GROUPS: tuple[Group, ...] = (
         Precision.KEEP,
         "it holds a function of its own, traced for its operands' types",
         """reduce reduce_window select_and_scatter custom_linear_solve linear_call
-        custom_vmap_call custom_partitioning custom_lin composite call closed_call
-        eval_jaxpr jaxpr_call run_state run_scoped stage call_hi_primitive
-        call_hi_primitive_linearized call_exported custom_jvp_call_jaxpr remat_opt
-        core_map mpmd_map fused_call compute_on xla_metadata_call xla_metadata_value""",
+        custom_partitioning custom_lin composite call jaxpr_call run_state run_scoped
+        stage call_hi_primitive call_hi_primitive_linearized call_exported
+        custom_jvp_call_jaxpr remat_opt core_map mpmd_map fused_call""",
         low=False,
     ),
     _group(
@@ -235,7 +239,8 @@ GROUPS: tuple[Group, ...] = (
 HIGHER_ORDER = frozenset(
     {
         *("jit", "scan", "while", "cond", "checkpoint", "remat", "remat2"),
-        *("custom_jvp_call", "custom_vjp_call", "shard_map"),
+        *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "shard_map"),
+        *("closed_call", "eval_jaxpr", "compute_on", "xla_metadata_call"),
     }
 )
 
@@ -320,11 +325,13 @@ DTYPE_PARAMS: Mapping[str, bool] = MappingProxyType(
 AUTOCAST_SCOPE = "__autocast__"
 FULL_SCOPE = "__full_precision__"
 LOW_SCOPE = "__low_precision__"
+AS_WRITTEN_SCOPE = "__low_call__"
 _MARKS: Mapping[str, Said] = MappingProxyType(
     {
         AUTOCAST_SCOPE: Said(Precision.KEEP, "an inner autocast has decided it"),
         FULL_SCOPE: Said(Precision.FULL, "marked by full_precision or as_full"),
         LOW_SCOPE: Said(Precision.LOW, "marked by low_precision or as_low"),
+        AS_WRITTEN_SCOPE: Said(Precision.KEEP, "inside of low_call, as it was written"),
     }
 )
 """Reserved names of scopes, which come before all others, the innermost first."""
@@ -365,7 +372,9 @@ class Rules:
     """Which precision each op, scope and loop carry gets. Frozen, hashable, a value.
 
     Attributes:
-      compute_dtype: the dtype that low ops run in, a ``np.dtype``.
+      compute_dtype: the dtype that low ops run in, a ``np.dtype``: of 16 bits, or
+        float32, which lowers nothing. Or ``"half"``: the device is asked when a
+        function is called, see ``on_this_device``.
       ops: ``(op, Precision)`` for each op whose precision is not the table's, sorted.
       default: the precision of the ops that the table says follow their operands.
       scopes: ``(pattern, Precision)`` in order. The first pattern that ``re.search``
@@ -392,7 +401,7 @@ class Rules:
     def __post_init__(self) -> None:
         ops = {op: _check_op(op, parse_precision(p)) for op, p in self.ops}
         canonical = {
-            "compute_dtype": parse_dtype(self.compute_dtype),
+            "compute_dtype": _check_compute_dtype(self.compute_dtype),
             "ops": tuple(sorted(ops.items())),
             "default": parse_precision(self.default),
             "scopes": tuple(map(_check_scope, self.scopes)),
@@ -500,6 +509,15 @@ class Rules:
         """Returns ``"follow"`` or ``"full"`` for the carries of a loop, or None."""
         return _first_match(self.carries, path)
 
+    def on_this_device(self) -> "Rules":
+        """Returns rules of which the compute dtype is that of the default device.
+
+        They are these rules themselves, unless the compute dtype is ``"half"``.
+        """
+        if not isinstance(self.compute_dtype, str):  # To NumPy, "half" is float16.
+            return self
+        return dataclasses.replace(self, compute_dtype=parse_dtype(_HALF))
+
     @property
     def is_identity(self) -> bool:
         """Whether no op is run in any other precision than its own."""
@@ -512,7 +530,7 @@ class Rules:
         """Returns these rules as JSON, which ``Rules.from_json`` reads back."""
         return json.dumps(
             {
-                "compute_dtype": np.dtype(self.compute_dtype).name,
+                "compute_dtype": _name_of(self.compute_dtype),
                 "ops": {op: precision.value for op, precision in self.ops},
                 "default": self.default.value,
                 "scopes": [[pattern, p.value] for pattern, p in self.scopes],
@@ -526,8 +544,10 @@ class Rules:
         """Reads rules from JSON: ``to_json``'s, or Ascend's operator lists.
 
         Ascend's is ``{"MatMul": {"precision_reduce": {"flag": "true"}}}``: "true" is
-        ``LOW``, "false" ``FULL``, and what is not listed follows. Operators of Ascend
-        that have no counterpart in JAX are named in one warning.
+        ``LOW``, "false" ``FULL``, and every op that is not listed follows its operands,
+        sums and matrix products too. The compute dtype is Ascend's, float16. A layer of
+        Ascend's becomes a scope. Operators that have no counterpart in JAX are named in
+        one warning.
 
         Args:
           text: the JSON text.
@@ -562,6 +582,18 @@ class Rules:
         return dict(self.ops)
 
 
+def asks_for_low(rules: Rules, op: str, path: str) -> bool:
+    """Returns whether more than the table of ops lowers an op where it stands.
+
+    A mark, a scope, the name of the op, or that nothing at all is ``FULL``.
+    """
+    if rules.precision_in(path) is not None:
+        return rules.precision_in(path) is Precision.LOW
+    lowerable = (op for g in GROUPS if g.has_low_form for op in g.ops)
+    is_named = (op, Precision.LOW) in rules.ops
+    return is_named or Precision.FULL not in map(rules.precision_of, lowerable)
+
+
 def fields_of(rules: Rules) -> dict[str, Any]:
     """Returns all that rules say, by name."""
     return {f.name: getattr(rules, f.name) for f in dataclasses.fields(Rules)}
@@ -589,7 +621,7 @@ def _check_op(op: str, precision: Precision) -> Precision:
             "ops, or a scope."
         )
     if group is None:
-        raise unknown_name("op", op, sorted(_EDITABLE))
+        raise _unknown_op(op)
     if precision is Precision.FULL_INSIDE:
         raise ValueError(f"FULL_INSIDE is for scopes; expected another one for {op!r}.")
     cannot = not group.has_low_form and precision is Precision.LOW
@@ -601,6 +633,55 @@ def _check_op(op: str, precision: Precision) -> Precision:
             f"{group.precision.name}."
         )
     return precision
+
+
+def _unknown_op(op: str) -> ValueError:
+    near = _CALLED_OTHERWISE.get(op) or nearest_name(op, sorted(_EDITABLE))
+    hint = f" Did you mean {near!r}?" if near else ""
+    return ValueError(
+        f"Unknown op {op!r}.{hint} Ops have the names of JAX's primitives, which "
+        "jmp_lite.explain(fun)(*args) lists."
+    )
+
+
+# What users call ops, by JAX's names of them.
+_CALLED_OTHERWISE = {
+    **dict.fromkeys(("matmul", "dot", "einsum", "linear", "dense"), "dot_general"),
+    **dict.fromkeys(("conv", "conv2d", "convolution"), "conv_general_dilated"),
+    "sum": "reduce_sum",
+    "mean": "reduce_sum",
+    "prod": "reduce_prod",
+    "sigmoid": "logistic",
+    "where": "select_n",
+    "power": "pow",
+    "softmax": "exp",
+    "maximum": "max",
+    "minimum": "min",
+    "relu": "max",
+    "add_n": "add_any",
+    "multiply": "mul",
+    "divide": "div",
+    "subtract": "sub",
+    "take": "gather",
+}
+
+_HALF = "half"
+
+
+def _check_compute_dtype(dtype: DTypeLike) -> "np.dtype[Any] | str":
+    if isinstance(dtype, str) and dtype == _HALF:
+        return _HALF
+    parsed = parse_dtype(dtype)
+    if parsed.itemsize not in (2, 4):
+        raise ValueError(
+            "Expected a compute dtype of 16 bits, bfloat16 or float16 (or float32, "
+            f"which lowers nothing), got {parsed.name}."
+        )
+    return parsed
+
+
+def _name_of(dtype: DTypeLike) -> str:
+    return _HALF if isinstance(dtype, str) else np.dtype(dtype).name
 
 
 def _check_scope(scope: Scope) -> Scope:
@@ -649,6 +730,12 @@ def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
       (Precision.FULL, Precision.FOLLOW)
     """
     if name not in PRESETS:
+        if name in (_HALF, *dtype_names()):
+            raise ValueError(
+                f"Expected the name of a preset, such as 'mixed', got the dtype "
+                f"{name!r}. Pass compute_dtype={name!r}, or get_rules('mixed', "
+                f"{name!r})."
+            )
         raise unknown_name("preset", str(name), PRESETS)
     rules = PRESETS[name]
     if compute_dtype is None:
@@ -671,6 +758,15 @@ _O3 = Rules(default=Precision.LOW).low(
     )
 )
 _MATMULS = ("dot_general", "ragged_dot_general")
+# What Ascend's lists edit: float16, in which no op has a precision of its own.
+_ALL_FOLLOW = Rules(compute_dtype="float16").follow(
+    *(
+        op
+        for group in GROUPS
+        if group.precision is not Precision.KEEP and group.has_low_form
+        for op in group.ops
+    )
+)
 
 PRESETS: Mapping[str, Rules] = MappingProxyType(
     {
@@ -736,9 +832,20 @@ ASCEND_OPS = {
     "ConcatD": "concatenate",
     "Transpose": "transpose",
     "GatherV2": "gather",
+    "BiasAdd": "add",
+    "ReduceMean": "reduce_sum",
+    "ReduceMeanD": "reduce_sum",
+    "MaxPool": "reduce_window_max",
+    "MaxPoolV2": "reduce_window_max",
+    "AvgPool": "reduce_window_sum",
+    "Relu": "scope:(^|/)relu(/|$)",
+    "Gelu": "scope:gelu",
     "BatchNorm": "scope:BatchNorm",
     "LayerNorm": "scope:LayerNorm",
-    "SoftmaxV2": "scope:softmax",
+    "SoftmaxV2": "scope:(?<!log_)softmax",
+    "LogSoftmaxV2": "scope:log_softmax",
+    "DynamicRNN": "scope:RNN|LSTM|GRU",
+    "DynamicGRUV2": "scope:GRU",
 }
 
 
@@ -747,7 +854,7 @@ def _is_ascend(entry: Any) -> bool:
 
 
 def _from_ascend(data: Mapping[str, Any]) -> Rules:
-    rules, without_counterpart = _MIXED, list[str]()
+    rules, without_counterpart = _ALL_FOLLOW, list[str]()
     for operator, entry in data.items():
         flag = entry["precision_reduce"]
         flag = flag.get("flag") if isinstance(flag, dict) else flag

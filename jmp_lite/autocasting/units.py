@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jmp_lite.autocasting.rows import Row, counted, is_low
 from jmp_lite.autocasting.rules import (
+    AS_WRITTEN_SCOPE,
     EXACT,
     HIGHER_ORDER,
     LOW_SCOPE,
@@ -124,7 +125,8 @@ def without_numbers(name: str) -> str:
 
 def _is_raisable(row: Row) -> bool:
     """Whether rules can raise what an equation runs in."""
-    return is_low(row) and LOW_SCOPE not in row.scope.split("/")
+    scopes = row.scope.split("/")
+    return is_low(row) and not {LOW_SCOPE, AS_WRITTEN_SCOPE}.intersection(scopes)
 
 
 def _rounds(row: Row, rules: Rules) -> bool:

@@ -40,6 +40,24 @@ class Kind(enum.Enum):
     END = "end"
 
 
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number of the program, as the origin of a value.
+
+    Attributes:
+      value: the number; of an array constant one that does not fit 16 bits.
+      is_element: whether it is an element of an array constant.
+    """
+
+    value: float
+    is_element: bool = False
+
+    def __str__(self) -> str:
+        if self.is_element:
+            return "a constant too large for 16 bits"
+        return f"the number {self.value}"
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """What stands for a traced value.
@@ -53,7 +71,7 @@ class Value:
       cast: the array in the compute dtype, once a use has asked for it.
       raised: the array in float32, likewise, where ``state`` is LOW.
       origin: what made it what it is held in: an equation, the number of an input of
-        the jaxpr, or words.
+        the jaxpr, a ``Number``, or words.
     """
 
     array: Any

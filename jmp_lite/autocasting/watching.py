@@ -94,7 +94,7 @@ class Watcher:
     def _equation(
         self, eqn: Any, operands: Sequence[Any], path: str, source: str
     ) -> list[Any]:
-        name, inside = eqn.primitive.name, compat.path_of(eqn, path)
+        name, inside = compat.op_of(eqn), compat.path_of(eqn, path)
         source = compat.source(eqn, source)
         if name == "jit":
             return self.run(eqn.params["jaxpr"], operands, inside, source)
@@ -102,9 +102,9 @@ class Watcher:
         if is_custom and compat.has_only_axis_effects(eqn):
             # Its own derivative is kept; what is inside is run once more, to be seen.
             seen = [lax.stop_gradient(array) for array in operands]
-            self.run(eqn.params["call_jaxpr"], seen, inside, source)
+            self.run(compat.called(eqn), seen, inside, source)
             return compat.bind_custom(eqn, list(operands), lambda *funs: funs)
-        if name in ("checkpoint", "remat", "remat2"):
+        if name in compat.REMAT:
             return self._remat(eqn, operands, inside, source)
         if name == "scan":
             return self._scan(eqn, operands, inside, source)
@@ -150,9 +150,8 @@ class Watcher:
     def _remat(
         self, eqn: Any, operands: Sequence[Any], path: str, source: str
     ) -> list[Any]:
-        body = self._watched(eqn.params["jaxpr"], path, source)
-        jaxpr = compat.without_consts(body.jaxpr)
-        results, counts = body.apart(compat.bind(eqn, operands, jaxpr=jaxpr))
+        body = self._watched(compat.called(eqn), path, source)
+        results, counts = body.apart(compat.bind_remat(eqn, operands, body.jaxpr))
         self._add(body.ops, counts)
         return results
 

@@ -107,7 +107,7 @@ def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
         atoms = [atom for atom in eqn.invars if not compat.is_literal(atom)]
         if not atoms or not all(atom in made_of for atom in atoms):
             continue
-        is_move = eqn.primitive.name in (*MOVING, "convert_element_type")
+        is_move = compat.op_of(eqn) in (*MOVING, "convert_element_type")
         if is_move and _n_bytes(eqn.outvars[:1]) <= _n_bytes(atoms):
             union = frozenset[int]().union(*(made_of[atom] for atom in atoms))
             made_of[eqn.outvars[0]] = union
@@ -135,7 +135,7 @@ def _read(eqn: Any, jaxpr: Any) -> _Body:
     uses = [
         _Use(step, side, made_of[step.invars[side]], _sum_of(step, readers))
         for step in parts.eqns
-        if step.primitive.name == "dot_general"
+        if compat.op_of(step) == "dot_general"
         for side in (0, 1)
         if step.invars[side] in made_of and step.invars[1 - side] not in made_of
     ]
@@ -152,7 +152,7 @@ def _sum_of(product: Any, readers: Mapping[Any, list[Any]]) -> Any:
     (var,) = product.outvars
     while True:
         reader, *others = readers.get(var, [None])
-        if others or reader is None or reader.primitive.name not in ("add", "add_any"):
+        if others or reader is None or compat.op_of(reader) not in ("add", "add_any"):
             return var
         (result,) = reader.outvars
         if (result.aval.shape, result.aval.dtype) != (var.aval.shape, var.aval.dtype):
@@ -208,7 +208,8 @@ def _linearized(body: _Body, primals: Sequence[Any], tangents: Sequence[Any]) ->
 def _products(use: _Use, stack: Any, direction: Any) -> Any:
     """Returns the products, of all steps, of what was stacked and one weight."""
     contracted, batch = use.eqn.params["dimension_numbers"]
-    if not any(batch):
+    # Axes that are sharded by their types cannot be merged.
+    if not any(batch) and not compat.is_sharded(stack):
         return _one_product(use, stack, direction, *contracted)
 
     def product(other: Any) -> Any:

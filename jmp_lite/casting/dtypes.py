@@ -7,7 +7,7 @@ PRNG keys, complex numbers, Python scalars, ``None`` and arbitrary objects pass 
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -66,6 +66,11 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
     return np.dtype(parsed)
 
 
+def dtype_names() -> Iterable[str]:
+    """Returns the names that ``parse_dtype`` reads."""
+    return _NAME_TO_DTYPE
+
+
 def dtype_name(dtype: DTypeLike) -> str:
     """Returns the name that ``parse_dtype`` reads back: ``bf16``, ``f16``, ``full``."""
     dtype = np.dtype(dtype)
@@ -75,11 +80,19 @@ def dtype_name(dtype: DTypeLike) -> str:
 def unknown_name(kind: str, got: str, accepted: Iterable[str]) -> ValueError:
     """Returns an error that names the word nearest to ``got`` and the accepted ones."""
     accepted = list(accepted)
-    near = difflib.get_close_matches(got, accepted, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest_name(got, accepted)
+    hint = f" Did you mean {near!r}?" if near else ""
     return ValueError(
         f"Unknown {kind} {got!r}.{hint} Expected one of {', '.join(accepted)}."
     )
+
+
+def nearest_name(got: str, accepted: Sequence[str]) -> str | None:
+    """Returns the accepted word that was probably meant: ``"tanh"`` for ``"tahn"``."""
+    letters = sorted(got.lower())
+    swapped = [name for name in accepted if sorted(name.lower()) == letters]
+    near = swapped or difflib.get_close_matches(got, accepted, n=1, cutoff=0.5)
+    return near[0] if near else None
 
 
 def half_dtype() -> Any:

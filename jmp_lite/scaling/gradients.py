@@ -6,23 +6,27 @@ where a scaled gradient exists; what leaves it is the true gradient in float32.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
+import jax.numpy as jnp
 
-from jmp_lite.casting.dtypes import upcast_tree
+from jmp_lite.casting.dtypes import is_array, is_inexact, is_number, upcast_tree
+from jmp_lite.casting.mutables import refusing_modules
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
+
+Params = ParamSpec("Params")
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[Params, Any],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[Params, tuple[Any, Any]]:
     """Returns a function that evaluates ``fun`` and its gradient under a loss scale.
 
     The loss is multiplied by the scale before the backward pass and the gradients are
@@ -42,14 +46,18 @@ def value_and_grad(
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``loss`` has the
       dtype that ``fun`` gave it. ``grads`` has the structure and shapes of the
       arguments, in float32 where those are 32 bits or narrower (under
-      ``NoOpLossScale`` too), else in their dtype.
+      ``NoOpLossScale`` too), else in their dtype. Where the arguments hold inexact
+      arrays and leaves without a derivative, such as the functions in an Equinox
+      module, ``fun`` is differentiated with respect to the arrays, and the gradient of
+      every other leaf is None.
 
     Raises:
-      TypeError: ``loss_scale`` is not a ``LossScale``, or ``fun`` does not return a
-        pair though ``has_aux`` says so.
+      TypeError: ``loss_scale`` is not a ``LossScale``, ``fun`` does not return a pair
+        though ``has_aux`` says so, or an argument is an nnx module, whose changes
+        would be lost.
 
     Source: steps 3 to 6 of MindSpore's mixed-precision training;
-    ``jax.value_and_grad``.
+    ``jax.value_and_grad``; ``equinox.filter_value_and_grad``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -61,12 +69,13 @@ def value_and_grad(
       (dtype('float16'), dtype('float32'))
     """
     transform = functools.partial(
-        jax.value_and_grad,
+        _value_and_grad_of_arrays,
         argnums=argnums,
         holomorphic=holomorphic,
         allow_int=allow_int,
     )
-    return under_scale(transform, fun, loss_scale, has_aux)
+    found = under_scale(transform, fun, loss_scale, has_aux)
+    return refusing_modules(found, "jmp_lite.nnx.value_and_grad")
 
 
 def under_scale(
@@ -102,14 +111,14 @@ def under_scale(
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[Params, Any],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[Params, Any]:
     """Returns a function that evaluates the gradient of ``fun`` under a loss scale.
 
     As ``value_and_grad``, without the value.
@@ -145,6 +154,76 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
+
+
+def _value_and_grad_of_arrays(
+    fun: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int],
+    allow_int: bool,
+    **options: Any,
+) -> Callable[..., Any]:
+    """As ``jax.value_and_grad``, but arrays may have other leaves beside them."""
+    differentiate = functools.partial(
+        jax.value_and_grad, argnums=argnums, allow_int=allow_int, **options
+    )
+    of_all = differentiate(fun)
+    nums = tuple(argnums) if isinstance(argnums, Sequence) else (int(argnums),)
+
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        if not _has_leaves_to_leave_out(args, nums, allow_int):
+            return of_all(*args, **kwargs)
+        given = list(args)
+        for i in nums:
+            given[i] = jax.tree.map(
+                lambda leaf: leaf if _is_inexact_array(leaf) else None, args[i]
+            )
+
+        def fun_of_arrays(*given: Any, **kwargs: Any) -> Any:
+            whole = list(given)
+            for i in nums:
+                whole[i] = _filled_in(given[i], args[i])
+            return fun(*whole, **kwargs)
+
+        return differentiate(fun_of_arrays)(*given, **kwargs)
+
+    return value_and_grad_fun
+
+
+def _has_leaves_to_leave_out(
+    args: tuple[Any, ...], nums: tuple[int, ...], allow_int: bool
+) -> bool:
+    """Whether arguments hold inexact arrays beside leaves without a derivative.
+
+    All others are left to JAX, and to its errors.
+    """
+    if not all(-len(args) <= i < len(args) for i in nums):
+        return False
+    leaves = jax.tree.leaves([args[i] for i in nums])
+
+    def has_derivative(leaf: Any) -> bool:
+        return is_inexact(leaf) or (allow_int and _is_discrete(leaf))
+
+    return any(map(_is_inexact_array, leaves)) and not all(map(has_derivative, leaves))
+
+
+def _is_inexact_array(leaf: Any) -> bool:
+    return is_array(leaf) and is_inexact(leaf)
+
+
+def _is_discrete(leaf: Any) -> bool:
+    is_bool = isinstance(leaf, bool) or (is_array(leaf) and leaf.dtype == jnp.bool_)
+    return is_bool or is_number(leaf, jnp.integer)
+
+
+def _filled_in(arrays: Any, whole: Any) -> Any:
+    """Returns a tree of arrays with the leaves of another where it has None."""
+    return jax.tree.map(
+        lambda array, leaf: leaf if array is None else array,
+        arrays,
+        whole,
+        is_leaf=lambda node: node is None,
+    )
 
 
 def _call(

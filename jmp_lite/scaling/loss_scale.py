@@ -22,6 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jmp_lite.casting.dtypes import (
     is_array,
     is_inexact,
+    nearest_name,
     needs_loss_scale,
     parse_dtype,
 )
@@ -136,6 +137,49 @@ class StaticLossScale(LossScale):
         return self.loss_scale
 
 
+_NAMES_ELSEWHERE = {
+    # PyTorch's GradScaler, DeepSpeed, Flax and Keras, MindSpore, Paddle.
+    **dict.fromkeys(
+        ("init_scale", "initial_scale", "init_loss_scale", "init_loss_scaling"),
+        "loss_scale",
+    ),
+    **dict.fromkeys(("growth_factor", "scale_factor", "incr_ratio"), "factor"),
+    "decr_ratio": "backoff_factor",
+    **dict.fromkeys(
+        (
+            *("growth_interval", "scale_window", "loss_scale_window"),
+            *("dynamic_growth_steps", "incr_every_n_steps"),
+        ),
+        "period",
+    ),
+    **dict.fromkeys(("backoff_interval", "decr_every_n_nan_or_inf"), "hysteresis"),
+    **dict.fromkeys(("min_scale", "minimum_scale"), "min_loss_scale"),
+    "max_scale": "max_loss_scale",
+}
+
+
+def _with_nearest_names(cls: type[Tree]) -> type[Tree]:
+    """Makes a dataclass answer an unknown keyword with the name that was meant."""
+    generated = cls.__init__
+    known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+
+    @functools.wraps(generated)
+    def init(self: Tree, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                meant = _NAMES_ELSEWHERE.get(name) or nearest_name(name, known)
+                raise TypeError(
+                    f"{cls.__name__} has no argument {name!r}"
+                    + (f": did you mean {meant}?" if meant else ".")
+                    + f" Its arguments are {', '.join(known)}."
+                )
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = init
+    return cls
+
+
+@_with_nearest_names
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
     """A scale that finds its level: as large as gradients stay finite with.
@@ -149,17 +193,21 @@ class DynamicLossScale(LossScale):
         inside by its next change.)
       counter: how many finite steps came in a row since the last change.
       period: after how many finite steps in a row the scale grows.
-      factor: what it grows by and shrinks by; 2 keeps it a power of two, so that
-        scaling only moves exponents.
+      factor: what it grows by and, without ``backoff_factor``, shrinks by; 2 keeps it
+        a power of two, so that scaling only moves exponents.
       min_loss_scale: the scale does not back off below this.
       max_loss_scale: the scale does not grow above this.
       hysteresis: how many non-finite steps in a row it takes to back off; each one
         after them backs off too, and a finite step starts the count again.
       overflows: how many non-finite steps came in a row, up to ``hysteresis``; None
         (and no leaf) where ``hysteresis`` is 1.
+      backoff_factor: what it is multiplied by when it backs off, in (0, 1); None for
+        ``1 / factor``.
 
     Raises:
       ValueError: a number is out of range.
+      TypeError: there is no argument of that name; the message says which was meant,
+        also for the names of PyTorch's ``GradScaler`` and others.
 
     Source: jmp 0.0.4 (names, order of the arguments), Micikevicius et al., "Mixed
     Precision Training", 2017; hysteresis as in Megatron-LM and DeepSpeed.
@@ -181,6 +229,7 @@ class DynamicLossScale(LossScale):
     max_loss_scale: float = 2.0**24
     hysteresis: int = 1
     overflows: Any = None
+    backoff_factor: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
@@ -197,6 +246,10 @@ class DynamicLossScale(LossScale):
             "hysteresis": hysteresis,
             "overflows": _counter(overflows, "overflows") if hysteresis > 1 else None,
         }
+        if self.backoff_factor is not None:
+            canonical["backoff_factor"] = _host_number(
+                self.backoff_factor, "backoff_factor"
+            )
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
         self._check_ranges()
@@ -206,6 +259,11 @@ class DynamicLossScale(LossScale):
         largest = float(_FLOAT32.max)
         if not 1 < self.factor <= largest:
             raise ValueError(f"Expected a finite factor above 1, got {self.factor}.")
+        if self.backoff_factor is not None and not 0 < self.backoff_factor < 1:
+            raise ValueError(
+                "Expected a backoff_factor between 0 and 1, which the scale is "
+                f"multiplied by, got {self.backoff_factor}."
+            )
         if not 0 <= low <= high <= largest:
             raise ValueError(
                 "Expected 0 <= min_loss_scale <= max_loss_scale, finite in float32, "
@@ -244,7 +302,12 @@ class DynamicLossScale(LossScale):
         # Zero would be the end: nothing grows from there.
         floor = max(self.min_loss_scale, float(_FLOAT32.tiny))
         grown = jnp.minimum(loss_scale * self.factor, self.max_loss_scale)
-        shrunk = jnp.maximum(loss_scale / self.factor, floor)
+        lower = (
+            loss_scale / self.factor
+            if self.backoff_factor is None
+            else loss_scale * self.backoff_factor
+        )
+        shrunk = jnp.maximum(lower, floor)
         # Of a finite step the counter says whether it was the last of its period. It
         # is asked for its new value: a GPU then makes it and the scale in one kernel.
         return self._with_leaves(
@@ -358,6 +421,9 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     Returns:
       A boolean scalar.
 
+    Raises:
+      NameError: ``axis_name`` is not mapped here.
+
     Source: jmp 0.0.4; the axis is MindSpore's and Megatron-LM's joint decision.
 
     Example:
@@ -372,7 +438,15 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     finite = functools.reduce(jnp.logical_and, checks, jnp.array(True))
     if axis_name is None:
         return finite
-    return lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
+    try:
+        return lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
+    except NameError as error:
+        raise NameError(
+            f"axis_name={axis_name!r} names an axis that is not mapped here: call this "
+            "inside jax.shard_map over that axis, or inside jax.vmap or jax.pmap with "
+            "that axis_name. Under jit alone leave axis_name out: arrays are whole "
+            "there, however they are sharded."
+        ) from error
 
 
 def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
@@ -528,5 +602,5 @@ def _warn_if_not_floating(value: Any, name: str) -> None:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"Expected a real number for {name}, got {value!r}.")
     if not jnp.issubdtype(dtype, jnp.floating):
-        # Up through __post_init__ and __init__ to the line that made the scale.
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
+        # Up through __post_init__ and both __init__ to the line that made the scale.
+        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=5)

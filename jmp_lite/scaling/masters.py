@@ -8,12 +8,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.dtypes import is_16_bit, is_floating, parse_dtype, upcast_tree
+from jmp_lite.casting.dtypes import (
+    is_16_bit,
+    is_array,
+    is_floating,
+    parse_dtype,
+    upcast_tree,
+)
+from jmp_lite.scaling.loss_scale import type_of
 from jmp_lite.scaling.transforms import (
-    OfNarrowParams,
+    check_grads,
     strongly_typed,
     with_extra_args,
 )
@@ -35,6 +43,9 @@ class MasterWeightsState(NamedTuple):
     masters: Any
     inner_state: Any
 
+    def _kept_in_16_bits(self) -> Any:
+        return self.masters
+
 
 def master_weights(
     inner: Any, dtype: DTypeLike = "float32"
@@ -46,22 +57,39 @@ def master_weights(
     small it is beside the parameter. Memory: 4 bytes for each parameter, beside its 2;
     as much as float32 parameters of which a 16-bit copy is kept.
 
+    Three cases differ from plain rounding:
+
+    - While a finite master is out of the parameter's range, the parameter is the
+      largest finite number. A master that is not finite still shows. No update mends a
+      parameter that is given as infinite.
+    - No float32 sum of a parameter and an update is exact where the parameter shrinks
+      by a factor of 2**13 (float16) or 2**16 (bfloat16) in one step, or where the two
+      differ by less than 2**-126. The next step corrects the difference.
+    - A parameter that becomes zero loses the sign of the zero.
+
+    Parameters as wide as the masters, such as float32 ones, are trained by ``inner``
+    as if it stood alone.
+
     It stands inside of ``loss_scaling`` or around it, which skips all the same.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
         ``optax.MultiSteps``. It sees float32 gradients and the masters.
-      dtype: the dtype of the masters.
+      dtype: the dtype of the masters, of at least 32 bits.
 
     Returns:
       A transformation whose state is a ``MasterWeightsState``. ``init`` takes the
       parameters: in float32, which are then the masters exactly, or rounded already.
       ``update`` needs the parameters. The updates are in ``dtype``: to be added by
-      ``optax.apply_updates``, under JAX's standard dtype promotion.
+      ``optax.apply_updates``, under JAX's standard dtype promotion. Under the strict
+      one that sum raises JAX's ``TypePromotionError``: put
+      ``with jax.numpy_dtype_promotion("standard"):`` around it.
 
     Raises:
-      TypeError: ``inner`` is no transformation.
-      ValueError: ``dtype`` is unknown, or ``update`` is not given the parameters.
+      TypeError: ``inner`` is no transformation, or ``update`` is given a pair
+        ``(loss, grads)``.
+      ValueError: ``dtype`` is unknown or narrower than 32 bits, or ``update`` is not
+        given the parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017; MXNet's
     ``multi_precision=True``.
@@ -78,8 +106,16 @@ def master_weights(
       (Array([1.00781], dtype=bfloat16), Array([1.0078125], dtype=float32))
     """
     inner, parsed = with_extra_args(inner), parse_dtype(dtype)
+    if jnp.finfo(parsed).bits < 32:
+        raise ValueError(
+            f"Expected masters of at least 32 bits, got dtype={parsed.name!r}, which "
+            "would lose what masters are there to keep: leave dtype out, or take "
+            "compensated, which keeps 16 bits more of each parameter."
+        )
 
     def cast(leaf: Any) -> Any:
+        if is_floating(leaf) and jnp.finfo(leaf.dtype).bits > jnp.finfo(parsed).bits:
+            return jnp.array(leaf, copy=True)
         # Copied, because parameters and state may both be donated.
         return jnp.array(leaf, parsed, copy=True) if is_floating(leaf) else leaf
 
@@ -90,17 +126,22 @@ def master_weights(
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        _check_params(params, "master_weights")
-        steps, inner_state = inner.update(
-            upcast_tree(updates), state.inner_state, state.masters, **extra_args
+        _check_params(updates, params, "master_weights")
+        # A parameter as wide as its master is the master.
+        masters = jax.tree.map(
+            lambda m, p: m if _is_narrower(p, m) else p, state.masters, params
         )
-        masters = optax.apply_updates(state.masters, steps)
+        steps, inner_state = inner.update(
+            upcast_tree(updates), state.inner_state, masters, **extra_args
+        )
+        masters = optax.apply_updates(masters, steps)
 
-        # What lies between is exact in float32, but for the largest of steps.
-        def to_master(master: Any, param: Any) -> Any:
-            return master - jnp.asarray(param).astype(master.dtype)
+        def to_master(master: Any, step: Any, param: Any) -> Any:
+            if not _is_narrower(param, master):
+                return step
+            return _update_to(_nearest(master, param.dtype), param)
 
-        moved = jax.tree.map(to_master, masters, params)
+        moved = jax.tree.map(to_master, masters, steps, params)
         return moved, MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -126,6 +167,9 @@ class CompensatedState(NamedTuple):
     rest: Any
     inner_state: Any
 
+    def _kept_in_16_bits(self) -> Any:
+        return self.rest
+
 
 def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that 16-bit parameters remember what rounding took.
@@ -135,8 +179,10 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     ``master_weights`` takes 4. Parameter and rest have the digits of both: 16 bits of a
     mantissa in bfloat16, 22 in float16.
 
-    It stands right inside of ``loss_scaling`` or around it. What stands between them
-    (``optax.chain``) would hand parameters on in float32.
+    It stands inside of ``loss_scaling`` or around it. Inside, a ``chain``, ``masked``,
+    ``partition`` or ``MultiSteps`` of optax may stand between the two. The other parts
+    of such a chain then also see 16-bit parameters. A parameter and its rest stop at
+    the largest finite number.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -146,11 +192,14 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     Returns:
       A transformation whose state is a ``CompensatedState``. ``update`` needs the
       parameters. The updates are in float32: to be added by ``optax.apply_updates``,
-      under JAX's standard dtype promotion. Parameters of 32 bits are left to ``inner``.
+      under JAX's standard dtype promotion (see ``master_weights``). Parameters of 32
+      bits are left to ``inner``.
 
     Raises:
-      TypeError: ``inner`` is no transformation.
-      ValueError: in ``init``, no parameter has 16 bits; ``update`` is not given them.
+      TypeError: ``inner`` is no transformation, or ``update`` is given a pair
+        ``(loss, grads)``.
+      ValueError: in ``init``, no parameter has 16 bits, and these are not a part that
+        ``optax.masked`` or ``optax.partition`` chose; ``update`` is not given them.
 
     Source: Kahan, "Further remarks on reducing truncation errors", 1965; for training,
     Zamirai et al., "Revisiting BFloat16 Training", 2020.
@@ -178,10 +227,8 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        _check_params(params, "compensated")
-        whole = jax.tree.map(
-            lambda p, r: _full(p) + _full(r) if is_16_bit(p) else p, params, state.rest
-        )
+        _check_params(updates, params, "compensated")
+        whole = jax.tree.map(_with_rest, params, state.rest)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, whole, **extra_args
         )
@@ -190,7 +237,7 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
             if not is_16_bit(param):
                 return step, rest
             total = whole + step
-            moved = _nearest(total, param.dtype) - _full(param)
+            moved = _update_to(_nearest(total, param.dtype), param)
             # The new parameter, as optax.apply_updates makes it of this: XLA makes it
             # once for both. On a TPU it would else make two kernels of all of it.
             rounded = _full((_full(param) + moved).astype(param.dtype))
@@ -203,7 +250,7 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
         moved, rest = (treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
         return moved, CompensatedState(rest, inner_state)
 
-    return OfNarrowParams(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class StochasticRoundingState(NamedTuple):
@@ -222,32 +269,38 @@ class StochasticRoundingState(NamedTuple):
     key: Any
     inner_state: Any
 
+    def _kept_in_16_bits(self) -> None:
+        return None  # It does not know, so all of them.
+
 
 def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that 16-bit parameters are rounded up or down by chance.
 
     Up with the probability of what is above the lower neighbour, so that the parameter
     is right on average, however small an update is. No memory but for a key; the noise
-    is that of one rounding a step.
+    is that of one rounding a step. A finite number out of the parameter's range becomes
+    the largest finite one.
 
-    It stands right inside of ``loss_scaling`` or around it. What stands between them
-    (``optax.chain``) would hand parameters on in float32. What a skipped step does not
-    move is not rounded either.
+    It stands inside of ``loss_scaling`` or around it. Inside, a ``chain``, ``masked``,
+    ``partition`` or ``MultiSteps`` of optax may stand between the two. The other parts
+    then also see 16-bit parameters. A skipped step rounds nothing.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
         ``optax.MultiSteps``. It sees float32 gradients and parameters.
-      key: a key of ``jax.random``.
+      key: a key of ``jax.random``, such as ``jax.random.key(0)``.
 
     Returns:
       A transformation whose state is a ``StochasticRoundingState``. ``update`` needs
       the parameters. The updates are in float32: to be added by
-      ``optax.apply_updates``, under JAX's standard dtype promotion. Parameters of 32
-      bits are left to ``inner``.
+      ``optax.apply_updates``, under JAX's standard dtype promotion (see
+      ``master_weights``). Parameters of 32 bits are left to ``inner``.
 
     Raises:
-      TypeError: ``inner`` is no transformation.
-      ValueError: in ``init``, no parameter has 16 bits; ``update`` is not given them.
+      TypeError: ``inner`` is no transformation or ``key`` no key, or ``update`` is
+        given a pair ``(loss, grads)``.
+      ValueError: in ``init``, no parameter has 16 bits, and these are not a part that
+        ``optax.masked`` or ``optax.partition`` chose; ``update`` is not given them.
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
 
@@ -260,6 +313,7 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
       True
     """
     inner = with_extra_args(inner)
+    check_key(key)
 
     def init(params: Any) -> Any:
         _check_16_bit(params, "stochastic_rounding")
@@ -269,7 +323,7 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        _check_params(params, "stochastic_rounding")
+        _check_params(updates, params, "stochastic_rounding")
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, upcast_tree(params), **extra_args
         )
@@ -282,52 +336,101 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
                 return step
             total = _full(param) + step
             noise = jax.random.uniform(jax.random.fold_in(now, number), param.shape)
-            return _by_chance(total, param.dtype, noise) - _full(param)
+            return _update_to(_by_chance(total, param.dtype, noise), param)
 
         moved = jax.tree.map(add, params, steps, numbers)
         return moved, StochasticRoundingState(later, inner_state)
 
-    return OfNarrowParams(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _full(leaf: Any) -> Any:
     return leaf.astype(jnp.float32)
 
 
+def _with_rest(param: Any, rest: Any) -> Any:
+    if not is_16_bit(param):
+        return param
+    # A zero keeps its sign where nothing is added to it.
+    return jnp.where(rest == 0, _full(param), _full(param) + _full(rest))
+
+
+def _is_narrower(param: Any, master: Any) -> bool:
+    is_pair = is_floating(param) and is_floating(master)
+    return is_pair and jnp.finfo(param.dtype).bits < jnp.finfo(master.dtype).bits
+
+
+def _update_to(target: Any, param: Any) -> Any:
+    """Returns the update by which ``optax.apply_updates`` makes ``target`` of a leaf.
+
+    Args:
+      target: numbers of the parameter's dtype, in float32 or wider.
+      param: the parameter. Added to it, the update is the target exactly, or so near
+        that it is rounded to it.
+    """
+    before = param.astype(target.dtype)
+    # What is not finite is what the sum shall be; a zero gets the sign of the target.
+    is_sum = (before == 0) | ~jnp.isfinite(target)
+    return jnp.where(is_sum, target, target - before)
+
+
 def _check_16_bit(params: Any, name: str) -> None:
-    leaves = jax.tree.leaves(params)
-    if leaves and not any(map(is_16_bit, leaves)):
+    def is_left_out(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    leaves = jax.tree.leaves(params, is_leaf=is_left_out)
+    is_part = any(map(is_left_out, leaves))  # Chosen by optax.masked or partition.
+    if leaves and not is_part and not any(map(is_16_bit, leaves)):
         raise ValueError(
-            f"{name} is for parameters of 16 bits, and was given none. Causes: (a) "
-            "they have 32: cast them with cast_tree; (b) an optax.chain stands between "
-            "it and loss_scaling, and hands them on in float32: put the chain inside, "
-            f"as in loss_scaling({name}(optax.chain(...)))."
+            f"{name} is for parameters of 16 bits, and was given none, but "
+            f"{', '.join(sorted({type_of(leaf) for leaf in leaves})[:3])}. Causes: (a) "
+            "they have 32 bits: cast them with cast_tree, or leave the wrapper out; "
+            "(b) a wrapper around it casts them to float32 before: put that inside, as "
+            f"in {name}(wrapper(...))."
         )
 
 
-def _check_params(params: Any, name: str) -> None:
+def _check_params(updates: Any, params: Any, name: str) -> None:
     if params is None:
         raise ValueError(
             f"{name} needs the parameters: optimizer.update(grads, opt_state, params)."
         )
+    check_grads(updates, params)
 
 
-# Rounded by arithmetic: XLA elides a cast to 16 bits and back.
+def check_key(key: Any) -> None:
+    """Raises a TypeError for what is not one key of ``jax.random``."""
+    is_typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_raw = is_array(key) and key.dtype == jnp.uint32 and key.ndim == 1
+    if not is_raw and not (is_typed and key.ndim == 0):
+        hint = key if isinstance(key, int) else 0
+        raise TypeError(
+            f"Expected one key of jax.random, got {type_of(key)}: pass "
+            f"jax.random.key({hint})."
+        )
+
+
+# Rounded by arithmetic: XLA elides a cast to 16 bits and back. A finite number out of
+# range becomes the largest one in it: no update would bring an infinity back.
 
 
 def _spacing(x: Any, dtype: Any) -> Any:
-    """Returns how far the numbers of a dtype lie apart where ``x`` is, in float32."""
-    info = jnp.finfo(dtype)
-    exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
-    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
-    smallest = max(float(info.smallest_subnormal), 2.0**-126)
-    return jnp.maximum(power * jnp.float32(2.0**-info.nmant), jnp.float32(smallest))
+    """Returns how far the numbers of a dtype lie apart where ``x`` is."""
+    info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    infinity = np.asarray(np.inf, x.dtype)
+    exponents = infinity.view(f"uint{wide.bits}")  # Its bits are those of the exponent.
+    exponent = jax.lax.bitcast_convert_type(x, exponents.dtype) & exponents
+    power = jax.lax.bitcast_convert_type(exponent, x.dtype)
+    smallest = max(float(info.smallest_subnormal), float(wide.tiny))
+    least = np.asarray(smallest, x.dtype)
+    return jnp.maximum(power * np.asarray(2.0**-info.nmant, x.dtype), least)
 
 
 def _nearest(x: Any, dtype: Any) -> Any:
-    """Returns the numbers of a dtype that are nearest, in float32."""
-    spacing = _spacing(x, dtype)
-    steps = jax.lax.round(x / spacing, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    """Returns the finite numbers of a dtype that are nearest, in the dtype of ``x``."""
+    inside = _inside(x, dtype)
+    spacing = _spacing(inside, dtype)
+    steps = jax.lax.round(inside / spacing, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(jnp.isfinite(x), steps * spacing, x)
 
 
@@ -339,8 +442,15 @@ def _by_chance(x: Any, dtype: Any, noise: Any) -> Any:
       dtype: the dtype.
       noise: uniform in [0, 1).
     """
-    spacing = _spacing(x, dtype)
-    steps = x / spacing
+    inside = _inside(x, dtype)
+    spacing = _spacing(inside, dtype)
+    steps = inside / spacing
     below = jnp.floor(steps)
     up = (noise < steps - below).astype(jnp.float32)
-    return jnp.where(jnp.isfinite(x), (below + up) * spacing, x)
+    is_rounded = jnp.isfinite(x) & (x != 0)  # A zero keeps its sign.
+    return jnp.where(is_rounded, (below + up) * spacing, x)
+
+
+def _inside(x: Any, dtype: Any) -> Any:
+    largest = np.asarray(float(jnp.finfo(dtype).max), x.dtype)
+    return jnp.clip(x, -largest, largest)

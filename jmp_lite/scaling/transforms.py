@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_lite.casting.dtypes import is_array, is_inexact, is_number, upcast_tree
+from jmp_lite.casting.dtypes import (
+    is_16_bit,
+    is_array,
+    is_inexact,
+    is_number,
+    upcast_tree,
+)
 from jmp_lite.scaling.loss_scale import (
     AxisName,
     DynamicLossScale,
@@ -34,7 +40,8 @@ class LossScalingState(NamedTuple):
       loss_scale: the ``LossScale`` for the next step.
       inner_state: the state of the wrapped transformation.
       grads_finite: whether the last step's gradients were finite, a boolean scalar.
-      skipped: how many steps were skipped in all, an int32 scalar.
+      skipped: how many steps were skipped in all, an int32 scalar; with ``skip=False``,
+        how many would have been.
       consecutive_skipped: how many of the last steps in a row, an int32 scalar.
 
     Example:
@@ -48,10 +55,6 @@ class LossScalingState(NamedTuple):
     grads_finite: Any
     skipped: Any
     consecutive_skipped: Any
-
-
-class OfNarrowParams(optax.GradientTransformationExtraArgs):
-    """An optimizer that has to see 16-bit parameters as they are."""
 
 
 class LossScaleError(ValueError):
@@ -73,14 +76,15 @@ def loss_scaling(
     loss_scale: LossScale | None = None,
     *,
     axis_name: AxisName | None = None,
+    skip: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it carries a loss scale and skips overflowed steps.
 
     The gradients it is given are the true ones: ``jmp_lite.value_and_grad`` scales and
     unscales. This wrapper checks them, adjusts the scale, and where one of them is not
-    finite returns zero updates and leaves the inner state as it was, bit for bit,
-    schedules included. The inner transformation then gets ones for gradients, never a
-    NaN or an infinity, and what it makes of them is dropped.
+    finite returns updates of -0.0, which change no bit of a parameter, and leaves the
+    inner state as it was, schedules included. The inner transformation then gets ones
+    for gradients, never a NaN or an infinity, and what it makes of them is dropped.
 
     Put it around the whole chain and around ``optax.MultiSteps``. Inside ``MultiSteps``
     one overflow would stay in optax's accumulator for ever; inside ``optax.partition``
@@ -88,21 +92,36 @@ def loss_scaling(
     it adds no error, but some optimizers raise by themselves: ``optax.lbfgs`` outside
     of jit, and ``optax.contrib.schedule_free``, which writes NaN as a constant.
 
+    One loss and two optimizers: put one ``loss_scaling`` around ``optax.partition``.
+    With one around each, the loss is scaled by one state, and an overflow in the
+    gradients of the other one never lowers that scale::
+
+        labels = {"encoder": "slow", "head": "fast"}
+        optimizers = {"slow": optax.sgd(1e-4), "fast": optax.adam(1e-3)}
+        optimizer = loss_scaling(optax.partition(optimizers, labels))
+
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
         ``optax.MultiSteps``.
       loss_scale: the scale to start from; None for ``DynamicLossScale()``.
       axis_name: a mapped axis or several over which all replicas skip together.
+      skip: False applies the updates of overflowed gradients as well, and counts them;
+        for a scale that does not change, such as ``StaticLossScale``. (MindSpore's
+        ``FixedLossScaleManager(drop_overflow_update=False)``.)
 
     Returns:
       A transformation whose state is a ``LossScalingState``. ``update`` takes gradients
       of any floating dtype and passes extra arguments on. Where gradients or parameters
       have 16 bits, ``inner`` sees them in float32, and so its state and the updates are
-      those of float32 parameters.
+      those of float32 parameters. Parameters that ``master_weights``, ``compensated``
+      or ``stochastic_rounding`` inside is to round stay in 16 bits.
 
     Raises:
       TypeError: ``inner`` is no transformation or ``loss_scale`` no ``LossScale``; on
-        update, ``inner`` returned a state of another structure or shape than it got.
+        update, ``inner`` returned a state of another structure or shape than it got,
+        lacks an extra argument, or the gradients are not like the parameters.
+      ValueError: ``skip`` is False with a scale that changes.
+      NameError: on update, ``axis_name`` is not bound.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017.
 
@@ -112,19 +131,25 @@ def loss_scaling(
       >>> state = optimizer.init(params)
       >>> overflowed = {"w": jnp.array([1.0, jnp.inf])}
       >>> updates, state = optimizer.update(overflowed, state, params)
-      >>> updates["w"], state.loss_scale.loss_scale, state.skipped
-      (Array([0., 0.], dtype=float32), Array(4., dtype=float32), Array(1, dtype=int32))
+      >>> updates["w"], state.loss_scale.loss_scale, int(state.skipped)
+      (Array([-0., -0.], dtype=float32), Array(4., dtype=float32), 1)
     """
     inner = with_extra_args(inner)
     if loss_scale is not None:
         check_is_loss_scale(loss_scale)
+    if not skip and (loss_scale is None or jax.tree.leaves(loss_scale)):
+        given = "DynamicLossScale" if loss_scale is None else type(loss_scale).__name__
+        raise ValueError(
+            f"Expected a loss scale that does not change with skip=False, got {given}: "
+            "it would adjust itself to steps that are applied all the same. Pass "
+            "StaticLossScale(128.0) or NoOpLossScale(), or leave skip=False out."
+        )
 
     def init(params: Any) -> Any:
         start = DynamicLossScale() if loss_scale is None else loss_scale
         return LossScalingState(
-            # Copied, because the state may be donated and the wrapper used again.
-            loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), start),
-            inner_state=strongly_typed(inner.init(_as_seen(inner, params))),
+            loss_scale=_fresh(start),
+            inner_state=strongly_typed(inner.init(_as_seen_by_init(inner, params))),
             grads_finite=jnp.array(True),
             skipped=jnp.zeros([], jnp.int32),
             consecutive_skipped=jnp.zeros([], jnp.int32),
@@ -139,7 +164,12 @@ def loss_scaling(
                 f"{type(state).__name__}."
             )
         grads_finite = all_finite(updates, axis_name)
-        return update_if(grads_finite, inner, updates, state, params, **extra_args)
+        if skip:
+            return update_if(grads_finite, inner, updates, state, params, **extra_args)
+        new_updates, _, inner_state = _update_inner(
+            inner, updates, state.inner_state, params, extra_args
+        )
+        return new_updates, _counted(state, grads_finite, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -164,7 +194,7 @@ def skip_nonfinite(
       >>> optimizer = skip_nonfinite(optax.sgd(0.5))
       >>> state = optimizer.init(jnp.ones(1))
       >>> optimizer.update(jnp.array([jnp.nan]), state)[0]
-      Array([0.], dtype=float32)
+      Array([-0.], dtype=float32)
     """
     return loss_scaling(inner, NoOpLossScale(), axis_name=axis_name)
 
@@ -184,24 +214,14 @@ def update_if(
     temporaries, and it refuses an inner transformation whose weak types change.
     """
     grads, extra_args = _finite_or_ones(grads_finite, (updates, extra_args))
-    # Somebody may have put a Python number into it, such as a new learning rate.
-    inner_state = strongly_typed(state.inner_state)
-    new_updates, new_inner_state = inner.update(
-        upcast_tree(grads),
-        inner_state,
-        _as_seen(inner, params),
-        **upcast_tree(extra_args),
+    new_updates, inner_state, new_inner_state = _update_inner(
+        inner, grads, state.inner_state, params, extra_args
     )
-    new_inner_state = _like(inner_state, new_inner_state)
-    no_updates = jax.tree.map(jnp.zeros_like, new_updates)
-    consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)
-    return select_tree(grads_finite, new_updates, no_updates), LossScalingState(
-        loss_scale=state.loss_scale.adjust(grads_finite),
+    no_updates = jax.tree.map(_negative_zeros, new_updates)
+    return select_tree(grads_finite, new_updates, no_updates), _counted(
+        state,
+        grads_finite,
         inner_state=select_tree(grads_finite, new_inner_state, inner_state),
-        grads_finite=grads_finite,
-        # Made of the other count, so that a GPU makes both in one kernel.
-        skipped=state.skipped + jnp.minimum(consecutive_skipped, 1),
-        consecutive_skipped=consecutive_skipped,
     )
 
 
@@ -234,6 +254,40 @@ def get_loss_scale(opt_state: Any) -> LossScale:
     return found[0][1].loss_scale
 
 
+def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
+    """Returns an optimizer state that carries another loss scale.
+
+    Args:
+      opt_state: as for ``get_loss_scale``.
+      loss_scale: the scale for the next step. Another kind of scale, or other settings
+        than its leaves, is another structure of the state: a jitted step is traced
+        again.
+
+    Returns:
+      ``opt_state`` with the scale replaced, and all else as it is.
+
+    Raises:
+      TypeError: ``loss_scale`` is not a ``LossScale``.
+      ValueError: there is no loss scale in ``opt_state``, or more than one; the message
+        lists where it looked or what it found.
+
+    Example:
+      >>> import dataclasses
+      >>> opt_state = loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> lower = dataclasses.replace(get_loss_scale(opt_state), loss_scale=2.0**10)
+      >>> get_loss_scale(set_loss_scale(opt_state, lower)).loss_scale
+      Array(1024., dtype=float32)
+    """
+    check_is_loss_scale(loss_scale)
+    get_loss_scale(opt_state)  # There is one, and only one.
+    new = _fresh(loss_scale)
+
+    def replace(node: Any) -> Any:
+        return node._replace(loss_scale=new) if _is_scaling_state(node) else node
+
+    return jax.tree.map(replace, opt_state, is_leaf=_is_scaling_state)
+
+
 def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
     """Raises an error when training has stopped moving; for the host, between steps.
 
@@ -242,7 +296,9 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
       max_consecutive_skips: how many skipped steps in a row are still tolerated.
 
     Raises:
-      LossScaleError: more than ``max_consecutive_skips`` steps in a row were skipped.
+      LossScaleError: more than ``max_consecutive_skips`` steps in a row were skipped,
+        and the message names likely causes; or ``optax.MultiSteps`` stands around
+        ``loss_scaling`` and has met its first overflow, which it keeps for ever.
       ValueError: there is no ``LossScalingState`` in ``opt_state``.
       TypeError: called inside ``jit``, where there is nothing to read yet.
 
@@ -256,26 +312,84 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
             "Expected max_consecutive_skips of at least 0, got "
             f"{max_consecutive_skips}."
         )
-    for path, state in _loss_scaling_states(opt_state):
-        try:
-            in_a_row = int(np.asarray(state.consecutive_skipped).max())
-        except jax.errors.TracerArrayConversionError:
-            raise TypeError(
-                "check_loss_scale reads numbers on the host: call it between steps, "
-                "outside of jit."
-            ) from None
+    states = _loss_scaling_states(opt_state)
+    _check_nesting(opt_state)
+    for path, state in states:
+        in_a_row = int(_on_host(state.consecutive_skipped).max())
         if in_a_row > max_consecutive_skips:
+            others = [name for name, other in states if other is not state]
+            causes = "; ".join(
+                f"({letter}) {cause}"
+                for letter, cause in zip("abcde", _causes(state, others), strict=False)
+            )
             raise LossScaleError(
                 f"The last {in_a_row} steps in a row were skipped (tolerated: "
-                f"{max_consecutive_skips}; in all: {np.asarray(state.skipped).max()}), "
+                f"{max_consecutive_skips}; in all: {_on_host(state.skipped).max()}), "
                 f"because gradients or the loss were not finite, at {path} with a "
-                f"loss scale of {np.asarray(state.loss_scale.loss_scale)}. Likely "
-                "causes: (a) parameters or inputs hold "
-                "NaN or infinity already: check all_finite of them; (b) training "
-                "diverged: lower the learning rate or clip; (c) the forward pass "
-                "overflows the compute dtype whatever the scale: compute that part in "
-                "float32."
+                f"loss scale of {_on_host(state.loss_scale.loss_scale)}. Likely "
+                f"causes: {causes}."
             )
+
+
+def _causes(state: LossScalingState, others: list[str]) -> list[str]:
+    """Returns why every step may be skipped, the likeliest first."""
+    causes = [
+        "parameters or inputs hold NaN or infinity already: check all_finite of them",
+        "training diverged: lower the learning rate or clip",
+        "the forward pass overflows the compute dtype whatever the scale: compute that "
+        "part in float32",
+    ]
+    scale = state.loss_scale
+    if isinstance(scale, DynamicLossScale):
+        if np.all(_on_host(scale.loss_scale) <= max(scale.min_loss_scale, _TINY)):
+            named = f" (the others here: {', '.join(others)})" if others else ""
+            causes.insert(
+                0,
+                "this scale is at its minimum, so the loss may be scaled by another "
+                f"one{named}, which never backs off: give value_and_grad this "
+                "state's get_loss_scale(opt_state), anew at each step; for one loss "
+                "and two optimizers put one loss_scaling around optax.partition",
+            )
+    elif not jax.tree.leaves(scale) and not isinstance(scale, NoOpLossScale):
+        causes.insert(
+            0,
+            f"a {type(scale).__name__} never backs off: lower it, or pass "
+            "DynamicLossScale()",
+        )
+    return causes
+
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def _check_nesting(opt_state: Any) -> None:
+    """Raises an error for an overflow that ``optax.MultiSteps`` has accumulated."""
+
+    def is_multi_steps(node: Any) -> bool:
+        return isinstance(node, optax.MultiStepsState)
+
+    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=is_multi_steps):
+        if not is_multi_steps(node) or not _find_states(node.inner_opt_state, ()):
+            continue
+        if not _on_host(all_finite(node.acc_grads)):
+            raise LossScaleError(
+                "optax.MultiSteps stands around loss_scaling at "
+                f"{jax.tree_util.keystr(path) or 'the root'}, and its accumulated "
+                "gradients are not finite: it keeps them for ever, and no later step "
+                "moves a parameter. Put loss_scaling around it, as in "
+                "loss_scaling(optax.MultiSteps(optimizer, 4)), and start from a state "
+                "before the overflow."
+            )
+
+
+def _on_host(value: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        raise TypeError(
+            "check_loss_scale reads numbers on the host: call it between steps, "
+            "outside of jit."
+        ) from None
 
 
 def _loss_scaling_states(tree: Any) -> list[tuple[str, LossScalingState]]:
@@ -298,24 +412,161 @@ def _loss_scaling_states(tree: Any) -> list[tuple[str, LossScalingState]]:
 def _find_states(
     tree: Any, prefix: tuple[Any, ...]
 ) -> list[tuple[tuple[Any, ...], LossScalingState]]:
-    def is_state(node: Any) -> bool:
-        return isinstance(node, LossScalingState)
-
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_scaling_state)
     found: list[tuple[tuple[Any, ...], LossScalingState]] = []
     for path, leaf in leaves:
-        if is_state(leaf):
+        if _is_scaling_state(leaf):
             inner_prefix = (*prefix, *path, jax.tree_util.GetAttrKey("inner_state"))
             found.append(((*prefix, *path), leaf))
             found += _find_states(leaf.inner_state, inner_prefix)
     return found
 
 
+def _is_scaling_state(node: Any) -> bool:
+    return isinstance(node, LossScalingState)
+
+
 # ----------------------------------------------------------- what update is made of
 
 
-def _as_seen(inner: Any, params: Any) -> Any:
-    return params if isinstance(inner, OfNarrowParams) else upcast_tree(params)
+def _fresh(loss_scale: LossScale) -> LossScale:
+    # Copied, because the state may be donated and the scale used again.
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), loss_scale)
+
+
+def _update_inner(
+    inner: Any, grads: Any, inner_state: Any, params: Any, extra_args: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """Returns the updates, and the inner state before and after, of one type."""
+    check_grads(grads, params)
+    # Somebody may have put a Python number into it, such as a new learning rate.
+    inner_state = strongly_typed(inner_state)
+    try:
+        updates, new_inner_state = inner.update(
+            upcast_tree(grads),
+            inner_state,
+            _as_seen(_kept_in_16_bits(inner_state), params),
+            **upcast_tree(extra_args),
+        )
+    except (TypeError, ValueError) as error:
+        _check_structure(grads, grads, params, error)
+        error.add_note(
+            "This error comes from the wrapped optimizer. If it needs more than "
+            "gradients, such as the loss, pass it on: "
+            "optimizer.update(grads, opt_state, params, value=loss)."
+        )
+        raise
+    _check_structure(updates, grads, params)
+    return updates, inner_state, _like(inner_state, new_inner_state)
+
+
+def _counted(
+    state: LossScalingState, grads_finite: jax.Array, inner_state: Any
+) -> LossScalingState:
+    """Returns the state after a step with such gradients."""
+    consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)
+    return LossScalingState(
+        loss_scale=state.loss_scale.adjust(grads_finite),
+        inner_state=inner_state,
+        grads_finite=grads_finite,
+        # Made of the other count, so that a GPU makes both in one kernel.
+        skipped=state.skipped + jnp.minimum(consecutive_skipped, 1),
+        consecutive_skipped=consecutive_skipped,
+    )
+
+
+def _negative_zeros(update: Any) -> Any:
+    """Returns updates that change no bit of a parameter: -0.0 + 0.0 would be 0.0."""
+    zeros = jnp.zeros_like(update)
+    return -zeros if is_inexact(update) else zeros
+
+
+def check_grads(grads: Any, params: Any) -> None:
+    """Raises a TypeError for ``(loss, grads)`` in place of gradients."""
+    if params is None or not isinstance(grads, tuple) or len(grads) != 2:
+        return
+    expected = jax.tree.structure(params)
+    parts = map(jax.tree.structure, grads)
+    if jax.tree.structure(grads) != expected and expected in parts:
+        raise TypeError(
+            "Expected gradients, got a pair with a part like the parameters, as "
+            "value_and_grad returns it: loss, grads = value_and_grad(...)(...), then "
+            "optimizer.update(grads, opt_state, params)."
+        )
+
+
+def _check_structure(
+    updates: Any, grads: Any, params: Any, cause: Exception | None = None
+) -> None:
+    """Raises a TypeError for updates that are not like the parameters.
+
+    Not for gradients: ``optax.lookahead`` gets others than it returns updates.
+    """
+    if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
+        return
+    # What is None in one may be anything in the other, as in Equinox.
+    update_paths, param_paths = (
+        {
+            jax.tree_util.keystr(path) or "the root"
+            for path, _ in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
+        }
+        for tree in (updates, params)
+    )
+    differ = [
+        f"no {name} at {', '.join(sorted(paths)[:3])}"
+        for name, paths in (
+            ("gradient", param_paths - update_paths),
+            ("parameter", update_paths - param_paths),
+        )
+        if paths
+    ]
+    if differ:
+        raise TypeError(
+            "Expected gradients of the structure of the parameters, but there is "
+            f"{' and '.join(differ)}: differentiate with respect to all that params "
+            f"holds.\nGradients: {jax.tree.structure(grads)}\n"
+            f"Parameters: {jax.tree.structure(params)}"
+        ) from cause
+
+
+# Parameters of 16 bits are seen in float32, but for those that a wrapper inside rounds.
+# Its state shows which: wherever a chain, a mask or a MultiSteps of optax has put it.
+
+
+def _as_seen_by_init(inner: Any, params: Any) -> Any:
+    if not any(map(is_16_bit, jax.tree.leaves(params))):
+        return params
+    kept = []
+    # Traced without numbers: only the structure of the state is needed.
+    jax.eval_shape(lambda: kept.append(_kept_in_16_bits(inner.init(params))))
+    return _as_seen(kept[0], params)
+
+
+def _kept_in_16_bits(inner_state: Any) -> Any:
+    """Returns the key paths of parameters that wrappers inside round; None for all."""
+
+    def is_wrapper_state(node: Any) -> bool:
+        return hasattr(node, "_kept_in_16_bits")
+
+    paths: set[Any] = set()
+    for node in filter(
+        is_wrapper_state, jax.tree.leaves(inner_state, is_leaf=is_wrapper_state)
+    ):
+        tree = node._kept_in_16_bits()
+        if tree is None:
+            return None
+        paths.update(path for path, _ in jax.tree.leaves_with_path(tree))
+    return paths
+
+
+def _as_seen(kept: Any, params: Any) -> Any:
+    if kept is None:
+        return params
+    if not kept <= {path for path, _ in jax.tree.leaves_with_path(params)}:
+        return params  # Something between has given them another structure.
+    return jax.tree.map_with_path(
+        lambda path, leaf: leaf if path in kept else upcast_tree(leaf), params
+    )
 
 
 def with_extra_args(inner: Any) -> Any:

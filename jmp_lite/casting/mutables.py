@@ -1,0 +1,120 @@
+"""Modules of Flax nnx, which change while a function runs: a trace changes a copy.
+
+Flax is not imported: where nobody else has imported it there are no such modules.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import jax
+
+_CAPTURED = (
+    "The function changes an nnx module that is not an argument of it. Wrap the "
+    "function in jmp_lite.nnx.autocast, and give it the module as an argument: its "
+    "changes are written back."
+)
+
+
+def is_module(x: Any) -> bool:
+    """Whether this is an nnx object: a module, an optimizer, streams of numbers."""
+    kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
+    return kind is not None and isinstance(x, kind)
+
+
+def refuse_modules(found: Iterable[Any], place: str, instead: str) -> None:
+    """Raises where an nnx object would lose its updates: a trace works on a copy.
+
+    Args:
+      found: objects.
+      place: what they are, such as "an argument".
+      instead: the name of the function that writes updates back.
+
+    Raises:
+      TypeError: one of them is an nnx object.
+    """
+    for module in filter(is_module, found):
+        raise TypeError(
+            f"Got an nnx object, a {type(module).__name__}, as {place}. What changes "
+            "in it (batch statistics, counts of random numbers) would be lost. Use "
+            f"{instead}, which takes the object as an argument and writes changes "
+            "back; or nnx.split, and a function of its state that returns the new one."
+        )
+
+
+def refusing_modules(fun: Callable[..., Any], instead: str) -> Callable[..., Any]:
+    """Returns ``fun``, which raises where an nnx object is among its arguments.
+
+    Args:
+      fun: a function of pytrees.
+      instead: as in ``refuse_modules``.
+    """
+
+    @functools.wraps(fun)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = jax.tree.leaves((args, kwargs), is_leaf=is_module)
+        refuse_modules(given, "an argument", instead)
+        return fun(*args, **kwargs)
+
+    return checked
+
+
+def returning_changes(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[Any]]]:
+    """Returns ``fun``, which also returns what it has changed among its arguments.
+
+    A trace changes copies of nnx variables, such as those in the state of a module.
+
+    Args:
+      fun: a function of pytrees.
+
+    Returns:
+      A function that returns ``(fun(...), changes)``: for each variable among the
+      arguments, in their order, the variable if it has changed, else None.
+    """
+
+    @functools.wraps(fun)
+    def changing(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        variables = _variables_in((args, kwargs))
+        before = [jax.tree.flatten(variable) for variable in variables]
+        out = fun(*args, **kwargs)
+        changes = [
+            variable if _has_changed(variable, *old) else None
+            for variable, old in zip(variables, before, strict=True)
+        ]
+        return out, changes
+
+    return changing
+
+
+def write_changes(args: Any, kwargs: Any, changes: list[Any]) -> None:
+    """Writes what ``returning_changes`` has found to the variables outside."""
+    for variable, new in zip(_variables_in((args, kwargs)), changes, strict=True):
+        if new is not None:
+            variable.update_from_state(new)
+
+
+def _variables_in(tree: Any) -> list[Any]:
+    kind = getattr(sys.modules.get("flax.nnx"), "Variable", ())
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+
+def _has_changed(variable: Any, old_leaves: list[Any], old_structure: Any) -> bool:
+    leaves, structure = jax.tree.flatten(variable)
+    if structure != old_structure:
+        return True
+    return any(a is not b for a, b in zip(leaves, old_leaves, strict=True))
+
+
+@contextlib.contextmanager
+def noting_captures() -> Generator[None]:
+    """Adds to Flax's error what to do with a module that a function captures."""
+    try:
+        yield
+    except Exception as error:
+        kind = getattr(sys.modules.get("flax.errors"), "TraceContextError", ())
+        if isinstance(error, kind) and _CAPTURED not in getattr(error, "__notes__", ()):
+            error.add_note(_CAPTURED)
+        raise

@@ -1,0 +1,64 @@
+"""Training state in programs that ``jax.export`` writes to a file.
+
+Importing this module registers the pytrees that a training step takes and returns, by
+names that stay the same from version to version. The states of an optimizer of optax
+are for its user to register, with ``jax.export.register_namedtuple_serialization``.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from jax import export
+
+from jmp_lite.scaling.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
+from jmp_lite.scaling.masters import (
+    CompensatedState,
+    MasterWeightsState,
+    StochasticRoundingState,
+)
+from jmp_lite.scaling.transforms import LossScalingState
+from jmp_lite.train import TrainingState
+
+
+def _register_state(state: type) -> None:
+    export.register_namedtuple_serialization(
+        state, serialized_name=f"jmp_lite.{state.__name__}"
+    )
+
+
+def _register_scale(
+    scale: type,
+    numbers_of: Callable[[Any], Any],
+    from_numbers: Callable[[list[float]], Any],
+) -> None:
+    """Registers a loss scale by the numbers in its auxiliary data."""
+    export.register_pytree_node_serialization(
+        scale,
+        serialized_name=f"jmp_lite.{scale.__name__}",
+        serialize_auxdata=lambda static: json.dumps(numbers_of(static)).encode(),
+        deserialize_auxdata=lambda text: from_numbers(json.loads(text.decode())),
+    )
+
+
+for _state in (
+    CompensatedState,
+    LossScalingState,
+    MasterWeightsState,
+    StochasticRoundingState,
+    TrainingState,
+):
+    _register_state(_state)
+
+_register_scale(DynamicLossScale, list, tuple)
+# The auxiliary data of these is the loss scale itself.
+_register_scale(
+    StaticLossScale,
+    lambda scale: [float(scale.loss_scale)],
+    lambda numbers: StaticLossScale(*numbers),
+)
+_register_scale(NoOpLossScale, lambda _: [], lambda _: NoOpLossScale())
