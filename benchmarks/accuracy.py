@@ -2,8 +2,8 @@
 
 A residual network with BatchNorm reads handwritten digits (scikit-learn ships them), a
 small transformer writes Python (the text of the standard library), each in float32 and
-by the presets in bfloat16 and float16. Told are the loss and the accuracy on data that
-was not trained on, mean and deviation over the seeds, and whether a loss is above
+by the presets in bfloat16 and float16. It prints the loss and the accuracy on data
+that was not trained on, mean and deviation over the seeds, and whether a loss is above
 float32's by more than two deviations of float32's own seeds. Nothing is downloaded; the
 text, and with it the losses, depends on the version of Python.
 

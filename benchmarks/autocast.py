@@ -26,7 +26,7 @@ import jmp_lite as jmp
 from benchmarks import models
 from benchmarks.compiled import TARGETS, compile_for, missing
 from benchmarks.report import stamp, write
-from jmp_lite.autocasting import compat
+from jmp_lite.autocasting.jaxprs import compat
 
 Make = Callable[..., models.Model]
 

@@ -1,7 +1,6 @@
-"""What a benchmark writes down: its figures, and what they belong to.
+"""What a benchmark writes: its figures, with their provenance.
 
-The law of this file: a figure is kept with the date, the versions and the settings of
-the run that made it.
+A figure is kept with the date, the versions and the settings of the run that made it.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""The tables of the README and the guides, made of what the benchmarks wrote down.
+"""The tables of the README and the guides, made of what the benchmarks wrote.
 
     python -m benchmarks.tables        # Writes them anew; --check only compares.
 
-The law of this file: no figure of a benchmark is typed by hand. In Markdown a comment
-names the table that the block of text after it holds.
+No figure of a benchmark is typed by hand. In Markdown a comment names the table that
+follows it.
 """
 
 import argparse

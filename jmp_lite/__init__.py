@@ -5,9 +5,8 @@
 
 # Imported for what it registers.
 from jmp_lite import serialization as serialization
-from jmp_lite.autocasting.explain import Explanation, explain
-from jmp_lite.autocasting.findings import TunedRules, TuningReport
-from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.explain.explanation import Explanation, explain
+from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import (
     as_full,
     as_low,
@@ -16,8 +15,11 @@ from jmp_lite.autocasting.marks import (
     low_precision,
 )
 from jmp_lite.autocasting.residuals import compress_residuals
-from jmp_lite.autocasting.rules import Precision, Rules, get_rules
-from jmp_lite.autocasting.tune import tune
+from jmp_lite.autocasting.rules.precision import Precision
+from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.autocasting.tune.report import TunedRules, TuningReport
+from jmp_lite.autocasting.tune.search import tune
 from jmp_lite.casting.dtypes import (
     DtypeSummary,
     DtypeTotals,
@@ -29,15 +31,13 @@ from jmp_lite.casting.dtypes import (
     half_dtype,
 )
 from jmp_lite.casting.policy import Policy, get_policy
-from jmp_lite.numerics import (
+from jmp_lite.numerics.report import (
     NumericsReport,
-    WatchedNumerics,
-    first_nonfinite,
     nonfinite_report,
     numerics_report,
     suggest_loss_scale,
-    watch,
 )
+from jmp_lite.numerics.watch import WatchedNumerics, first_nonfinite, watch
 from jmp_lite.scaling.gradients import grad, value_and_grad
 from jmp_lite.scaling.loss_scale import (
     DynamicLossScale,

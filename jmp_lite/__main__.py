@@ -1,8 +1,7 @@
 """The commands ``python -m jmp_lite demo`` and ``python -m jmp_lite doctor``.
 
-The law of this file: it does what a user could do. The demo trains with the library's
-public names alone, and packages from outside the core are imported by the functions
-that use them, so that the doctor runs without.
+The demo trains with public names alone. Packages from outside the core are imported by
+the functions that use them, so that the doctor runs without them.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Flax linen glue: parts of a module in 16 bits, and loss scales in checkpoints.
 
-The law of this file: a module is not changed. What comes back is one like it, with the
-same parameters under the same names.
-
-Importing it makes the loss scales known to ``flax.serialization``.
+Modules are not changed: each function returns a new one, with the same parameters under
+the same names. Importing this module registers the loss scales with
+``flax.serialization``.
 """
 
 import dataclasses
@@ -17,17 +16,8 @@ from flax import serialization
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import parse_dtype
-from jmp_lite.casting.selection import (
-    Selector,
-    check_selector,
-    is_selected,
-    nothing_selected,
-)
-from jmp_lite.scaling.loss_scale import (
-    DynamicLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from jmp_lite.scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from jmp_lite.selectors import Selector, check_selector, is_selected, nothing_selected
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -1,9 +1,8 @@
-"""Flax nnx glue: modules under autocast, and modules of which parts are 16 bit.
+"""Flax nnx glue: modules under autocast, and modules with parameters in 16 bits.
 
-The law of this file: a module changes, and no change is lost. Under autocast it goes in
-as its state, is put together inside, and what became of it is written back to the very
-object outside, as ``nnx.jit`` does it. Modules are traversed as graphs, in Flax's tree
-mode too, because parts of a model may share variables.
+Under autocast a module is split into its state, merged inside, and its changes are
+written back to the object outside, as ``nnx.jit`` does it. Modules are traversed as
+graphs, in Flax's tree mode too, because parts of a model may share variables.
 """
 
 import contextlib
@@ -18,10 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting import door, interpreter
-from jmp_lite.autocasting.explain import Explanation
-from jmp_lite.autocasting.explain import explain as core_explain
-from jmp_lite.autocasting.rules import NORM_LAYERS, Rules
+from jmp_lite.autocasting.explain.explanation import Explanation
+from jmp_lite.autocasting.explain.explanation import explain as core_explain
+from jmp_lite.autocasting.interpreter import api, validation
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.casting.dtypes import (
     DtypeSummary,
     cast_tree,
@@ -30,15 +29,10 @@ from jmp_lite.casting.dtypes import (
     parse_dtype,
 )
 from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
-from jmp_lite.casting.selection import (
-    Selector,
-    check_selector,
-    is_selected,
-    nothing_selected,
-)
 from jmp_lite.scaling import gradients
 from jmp_lite.scaling.loss_scale import LossScale, select_tree
 from jmp_lite.scaling.transforms import LossScalingState
+from jmp_lite.selectors import Selector, check_selector, is_selected, nothing_selected
 
 Model = TypeVar("Model")
 _Params = ParamSpec("_Params")
@@ -100,8 +94,8 @@ def autocast(
     """
     if fun is None:
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
-    door.check_function(fun)
-    chosen = door.choose_rules(rules, compute_dtype)
+    validation.check_function(fun)
+    chosen = validation.choose_rules(rules, compute_dtype)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
 
@@ -109,7 +103,7 @@ def autocast(
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(lifted):
             states = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
-            after = interpreter.autocast(lifted, chosen())(states)
+            after = api.autocast(lifted, chosen())(states)
             _, out = nnx.from_tree(after, ctxtag=lifted, is_inner=False)
         return out
 
@@ -146,7 +140,7 @@ def explain(
       >>> dot.scope, dot.op, dot.precision
       ('Linear', 'dot_general', 'bfloat16')
     """
-    door.check_function(fun)
+    validation.check_function(fun)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
 

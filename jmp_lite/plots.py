@@ -1,6 +1,6 @@
-"""Pictures of numbers, drawn by matplotlib, which is needed here and nowhere else.
+"""Pictures of numbers, drawn by matplotlib, which only this module imports.
 
-The law of this file: it draws what is there, on the host, and returns the figure.
+Each function draws what a report contains, on the host, and returns the figure.
 """
 
 import math

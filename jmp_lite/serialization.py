@@ -11,11 +11,7 @@ from typing import Any
 
 from jax import export
 
-from jmp_lite.scaling.loss_scale import (
-    DynamicLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from jmp_lite.scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from jmp_lite.scaling.masters import (
     CompensatedState,
     MasterWeightsState,

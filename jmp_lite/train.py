@@ -1,8 +1,7 @@
-"""One train step out of all the parts, in the order of the paper.
+"""``build_train_step``: one train step made of the parts of this library.
 
-The law of this file: a function over pytrees. ``build_train_step`` puts together what
-the rest of the library offers, and nothing a user could not write by hand; the caller
-jits it, donates to it and loops over it.
+The step is a function of pytrees, in the order of the paper, and contains nothing that
+a user could not write by hand; the caller jits it, donates to it and loops over it.
 """
 
 import inspect
@@ -17,10 +16,10 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.compat import as_varying, is_sharded
-from jmp_lite.autocasting.door import check_function, choose_rules
-from jmp_lite.autocasting.interpreter import autocast
-from jmp_lite.autocasting.rules import Rules
+from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.jaxprs.compat import as_varying, is_sharded
+from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
 from jmp_lite.scaling.gradients import value_and_grad
 from jmp_lite.scaling.loss_scale import (

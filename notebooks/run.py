@@ -2,8 +2,8 @@
 
     python -m notebooks.run [name ...]
 
-The law of this file: what is shown is what the text makes when it is run from the top,
-and nothing of the machine that ran it.
+A notebook shows what its text makes when it is run from the top, and nothing of the
+machine that ran it.
 """
 
 import argparse

@@ -11,6 +11,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import jmp_lite as jmp
+
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
@@ -320,3 +322,72 @@ def traced(name, transform):
     """Returns the jaxpr of a program as it is, and the types of its results."""
     fun, args = PROGRAMS[name]
     return jax.make_jaxpr(TRANSFORMS[transform](fun), return_shape=True)(*args)
+
+
+# ------------------------------------------- programs that say how precise they are
+
+
+def marked(x, w):
+    """Every kind of mark, around ops that a rule would decide otherwise."""
+    with jmp.low_precision():
+        y = jnp.exp(jnp.matmul(x, w, precision="highest")) + jnp.arange(8.0)
+        y = lax.optimization_barrier(y) @ w.astype("float16").astype(np.float32)
+    with jmp.full_precision():
+        z = jnp.tanh(lax.optimization_barrier(y) @ w)
+        with jmp.low_precision():
+            z = z @ w
+    return jmp.as_low(jnp.exp(z)) + y @ w, jmp.as_full(y) * z
+
+
+def marked_loops(x, layers):
+    def step(h, w):
+        h, total = h
+        h = jnp.tanh(h @ w)
+        return (h, total + h.sum()), h
+
+    with jmp.low_precision():
+        (h, total), _ = lax.scan(step, (x, jnp.float32(0)), layers)
+    with jmp.full_precision():
+        g = lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ layers[0]), h)
+    return h @ layers[0], total, g @ layers[0]
+
+
+def partly_jitted(x, layers):
+    block = jax.jit(lambda x, w: x + jnp.tanh(x @ w))
+    x = block(x, layers[0])
+    x = x + jnp.tanh(x @ layers[1])
+    with jax.named_scope("last"):
+        x = block(block(x, layers[2]), layers[0])
+    return x @ layers[0]
+
+
+def scoped_loops(x, layers):
+    def two(x, layers):
+        for name in ("layers", "solver"):
+            with jax.named_scope(name):
+                x = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), h), x, layers)[0]
+            x = x @ layers[0]
+        return x
+
+    with jax.named_scope("outer"):
+        return two(x, layers), jax.jit(two)(x, layers).sum()
+
+
+DECIDED = {
+    "marked": (marked, (X, W)),
+    "marked_loops": (marked_loops, (X, LAYERS)),
+    "partly_jitted": (partly_jitted, (X, LAYERS)),
+    "scoped_loops": (scoped_loops, (X, LAYERS)),
+}
+"""Programs with marks, partial jits and named scopes."""
+
+MIXED = jmp.get_rules("mixed")
+RULES_WITH_PATHS = {
+    "a full scope": MIXED.scope("last|solver", "full"),
+    "a low scope": MIXED.scope("last|solver", "low"),
+    "a norm": MIXED.scope("last|layers", "full_inside"),
+    "a full carry": MIXED.carry("solver", "full"),
+    "a carry that follows": MIXED.carry("layers", "follow"),
+    "no pass": jmp.Rules(passes=()),
+}
+"""Rules that decide by path."""

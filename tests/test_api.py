@@ -16,17 +16,13 @@ import jmp_lite
 import jmp_lite.linen
 import jmp_lite.nnx
 import jmp_lite.plots
-from jmp_lite.autocasting.explain import Difference
-from jmp_lite.autocasting.findings import Kept, Step
-from jmp_lite.autocasting.lints import Lint
-from jmp_lite.autocasting.rows import Row, Totals
-from jmp_lite.autocasting.samples import Error
-from jmp_lite.numerics import (
-    LeafNumerics,
-    NonfiniteReport,
-    OpNumerics,
-    SuggestedLossScale,
-)
+from jmp_lite.autocasting.explain.explanation import Difference
+from jmp_lite.autocasting.explain.lints import Lint
+from jmp_lite.autocasting.explain.rows import Row, Totals
+from jmp_lite.autocasting.tune.measure import Error
+from jmp_lite.autocasting.tune.report import Kept, Step
+from jmp_lite.numerics.report import LeafNumerics, NonfiniteReport, SuggestedLossScale
+from jmp_lite.numerics.watch import OpNumerics
 
 FROZEN = pathlib.Path(__file__).parent / "public_api.txt"
 BUILT_IN = (tuple, str, dict, ValueError)

@@ -7,13 +7,23 @@ import jax.numpy as jnp
 import pytest
 from helpers import equations
 from jax import lax
-from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
+from programs import (
+    BLOCK,
+    BLOCK_PARAMS,
+    DECIDED,
+    LAYERS,
+    PROGRAMS,
+    RULES_WITH_PATHS,
+    W,
+    X,
+)
 
-from jmp_lite.autocasting.explain import Explanation, explain
-from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.explain.explanation import Explanation, explain
+from jmp_lite.autocasting.explain.rows import Row, short
+from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import as_full, as_low, full_precision
-from jmp_lite.autocasting.rows import Row, short
-from jmp_lite.autocasting.rules import HIGHER_ORDER, get_rules
+from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER
+from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 
 # What the interpreter binds of its own: casts, and what spreads an operand before one.
 ITS_OWN = {"convert_element_type", "broadcast_in_dim", "clamp"}
@@ -43,6 +53,61 @@ def test_what_it_says_is_what_runs(name, rules):
     fun, args = PROGRAMS[name]
     shapes = jax.eval_shape(lambda: args)
     assert told(explain(fun, rules)(*shapes).rows) == bound(autocast(fun, rules), *args)
+
+
+@pytest.mark.parametrize("rules", [*PRESETS, *RULES_WITH_PATHS])
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_it_says_is_what_runs_with_marks_scopes_and_rules_of_paths(name, rules):
+    fun, args = DECIDED[name]
+    rules = RULES_WITH_PATHS.get(rules, rules)
+    said = told(explain(fun, rules)(*args).rows)
+    assert said == bound(autocast(fun, rules), *args)
+
+
+def test_casts_of_the_user_have_rows():
+    def fun(x, w):
+        y = (x @ w).astype("float16").astype(jnp.float32)
+        return y + w.astype("bfloat16").astype(jnp.float32), y > 0
+
+    rows = [
+        (row.precision, row.reason.partition(": ")[2] or row.reason)
+        for row in explain(fun)(X[:, :4], X).rows
+        if row.op == "convert_element_type"
+    ]
+    assert rows == [
+        ("float32", "a cast in the function, to another dtype"),
+        ("float32", "float32 on purpose"),
+        ("float32", "a cast in the function, to another dtype"),
+        ("float32", "undecided, of an argument"),
+    ]
+    marked = full_precision(lambda x: x.astype(jnp.float32))
+    (row,) = explain(marked)(X.astype("bfloat16")).rows
+    assert row.reason == "FULL: marked by full_precision or as_full"
+
+
+def test_passes_are_named_with_what_they_rewrote_and_can_be_switched_off():
+    block = jax.jit(lambda h, c, w: (jnp.tanh((h + jnp.exp(c)) @ w), c))
+
+    def model(x, w, rows):
+        def step(h, row):
+            return jnp.tanh(h @ w + jax.nn.softmax(row @ w)), None
+
+        h, _ = lax.scan(step, x, rows)
+        return block(h @ w, h @ w, w)[0] @ w
+
+    args = (X, jnp.ones((8, 8)), jnp.ones((3, 4, 8)))
+    rules = get_rules("mixed")
+    told = explain(model, rules)(*args)
+    assert set(told.passes) == set(rules.passes)
+    assert "\npasses: rematerialize (1)" in str(told)
+    for name in rules.passes:
+        fewer = rules.without_pass(name)
+        assert set(fewer.passes) == {*rules.passes} - {name}
+        assert set(explain(model, fewer)(*args).passes) == set(fewer.passes)
+        # No pass changes a decision.
+        assert told.diff(explain(model, fewer)(*args)).changed == ()
+    with pytest.raises(ValueError, match=r"Unknown pass 'rematerialise'.*'rematerial"):
+        rules.without_pass("rematerialise")
 
 
 def reasons(fun, *args, rules="mixed"):

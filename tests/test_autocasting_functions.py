@@ -14,8 +14,10 @@ from jax import lax
 from jax.experimental.ode import odeint
 from optimizers import lenient
 
-from jmp_lite.autocasting.explain import explain
-from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.explain.explanation import explain
+from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.interpreter.values import State
+from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.marks import (
     as_full,
     as_low,
@@ -23,7 +25,7 @@ from jmp_lite.autocasting.marks import (
     low_call,
     low_precision,
 )
-from jmp_lite.autocasting.rules import get_rules
+from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 
 X = jax.random.normal(jax.random.key(0), (4, 4))
 POSITIVE = X @ X.T + 4 * jnp.eye(4)
@@ -316,6 +318,51 @@ def test_marks_win_over_a_preset_that_changes_nothing(rules):
     expected = jax.make_jaxpr(lambda x: jnp.tanh(x @ x) @ x)(X)
     unmarked = jax.make_jaxpr(autocast(lambda x: jnp.tanh(x @ x) @ x, rules))(X)
     assert str(unmarked) == str(expected)
+
+
+def highest(x):
+    return jnp.matmul(x, x, precision="highest")
+
+
+def barrier(x):
+    return lax.optimization_barrier(x)
+
+
+def upcast(x):
+    return x.astype("bfloat16").astype(np.float32)
+
+
+def from_integers(x):
+    return jnp.asarray(x > 0, int).astype(np.float32)
+
+
+def is_held_low(fun, rules):
+    """Whether the result of a function is held in the compute dtype where it ends."""
+    interpreter, traced = Interpreter(rules), jax.make_jaxpr(fun)(X)
+    jax.make_jaxpr(lambda x: interpreter.run_function(traced, [x]))(X)
+    return interpreter.results[0].state is State.LOW
+
+
+@pytest.mark.parametrize("rules", PRESETS)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("marked", [highest, barrier, upcast, from_integers])
+def test_marks_win_over_every_preset_rule_and_special_case(marked, jit, rules):
+    for first in (
+        get_rules(rules),
+        get_rules(rules).scope("", "full"),
+        get_rules(rules).scope("", "low"),
+    ):
+        for mark, is_low in ((low_precision, True), (full_precision, False)):
+            fun = jit(mark(marked))
+            assert is_held_low(lambda x, fun=fun: fun(x @ x), first) == is_low
+            precisions = {
+                row.precision
+                for row in explain(fun, first)(X).rows
+                if row.op == "dot_general"
+            }
+            half = np.dtype(first.compute_dtype).name
+            expected = {half if is_low else "float32"}
+            assert precisions == (expected if marked is highest else set())
 
 
 def lower(x):

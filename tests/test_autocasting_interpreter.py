@@ -38,10 +38,10 @@ from programs import (
 )
 
 import jmp_lite.nnx
-from jmp_lite.autocasting.explain import explain
-from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.explain.explanation import explain
+from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.residuals import compress_residuals
-from jmp_lite.autocasting.rules import get_rules
+from jmp_lite.autocasting.rules.presets import get_rules
 
 # ------------------------------------------------------------------------ the battery
 

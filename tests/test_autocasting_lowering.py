@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from programs import PROGRAMS, total
 
-from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.interpreter.api import autocast
 
 PRODUCT = re.compile(
     r"stablehlo\.(?:dot_general|convolution).*: "

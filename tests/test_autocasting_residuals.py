@@ -12,7 +12,7 @@ from helpers import compiled, initialized, live_equations, relative_error
 from jax import lax
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, W, X
 
-from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import full_precision
 from jmp_lite.autocasting.residuals import compress_residuals
 

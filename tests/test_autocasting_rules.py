@@ -11,18 +11,12 @@ import numpy as np
 import pytest
 from programs import W, X
 
-from jmp_lite.autocasting.explain import explain
-from jmp_lite.autocasting.rules import (
-    ASCEND_OPS,
-    GROUPS,
-    HIGHER_ORDER,
-    PRESETS,
-    Precision,
-    Rules,
-    get_rules,
-    group_of,
-    parse_precision,
-)
+from jmp_lite.autocasting.explain.explanation import explain
+from jmp_lite.autocasting.rules.op_table import GROUPS, HIGHER_ORDER, group_of
+from jmp_lite.autocasting.rules.precision import Precision, parse_precision
+from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.autocasting.rules.serialization import ASCEND_OPS
 
 OPS = sorted(op for group in GROUPS for op in group.ops)
 LOWERABLE = [

@@ -7,7 +7,7 @@ from programs import BLOCK, Block
 
 from benchmarks.compiled import TARGETS, compile_for, missing
 from benchmarks.models import transformer
-from jmp_lite.autocasting.interpreter import autocast
+from jmp_lite.autocasting.interpreter.api import autocast
 
 pytestmark = pytest.mark.targets
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.samples import Error
-from jmp_lite.autocasting.units import ways_to_keep
+from jmp_lite.autocasting.tune.candidates import ways_to_keep
+from jmp_lite.autocasting.tune.measure import Error
 
 WEIGHTS = [jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i in range(5)]
 X = jax.random.normal(jax.random.key(9), (8, 16))

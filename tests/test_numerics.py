@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 
 import jmp_lite as jmp
-from jmp_lite.casting.counting import Count, added, on_host
+from jmp_lite.numerics.statistics import Count, added, on_host
 
 F8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 HERE = pathlib.Path(__file__)

@@ -1,8 +1,8 @@
-"""What a user says in the code of a function about the precision of a part of it.
+"""Marks: what a user writes into a function about the precision of a part of it.
 
-The law of this file: a mark is a scope with a reserved name, so it travels with the
-equations through every transform and reaches those of the backward pass. Outside of
-autocast a mark means nothing.
+A mark is a scope with a reserved name, so it travels with the equations through every
+transform and reaches those of the backward pass. Outside of autocast a mark means
+nothing.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
+from jmp_lite.autocasting.rules.rules import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.casting.dtypes import cast_tree, is_floating, parse_dtype, upcast_tree
 
 Tree = TypeVar("Tree")

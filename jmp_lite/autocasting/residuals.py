@@ -1,8 +1,8 @@
-"""``compress_residuals``: what waits for the backward pass waits in 16 bits.
+"""``compress_residuals``: residuals wait for the backward pass in 16 bits.
 
-The law of this file: the forward pass is not touched. Which residuals are compressed is
-read from the jaxpr of the forward pass; they are put together again before any of the
-backward pass is run. What cheap ops make of them is computed again, and not kept.
+The forward pass is not changed. The jaxpr of the forward pass says which residuals are
+compressed; they are restored before the backward pass runs. What cheap ops make of them
+is computed again, and not kept.
 """
 
 import functools
@@ -13,9 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting import compat, islands
-from jmp_lite.autocasting.door import check_function, function_of_arrays
-from jmp_lite.autocasting.rules import FULL_SCOPE
+from jmp_lite.autocasting.interpreter.validation import (
+    check_function,
+    function_of_arrays,
+)
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.passes import rematerialize
+from jmp_lite.autocasting.rules.rules import FULL_SCOPE
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
 
 Params = ParamSpec("Params")
@@ -70,7 +74,7 @@ def compress_residuals(
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
         # What the function closes over becomes an argument: its gradient is wanted.
         hoisted, consts = compat.with_consts_as_inputs(traced)
-        hoisted = islands.rematerialize(hoisted, kept=FULL_SCOPE)
+        hoisted = rematerialize.rematerialize(hoisted, kept=FULL_SCOPE)
         try:
             results = _compressed(hoisted, low_dtype)(*consts, *arrays)
         except TypeError as error:  # It has been traced: nothing else is left to fail.

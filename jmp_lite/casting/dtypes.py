@@ -1,7 +1,7 @@
-"""What a floating dtype is called, what it can hold, and how a pytree is cast to it.
+"""Names and ranges of floating dtypes, and casts of pytrees.
 
-The law of this file: only floating-point arrays change their dtype. Integers, booleans,
-PRNG keys, complex numbers, Python scalars, ``None`` and arbitrary objects pass through.
+Only floating-point arrays change their dtype. Integers, booleans, PRNG keys, complex
+numbers, Python scalars, ``None`` and arbitrary objects pass through.
 """
 
 import difflib

@@ -1,7 +1,7 @@
 """Gradients under a loss scale.
 
-The law of this file: whoever scales unscales. This is the only place in the library
-where a scaled gradient exists; what leaves it is the true gradient in float32.
+This is the only module in which a scaled gradient exists: it returns the true gradient
+in float32.
 """
 
 import functools

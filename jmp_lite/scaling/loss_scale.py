@@ -1,8 +1,8 @@
 """Loss scales: numbers that lift gradients into the range of a narrow float.
 
-The law of this file: a scale is a strong float32 scalar, and scaling and unscaling
-happen in float32 or wider, whatever dtype comes in. A scale is a value; ``adjust``
-returns the next one. What is not a real or complex number is never scaled.
+A scale is a strong float32 scalar, and scaling and unscaling happen in float32 or
+wider, whatever dtype comes in. A scale is a value; ``adjust`` returns the next one.
+What is not a real or complex number is never scaled.
 """
 
 import abc

@@ -1,7 +1,7 @@
-"""Optax transformations for parameters that are 16 bits themselves.
+"""Optax transformations for parameters that are stored in 16 bits.
 
-The law of this file: what an update is too small to change in 16 bits is not lost. The
-wrapped optimizer sees parameters that have the digits, and the 16-bit ones follow.
+An update that is too small to change a 16-bit parameter is not lost: the wrapped
+optimizer sees parameters with all digits, and the 16-bit ones follow.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +20,7 @@ from jmp_lite.casting.dtypes import (
     upcast_tree,
 )
 from jmp_lite.scaling.loss_scale import type_of
-from jmp_lite.scaling.transforms import (
-    check_grads,
-    strongly_typed,
-    with_extra_args,
-)
+from jmp_lite.scaling.transforms import check_grads, strongly_typed, with_extra_args
 
 
 class MasterWeightsState(NamedTuple):

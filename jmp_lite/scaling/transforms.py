@@ -1,8 +1,8 @@
-"""Optax transformations whose state holds a loss scale and which skip overflows.
+"""Optax transformations whose state contains a loss scale and which skip overflows.
 
-The law of this file: an inner transformation sees finite gradients only, and a step
-whose gradients were not finite leaves no trace in its state. Wrappers here take true
-gradients, as ``jmp_lite.value_and_grad`` returns them.
+An inner transformation sees finite gradients only, and a step whose gradients were not
+finite leaves its state unchanged. The wrappers take true gradients, as
+``jmp_lite.value_and_grad`` returns them.
 """
 
 from typing import Any, NamedTuple, TypeVar

@@ -1,0 +1,166 @@
+"""What the gradient of a program runs besides the program, as rows.
+
+The rows are read from the program that JAX makes of the gradient; nothing of it is run.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jmp_lite.autocasting.explain.rows import (
+    Place,
+    Row,
+    bytes_of,
+    equations,
+    precision_as_traced,
+)
+from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER
+from jmp_lite.autocasting.rules.rules import of_the_user
+
+
+class Backward(NamedTuple):
+    """A program, and what its gradient runs.
+
+    Attributes:
+      program: the program itself.
+      forward: what is run instead of it: to its results, and to what is kept.
+      backward: from what was kept and from cotangents to gradients.
+      kept: bytes that wait for it, but for the arguments, which are there anyway.
+    """
+
+    program: Any
+    forward: Any
+    backward: Any
+    kept: int
+
+
+def backward_of(program: Any, structure: Any) -> Backward:
+    """Returns the backward pass of a program, nothing of it being run.
+
+    Args:
+      program: a jaxpr.
+      structure: of its results.
+
+    Raises:
+      ValueError: nothing that it is given or returns is a float.
+    """
+    parts = compat.parts(program)
+    avals = [var.aval for var in parts.invars]
+    floats = [i for i, aval in enumerate(avals) if _is_float(aval)]
+    losses = losses_of([var.aval for var in parts.outvars], structure)
+    if not floats or not losses:
+        raise ValueError(
+            "There is no backward pass: no float among the arguments, or none among "
+            "the results."
+        )
+
+    def forward(*arrays: Any) -> Any:
+        def of_floats(*given: Any) -> Any:
+            merged = list(arrays)
+            for i, array in zip(floats, given, strict=True):
+                merged[i] = array
+            results = compat.evaluate(program, merged)
+            return [results[i] for i in losses], results
+
+        given = (arrays[i] for i in floats)
+        out, back, results = jax.vjp(of_floats, *given, has_aux=True)
+        return results, (back, out)
+
+    traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(*avals)
+    of_forward = compat.parts(traced)
+    there = {*of_forward.invars, *of_forward.constvars}
+    n_kept = len(jax.tree.leaves(kept[0]))
+    residuals = of_forward.outvars[len(results) :][:n_kept]
+    waiting = {v for v in residuals if not compat.is_literal(v)} - there
+    backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
+    return Backward(program, traced, backward, sum(map(bytes_of, waiting)))
+
+
+def losses_of(avals: Sequence[Any], structure: Any) -> list[int]:
+    """Returns which results are differentiated.
+
+    The one, if there is nothing else or if a tuple begins with it, that is a scalar: a
+    loss, perhaps with something beside it. Else all that are floats.
+    """
+    first: Any = jax.tree.unflatten(structure, range(len(avals)))
+    while isinstance(first, tuple) and first:
+        first = first[0]
+    if isinstance(first, int) and _is_float(avals[first]) and not avals[first].shape:
+        return [first]
+    return [i for i, aval in enumerate(avals) if _is_float(aval)]
+
+
+def _is_float(aval: Any) -> bool:
+    return jax.numpy.issubdtype(aval.dtype, np.inexact)
+
+
+def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
+    """Yields the rows of what is run for a backward pass alone.
+
+    Args:
+      run: the backward pass, as it runs.
+      traced: the same without autocast.
+    """
+
+    def likeness(row: Row) -> Any:
+        # A shape without its dtype.
+        return row.scope, row.op, *(shape.partition("[")[2] for shape in row.shapes)
+
+    as_traced: dict[Any, list[int]] = defaultdict(list)
+    for row in _rows_for(traced):
+        as_traced[likeness(row)].append(row.bytes_run)
+    for row in _rows_for(run):
+        if found := as_traced[likeness(row)]:
+            row = row._replace(bytes_traced=found.pop(0))
+        yield row
+
+
+def _rows_for(passes: Backward) -> Iterator[Row]:
+    """Yields the rows of what the program itself does not run.
+
+    Lines are not compared: a custom rule may compute the same again on one of its own.
+    """
+    there = Counter(row._replace(source="") for row in _rows_of(passes.program))
+    for row in _rows_of(passes.forward):
+        found = row._replace(source="")
+        if there[found]:
+            there[found] -= 1
+        else:
+            yield row._replace(reason="forward, for the backward pass alone")
+    yield from _rows_of(passes.backward)
+
+
+def _rows_of(jaxpr: Any) -> Iterator[Row]:
+    made: dict[int, Row] = {}
+    for eqn, place in equations(jaxpr, Place()):
+        if compat.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
+            continue
+        if id(eqn) not in made:
+            made[id(eqn)] = _row_as_it_runs(eqn)
+        scope = compat.join(place.path, *compat.scopes(eqn))
+        yield made[id(eqn)]._replace(
+            scope=of_the_user(scope),
+            source=compat.source(eqn, place.source),
+            times=place.times,
+        )
+
+
+def _row_as_it_runs(eqn: Any) -> Row:
+    n_bytes = sum(map(bytes_of, eqn.outvars))
+    return Row(
+        scope="",
+        op=compat.op_of(eqn),
+        precision=precision_as_traced(eqn),
+        reason="backward: it runs in what it is given",
+        source="",
+        shapes=tuple(var.aval.str_short() for var in eqn.outvars),
+        times=1,
+        bytes_traced=n_bytes,
+        bytes_run=n_bytes,
+        flops=cost.product_flops(eqn),
+        is_backward=True,
+    )

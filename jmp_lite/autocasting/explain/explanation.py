@@ -1,0 +1,493 @@
+"""``explain``: what autocast does with a function, before anything is run.
+
+It reads the ``Decision``s that the interpreter takes, and decides nothing. It makes
+rows first, and text of those.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.explain.backward import backward_of, rows_of_backward
+from jmp_lite.autocasting.explain.lints import Lint, Looked, find_lints
+from jmp_lite.autocasting.explain.rows import (
+    Row,
+    Totals,
+    casts_in,
+    is_low,
+    seen_in,
+    short,
+    totals_of,
+)
+from jmp_lite.autocasting.explain.tables import count, html_table, text_table
+from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.carries import unrolled
+from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import jaxprs
+from jmp_lite.autocasting.rules.presets import PRESETS
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
+from jmp_lite.casting.dtypes import is_traceable, unknown_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What autocast does with a function; ``print`` shows it as a table.
+
+    Attributes:
+      rules: the rules that decided.
+      rows: one ``Row`` per equation, in the order in which they run. What a loop or an
+        inner ``jit`` holds follows where that stands; the backward pass, if it was
+        asked for, stands at the end.
+      totals: sums over the rows, casts, and what waits for the backward pass.
+      lints: what is worth a second look, each with a place and a remedy.
+      unused: what of the rules matched nothing, with what comes nearest.
+      passes: how many loops or calls each pass of the rules has rewritten.
+    """
+
+    rules: Rules
+    rows: tuple[Row, ...]
+    totals: Totals
+    lints: tuple[Lint, ...] = ()
+    unused: tuple[str, ...] = ()
+    passes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    def share_low(self, op: str | None = None) -> float:
+        """Returns which part of the equations runs in 16 bits or fewer.
+
+        Args:
+          op: the name of a primitive; None for all that hold a float.
+
+        Raises:
+          ValueError: there is no such op in the function, or it holds no float.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).share_low()
+          0.5
+        """
+        rows = [row for row in self._rows_of(op) if row.precision != "as traced"]
+        if not rows:
+            raise ValueError(f"No {op or 'equation'} of the function holds a float.")
+        return sum(map(is_low, rows)) / len(rows)
+
+    def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
+        """Returns the one dtype that some equations of the function run in.
+
+        Args:
+          scope: a regular expression in their path; None for any.
+          op: the name of their primitive; None for any.
+
+        Raises:
+          ValueError: there is no such equation, or some run in one dtype and some in
+            another; ``scope`` is no regular expression.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).precision_of(op="exp")
+          'float32'
+        """
+        check_pattern(scope or "")
+        found = [r for r in self._rows_of(op) if re.search(scope or "", r.scope)]
+        if not found:
+            hint = _nearest(str(scope), self._names(lambda row: row.scope))
+            what = f"{op!r}" if op else "equation"
+            where = f" in a scope like {scope!r}" if scope else ""
+            raise ValueError(f"There is no {what}{where}.{hint}")
+        said = Counter(r.precision for r in found if r.precision != "as traced")
+        if len(said) > 1:
+            told = ", ".join(f"{n} in {dtype}" for dtype, n in said.most_common())
+            raise ValueError(
+                f"They run in several: {told}. Narrow it down by scope= or op=."
+            )
+        return next(iter(said), "as traced")
+
+    def diff(self, other: "Explanation") -> "Difference":
+        """Returns what this explanation and another one of the function say otherwise.
+
+        Args:
+          other: for instance of the same function under other rules.
+
+        Raises:
+          TypeError: ``other`` is no explanation.
+        """
+        if not isinstance(other, Explanation):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"Expected an Explanation, got {type(other).__name__}.")
+        return Difference(self, other)
+
+    def table(self, depth: int | None = None) -> str:
+        """Returns the rows as text.
+
+        Args:
+          depth: how many names of a path are told apart; what stands deeper, and
+            blocks that differ in a number alone, is summed up. Where an op runs
+            otherwise in a few of those blocks, they are named. None for every equation
+            on its own.
+        """
+        return text_table(*_grouped(self.rows, depth), right=(0,))
+
+    def summary(self) -> str:
+        """Returns all but the rows as text."""
+        return "\n".join(
+            f"{name}{text}" for name, texts in self._told() for text in texts
+        )
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON."""
+        return json.dumps(
+            {
+                "rules": json.loads(self.rules.to_json()),
+                "rows": [row._asdict() for row in self.rows],
+                "totals": dataclasses.asdict(self.totals),
+                "lints": [dataclasses.asdict(lint) for lint in self.lints],
+                "unused": self.unused,
+                "passes": dict(self.passes),
+            }
+        )
+
+    def __str__(self) -> str:
+        depth = _depth_that_fits(self.rows)
+        return "\n".join([self._title(), self.table(depth), self.summary()])
+
+    def _repr_html_(self) -> str:
+        depth = _depth_that_fits(self.rows)
+        told = [(name, [(text,) for text in texts]) for name, texts in self._told()]
+        return "\n".join(
+            [
+                html_table([self._title()], told),
+                html_table(*_grouped(self.rows, depth)),
+            ]
+        )
+
+    def _title(self) -> str:
+        title = f"autocast to {np.dtype(self.rules.compute_dtype).name}"
+        return f"{title}: {len(self.rows)} equations"
+
+    def _told(self) -> Sequence[tuple[str, Sequence[str]]]:
+        totals = self.totals
+        products = totals.flops.items()
+        told: list[tuple[str, Sequence[str]]] = [
+            ("equations: ", [_shares(totals.equations)]),
+            ("products: ", [_shares(totals.products)] if products else []),
+            ("work: ", [_flops(products)] if any(totals.flops.values()) else []),
+            ("casts: ", [f"{totals.casts}, of {count(totals.cast_bytes)}B"]),
+        ]
+        if totals.kept_run is not None and totals.kept_traced is not None:
+            kept = f"{count(totals.kept_run)}B, in float32 {count(totals.kept_traced)}B"
+            told.append(("kept for the backward pass: ", [kept]))
+        passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
+        told.append(("passes: ", [passes] if passes else []))
+        told.append(("unused: ", self.unused))
+        told.append(("look at ", tuple(map(str, self.lints))))
+        return told
+
+    def _rows_of(self, op: str | None) -> Sequence[Row]:
+        if op is None:
+            return self.rows
+        rows = [row for row in self.rows if row.op == op]
+        if not rows:
+            raise unknown_name("op", op, self._names(lambda row: row.op))
+        return rows
+
+    def _names(self, of: Callable[[Row], str]) -> list[str]:
+        return list(dict.fromkeys(map(of, self.rows)))
+
+
+Params = ParamSpec("Params")
+
+
+def explain(
+    fun: Callable[Params, Any],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
+) -> Callable[Params, Explanation]:
+    """Returns a function that tells what ``autocast(fun, rules)`` does.
+
+    Args:
+      fun: any function of pytrees that JAX can trace.
+      rules: a preset's name or a ``Rules``.
+      compute_dtype: the dtype of low ops instead of the rules' own.
+      backward: whether to tell the backward pass too, and how much waits for it: what
+        ``value_and_grad(autocast(fun))`` runs for the gradients of all arguments that
+        are floats. A scalar is a loss, and so is one that a tuple of results begins
+        with: it alone is differentiated, as with ``has_aux``. Of other results all
+        floats are.
+
+    Returns:
+      A function of ``fun``'s arguments, for whose arrays ``ShapeDtypeStruct`` do. It
+      computes nothing and returns an ``Explanation``.
+
+    Raises:
+      ValueError: there is no such preset or dtype; in the function, nothing is there to
+        differentiate though ``backward`` says so.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> told = explain(lambda x: jnp.exp(x @ x))(x)
+      >>> for row in told.rows:
+      ...     print(row.op, row.precision, row.shapes)
+      dot_general bfloat16 ('float32[4,4]',)
+      exp float32 ('float32[4,4]',)
+      >>> told.totals.flops
+      {'bfloat16': 128}
+    """
+    check_function(fun)
+    chosen = choose_rules(rules, compute_dtype)
+
+    @functools.wraps(fun)
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        walk = Interpreter(chosen())
+        traced, arrays, structure = trace(fun, args, kwargs)
+        run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs))(*arrays)
+        low = walk.at.low_dtype
+        seen = list(seen_in(walk.records, low))
+        rows, kept = [one.row for one in seen], None
+        programs = [[jaxpr] for jaxpr in (traced, run)]
+        if backward:
+            passes = [backward_of(jaxpr, structure) for jaxpr in (traced, run)]
+            kept = tuple(one.kept for one in passes)
+            rows += rows_of_backward(passes[1], passes[0])
+            programs = [[one.forward, one.backward] for one in passes]
+        as_traced, as_run = (casts_in(each, low) for each in programs)
+        added = tuple(n - m for n, m in zip(as_run, as_traced, strict=True))
+        forward = [one for one in seen if not one.row.is_backward]
+        looked = Looked(
+            forward,
+            walk.results,
+            walk.rules,
+            has_gradients=backward or len(forward) < len(seen),
+            jaxpr=traced,
+            alone=_alone(args, kwargs),
+        )
+        return Explanation(
+            walk.rules,
+            tuple(rows),
+            totals_of(rows, added, kept),
+            find_lints(looked),
+            tuple(_unused(walk.rules, rows, traced)),
+            {
+                name: walk.passes[name]
+                for name in walk.rules.passes
+                if walk.passes[name]
+            },
+        )
+
+    return explained
+
+
+def _alone(args: Any, kwargs: Any) -> frozenset[int]:
+    """Returns which of the arrays are float32, and arguments by themselves."""
+    leaves, _ = jax.tree.flatten_with_path((args, kwargs))
+    arrays = [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
+    is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
+    return frozenset(i for i, yes in enumerate(is_alone) if yes)
+
+
+class Difference:
+    """What two explanations of a function say otherwise; ``print`` shows a table.
+
+    Attributes:
+      changed: pairs of rows of the same equation that run in different dtypes.
+      only_left: equations that the first alone has.
+      only_right: equations that the second alone has.
+    """
+
+    def __init__(self, left: Explanation, right: Explanation) -> None:
+        ours, theirs = _by_place(left.rows), _by_place(right.rows)
+        both = [(row, theirs[key]) for key, row in ours.items() if key in theirs]
+        self.changed = tuple(
+            (a, b)
+            for a, b in both
+            if (a.precision, a.bytes_run) != (b.precision, b.bytes_run)
+        )
+        self.only_left = tuple(row for key, row in ours.items() if key not in theirs)
+        self.only_right = tuple(row for key, row in theirs.items() if key not in ours)
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.only_left or self.only_right)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no difference"
+        rows = [(a, *_told_apart(a, b), b.reason) for a, b in self.changed]
+        rows += [(row, row.precision, "-", "") for row in self.only_left]
+        rows += [(row, "-", row.precision, row.reason) for row in self.only_right]
+        like: dict[str, Counter[Sequence[str]]] = {}
+        for row, *cells in rows:
+            told = (_times(row), row.op, *cells, short(row.source))
+            like.setdefault(row.scope, Counter())[told] += 1
+        groups = [
+            (scope, [(f"{n}" if n > 1 else "", *told) for told, n in counted.items()])
+            for scope, counted in like.items()
+        ]
+        headers = ("", "times", "op", "ran in", "runs in", "why", "where")
+        return text_table(headers, groups, right=(0, 1))
+
+
+def _told_apart(a: Row, b: Row) -> tuple[str, str]:
+    """Returns what two rows run in, and how much they hold where that is the same."""
+    if a.precision != b.precision:
+        return a.precision, b.precision
+    first, second = (f"{r.precision}, {count(r.bytes_run)}B" for r in (a, b))
+    return first, second
+
+
+def _by_place(rows: Iterable[Row]) -> Mapping[Any, Row]:
+    """Returns rows by what tells them apart in each explanation of a function."""
+    seen: Counter[Any] = Counter()
+    found: dict[Any, Row] = {}
+    for row in rows:
+        key = (row.scope, row.op, row.source, row.is_backward)
+        found[*key, seen[key]] = row
+        seen[key] += 1
+    return found
+
+
+def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Any) -> Iterable[str]:
+    """Yields what the user has written into the rules and decides nothing."""
+    scopes = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
+    yield from _unmatched("scope", scopes, (row.scope for row in rows))
+    carries = [pattern for pattern, _ in rules.carries]
+    yield from _unmatched("carry", carries, _loops(jaxpr) if carries else ())
+    of_presets = {pair for preset in PRESETS.values() for pair in preset.ops}
+    ops = list(dict.fromkeys(row.op for row in rows))
+    for pair in rules.ops:
+        if pair not in of_presets and pair[0] not in ops:
+            yield f"op {pair[0]!r} matches nothing.{_nearest(pair[0], ops)}"
+
+
+def _unmatched(
+    kind: str, patterns: Sequence[str], paths: Iterable[str]
+) -> Iterable[str]:
+    """Yields the patterns that no path matches, or that others come before."""
+    paths = list(dict.fromkeys(paths))
+    names = list(dict.fromkeys(name for path in paths for name in path.split("/")))
+    for i, pattern in enumerate(patterns):
+        matched = [path for path in paths if re.search(pattern, path)]
+        before = [
+            [other for other in patterns[:i] if re.search(other, path)]
+            for path in matched
+        ]
+        if not matched:
+            yield f"{kind} {pattern!r} matches nothing.{_nearest(pattern, names)}"
+        elif all(before):
+            yield f"{kind} {pattern!r} decides nothing: {before[0][0]!r} comes first."
+
+
+def _loops(jaxpr: Any) -> Iterable[str]:
+    """Yields the paths that loops stand in, those too that are written out."""
+    for path, each in jaxprs(jaxpr):
+        parts = compat.parts(each)
+        written_out = unrolled(parts)
+        for eqn in parts.eqns:
+            if compat.op_of(eqn) in ("scan", "while") or id(eqn) in written_out:
+                yield compat.join(path, *compat.scopes(eqn))
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+_HEADERS = ("times", "op", "runs in", "results", "why", "where")
+
+_HEADERS_OF_A_SUM = ("times", "op", "runs in", "only in")
+
+_NAMED = 3
+"""How many blocks are named where an op runs otherwise than in those like them."""
+
+_LINES = 60
+"""What a terminal shows at once."""
+
+
+def _depth_that_fits(rows: Sequence[Row]) -> int | None:
+    """Returns the depth at which a table is short, and says most."""
+    deepest = max((row.scope.count("/") + 1 for row in rows), default=0)
+    for depth in (None, *range(deepest, 0, -1)):
+        _, groups = _grouped(rows, depth)
+        if sum(1 + len(cells) for _, cells in groups) <= _LINES:
+            return depth
+    return 1
+
+
+def _grouped(
+    rows: Sequence[Row], depth: int | None
+) -> tuple[Sequence[str], Sequence[tuple[str, Sequence[Sequence[str]]]]]:
+    """Returns the headers and the rows of a table, by scope."""
+    counted: dict[Any, list[Row]] = {}
+    of_op: dict[Any, list[Row]] = {}
+    for row in rows:
+        cells, scope = _cells(row, depth), _cut(row.scope, depth)
+        counted.setdefault((scope, *cells), []).append(row)
+        of_op.setdefault((scope, row.op), []).append(row)
+    if depth is not None:  # Each scope once.
+        order = list(dict.fromkeys(key[0] for key in counted))
+        by_scope = sorted(counted, key=lambda key: order.index(key[0]))
+        counted = {key: counted[key] for key in by_scope}
+    groups: list[tuple[str, list[Sequence[str]]]] = []
+    above = ""
+    for (scope, *cells), same in counted.items():
+        if not groups or scope != above:
+            above = scope
+            groups.append((scope or ("(no scope)" if groups else ""), []))
+        times = [row.times for row in same]
+        number = "?" if None in times else str(sum(t for t in times if t))
+        if depth is not None:
+            cells.append(_only_in(same, of_op[scope, cells[0]], depth))
+        groups[-1][1].append((number, *cells))
+    headers = _HEADERS if depth is None else _HEADERS_OF_A_SUM
+    return headers, groups
+
+
+def _cells(row: Row, depth: int | None) -> Sequence[str]:
+    if depth is not None:
+        return (row.op, row.precision)
+    told = (" ".join(row.shapes), row.reason, short(row.source))
+    return (row.op, row.precision, *told)
+
+
+def _only_in(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
+    """Returns the few numbered blocks in which an op runs otherwise than in others."""
+    ours, all_ = (
+        {_first(row.scope, depth): None for row in some} for some in (rows, among)
+    )
+    is_few = 2 * len(ours) <= len(all_) and len(ours) <= _NAMED
+    return ", ".join(ours) if is_few else ""
+
+
+def _first(scope: str, depth: int) -> str:
+    return "/".join(scope.split("/")[:depth])
+
+
+def _cut(scope: str, depth: int | None) -> str:
+    """Returns a path up to some depth, in which numbered blocks are one."""
+    return scope if depth is None else re.sub(r"\d+", "*", _first(scope, depth))
+
+
+def _times(row: Row) -> str:
+    return "?" if row.times is None else str(row.times)
+
+
+def _shares(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{n} {name}" for name, n in ordered)
+
+
+def _flops(flops: Iterable[tuple[str, int]]) -> str:
+    flops = sorted(flops, key=lambda item: -item[1])
+    total = sum(n for _, n in flops)
+    told = [f"{count(n)}flop in {name} ({n / total:.0%})" for name, n in flops]
+    return ", ".join(told)

@@ -1,0 +1,495 @@
+"""What is worth a second look in what autocast does with a function.
+
+A lint points to a place and says what to do there. Each check is a function from what
+was seen to lints, and all checks are in one table.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite.autocasting.explain.rows import (
+    Place,
+    Seen,
+    counted,
+    equations,
+    is_decided_inside,
+    short,
+)
+from jmp_lite.autocasting.explain.tables import count
+from jmp_lite.autocasting.interpreter.decisions import Operand, Reason, Run
+from jmp_lite.autocasting.interpreter.values import Number, State
+from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.jaxprs.dataflow import Forward
+from jmp_lite.autocasting.jaxprs.dataflow import equations as every_equation
+from jmp_lite.autocasting.rules.op_table import (
+    ADDED_UP,
+    ADDING,
+    HIGHER_ORDER,
+    MOVING,
+    PRODUCTS,
+    group_of,
+)
+from jmp_lite.autocasting.rules.precision import Precision
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Lint:
+    """Something worth a second look.
+
+    Attributes:
+      name: of the kind of thing, such as ``"widened stream"``.
+      message: what is there.
+      remedy: what to do about it.
+      scope: the path that it stands in.
+      source: where it stands in the code: file, line and function.
+    """
+
+    name: str
+    message: str
+    remedy: str
+    scope: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (self.scope, short(self.source))))
+        said = ": ".join(filter(None, (place, self.message)))
+        return f"{said}. {self.remedy}."
+
+
+class Looked(NamedTuple):
+    """What lints look at.
+
+    Attributes:
+      seen: the rows of the forward pass, and what they were made of. What a backward
+        pass is made of is written by nobody, and has no remedy.
+      results: what stood for the results.
+      rules: the rules.
+      has_gradients: whether anything is differentiated.
+      jaxpr: the function, as it was traced.
+      alone: which of its inputs were arguments by themselves, and not in a tree.
+    """
+
+    seen: Sequence[Seen]
+    results: Sequence[Operand]
+    rules: Rules
+    has_gradients: bool
+    jaxpr: Any
+    alone: frozenset[int]
+
+
+def find_lints(looked: Looked) -> tuple[Lint, ...]:
+    """Returns the lints of a function; those that are alike once, with their number."""
+    like: dict[Any, list[Lint]] = {}
+    for check in _CHECKS:
+        for lint in check(looked):
+            # Blocks that differ in a number alone are alike.
+            scope = re.sub(r"\d+", "", lint.scope)
+            message = lint.message.replace(lint.scope, "")
+            key = (lint.name, lint.source, scope, message)
+            like.setdefault(key, []).append(lint)
+    return tuple(map(_counted, like.values()))
+
+
+def _counted(same: Sequence[Lint]) -> Lint:
+    first, more = same[0], len({lint.scope for lint in same}) - 1
+    if not more:
+        return first
+    return dataclasses.replace(first, message=f"{first.message} (and {more} like it)")
+
+
+def _at(seen: Seen, name: str, message: str, remedy: str) -> Lint:
+    return Lint(name, message, remedy, seen.row.scope, seen.row.source)
+
+
+def _follows_float32(seen: Seen) -> bool:
+    decision = seen.told.decision
+    return decision.run is Run.FULL and decision.leader is not None
+
+
+def _has_low(seen: Seen) -> bool:
+    return any(o.state is State.LOW for o in seen.told.operands)
+
+
+def _widened_stream(looked: Looked) -> Iterator[Lint]:
+    """A float32 value joins a 16-bit one, and what follows is float32 up to a cast.
+
+    Where it is computed from what it joins, without a product between, the two are one
+    function, which is float32 on purpose: a norm, a softplus. So is what a loop carries
+    in float32, of which its row tells why.
+    """
+    first: dict[int, Seen] = {}
+    after: dict[int, list[Seen]] = {}
+    is_cast_back: set[int] = set()
+    # By equation: what made the 16-bit values what they are that it is computed from.
+    made_of: dict[int, set[Any]] = {}
+    for seen in looked.seen:
+        told = seen.told
+        lows = {_made_by(o.origin) for o in told.operands if o.state is State.LOW}
+        others = (o for o in told.operands if o.state is not State.LOW)
+        of_others = (made_of.get(id(o.origin), set()) for o in others)
+        made_of[id(told.eqn)] = lows.union(*of_others)
+        if told.result is None and _follows_float32(seen):
+            name = id(told.origin)
+            is_one_function = not lows.isdisjoint(made_of.get(name, set()))
+            if lows and not is_one_function and not _is_by_choice(told.origin):
+                first.setdefault(name, seen)
+            if name in first:
+                after.setdefault(name, []).append(seen)
+        # A norm, too, hands on 16 bits.
+        match = told.decision.match
+        is_norm = match is not None and match.precision is Precision.FULL_INSIDE
+        if told.decision.run is Run.LOW or is_norm:
+            hard = (o for o in told.operands if o.state is State.HARD)
+            is_cast_back.update(id(o.origin) for o in hard)
+    for name, seen in first.items():
+        rows = [one.row for one in after[name]]
+        # The tail of a loss ends in float32. And a cast fuses with the op before it.
+        if name not in is_cast_back or len(rows) == 1:
+            continue
+        size = sum(row.bytes_run * counted(row.times) for row in rows)
+        yield _at(
+            seen,
+            "widened stream",
+            f"{seen.origin} is float32 and joins a 16-bit value here: {len(rows)} ops "
+            f"and {count(size)}B after it are float32",
+            "jmp_lite.as_low on it, if its digits do not matter from here on",
+        )
+
+
+def _made_by(origin: Any) -> Any:
+    """Returns what made a value: the same op on the same operands makes the same."""
+    if isinstance(origin, str | Number | None):
+        return origin
+    return compat.op_of(origin), *map(id, origin.invars)
+
+
+def _is_by_choice(origin: Any) -> bool:
+    """Whether a value is a number or the carry of a loop, and not what an op made."""
+    is_number = isinstance(origin, str | Number | None)
+    return is_number or compat.op_of(origin) in HIGHER_ORDER
+
+
+class _From(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+      arguments: the arguments that it is computed from.
+      moved: the one that it is, or a part of it.
+    """
+
+    arguments: frozenset[int] = frozenset()
+    moved: int | None = None
+
+
+class _Provenance(Forward[_From]):
+    """Follows arguments to the sums that they are an addend of.
+
+    Attributes:
+      added: for each sum, by id, the operands that are an argument or a part of one,
+        and are added to what is not made from it.
+    """
+
+    def __init__(self) -> None:
+        self.added: dict[int, set[int]] = {}
+
+    def nothing(self) -> _From:
+        """A number comes from no argument."""
+        return _From()
+
+    def join(self, one: _From, other: _From) -> _From:
+        """Returns where a value comes from that is one of two."""
+        moved = one.moved if one.moved == other.moved else None
+        return _From(one.arguments | other.arguments, moved)
+
+    def through(self, eqn: Any, facts: Sequence[_From], path: str) -> Sequence[_From]:
+        """Returns where the results of an op come from."""
+        del path
+        if compat.op_of(eqn) in ADDING:
+            pairs = zip(facts, facts[::-1], strict=True)
+            # In a loop the first step finds most: later ones add to what that made.
+            found = {
+                i
+                for i, (mine, other) in enumerate(pairs)
+                if mine.moved is not None and mine.moved not in other.arguments
+            }
+            self.added.setdefault(id(eqn), set()).update(found)
+        arguments = frozenset[int]().union(*(fact.arguments for fact in facts))
+        moves = compat.op_of(eqn) in _MOVING_ONCE
+        moved = facts[0].moved if moves else None
+        return [_From(arguments, moved)] * len(eqn.outvars)
+
+
+_MOVING_ONCE = MOVING - ADDED_UP
+
+
+def _float32_input(looked: Looked) -> Iterator[Lint]:
+    """An argument follows a 16-bit value that it is added to, and not made from it.
+
+    Parameters are no data: they come in trees, and data comes by itself.
+    """
+    if not looked.alone:
+        return
+    given = [
+        _From(frozenset([i]), i) if i in looked.alone else _From()
+        for i in range(len(compat.parts(looked.jaxpr).invars))
+    ]
+    provenance = _Provenance()
+    provenance.outputs(looked.jaxpr, given)
+    for seen in looked.seen:
+        told = seen.told
+        follows = told.decision.match is None and _has_low(seen)
+        if not follows or told.decision.run is not Run.LOW:
+            continue
+        shape = told.eqn.outvars[0].aval.shape
+        for i in provenance.added.get(id(told.eqn), ()):
+            operand = told.operands[i]
+            is_spread = operand.shape != shape or len(shape) < 2
+            if operand.state is State.SOFT and not is_spread:
+                yield _at(
+                    seen,
+                    "float32 input",
+                    "a float32 input is rounded to 16 bits, to be added to a value of "
+                    "16 bits",
+                    "jmp_lite.as_full on it, if all its digits matter (coordinates, "
+                    "times)",
+                )
+
+
+def _float32_carry(looked: Looked) -> Iterator[Lint]:
+    """A carry of what may be a stack of layers is float32."""
+    if looked.rules.default is Precision.FULL:  # All but products is.
+        return
+    for seen in looked.seen:
+        told = seen.told
+        if told.result is None or told.decision.run is not Run.FULL:
+            continue
+        if _differentiates(told.eqn):  # It trains: its carries are what is trained.
+            continue
+        if told.decision.reason is Reason.CARRY_RESULT:
+            yield _at(
+                seen,
+                "float32 carry",
+                seen.row.reason,
+                'rules.carry(scope, "follow"), if it is a state that layers hand on',
+            )
+        elif told.origin is not None:
+            yield _at(
+                seen,
+                "float32 carry",
+                seen.row.reason,
+                "jmp_lite.as_low on what makes it float32, if its digits do not matter",
+            )
+
+
+def _differentiates(loop: Any) -> bool:
+    """Whether a step of a loop computes a gradient."""
+    return any(
+        compat.is_transposed(eqn)
+        for body in compat.inner_jaxprs(loop)
+        for eqn, _ in equations(body, Place())
+    )
+
+
+def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
+    for seen in looked.seen:
+        if seen.told.decision.reason is Reason.HIGHEST_PRECISION:
+            yield _at(
+                seen,
+                "float32 product",
+                "a matrix product asks for a precision, and is left in float32",
+                "Leave precision= out, if 16 bits will do",
+            )
+
+
+def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
+    for seen in looked.seen:
+        if seen.told.decision.run is not Run.LOW:
+            continue
+        sizes = cost.product_sizes(seen.told.eqn)
+        if 1 in sizes:  # A vector's, or channel by channel: not for tensor cores.
+            continue
+        # Of a symbolic size nothing is known.
+        odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 8]
+        if odd:
+            yield _at(
+                seen,
+                "tensor cores",
+                f"a product of sizes {' x '.join(map(str, sizes))} is no multiple of 8 "
+                f"in {', '.join(map(str, dict.fromkeys(odd)))}",
+                "Tensor cores want multiples of 8: pad, or choose another width",
+            )
+
+
+def _opaque(looked: Looked) -> Iterator[Lint]:
+    """A 16-bit value is raised for what runs as it was traced, and might not have to.
+
+    That is a kernel, a loop that a float ends, or something unknown; not what has no
+    form in 16 bits. Or matrix products stand inside of it, which are float32.
+    """
+    kernels = (None, group_of("pallas_call"))
+    # What is told of a loop as a whole does not name its operands.
+    is_low: set[Any] = set()
+    known: set[int] = set()  # Equations inside of one that was looked at.
+    for seen in looked.seen:
+        eqn, decision = seen.told.eqn, seen.told.decision
+        if decision.state is State.LOW:
+            is_low.update(eqn.outvars)
+        is_by_choice = (
+            is_decided_inside(seen.row) or decision.reason is Reason.OTHER_FLOATS
+        )
+        is_kept = decision.run is Run.AS_TRACED and decision.state is State.HARD
+        if not is_kept or is_by_choice:
+            continue
+        if seen.row.op == "while":
+            given = {atom for atom in eqn.invars if not compat.is_literal(atom)}
+            raises, remedy = not given.isdisjoint(is_low), _FOR_A_LOOP
+        else:
+            hands_back = any(map(compat.is_float32, eqn.outvars))
+            is_kernel = group_of(seen.row.op) in kernels
+            raises = _has_low(seen) and hands_back and is_kernel
+            remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
+        inside = [e for j in compat.inner_jaxprs(eqn) for e, _ in every_equation(j)]
+        n_products = sum(map(_is_float32_product, inside))
+        is_inside = id(eqn) in known
+        known.update(map(id, inside))
+        needs_digits = is_inside or seen.row.op in _SOLVING
+        if n_products and not raises and not needs_digits:
+            products = "a product" if n_products == 1 else f"{n_products} products"
+            yield _at(
+                seen,
+                "kept product",
+                f"{seen.row.op} is run as it was traced, with {products} of matrices "
+                "in float32 inside",
+                remedy,
+            )
+        if raises:
+            yield _at(
+                seen,
+                "opaque op",
+                f"{seen.row.op} is run as it was traced, so that 16-bit values are "
+                "raised for it",
+                remedy,
+            )
+
+
+def _is_float32_product(eqn: Any) -> bool:
+    return compat.op_of(eqn) in PRODUCTS and any(map(compat.is_float32, eqn.invars))
+
+
+_SOLVING = ("custom_linear_solve", "linear_call")  # For the digits of the solution.
+
+_FOR_A_FUNCTION = "jmp_lite.autocast on the function inside of it, if 16 bits will do"
+
+_FOR_A_KERNEL = "jmp_lite.low_call, if it accepts 16 bits"
+
+_FOR_A_LOOP = 'rules.carry(scope, "follow"), if it ends in 16 bits too'
+
+
+def _literal(looked: Looked) -> Iterator[Lint]:
+    for seen in looked.seen:
+        if not (_follows_float32(seen) and _has_low(seen)):
+            continue
+        for operand in seen.told.operands:
+            number = operand.origin  # Of a marked number that is the mark.
+            if operand.state is State.HARD and isinstance(number, Number):
+                what, remedy = _misfit(number, np.dtype(looked.rules.compute_dtype))
+                yield _at(
+                    seen,
+                    "literal out of range",
+                    f"{operand.origin} {what}, and makes this float32",
+                    remedy,
+                )
+
+
+def _misfit(number: Number, dtype: np.dtype[Any]) -> tuple[str, str]:
+    """Returns what becomes of a number in 16 bits, and what to do about it."""
+    with np.errstate(over="ignore"):
+        low = np.float32(number.value).astype(dtype)
+    if low == 0:
+        least = float(jnp.finfo(dtype).smallest_normal)
+        return f"vanishes in {dtype.name}", f"{least:.1e} or more, if it is an epsilon"
+    if low == 1:
+        return f"is 1 in {dtype.name}", "jmp_lite.as_low on the result, if 1 will do"
+    return (
+        f"does not fit {dtype.name}",
+        "For a mask, jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)",
+    )
+
+
+def _low_result(looked: Looked) -> Iterator[Lint]:
+    for i, result in enumerate(looked.results):
+        if result.state is not State.LOW or result.shape:
+            continue
+        made_by = (s for s in looked.seen if s.told.eqn is result.origin)
+        source = next((s.row.source for s in made_by), "")
+        yield Lint(
+            "low result",
+            f"result {i}, a scalar such as a loss, is computed in 16 bits",
+            "jmp_lite.full_precision around what computes it",
+            source=source,
+        )
+
+
+def _no_loss_scale(looked: Looked) -> Iterator[Lint]:
+    is_float16 = any(seen.row.precision == "float16" for seen in looked.seen)
+    is_scaled = any("loss_scale" in seen.row.scope for seen in looked.seen)
+    if is_float16 and looked.has_gradients and not is_scaled:
+        yield Lint(
+            "no loss scale",
+            "float16 without a loss scale: gradients below 6e-8 vanish",
+            "jmp_lite.value_and_grad and jmp_lite.loss_scaling, if it has none outside",
+            scope="all of it",
+        )
+
+
+def _low_norm(looked: Looked) -> Iterator[Lint]:
+    """A norm that adds up in 16 bits."""
+    pattern = NORM_LAYERS[0]
+    for seen in looked.seen:
+        is_sum = seen.row.op in ("reduce_sum", "rsqrt")
+        is_low = seen.told.decision.run is Run.LOW
+        if is_sum and is_low and re.search(pattern, seen.row.scope):
+            yield _at(
+                seen,
+                "low norm",
+                f"{seen.row.scope} computes its statistics in 16 bits",
+                "The preset 'mixed' or 'O2', or rules.scope(..., \"full\")",
+            )
+
+
+def _inner_autocast(looked: Looked) -> Iterator[Lint]:
+    """What is explained is autocast already, and its decisions cannot be seen."""
+    inside = [
+        seen
+        for seen in looked.seen
+        if is_decided_inside(seen.row) and seen.row.op != "convert_element_type"
+    ]
+    if inside:
+        yield _at(
+            inside[0],
+            "inner autocast",
+            f"an inner autocast has decided {len(inside)} equations, and nothing can "
+            "be told of why",
+            "Explain the function that it was given, fun.__wrapped__, under its rules",
+        )
+
+
+_CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
+    _widened_stream,
+    _float32_input,
+    _float32_carry,
+    _asked_for_float32,
+    _off_tensor_cores,
+    _opaque,
+    _literal,
+    _low_result,
+    _no_loss_scale,
+    _low_norm,
+    _inner_autocast,
+)

@@ -1,0 +1,91 @@
+"""What the codes of decisions mean in words, for people alone."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jmp_lite.autocasting.interpreter.decisions import DecisionRecord, Reason, Run
+from jmp_lite.autocasting.interpreter.values import State
+from jmp_lite.autocasting.rules.op_table import GROUPS
+from jmp_lite.autocasting.rules.precision import RuleMatch, RuleSource
+from jmp_lite.autocasting.rules.rules import (
+    AS_WRITTEN_SCOPE,
+    AUTOCAST_SCOPE,
+    FULL_SCOPE,
+    LOW_SCOPE,
+)
+
+_WORDS: Mapping[Reason, str] = MappingProxyType(
+    {
+        Reason.HIGHEST_PRECISION: "FULL: it asks for the highest precision",
+        Reason.SCALES_POSITIONS: "FULL: it scales positions, and sums nothing up",
+        Reason.NOT_FLOAT32: "nothing in it is float32",
+        Reason.EFFECTS: "KEEP: it has effects",
+        Reason.OTHER_FLOATS: ("KEEP: another float than float32 is among its operands"),
+        Reason.POSITION: "its argument may be a position",
+        Reason.CHOOSES_16_BIT: "chooses among numbers of 16 bits",
+        Reason.READ_IN_FLOAT32: "all that read it are float32 or results",
+        Reason.FOLLOWS_LOW: "follows an operand in 16 bits",
+        Reason.FOLLOWS_FLOAT32: "follows an operand in float32",
+        Reason.UNDECIDED: "undecided: arguments and numbers",
+        Reason.CAST_TO_OTHER: "a cast in the function, to another dtype",
+        Reason.CAST_OF_GIVEN: "a cast in the function: undecided, of an argument",
+        Reason.CAST_OF_NUMBER: "a cast in the function: undecided, of a number",
+        Reason.CAST_OF_COMPUTED: "a cast in the function: float32 on purpose",
+        Reason.ENDS_BY_A_FLOAT: "KEEP: a float decides when it ends",
+        Reason.ROOT: "KEEP: a root is found to a tolerance",
+        Reason.CARRY_RULE: "a carry rule",
+        Reason.CARRY_MARK: "marked by low_precision",
+        Reason.CARRY_PRODUCTS: "only low matrix products read it",
+        Reason.CARRY_STATE: "a state: the loop is no stack of layers",
+        Reason.CARRY_SUM: "a sum: something else is added to it at each step",
+        Reason.CARRY_RESULT: "a result: nothing but an output reads its last",
+        Reason.CARRY_LAYERS: "a stack of layers: it follows",
+        Reason.CARRY_CACHE: "only low matrix products read it, then or later",
+        Reason.CARRY_WHILE: "a state of a while loop",
+    }
+)
+
+_MARKS: Mapping[str, str] = MappingProxyType(
+    {
+        AUTOCAST_SCOPE: "an inner autocast has decided it",
+        FULL_SCOPE: "marked by full_precision or as_full",
+        LOW_SCOPE: "marked by low_precision or as_low",
+        AS_WRITTEN_SCOPE: "inside of low_call, as it was written",
+    }
+)
+
+_GROUPS: Mapping[str, str] = MappingProxyType({g.id: g.reason for g in GROUPS})
+
+
+def reason_in_words(record: DecisionRecord) -> str:
+    """Returns why an equation runs as it does.
+
+    Args:
+      record: what was decided; where an operand decided it, what comes from outside of
+        its jaxpr is not in the words.
+    """
+    decision = record.decision
+    if decision.reason is Reason.INSIDE:
+        return f"inside of {decision.within}, which is run as traced"
+    if decision.reason is Reason.RULE and decision.match is not None:
+        words = f"{decision.match.precision.name}: {_rule_in_words(decision.match)}"
+    else:
+        words = _WORDS[decision.reason]
+    if record.result is not None:
+        raised = ", but its body makes it float32" if record.origin is not None else ""
+        return f"carry {record.result}: {words}{raised}"
+    if decision.run is Run.FULL and decision.state is State.LOW:
+        return f"in float32 for its derivative, then cast; {words}"
+    return words
+
+
+def _rule_in_words(match: RuleMatch) -> str:
+    by_source = {
+        RuleSource.TABLE: _GROUPS.get(match.name, ""),
+        RuleSource.UNKNOWN: f"nothing is known of {match.name!r}",
+        RuleSource.OP: f"the rules say so of {match.name!r}",
+        RuleSource.DEFAULT: "the rules' default",
+        RuleSource.SCOPE: f"scope rule {match.name!r}",
+        RuleSource.MARK: _MARKS.get(match.name, ""),
+    }
+    return by_source[match.source]

@@ -1,0 +1,329 @@
+"""The decisions of an interpretation, and the program that it builds, as rows and sums.
+
+A row says what one equation does; it does not judge.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jmp_lite.autocasting.explain.reasons import reason_in_words
+from jmp_lite.autocasting.interpreter.decisions import (
+    Decision,
+    DecisionRecord,
+    Reason,
+    RecordsInside,
+    Run,
+)
+from jmp_lite.autocasting.interpreter.values import Number, State
+from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER, PRODUCTS
+from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, FULL_SCOPE, LOW_SCOPE
+
+
+class Row(NamedTuple):
+    """How one equation of a function runs.
+
+    Attributes:
+      scope: the path that it stands in, such as ``"LM/Block_0/Dense_0"``.
+      op: the name of its primitive; for a carry of a loop that of the loop.
+      precision: the dtype that it runs in: ``"bfloat16"``, ``"float16"``,
+        ``"float32"`` or another; ``"as traced"`` where nothing in it is a float.
+      reason: why, in words.
+      source: where it stands in the code: file, line and function. The innermost line
+        that is no package's, if there is one.
+      shapes: what its results were traced as, such as ``"float32[4,8]"``; in the
+        backward pass what they are.
+      times: how often it is run; None inside of a ``while`` loop. Each branch of a
+        ``cond`` is told as if it were taken.
+      bytes_traced: of its results, as they were traced; of what autocast alone has in
+        the backward pass, as they are held. A symbolic size counts as one.
+      bytes_run: of its results, as they are held.
+      flops: operations of a matrix product, two for each multiplication of real
+        numbers; else 0.
+      is_backward: whether it belongs to a backward pass.
+    """
+
+    scope: str
+    op: str
+    precision: str
+    reason: str
+    source: str
+    shapes: tuple[str, ...]
+    times: int | None
+    bytes_traced: int
+    bytes_run: int
+    flops: int = 0
+    is_backward: bool = False
+
+
+def is_low(row: Row) -> bool:
+    """Whether an equation runs in 16 bits or fewer."""
+    is_float = row.precision != "as traced"
+    return is_float and np.dtype(row.precision).itemsize <= 2
+
+
+def is_decided_inside(row: Row) -> bool:
+    """Whether an autocast inside of the function has decided it."""
+    return AUTOCAST_SCOPE in row.scope.split("/")
+
+
+class Seen(NamedTuple):
+    """A row, and what it was made of.
+
+    Attributes:
+      row: the row.
+      told: what was told of the equation; its origins are equations, words or None.
+      origin: the origin of the operand that decided it, in words; else nothing.
+    """
+
+    row: Row
+    told: DecisionRecord
+    origin: str = ""
+
+
+class Place(NamedTuple):
+    """Where a program stands.
+
+    Attributes:
+      path: the scopes that it stands in.
+      source: where it is called in the user's code.
+      times: how often it is run; None where that is not known.
+      is_backward: whether it belongs to a backward pass.
+    """
+
+    path: str = ""
+    source: str = ""
+    times: int | None = 1
+    is_backward: bool = False
+
+    def inside(self, eqn: Any, trips: int | None) -> "Place":
+        """Returns where a program stands that an equation of this one runs."""
+        return Place(
+            path=compat.path_of(eqn, self.path),
+            source=compat.source(eqn, self.source),
+            times=self.times and trips and self.times * trips,
+            is_backward=self.is_backward or compat.is_transposed(eqn),
+        )
+
+
+def counted(times: int | None) -> int:
+    """Returns how often something counts in a sum: once where that is not known."""
+    return 1 if times is None else times
+
+
+def seen_in(
+    told: Sequence[DecisionRecord | RecordsInside], low: np.dtype[Any]
+) -> Iterator[Seen]:
+    """Yields the rows of what was told of a function, in the order in which it runs."""
+    return _Seeing(low).along(told, Place(), [])
+
+
+class _Seeing:
+    """Makes rows; of what is called often most is made once.
+
+    Args:
+      low: the compute dtype.
+    """
+
+    def __init__(self, low: np.dtype[Any]) -> None:
+        self._low = low
+        self._rows: dict[int, Row] = {}
+        self._sources: dict[int, str] = {}
+
+    def along(
+        self,
+        told: Sequence[DecisionRecord | RecordsInside],
+        place: Place,
+        origins: Sequence[Any],
+    ) -> Iterator[Seen]:
+        """Yields the rows of what was told along one jaxpr.
+
+        Args:
+          told: what was told.
+          place: where the jaxpr stands.
+          origins: where its inputs come from.
+        """
+
+        def outside(origin: Any) -> Any:
+            return origins[origin] if isinstance(origin, int) else origin
+
+        for item in told:
+            if isinstance(item, RecordsInside):
+                given = [outside(origin) for origin in item.origins]
+                inner = place.inside(item.eqn, item.times)
+                yield from self.along(item.records, inner, given)
+                continue
+            operands = tuple(
+                o._replace(origin=outside(o.origin)) for o in item.operands
+            )
+            there = item._replace(origin=outside(item.origin), operands=operands)
+            if id(item) not in self._rows:
+                self._rows[id(item)] = _row(item, self._low)
+            yield self._seen(self._rows[id(item)], there, place)
+            if item.decision.run is Run.AS_TRACED:
+                yield from self._kept(there, place)
+
+    def _kept(self, told: DecisionRecord, place: Place) -> Iterator[Seen]:
+        """Yields the rows of what an equation holds that is run as it was traced."""
+        op = compat.op_of(told.eqn)
+        kept = dataclasses.replace(told.decision, reason=Reason.INSIDE, within=op)
+        there = place.inside(told.eqn, compat.trips(told.eqn))
+        for jaxpr in compat.inner_jaxprs(told.eqn):
+            for eqn in compat.parts(jaxpr).eqns:
+                inner = DecisionRecord(eqn, kept)
+                yield self._seen(_row(inner, self._low), inner, there)
+                yield from self._kept(inner, there)
+
+    def _seen(self, row: Row, told: DecisionRecord, place: Place) -> Seen:
+        """Returns a row that stands in a place, with what decided it from outside."""
+        source = self._sources[id(told.eqn)] = compat.source(told.eqn, place.source)
+        origin = self._told_origin(told.origin)
+        placed = row._replace(
+            scope=compat.join(place.path, row.scope),
+            reason=f"{row.reason}: {origin}" if origin else row.reason,
+            source=source,
+            times=place.times,
+            is_backward=place.is_backward or compat.is_transposed(told.eqn),
+        )
+        return Seen(placed, told, origin)
+
+    def _told_origin(self, origin: Any) -> str:
+        """Returns what made a value what it is held in, in words."""
+        if isinstance(origin, str | Number | None):
+            return str(origin or "")
+        # It was seen before, but for what is handed on from step to step of a loop.
+        place = short(self._sources.get(id(origin)) or compat.source(origin))
+        op = _MARKS.get(compat.checkpoint_name_of(origin)) or compat.op_of(origin)
+        return op + (place and f" at {place}")
+
+
+_MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
+"""What the user has written, by the name that stands in the program."""
+
+
+def _row(told: DecisionRecord, low: np.dtype[Any]) -> Row:
+    """Returns a row that knows nothing of what its equation stands in."""
+    eqn, decision = told.eqn, told.decision
+    results = eqn.outvars if told.result is None else [eqn.outvars[told.result]]
+    is_low = decision.state is State.LOW
+    return Row(
+        scope=compat.join(*compat.scopes(eqn)),
+        op=compat.op_of(eqn),
+        precision=_precision(eqn, decision, low),
+        reason=reason_in_words(told),
+        source="",
+        shapes=tuple(var.aval.str_short() for var in results),
+        times=1,
+        bytes_traced=sum(map(bytes_of, results)),
+        bytes_run=sum(bytes_of(var, low if is_low else None) for var in results),
+        flops=cost.product_flops(eqn),
+    )
+
+
+def _precision(eqn: Any, decision: Decision, low: np.dtype[Any]) -> str:
+    return low.name if decision.run is Run.LOW else precision_as_traced(eqn)
+
+
+def precision_as_traced(eqn: Any) -> str:
+    """Returns the widest float of an equation; of a product that of its operands."""
+    atoms = eqn.invars[:2] if compat.op_of(eqn) in PRODUCTS else ()
+    atoms = atoms or (*eqn.invars, *eqn.outvars)
+    floats = [compat.dtype_of(atom) for atom in atoms if compat.is_float(atom)]
+    return max(floats, key=lambda d: d.itemsize).name if floats else "as traced"
+
+
+def bytes_of(var: Any, low: np.dtype[Any] | None = None) -> int:
+    """Returns the bytes of a variable, of a float32 one in another dtype."""
+    dtype = low if low is not None and compat.is_float32(var) else compat.dtype_of(var)
+    size = cost.known_size(getattr(var.aval, "shape", ()))
+    return size * getattr(dtype, "itemsize", 0)
+
+
+def short(source: str) -> str:
+    """Returns a source without its folder and function."""
+    return source.rpartition(" ")[0].rpartition("/")[-1]
+
+
+def equations(jaxpr: Any, place: Place) -> Iterator[tuple[Any, Place]]:
+    """Yields the equations of a program that do something, and where theirs stands."""
+    for eqn in compat.live_equations(jaxpr):
+        yield eqn, place
+        if compat.op_of(eqn) in HIGHER_ORDER:
+            there = place.inside(eqn, compat.trips(eqn))
+            for inner in compat.inner_jaxprs(eqn):
+                yield from equations(inner, there)
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over a function, and over its backward pass where that was asked for.
+
+    What is in a loop of unknown length counts once, and each branch of a ``cond`` as if
+    it were taken.
+
+    Attributes:
+      equations: how many equations there are, by precision.
+      products: how many matrix products and convolutions, by precision.
+      flops: the operations of those in all trips of all loops, by precision.
+      casts: how many casts between float32 and the compute dtype autocast adds, in all
+        trips of all loops.
+      cast_bytes: the bytes that they read and write, if nothing is fused.
+      kept_traced: the bytes that wait for the backward pass without autocast; None
+        where that was not asked for.
+      kept_run: the same with autocast.
+    """
+
+    equations: Mapping[str, int] = dataclasses.field(hash=False)
+    products: Mapping[str, int] = dataclasses.field(hash=False)
+    flops: Mapping[str, int] = dataclasses.field(hash=False)
+    casts: int
+    cast_bytes: int
+    kept_traced: int | None = None
+    kept_run: int | None = None
+
+
+def totals_of(
+    rows: Iterable[Row], casts: Sequence[int], kept: Sequence[int] | None
+) -> Totals:
+    """Sums rows up.
+
+    Args:
+      rows: the rows.
+      casts: how many were added, and their bytes.
+      kept: bytes that wait for the backward pass, as traced and as run.
+    """
+    equations, products, flops = Counter[str](), Counter[str](), Counter[str]()
+    for row in rows:
+        equations[row.precision] += 1
+        if row.op in PRODUCTS:
+            products[row.precision] += 1
+            flops[row.precision] += row.flops * counted(row.times)
+    number, n_bytes = casts
+    kept_traced, kept_run = kept or (None, None)
+    return Totals(
+        dict(equations),
+        dict(products),
+        dict(flops),
+        casts=max(number, 0),
+        cast_bytes=max(n_bytes, 0),
+        kept_traced=kept_traced,
+        kept_run=kept_run,
+    )
+
+
+def casts_in(programs: Iterable[Any], low: np.dtype[Any]) -> tuple[int, int]:
+    """Counts the casts between float32 and a dtype, and the bytes that they move."""
+    number = n_bytes = 0
+    for eqn, place in (e for jaxpr in programs for e in equations(jaxpr, Place())):
+        if compat.op_of(eqn) != "convert_element_type":
+            continue
+        ends = {compat.dtype_of(eqn.invars[0]), compat.dtype_of(eqn.outvars[0])}
+        if ends == {np.dtype("float32"), low}:
+            size = cost.known_size(eqn.outvars[0].aval.shape)
+            number += counted(place.times)
+            n_bytes += counted(place.times) * size * (4 + low.itemsize)
+    return number, n_bytes

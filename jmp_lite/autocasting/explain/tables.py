@@ -1,0 +1,68 @@
+"""Tables of text: columns that line up, for a terminal and for a notebook."""
+
+import html
+from collections.abc import Sequence
+
+
+def text_table(
+    headers: Sequence[str],
+    groups: Sequence[tuple[str, Sequence[Sequence[str]]]],
+    right: Sequence[int] = (),
+) -> str:
+    """Returns rows of cells as aligned text.
+
+    Args:
+      headers: of the columns.
+      groups: a title, or an empty one, and the rows that follow it.
+      right: the columns that are aligned to the right.
+    """
+    groups = [
+        (_in_one_line(title), [[*map(_in_one_line, row)] for row in group])
+        for title, group in groups
+    ]
+    rows = [row for _, group in groups for row in group]
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(["", *padded]).rstrip()
+
+    lines = [line(headers)]
+    for title, group in groups:
+        lines += [title] if title else []
+        lines += map(line, group)
+    return "\n".join(lines)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.splitlines())
+
+
+def html_table(
+    headers: Sequence[str],
+    groups: Sequence[tuple[str, Sequence[Sequence[str]]]],
+) -> str:
+    """Returns the same as a table of HTML."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr>{inside}</tr>"
+
+    lines = ["<table>", row(headers, "th")]
+    for title, group in groups:
+        if title:
+            span = f'<tr><th colspan="{len(headers)}">{html.escape(title)}</th></tr>'
+            lines.append(span)
+        lines += [row(cells, "td") for cells in group]
+    return "\n".join([*lines, "</table>"])
+
+
+def count(number: float) -> str:
+    """Returns a number of bytes or operations, shortened: ``"1.5 M"``."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f} "

@@ -1,0 +1,1 @@
+"""Decides in which precision each equation runs, and runs it."""

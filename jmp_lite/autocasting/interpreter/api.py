@@ -1,0 +1,125 @@
+"""``autocast``: check what came, trace the function, run it under the rules."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.interpreter.decide import changes_nothing
+from jmp_lite.autocasting.interpreter.validation import (
+    check_function,
+    choose_rules,
+    function_of_arrays,
+    refuse_mutable_graphs,
+)
+from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import equations
+from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, Rules
+from jmp_lite.casting.mutables import noting_captures, returning_changes, write_changes
+
+Params = ParamSpec("Params")
+
+Result = TypeVar("Result")
+
+
+@overload
+def autocast(
+    fun: Callable[Params, Result],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[Params, Result]: ...
+
+
+@overload
+def autocast(
+    fun: None = None,
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]: ...
+
+
+def autocast(
+    fun: Callable[..., Any] | None = None,
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Any:
+    """Returns ``fun`` run op by op in mixed precision.
+
+    Matrix products and convolutions run in the compute dtype, delicate ops in float32,
+    and the rest in the precision of what they are given. The signature, the structure,
+    the shapes and the dtypes of the results are those of ``fun``; only values that were
+    float32 are ever changed.
+
+    Args:
+      fun: any function of pytrees that JAX can trace. Arrays are traced; every other
+        argument reaches it as it is.
+      rules: a preset's name (``"mixed"``, ``"O0"`` to ``"O3"``, ``"torch"``, ...) or a
+        ``Rules``.
+      compute_dtype: the dtype of low ops instead of the rules' own; ``"half"`` asks the
+        device, when the function is called.
+
+    Returns:
+      The function; without ``fun`` a decorator.
+
+    Raises:
+      ValueError: there is no such preset or dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> low = autocast(lambda x, w: jnp.tanh(x @ w))
+      >>> x, w = jnp.ones((2, 4)), jnp.full((4, 4), 0.1)
+      >>> low(x, w).dtype
+      dtype('float32')
+      >>> "bf16[2,4] = dot_general" in str(jax.make_jaxpr(low)(x, w))
+      True
+    """
+    if fun is None:
+        return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
+    check_function(fun)
+    chosen = choose_rules(rules, compute_dtype)
+
+    @functools.wraps(fun)
+    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(AUTOCAST_SCOPE):
+            return _run(Interpreter(chosen()), fun, args, kwargs)
+
+    return autocast_fun
+
+
+def _run(
+    interpreter: Interpreter, fun: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Traces a function, interprets it, and returns its results as it would."""
+    traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
+    paths = (path for _, path in equations(traced))
+    if changes_nothing(interpreter.rules, paths):
+        results = compat.evaluate(traced, arrays)
+    else:
+        results = interpreter.run_function(traced, arrays)
+    out, changes = jax.tree.unflatten(treedef, results)
+    write_changes(args, kwargs, changes)
+    return out
+
+
+def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Returns a function's jaxpr, its arrays, and the structure of its results."""
+    refuse_mutable_graphs(fun, args, kwargs)
+    of_arrays, arrays = function_of_arrays(fun, args, kwargs)
+    structures: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        # Not from the shapes of the results: a node of a user's may refuse those.
+        leaves, structure = jax.tree.flatten(of_arrays(*arrays))
+        structures.append(structure)
+        return leaves
+
+    flat.__name__ = of_arrays.__name__
+    with noting_captures():
+        traced = jax.make_jaxpr(flat)(*arrays)
+    return traced, arrays, structures[-1]

@@ -1,0 +1,65 @@
+"""Equations that call one jaxpr: jit, remat, shard_map and their like."""
+
+from typing import Any
+
+import jax
+
+from jmp_lite.autocasting.interpreter.conversion import (
+    Call,
+    Converted,
+    Walk,
+    arrays_of,
+    as_values,
+    convert,
+    results_of_call,
+)
+from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.autocasting.jaxprs import compat
+
+
+def run_jit(walk: Walk, call: Call) -> list[Value]:
+    """Runs a jitted function, which keeps its name and is lowered once."""
+    eqn, operands, wanted, path = call
+    name = compat.call_name(eqn)
+    inside = convert(walk, compat.called(eqn), operands, wanted, path, name)
+    arrays = [
+        walk.casts.full(value) if i in inside.raised else value.array
+        for i, value in enumerate(operands)
+    ]
+    results = compat.bind(eqn, arrays, jaxpr=inside.jaxpr)
+    return results_of_call(walk, call, results, inside)
+
+
+def run_remat(walk: Walk, call: Call) -> list[Value]:
+    """Runs a rematerialized function under its own policy."""
+    eqn, operands, wanted, path = call
+    inside = convert(walk, compat.called(eqn), operands, wanted, path)
+    arrays = compat.bind_remat(eqn, arrays_of(operands), inside.jaxpr)
+    return results_of_call(walk, call, arrays, inside)
+
+
+def run_wrapped(walk: Walk, call: Call) -> list[Value]:
+    """Runs what only calls the jaxpr that it holds."""
+    eqn, operands, wanted, path = call
+    name = compat.WRAPPERS[compat.op_of(eqn)]
+    inside = convert(walk, compat.called(eqn), operands, wanted, path)
+    arrays = compat.bind(eqn, arrays_of(operands), **{name: inside.jaxpr})
+    return results_of_call(walk, call, arrays, inside)
+
+
+def run_shard_map(walk: Walk, call: Call) -> list[Value]:
+    """Runs what each device runs, bound again through ``jax.shard_map``."""
+    eqn, operands, wanted, path = call
+    jaxpr, region = compat.body_of(eqn), walk.at.region(path)
+    states, found = [value.spec for value in operands], list[Value]()
+    with walk.recording() as records:
+
+        def run(*arrays: Any) -> list[Any]:
+            values = as_values(arrays, states, range(len(arrays)))
+            found[:] = walk.run(jaxpr, values, wanted, path, region)
+            return arrays_of(found)
+
+        mapped = jax.shard_map(run, **compat.shard_map_arguments(eqn))
+        arrays = mapped(*arrays_of(operands))
+    specs, origins = (tuple(v.spec for v in found), [v.origin for v in found])
+    return results_of_call(walk, call, arrays, Converted(None, specs, origins, records))

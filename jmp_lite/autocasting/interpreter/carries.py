@@ -1,0 +1,299 @@
+"""What the body of a loop does with each of its carries, for ``decide_carry``.
+
+The body is read before any of it is run. Calls of one function, each on what the one
+before has made, are a loop too.
+"""
+
+import enum
+import functools
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jmp_lite.autocasting.interpreter.decide import (
+    Carry,
+    CarryFacts,
+    decide_carry,
+    runs_low,
+)
+from jmp_lite.autocasting.interpreter.lookup import RuleLookup
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.compat import CALLS, called
+from jmp_lite.autocasting.jaxprs.dataflow import Backward, Forward
+from jmp_lite.autocasting.rules.op_table import ADDING, MOVING, PRODUCTS
+
+
+class Loop(NamedTuple):
+    """What is run again and again.
+
+    Attributes:
+      body: the jaxpr of a step.
+      carries: the result that each carry, an input of the body, is in the next step.
+      sliced: the inputs that are others in each step.
+      has_gradient: whether it has a backward pass, which hands a gradient from step to
+        step in the dtype of the carry.
+    """
+
+    body: Any
+    carries: Mapping[int, int]
+    sliced: frozenset[int]
+    has_gradient: bool = True
+
+    @classmethod
+    def of_scan(cls, eqn: Any) -> "Loop":
+        """Returns the loop that a ``scan`` is."""
+        n_consts, n_carry = compat.scan_counts(eqn)
+        carries = {n_consts + i: i for i in range(n_carry)}
+        sliced = frozenset(range(n_consts + n_carry, len(eqn.invars)))
+        return cls(compat.body_of(eqn), carries, sliced)
+
+    @classmethod
+    def of_while(cls, eqn: Any) -> "Loop":
+        """Returns the loop that a ``while`` is."""
+        _, body, _, n_consts = compat.while_parts(eqn)
+        carries = {n_consts + i: i for i in range(len(eqn.outvars))}
+        return cls(body, carries, frozenset(), has_gradient=False)
+
+
+class Unrolled(NamedTuple):
+    """A loop that is written out, as calls.
+
+    Attributes:
+      loop: the loop.
+      last: the last call.
+    """
+
+    loop: Loop
+    last: Any
+
+
+def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
+    """Returns the loops that are written out in a jaxpr, by id of the first call."""
+    calls: dict[int, list[Any]] = defaultdict(list)
+    for eqn in parts.eqns:
+        if compat.op_of(eqn) in CALLS:
+            calls[id(called(eqn))].append(eqn)
+    found: dict[int, Unrolled] = {}
+    for first, *later in calls.values():
+        pairs = list(zip([first, *later], later, strict=False))
+        inputs = range(len(first.invars))
+        carries = {
+            i: k
+            for i in inputs
+            for k in range(len(first.outvars))
+            if pairs and all(b.invars[i] is a.outvars[k] for a, b in pairs)
+        }
+        if carries:
+            shared = {
+                i for i in inputs if all(a.invars[i] is b.invars[i] for a, b in pairs)
+            }
+            sliced = frozenset(inputs) - shared - {*carries}
+            loop = Loop(called(first), carries, sliced)
+            found[id(first)] = Unrolled(loop, later[-1])
+    return found
+
+
+def classify(
+    rules: RuleLookup, loop: Loop, last_is_read: Sequence[bool], path: str
+) -> list[Carry]:
+    """Returns what each carry of a loop may be.
+
+    Args:
+      rules: what the rules say, by path.
+      loop: the loop.
+      last_is_read: for each carry, whether something else than an output reads its last
+        value.
+      path: the scopes that the loop stands in.
+    """
+    read_by, in_any_step = _uses_of_carries(rules, loop, path)
+    flow = _Flow(rules, loop, path) if loop.has_gradient else None
+
+    def facts(carry: int, is_read: bool) -> CarryFacts:
+        return CarryFacts(
+            is_multiplied=read_by[carry] is _Use.PRODUCT,
+            is_multiplied_later=in_any_step[carry] is _Use.PRODUCT,
+            has_gradient=loop.has_gradient,
+            is_of_layers=flow is not None and flow.is_stack_of_layers,
+            is_added_to=flow is not None and flow.is_added_to(carry),
+            last_is_read=is_read,
+        )
+
+    return [
+        decide_carry(rules, facts(carry, is_read), path)
+        for carry, is_read in zip(loop.carries, last_is_read, strict=True)
+    ]
+
+
+class _Source(NamedTuple):
+    """Where a value of a loop's body comes from.
+
+    Attributes:
+      inputs: the inputs of the body that it is computed from.
+      around: the carries among them that reach it without passing a low op.
+      added: what was added to such a carry on the way: the carry, and the inputs that
+        the addend is computed from.
+      is_moved: whether it is an input, a slice of one, or a number: nothing computed.
+      is_sliced: whether this step's slice of something is in it.
+    """
+
+    inputs: frozenset[int] = frozenset()
+    around: frozenset[int] = frozenset()
+    added: frozenset[tuple[int, frozenset[int]]] = frozenset()
+    is_moved: bool = True
+    is_sliced: bool = False
+
+
+class _Flow(Forward[_Source]):
+    """Follows a loop's body from its inputs to its results."""
+
+    def __init__(self, rules: RuleLookup, loop: Loop, path: str) -> None:
+        invars = compat.parts(loop.body).invars
+        self._rules = rules
+        self._carries = loop.carries
+        self._float_carries = frozenset(
+            i for i in self._carries if compat.is_float(invars[i])
+        )
+        self.is_stack_of_layers = False
+        sources = [
+            _Source(
+                inputs=frozenset([i]),
+                around=frozenset([i]) & self._float_carries,
+                is_sliced=i in loop.sliced,
+            )
+            for i in range(len(invars))
+        ]
+        self._results = self.outputs(loop.body, sources, path)
+
+    def is_added_to(self, carry: int) -> bool:
+        """Whether something is added to a carry, step by step, that is not its own."""
+        return any(
+            carry not in self._in_any_step(inputs)
+            for added_to, inputs in self._results[self._carries[carry]].added
+            if added_to == carry
+        )
+
+    def _in_any_step(self, inputs: frozenset[int]) -> frozenset[int]:
+        """Returns what inputs are computed from, in this step and those before."""
+        while True:
+            more = inputs.union(
+                *(
+                    self._results[self._carries[i]].inputs
+                    for i in inputs
+                    if i in self._carries
+                )
+            )
+            if more == inputs:
+                return inputs
+            inputs = more
+
+    def nothing(self) -> _Source:
+        """A number is computed from nothing."""
+        return _Source()
+
+    def join(self, one: _Source, other: _Source) -> _Source:
+        """Returns where a value comes from that is one of two."""
+        return _Source(
+            one.inputs | other.inputs,
+            one.around | other.around,
+            one.added | other.added,
+            one.is_moved and other.is_moved,
+            one.is_sliced or other.is_sliced,
+        )
+
+    def through(
+        self, eqn: Any, facts: Sequence[_Source], path: str
+    ) -> Sequence[_Source]:
+        """Returns where the results of an op come from."""
+        return [self._of_op(eqn, facts, path)] * len(eqn.outvars)
+
+    def _of_op(self, eqn: Any, operands: Sequence[_Source], path: str) -> _Source:
+        op = compat.op_of(eqn)
+        joined = functools.reduce(self.join, operands, _Source())
+        is_sliced = joined.is_sliced or op == "dynamic_slice"
+        if op in PRODUCTS and runs_low(self._rules, eqn, path):
+            self._see_product(operands)
+            return _Source(joined.inputs, is_moved=False, is_sliced=is_sliced)
+        added = joined.added
+        if op in ADDING:
+            added |= {
+                (carry, other.inputs)
+                for one, other in (operands, operands[::-1])
+                for carry in one.around
+                if not other.is_moved
+            }
+        is_moved = op in _MOVING and joined.is_moved
+        return _Source(joined.inputs, joined.around, added, is_moved, is_sliced)
+
+    def _see_product(self, operands: Sequence[_Source]) -> None:
+        """Notes a product of what comes from a carry and this step's slice."""
+        for one, other in (operands[:2], operands[1::-1]):
+            weights = other.is_sliced and not other.inputs & self._float_carries
+            if weights and one.inputs & self._float_carries:
+                self.is_stack_of_layers = True
+
+
+_MOVING = MOVING | {"convert_element_type"}
+
+
+class _Use(enum.Flag):
+    """What a value is used for, perhaps moved."""
+
+    NONE = 0
+    PRODUCT = 1
+    OTHER = 2
+
+
+class _CarryUses(Backward[_Use]):
+    """Finds what the inputs of a loop's body are used for."""
+
+    def __init__(self, rules: RuleLookup) -> None:
+        self._rules = rules
+
+    def nothing(self) -> _Use:
+        """Nothing reads it."""
+        return _Use.NONE
+
+    def join(self, one: _Use, other: _Use) -> _Use:
+        """Returns both uses."""
+        return one | other
+
+    def of_predicate(self) -> _Use:
+        """A predicate is no product."""
+        return _Use.OTHER
+
+    def through(self, eqn: Any, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
+        """Returns what an op uses its operands for."""
+        op, n_in = compat.op_of(eqn), len(eqn.invars)
+        if op in MOVING:
+            return [functools.reduce(operator.or_, facts)] * n_in
+        is_product = op in PRODUCTS and runs_low(self._rules, eqn, path)
+        return [_Use.PRODUCT if is_product else _Use.OTHER] * n_in
+
+
+def _uses_of_carries(
+    rules: RuleLookup, loop: Loop, path: str
+) -> tuple[Mapping[int, _Use], Mapping[int, _Use]]:
+    """Returns what each carry is used for: in one step, and in that or a later one.
+
+    In the first answer, a use in the next step counts as another use.
+    """
+    parts, analysis = compat.parts(loop.body), _CarryUses(rules)
+
+    def uses(outside: Sequence[_Use]) -> dict[int, _Use]:
+        found = analysis.inputs(loop.body, outside, path)
+        return {
+            i: found[i] if compat.is_float32(parts.invars[i]) else _Use.OTHER
+            for i in loop.carries
+        }
+
+    outside = [_Use.OTHER] * len(parts.outvars)
+    in_one_step = uses(outside)
+    for k in loop.carries.values():
+        outside[k] = _Use.NONE
+    while True:
+        before, in_any_step = list(outside), uses(outside)
+        for i, k in loop.carries.items():
+            outside[k] |= in_any_step[i]
+        if outside == before:
+            return in_one_step, in_any_step

@@ -1,0 +1,106 @@
+"""Makes values of arguments, constants and numbers, and casts them.
+
+A value is cast where it is read in the other dtype, and not before. One that was
+computed is cast once for all its readers.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.interpreter.values import Kind, Number, State, Value
+from jmp_lite.autocasting.jaxprs import compat
+
+
+class Casts:
+    """Makes values, and casts them.
+
+    Args:
+      low_dtype: the compute dtype.
+    """
+
+    def __init__(self, low_dtype: DTypeLike) -> None:
+        self.low_dtype = np.dtype(low_dtype)
+
+    def given(self, var: Any, array: Any, origin: str) -> Value:
+        """Returns an argument or a constant."""
+        state = State.SOFT if compat.is_float32(var) else None
+        return Value(array, state, Kind.GIVEN, origin=origin)
+
+    def constant(self, var: Any, array: Any) -> Value:
+        """Returns a constant; one with elements too large for 16 bits is HARD."""
+        value = self.given(var, array, "a constant")
+        if value.state is State.SOFT and not compat.is_tracer(array):
+            numbers = np.asarray(array)
+            with np.errstate(over="ignore"):
+                low = numbers.astype(self.low_dtype).astype(np.float32)
+            too_large = numbers[np.isfinite(numbers) & ~np.isfinite(low)]
+            if too_large.size:
+                # As a number of the program: it saturates where all is low.
+                value.state, value.kind = State.HARD, Kind.LITERAL
+                value.origin = Number(float(too_large.flat[0]), is_element=True)
+        return value
+
+    def literal(self, atom: Any) -> Value:
+        """Returns a number in the program; one that 16 bits cannot tell is HARD."""
+        is_real = jnp.issubdtype(compat.dtype_of(atom), jnp.floating)
+        is_real |= compat.is_integer(atom)
+        fits = not is_real or _fits(_as_float32(atom.val), self.low_dtype)
+        if not compat.is_float32(atom):
+            # One that does not fit is judged here for what it may be converted to.
+            kind = Kind.LITERAL if fits else Kind.COMPUTED
+            return Value(compat.as_array(atom.val), None, kind)
+        number = _as_float32(atom.val)
+        if number in _ENDS:
+            return Value(number, State.HARD, Kind.END, origin="the end of the range")
+        state = State.SOFT if fits else State.HARD
+        is_exact = fits and np.float32(number.astype(self.low_dtype)) == number
+        kind = Kind.EXACT if is_exact else Kind.LITERAL
+        return Value(number, state, kind, origin=Number(float(number)))
+
+    def full(self, value: Value) -> Any:
+        """Returns a value as it was traced."""
+        if value.state is not State.LOW:
+            return value.array
+        if value.raised is None:  # Once: the gradients of its uses add up in float32.
+            value.raised = value.array.astype(jnp.float32)
+        return value.raised
+
+    def low(self, value: Value) -> Any:
+        """Returns a float32 value in the compute dtype, and any other as it is."""
+        if value.state is None or value.state is State.LOW:
+            return value.array
+        if value.kind is not Kind.COMPUTED:
+            return self.cast(value.array, value.saturates)
+        if value.cast is None:  # Once for all uses: each would be kept for backward.
+            value.cast = self.cast(value.array)
+        return value.cast
+
+    def cast(self, array: Any, saturates: bool = False) -> Any:
+        """Returns an array in the compute dtype."""
+        if saturates:
+            ends = jnp.finfo(self.low_dtype)
+            array = lax.clamp(np.float32(ends.min), array, np.float32(ends.max))
+        return compat.as_array(array).astype(self.low_dtype)
+
+
+_ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
+
+
+def _as_float32(number: Any) -> np.float32:
+    with np.errstate(over="ignore"):  # One of 64 bits may be infinite then.
+        return np.float32(number)
+
+
+def _fits(number: np.float32, dtype: Any) -> bool:
+    """Whether a number does not overflow, vanish, or become one in a dtype."""
+    with np.errstate(over="ignore"):
+        low = np.float32(number.astype(dtype))
+    if not np.isfinite(number):
+        return True
+    return bool(
+        np.isfinite(low) and (low != 0 or number == 0) and (low != 1 or number == 1)
+    )

@@ -1,0 +1,200 @@
+"""Branches and loops: cond, scan, while, and loops that are written out as calls."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jmp_lite.autocasting.interpreter import uses
+from jmp_lite.autocasting.interpreter.carries import Loop, Unrolled, classify
+from jmp_lite.autocasting.interpreter.conversion import (
+    Call,
+    Converted,
+    Walk,
+    arrays_of,
+    as_specs,
+    as_values,
+    convert,
+    join_all,
+    keep,
+    origin_outside,
+    results_of_call,
+)
+from jmp_lite.autocasting.interpreter.decide import (
+    Slot,
+    carry_settled,
+    decide_to_keep,
+)
+from jmp_lite.autocasting.interpreter.decisions import DecisionRecord
+from jmp_lite.autocasting.interpreter.values import Kind, Readers, Spec, State, Value
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.passes import rematerialize, scan_weight_gradients
+
+
+def run_cond(walk: Walk, call: Call) -> list[Value]:
+    """Runs branches, whose results are joined."""
+    eqn, (index, *operands), wanted, path = call
+
+    def all_branches(forced: tuple[Spec, ...] | None = None) -> list[Converted]:
+        return [
+            convert(walk, branch, operands, wanted, path, forced=forced)
+            for branch in compat.branches_of(eqn)
+        ]
+
+    branches = all_branches()
+    joined = join_all([branch.specs for branch in branches])
+    if any(branch.specs != joined for branch in branches):
+        branches = all_branches(joined)
+    jaxprs = tuple(branch.jaxpr for branch in branches)
+    arrays = compat.bind(eqn, [index.array, *arrays_of(operands)], branches=jaxprs)
+    inner = call._replace(operands=operands)
+    first, *_ = [results_of_call(walk, inner, arrays, branch) for branch in branches]
+    return first
+
+
+def start(
+    walk: Walk, unrolled: Unrolled, call: Call, last_wanted: Sequence[Readers]
+) -> list[Value]:
+    """Returns the operands of the first call of a loop that is written out.
+
+    A carry starts low, if that is how it goes on: all calls are then lowered as one.
+    """
+    loop, operands = unrolled.loop, list(call.operands)
+    is_read = uses.are_read([last_wanted[k] for k in loop.carries.values()])
+    carries = classify(walk.at, loop, is_read, call.path)
+    name = compat.call_name(call.eqn)
+    low = {
+        i: k
+        for (i, k), (slot, _) in zip(loop.carries.items(), carries, strict=True)
+        if slot is not Slot.FULL and operands[i].state is State.SOFT
+    }
+    while low:
+        for i in low:
+            array = walk.casts.low(call.operands[i])
+            operands[i] = Value(array, State.LOW, origin=call.operands[i].origin)
+        found = convert(walk, loop.body, operands, call.wanted, call.path, name)
+        hard = [i for i, k in low.items() if found.specs[k][0] is not State.LOW]
+        if not hard:
+            break
+        for i in hard:
+            del low[i]
+            operands[i] = call.operands[i]
+    return operands
+
+
+def run_scan(walk: Walk, call: Call) -> list[Value]:
+    """Runs a scan, with the passes over its body."""
+    eqn, operands, loop = call.eqn, list(call.operands), Loop.of_scan(call.eqn)
+    n_consts, _ = compat.scan_counts(eqn)
+    operands[:n_consts] = [_invariant(walk, v) for v in operands[:n_consts]]
+    turned, inside = _settled(walk, call._replace(operands=operands), loop)
+    body, given = inside.jaxpr, arrays_of(turned.operands)
+    if "rematerialize" in walk.rules.passes:
+        body = rematerialize.rematerialize(inside.jaxpr, n_consts)
+        walk.note_pass("rematerialize", body is not inside.jaxpr)
+    scan = scan_weight_gradients.rewritten(eqn, body)
+    if scan is None or "scan_weight_gradients" not in walk.rules.passes:
+        arrays = compat.bind(eqn, given, jaxpr=body)
+    else:
+        walk.note_pass("scan_weight_gradients", True)
+        arrays = scan(*given)
+    return results_of_call(walk, turned, arrays, inside, compat.trips(eqn))
+
+
+def _settled(walk: Walk, call: Call, loop: Loop) -> tuple[Call, Converted]:
+    """Returns a loop's body, and the call of it with its carries as the body has them.
+
+    A carry that may follow starts low, and is raised where the body makes it hard. One
+    that is written into is low if what is written is, whatever it starts from.
+    """
+    eqn, operands, wanted, path = call
+    numbers, n_carry = list(loop.carries), len(loop.carries)
+    at = slice(numbers[0], numbers[0] + n_carry) if numbers else slice(0)
+    is_read = uses.are_read(wanted[:n_carry])
+    carries = classify(walk.at, loop, is_read, path)
+    readers = [*uses.of_carries(carries), *wanted[n_carry:]]
+    specs = [
+        _carry(value, slot is not Slot.FULL)
+        for value, (slot, _) in zip(operands[at], carries, strict=True)
+    ]
+    written = [i for i, (s, _) in enumerate(carries) if s is Slot.WRITTEN]
+    if written:
+        undecided = list(operands)
+        soft = [
+            (State.SOFT, Kind.COMPUTED) if i in written else spec
+            for i, spec in enumerate(specs)
+        ]
+        undecided[at] = _recast(walk, operands[at], soft, eqn)
+        found = convert(walk, loop.body, undecided, readers, path)
+        for i in written:
+            is_low = found.specs[i][0] is State.LOW
+            specs[i] = _carry(operands[at][i], is_low)
+    raised_by: dict[int, Any] = {}
+    while True:
+        values = list(operands)
+        values[at] = _recast(walk, operands[at], specs, eqn)
+        found = convert(walk, loop.body, values, readers, path)
+        raised = [
+            i
+            for i, (slot, _) in enumerate(carries)
+            if slot in (Slot.FOLLOW, Slot.WRITTEN)
+            and (specs[i][0], found.specs[i][0]) == (State.LOW, State.HARD)
+        ]
+        if not raised:
+            break
+        for i in raised:
+            specs[i] = _carry(operands[at][i], False)
+            raised_by[i] = origin_outside(found.origins[i], values)
+    forced, inside = (*specs, *found.specs[n_carry:]), found
+    if forced != found.specs:
+        inside = convert(walk, loop.body, values, readers, path, forced=forced)
+    for i, (carry, (state, _)) in enumerate(zip(carries, specs, strict=False)):
+        if state is not None:
+            decision = carry_settled(carry, state)
+            walk.record(DecisionRecord(eqn, decision, raised_by.get(i), i))
+    return call._replace(operands=values), inside
+
+
+def run_while(walk: Walk, call: Call) -> list[Value]:
+    """Runs a while, as it was traced where a float ends it."""
+    eqn, operands, path = call.eqn, call.operands, call.path
+    if decision := decide_to_keep(walk.at, eqn, path):
+        return keep(walk, call, decision)
+    cond, _, n_cond, n_body = compat.while_parts(eqn)
+    loop = Loop.of_while(eqn)
+    turned, step = _settled(walk, call._replace(operands=operands[n_cond:]), loop)
+    of_cond = [*operands[:n_cond], *turned.operands[n_body:]]
+    test = convert(walk, cond, of_cond, [Readers.OTHER], path)
+    arrays = compat.bind(
+        eqn,
+        arrays_of([*operands[:n_cond], *turned.operands]),
+        cond_jaxpr=test.jaxpr,
+        body_jaxpr=step.jaxpr,
+    )
+    results_of_call(walk, call._replace(operands=of_cond), [None], test, None)
+    return results_of_call(walk, turned, arrays, step, None)
+
+
+def _invariant(walk: Walk, value: Value) -> Value:
+    """Returns what a loop reads at every step: float32, cast at each use.
+
+    Otherwise its gradient would add up in 16 bits over the steps.
+    """
+    if value.state is not State.LOW:
+        return value
+    return Value(walk.casts.full(value), State.SOFT, Kind.GIVEN, origin=value.origin)
+
+
+def _carry(value: Value, is_low: bool) -> Spec:
+    if value.state is None:
+        return None, Kind.COMPUTED
+    return (State.LOW if is_low else State.HARD), Kind.COMPUTED
+
+
+def _recast(
+    walk: Walk, values: Sequence[Value], specs: Sequence[Spec], loop: Any
+) -> list[Value]:
+    """Returns values as the specs say; the loop is the origin of what changes."""
+    origins = [
+        value.origin if value.state is spec[0] else loop
+        for value, spec in zip(values, specs, strict=True)
+    ]
+    return as_values(as_specs(walk, values, specs), specs, origins)

@@ -1,0 +1,217 @@
+"""A sub-jaxpr converted for what its inputs are held in, and remembered.
+
+Rebinding a jaxpr with operands of other dtypes is not checked by JAX, so each one is
+converted for exactly the dtypes that it is bound to.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jmp_lite.autocasting.interpreter.casts import Casts
+from jmp_lite.autocasting.interpreter.decisions import (
+    Decision,
+    DecisionRecord,
+    RecordsInside,
+)
+from jmp_lite.autocasting.interpreter.lookup import RuleLookup
+from jmp_lite.autocasting.interpreter.uses import UseAnalysis
+from jmp_lite.autocasting.interpreter.values import Kind, Readers, Spec, State, Value
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.passes import upcasts
+from jmp_lite.autocasting.rules.rules import Rules
+
+
+class Walk(Protocol):
+    """What the files below need of the interpreter, which imports them."""
+
+    rules: Rules
+    at: RuleLookup
+    casts: Casts
+    uses: UseAnalysis
+    memo: dict[Any, Any]
+
+    def record(self, item: DecisionRecord | RecordsInside) -> None:
+        """Adds a decision to the records."""
+
+    def note_pass(self, name: str, has_changed: bool) -> None:
+        """Counts a pass that has changed something."""
+
+    def recording(
+        self,
+    ) -> contextlib.AbstractContextManager[list[DecisionRecord | RecordsInside]]:
+        """Yields the list of what is decided inside."""
+        ...
+
+    def run(
+        self,
+        jaxpr: Any,
+        values: Sequence[Value],
+        outside: Sequence[Readers],
+        path: str,
+        region: str | None = None,
+    ) -> list[Value]:
+        """Runs a jaxpr."""
+        ...
+
+
+class Call(NamedTuple):
+    """An equation that holds a jaxpr, and where and on what it is met.
+
+    Attributes:
+      eqn: the equation.
+      operands: what stands for its operands.
+      wanted: the readers of its results.
+      path: the scopes that it stands in.
+    """
+
+    eqn: Any
+    operands: Sequence[Value]
+    wanted: Sequence[Readers]
+    path: str
+
+
+class Converted(NamedTuple):
+    """A jaxpr in mixed precision.
+
+    Attributes:
+      jaxpr: the jaxpr, closed.
+      specs: what its results are.
+      origins: where they come from, as ``Value.origin`` says it inside of the jaxpr.
+      records: what was decided in it.
+      raised: the inputs that it takes in float32 although they are low, because all
+        that it does with them is to raise them.
+    """
+
+    jaxpr: Any
+    specs: tuple[Spec, ...]
+    origins: Sequence[Any]
+    records: Sequence[Any]
+    raised: frozenset[int] = frozenset()
+
+
+def convert(
+    walk: Walk,
+    jaxpr: Any,
+    operands: Sequence[Value],
+    wanted: Sequence[Readers],
+    path: str,
+    name: str = "",
+    forced: tuple[Spec, ...] | None = None,
+) -> Converted:
+    """Returns a jaxpr in mixed precision.
+
+    The same jaxpr under the same rules, operands and readers is converted once, so that
+    a block which is called many times is lowered once.
+
+    Args:
+      walk: the walk that comes to it.
+      jaxpr: the jaxpr, closed or open.
+      operands: what it will be bound to.
+      wanted: the readers of its results.
+      path: the scopes that the equation stands in which holds it.
+      name: the scope that it is itself, if it has a name.
+      forced: what its results have to be; None for what they become.
+    """
+    inside, region = compat.join(path, name), walk.at.region(path)
+    states = tuple(value.spec for value in operands)
+    said = walk.at.inside(jaxpr, inside)
+    wanted = tuple(Readers.OTHER if r & Readers.OTHER else r for r in wanted)
+    key = (id(jaxpr), states, wanted, said, region is None, forced)
+    if key not in walk.memo:
+        found: list[Spec] = []
+        origins: list[Any] = []
+
+        def run(*arrays: Any) -> list[Any]:
+            values = as_values(arrays, states, range(len(arrays)))
+            results = walk.run(jaxpr, values, wanted, inside, region)
+            found[:] = forced or [value.spec for value in results]
+            origins[:] = [value.origin for value in results]
+            return as_specs(walk, results, found)
+
+        avals = [
+            compat.retyped(var.aval, walk.casts.low_dtype)
+            if state is State.LOW
+            else var.aval
+            for var, (state, _) in zip(compat.parts(jaxpr).invars, states, strict=True)
+        ]
+        with walk.recording() as records:
+            low = compat.trace(run, avals, jaxpr)
+        # Outside they are raised once, and the gradients of all uses add up in float32.
+        are_low = {i for i, (state, _) in enumerate(states) if state is State.LOW}
+        raised = frozenset[int]()
+        if name and "upcasts" in walk.rules.passes:
+            raised = upcasts.only_raised(low) & are_low
+        walk.note_pass("upcasts", bool(raised))
+        low = upcasts.with_raised(low, raised)
+        # The jaxpr is kept with the answer, so that its id stays its own.
+        known = Converted(low, tuple(found), origins, records, raised)
+        walk.memo[key] = (jaxpr, known)
+    return walk.memo[key][1]
+
+
+def as_values(
+    arrays: Sequence[Any], specs: Sequence[Spec], origins: Sequence[Any] | None = None
+) -> list[Value]:
+    """Returns arrays as values that are what the specs say."""
+    return [
+        Value(array, state, kind, origin=origin)
+        for array, (state, kind), origin in zip(
+            arrays, specs, origins or [None] * len(specs), strict=True
+        )
+    ]
+
+
+def results_of_call(
+    walk: Walk,
+    call: Call,
+    arrays: Sequence[Any],
+    converted: Converted,
+    times: int | None = 1,
+) -> list[Value]:
+    """Returns the results of an equation, and notes what was decided inside of it."""
+    origins = [value.origin for value in call.operands]
+    walk.record(RecordsInside(call.eqn, converted.records, origins, times))
+    outer = [origin_outside(origin, call.operands) for origin in converted.origins]
+    return as_values(arrays, converted.specs, outer)
+
+
+def origin_outside(origin: Any, operands: Sequence[Value]) -> Any:
+    """Returns where a value comes from that inside is the number of an input."""
+    return operands[origin].origin if isinstance(origin, int) else origin
+
+
+def arrays_of(operands: Sequence[Value]) -> list[Any]:
+    """Returns the arrays of values, in the dtypes that those are held in."""
+    return [value.array for value in operands]
+
+
+def as_spec(walk: Walk, value: Value, spec: Spec) -> Any:
+    """Returns the array of a value, cast to what a spec says."""
+    return walk.casts.low(value) if spec[0] is State.LOW else walk.casts.full(value)
+
+
+def as_specs(walk: Walk, values: Sequence[Value], specs: Sequence[Spec]) -> list[Any]:
+    """Returns the arrays of values, each cast to what its spec says."""
+    return [as_spec(walk, v, spec) for v, spec in zip(values, specs, strict=True)]
+
+
+def join_all(rows: Sequence[Sequence[Spec]]) -> tuple[Spec, ...]:
+    """Returns what values are where branches join, of which each row is one."""
+    return tuple(_join(column) for column in zip(*rows, strict=True))
+
+
+def _join(specs: Sequence[Spec]) -> Spec:
+    states = [state for state, _ in specs if state is not None]
+    kinds = {kind for _, kind in specs}
+    return max(states, default=None), kinds.pop() if len(kinds) == 1 else Kind.COMPUTED
+
+
+def keep(walk: Walk, call: Call, decision: Decision) -> list[Value]:
+    """Binds an equation as it was traced, with all that it holds."""
+    walk.record(DecisionRecord(call.eqn, decision))
+    arrays = compat.bind(call.eqn, [walk.casts.full(value) for value in call.operands])
+    return [
+        Value(array, State.HARD if compat.is_float32(var) else None, origin=call.eqn)
+        for var, array in zip(call.eqn.outvars, arrays, strict=True)
+    ]

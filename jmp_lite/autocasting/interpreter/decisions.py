@@ -1,0 +1,139 @@
+"""What a decision is: how an equation runs, and why, as data.
+
+A reason is a code. What it means in words is in ``explain/reasons.py`` alone.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jmp_lite.autocasting.interpreter.values import Kind, State
+from jmp_lite.autocasting.rules.precision import RuleMatch
+
+
+class Run(enum.Enum):
+    """The dtype that an equation runs in.
+
+    ``LOW``: the compute dtype. ``FULL``: float32. ``AS_TRACED``: those it was traced
+    in. ``PASS``: each result is its operand, in whatever that is held.
+    """
+
+    LOW = "low"
+    FULL = "full"
+    AS_TRACED = "as traced"
+    PASS = "pass"
+
+
+class Reason(enum.Enum):
+    """Why an equation runs as it does, or why the carry of a loop is what it is."""
+
+    # What the rules say alone; the decision's ``match`` is the rule.
+    RULE = enum.auto()
+    HIGHEST_PRECISION = enum.auto()
+    SCALES_POSITIONS = enum.auto()
+    # What an equation is.
+    NOT_FLOAT32 = enum.auto()
+    EFFECTS = enum.auto()
+    OTHER_FLOATS = enum.auto()
+    PASSES_ON = enum.auto()
+    POSITION = enum.auto()
+    # Its operands and its readers.
+    CHOOSES_16_BIT = enum.auto()
+    READ_IN_FLOAT32 = enum.auto()
+    FOLLOWS_LOW = enum.auto()
+    FOLLOWS_FLOAT32 = enum.auto()
+    UNDECIDED = enum.auto()
+    # Casts that are written in the function.
+    CAST_TO_OTHER = enum.auto()
+    CAST_OF_FLOAT32 = enum.auto()
+    CAST_OF_GIVEN = enum.auto()
+    CAST_OF_NUMBER = enum.auto()
+    CAST_OF_COMPUTED = enum.auto()
+    # Equations that are run with all they hold as they were traced.
+    INSIDE = enum.auto()
+    ENDS_BY_A_FLOAT = enum.auto()
+    ROOT = enum.auto()
+    # Carries of loops.
+    CARRY_RULE = enum.auto()
+    CARRY_MARK = enum.auto()
+    CARRY_PRODUCTS = enum.auto()
+    CARRY_STATE = enum.auto()
+    CARRY_SUM = enum.auto()
+    CARRY_RESULT = enum.auto()
+    CARRY_LAYERS = enum.auto()
+    CARRY_CACHE = enum.auto()
+    CARRY_WHILE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one equation runs, what its float32 results are, and why.
+
+    Attributes:
+      run: the dtype it runs in.
+      state: what its float32 results are held in; None where it has none.
+      reason: why.
+      leader: which of its float32 operands decided, if one did.
+      match: the rule that decided; None where the equation itself, its operands or its
+        readers did.
+      within: the op whose jaxpr is run as it was traced, around this equation.
+    """
+
+    run: Run
+    state: State | None
+    reason: Reason
+    leader: int | None = None
+    match: RuleMatch | None = None
+    within: str = ""
+
+
+class Operand(NamedTuple):
+    """What stood for an operand or a result.
+
+    Attributes:
+      state: what it was held in; None for what was not traced in float32.
+      kind: where it came from.
+      origin: what made it what it was held in.
+      shape: its shape.
+    """
+
+    state: State | None
+    kind: Kind
+    origin: Any
+    shape: tuple[int, ...]
+
+
+class DecisionRecord(NamedTuple):
+    """One decision of an interpretation.
+
+    Attributes:
+      eqn: the equation that was decided.
+      decision: what was decided of it.
+      origin: where the operand comes from that decided it, if one did.
+      result: which of its results, where those are decided one by one: the carries of
+        a loop.
+      operands: its operands that were traced in float32.
+    """
+
+    eqn: Any
+    decision: Decision
+    origin: Any = None
+    result: int | None = None
+    operands: tuple[Operand, ...] = ()
+
+
+class RecordsInside(NamedTuple):
+    """The decisions along a jaxpr that an equation holds.
+
+    Attributes:
+      eqn: the equation.
+      records: the decisions, in order.
+      origins: where the inputs of the jaxpr come from.
+      times: how often the jaxpr is run; None where that is not known.
+    """
+
+    eqn: Any
+    records: "Sequence[DecisionRecord | RecordsInside]"
+    origins: Sequence[Any]
+    times: int | None = 1

@@ -1,0 +1,181 @@
+"""Binds one equation as it was decided; nothing is decided here."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_lite.autocasting.interpreter.casts import Casts
+from jmp_lite.autocasting.interpreter.decisions import Decision, Run
+from jmp_lite.autocasting.interpreter.values import Kind, State, Value
+from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.rules.op_table import BROADCASTING, DTYPE_PARAMS, MOVING
+
+
+def evaluate(
+    casts: Casts, eqn: Any, operands: Sequence[Value], decision: Decision, origin: Any
+) -> list[Value]:
+    """Binds an equation as it was decided.
+
+    Args:
+      casts: what casts values.
+      eqn: the equation.
+      operands: what stands for its operands.
+      decision: how it runs.
+      origin: what makes its results what they are held in.
+    """
+    op = compat.op_of(eqn)
+    if op == "convert_element_type":
+        return [_cast(casts, eqn, operands[0], decision, origin)]
+    if decision.run is Run.PASS:
+        arrays = compat.bind(eqn, [value.array for value in operands])
+        return [
+            dataclasses.replace(value, array=array, cast=None, raised=None)
+            for array, value in zip(arrays, operands, strict=True)
+        ]
+    kind = _kind_of_result(op, operands)
+    if decision.run is Run.LOW:
+        arrays = _in_low(casts, eqn, operands)
+    elif decision.run is Run.FULL and decision.state is State.LOW:
+        arrays = _in_full_then_low(casts, eqn, operands)
+    else:
+        arrays = compat.bind(eqn, [casts.full(value) for value in operands])
+    return [
+        _value(casts, var, array, decision.state, kind, origin)
+        for var, array in zip(eqn.outvars, arrays, strict=True)
+    ]
+
+
+def _in_full_then_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
+    saturates = any(value.saturates for value in operands)
+
+    def in_full(*full: Any) -> list[Any]:
+        return [
+            casts.cast(array, saturates) if compat.is_float32(var) else array
+            for var, array in zip(eqn.outvars, compat.bind(eqn, full), strict=True)
+        ]
+
+    if compat.op_of(eqn) in MOVING:
+        return in_full(*map(casts.full, operands))
+
+    def from_held(*held: Any) -> list[Any]:
+        return in_full(
+            *(
+                casts.full(Value(array, value.state))
+                for array, value in zip(held, operands, strict=True)
+            )
+        )
+
+    # What it was given waits for the backward pass in 16 bits.
+    again = jax.checkpoint(from_held, prevent_cse=False)
+    return again(*(value.array for value in operands))
+
+
+def _in_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
+    op, shape = compat.op_of(eqn), eqn.outvars[0].aval.shape
+    arrays: list[Any] = []
+    for value in operands:
+        is_spread = op in BROADCASTING and not value.is_number
+        if value.state is not None and is_spread and value.array.shape != shape:
+            # In float32, and cast after: JAX's transpose of it is a sum.
+            full = _spread(casts.full(value), shape)
+            arrays.append(casts.cast(full, value.saturates))
+        else:
+            arrays.append(casts.low(value))
+    if op in _SCATTERS:
+        return [_scatter(eqn, arrays)]
+    params = compat.params_named(eqn, DTYPE_PARAMS)
+    changed: dict[str, Any] = {
+        name: casts.low_dtype if is_dtype else None
+        for name, is_dtype in DTYPE_PARAMS.items()
+        if params.get(name) is not None
+    }
+    if casts.low_dtype == jnp.bfloat16 and _is_of_matrices(eqn):
+        # Without an algorithm the compiler chooses the dtype of the sum; a TPU v7x
+        # chooses bfloat16. No algorithm for float16 runs on every platform.
+        changed["precision"] = lax.DotAlgorithmPreset.BF16_BF16_F32
+    return compat.bind(eqn, arrays, **changed)
+
+
+def _is_of_matrices(eqn: Any) -> bool:
+    """Whether a product and both of its derivatives have more than one number.
+
+    XLA for CPUs (jax 0.10) takes no algorithm for what is one number.
+    """
+    sizes = cost.product_sizes(eqn) if compat.op_of(eqn) == "dot_general" else ()
+    return sum(size != 1 for size in sizes) > 1
+
+
+def _value(
+    casts: Casts, var: Any, array: Any, state: State | None, kind: Kind, origin: Any
+) -> Value:
+    if not compat.is_float32(var):
+        return Value(array, None, kind)
+    is_low = array.dtype == casts.low_dtype
+    if is_low != (state is State.LOW):  # An op that has a result of its own mind.
+        state = State.LOW if is_low else State.HARD
+    return Value(array, state, kind, origin=origin)
+
+
+def _cast(
+    casts: Casts, eqn: Any, value: Value, decision: Decision, origin: Any
+) -> Value:
+    """Returns the result of a cast that is written in the function."""
+    (var,), atom = eqn.outvars, eqn.invars[0]
+    if not compat.is_float32(var):
+        if value.state is State.LOW and compat.dtype_of(var) == casts.low_dtype:
+            return Value(value.array)
+        (array,) = compat.bind(eqn, [casts.full(value)])
+        return Value(array, None, value.kind)
+    if decision.run is Run.PASS and value.state is State.LOW:
+        return value
+    if decision.run is Run.LOW:
+        if value.state is State.LOW or compat.dtype_of(atom) == casts.low_dtype:
+            return Value(value.array, State.LOW, origin=eqn)
+        (array,) = compat.bind(eqn, [value.array])
+        saturates = value.saturates or compat.is_integer(atom)
+        return Value(casts.cast(array, saturates), State.LOW, origin=eqn)
+    (array,) = compat.bind(eqn, [casts.full(value)])
+    is_counted = compat.is_integer(atom) and decision.state is State.HARD
+    kind = Kind.INTEGER if is_counted else value.kind
+    return Value(array, decision.state, kind, origin=origin)
+
+
+def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
+    kinds = {value.kind for value in operands}
+    if op == "iota":
+        return Kind.INTEGER
+    if Kind.COMPUTED in kinds or not kinds:
+        return Kind.COMPUTED
+    if op not in MOVING and not (op in _SCALING and Kind.INTEGER in kinds):
+        return Kind.COMPUTED
+    for kind in (Kind.INTEGER, Kind.GIVEN, Kind.END, Kind.LITERAL):
+        if kind in kinds:
+            return kind
+    return Kind.EXACT
+
+
+_SCALING = frozenset(["add", "sub", "mul", "div", "neg"])
+
+
+def _spread(array: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcasts a scalar, or the axes of size 1, to a shape."""
+    dims = range(len(shape)) if jnp.ndim(array) else ()
+    return lax.broadcast_in_dim(array, shape, tuple(dims))
+
+
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+}
+
+
+def _scatter(eqn: Any, arrays: Sequence[Any]) -> Any:
+    """Builds a scatter anew: its combiner is typed."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    params = compat.params_named(eqn, names)
+    return _SCATTERS[compat.op_of(eqn)](*arrays, **params)

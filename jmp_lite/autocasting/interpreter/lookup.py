@@ -1,0 +1,69 @@
+"""What rules say at each path, remembered for one interpretation."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import equations
+from jmp_lite.autocasting.rules.precision import RuleMatch
+from jmp_lite.autocasting.rules.rules import Rules
+
+
+class RuleLookup:
+    """Looks rules up by path; each path is searched once.
+
+    Args:
+      rules: the rules, with the compute dtype of a device.
+
+    Attributes:
+      rules: the same.
+      low_dtype: their compute dtype.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.low_dtype = np.dtype(rules.compute_dtype)
+        self._match = functools.cache(rules.match)
+        self._scope = functools.cache(rules.match_scope)
+        self._region = functools.cache(rules.region_in)
+        self._carry = functools.cache(rules.carry_in)
+        self._inside: dict[tuple[int, str], tuple[Any, tuple[Any, ...]]] = {}
+        self._paths: dict[int, tuple[Any, tuple[str, ...]]] = {}
+
+    def match(self, op: str, path: str) -> RuleMatch:
+        """Returns the rule that decides of an op where it stands."""
+        return self._match(op, path)
+
+    def scope(self, path: str) -> RuleMatch | None:
+        """Returns the mark or the scope rule that holds in a path, if there is one."""
+        return self._scope(path)
+
+    def region(self, path: str) -> str | None:
+        """Returns the path of the ``FULL_INSIDE`` scope that a path is in, or None."""
+        return self._region(path)
+
+    def carry(self, path: str) -> str | None:
+        """Returns what a rule says of the carries of a loop: follow, full or None."""
+        return self._carry(path)
+
+    def inside(self, jaxpr: Any, path: str) -> tuple[Any, ...]:
+        """Returns what the scope and carry rules say at each place inside of a jaxpr.
+
+        All that a path decides: a block that stands in many places is converted once
+        where they say the same.
+        """
+        key = (id(jaxpr), path)
+        if key not in self._inside:
+            # The jaxpr is kept with the answer, so that its id stays its own.
+            places = [compat.join(path, inner) for inner in self._paths_inside(jaxpr)]
+            found = tuple((self.scope(place), self.carry(place)) for place in places)
+            self._inside[key] = (jaxpr, found)
+        return self._inside[key][1]
+
+    def _paths_inside(self, jaxpr: Any) -> tuple[str, ...]:
+        if id(jaxpr) not in self._paths:
+            paths = tuple({path: None for _, path in equations(jaxpr)})
+            self._paths[id(jaxpr)] = (jaxpr, paths)
+        return self._paths[id(jaxpr)][1]

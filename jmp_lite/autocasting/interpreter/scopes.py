@@ -1,0 +1,81 @@
+"""The ``FULL_INSIDE`` scopes of one jaxpr: what enters them, and what leaves.
+
+Inside, such a scope is float32. What leaves it is low if anything
+low has entered, unless all that reads it outside is float32 anyway.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jmp_lite.autocasting.interpreter.conversion import Walk
+from jmp_lite.autocasting.interpreter.values import Readers, State, Value
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import readers_of
+
+
+class Regions:
+    """Follows the values of one jaxpr into such scopes and out of them.
+
+    Args:
+      walk: the walk along the jaxpr.
+      parts: the jaxpr.
+      path: the scopes that it stands in.
+      readers: the readers of each of its values.
+      outside: the readers of its outputs.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        parts: compat.Parts,
+        path: str,
+        readers: Mapping[Any, Readers],
+        outside: Sequence[Readers],
+    ) -> None:
+        self._walk = walk
+        self._parts = parts
+        self._path = path
+        self._readers = readers
+        self._outside = outside
+        self._read_by: Mapping[Any, list[Any]] | None = None
+
+    def enter(self, operands: Sequence[Value]) -> list[Value]:
+        """Returns what the operands of an op are inside: float32."""
+        return [
+            Value(
+                self._walk.casts.full(value),
+                State.HARD,
+                is_from_low=True,
+                origin=value.origin,
+            )
+            if value.state is State.LOW
+            else value
+            for value in operands
+        ]
+
+    def leave(self, atom: Any, value: Value) -> Value:
+        """Returns what a value is outside of its region."""
+        array, state, kind = value.array, value.state, value.kind
+        if self._readers_outside(atom, value.region).want_float32:
+            return Value(array, state, kind, origin=value.origin)
+        if value.is_from_low:
+            return Value(self._walk.casts.low(value), State.LOW, origin=value.origin)
+        return Value(array, State.SOFT, kind, origin=value.origin)
+
+    def _readers_outside(self, atom: Any, region: str | None) -> Readers:
+        if self._read_by is None:
+            self._read_by = readers_of(self._parts)
+        found = Readers.NOBODY
+        for eqn in self._read_by[atom]:
+            if eqn is None:
+                continue
+            where = compat.join(self._path, *compat.scopes(eqn))
+            if self._walk.at.region(where) == region:
+                continue
+            results = [self._readers[var] for var in eqn.outvars]
+            of_operands = self._walk.uses.of_equation(eqn, results, self._path)
+            for other, readers in zip(eqn.invars, of_operands, strict=True):
+                found |= readers if other is atom else Readers.NOBODY
+        for other, readers in zip(self._parts.outvars, self._outside, strict=True):
+            found |= readers if other is atom else Readers.NOBODY
+        return found

@@ -1,0 +1,136 @@
+"""Who reads each value: one backward pass before the interpreter runs.
+
+A value is demanded in float32 where each of its readers is an op that runs in float32
+anyway, or an output. One other reader, such as a matrix product, is enough that it is
+not.
+"""
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jmp_lite.autocasting.interpreter.carries import Loop, classify
+from jmp_lite.autocasting.interpreter.decide import Carry, Slot, decide_to_keep
+from jmp_lite.autocasting.interpreter.lookup import RuleLookup
+from jmp_lite.autocasting.interpreter.values import Readers
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import Backward
+from jmp_lite.autocasting.rules.op_table import ADDING, EXACT
+from jmp_lite.autocasting.rules.precision import Precision
+
+
+class UseAnalysis(Backward[Readers]):
+    """Finds the readers of every value in a jaxpr, and remembers them.
+
+    Args:
+      rules: what the rules say, by path.
+    """
+
+    def __init__(self, rules: RuleLookup) -> None:
+        self._rules = rules
+        self._known: dict[Any, tuple[Any, Mapping[Any, Readers]]] = {}
+
+    def variables(
+        self, jaxpr: Any, outputs: Sequence[Readers], path: str = ""
+    ) -> Mapping[Any, Readers]:
+        """Returns the readers of each variable, found once for all equal paths."""
+        # An output that was not traced in float32 is no reader's float32.
+        outputs = [
+            readers if compat.is_float32(atom) else Readers.OTHER
+            for atom, readers in zip(compat.parts(jaxpr).outvars, outputs, strict=True)
+        ]
+        key = (id(jaxpr), tuple(outputs), self._rules.inside(jaxpr, path))
+        if key not in self._known:
+            # The jaxpr is kept with the answer, so that its id stays its own.
+            self._known[key] = (jaxpr, super().variables(jaxpr, outputs, path))
+        return self._known[key][1]
+
+    def nothing(self) -> Readers:
+        """Nothing reads it."""
+        return Readers.NOBODY
+
+    def join(self, one: Readers, other: Readers) -> Readers:
+        """Returns both kinds of readers."""
+        return one | other
+
+    def of_predicate(self) -> Readers:
+        """A predicate is not float32."""
+        return Readers.OTHER
+
+    def of_equation(
+        self, eqn: Any, results: Sequence[Readers], path: str
+    ) -> Sequence[Readers]:
+        """Returns what an equation is to each of its operands, as a reader.
+
+        Args:
+          eqn: an equation of a jaxpr.
+          results: the readers of its results.
+          path: the scopes that the jaxpr stands in.
+        """
+        if compat.op_of(eqn) == "while":
+            inside = compat.path_of(eqn, path)
+            if decide_to_keep(self._rules, eqn, inside):
+                return [Readers.FULL] * len(eqn.invars)
+        # A value that nothing reads counts as returned.
+        results = [readers or Readers.OUTPUT for readers in results]
+        return super().of_equation(eqn, results, path)
+
+    def through(
+        self, eqn: Any, facts: Sequence[Readers], path: str
+    ) -> Sequence[Readers]:
+        """Returns what an op is to each of its operands, as a reader."""
+        op, others = compat.op_of(eqn), [Readers.OTHER] * len(eqn.invars)
+        if not any(map(compat.is_float32, eqn.outvars)):
+            return others
+        precision, wanted = self._rules.match(op, path).precision, union(facts)
+        if precision is Precision.FULL_INSIDE:
+            # What enters such a scope need not be float32: its result may be low.
+            precision = self._rules.rules.precision_of(op)
+        if precision is Precision.FULL:
+            return [Readers.FULL] * len(eqn.invars)
+        # An output equation is an output to what it reads; an exact op is nothing but
+        # what reads its result; and so is a sum that float32 alone reads.
+        is_exact = op in EXACT or op == "convert_element_type"
+        follows = precision in (Precision.FOLLOW, Precision.WIDEST)
+        is_summed = op in ADDING and wanted.want_float32
+        if is_exact or (follows and (is_summed or wanted == Readers.OUTPUT)):
+            return [wanted] * len(eqn.invars)
+        return others
+
+    def of_loop(
+        self,
+        eqn: Any,
+        body: Any,
+        n_consts: int,
+        n_carry: int,
+        results: Sequence[Readers],
+        path: str,
+    ) -> Sequence[Readers]:
+        """Returns the readers of what a loop is given: of a carry what that is."""
+        of = Loop.of_while if compat.op_of(eqn) == "while" else Loop.of_scan
+        carries = classify(self._rules, of(eqn), are_read(results[:n_carry]), path)
+        outputs = [*of_carries(carries), *results[n_carry:]]
+        readers = self.inputs(body, outputs, path)
+        for i, (slot, _) in enumerate(carries, n_consts):
+            readers[i] = Readers.FULL if slot is Slot.FULL else Readers.OTHER
+        return readers
+
+
+def are_read(wanted: Sequence[Readers]) -> list[bool]:
+    """Returns, for each value, whether more than outputs and float32 ops read it."""
+    return [not readers.want_float32 for readers in wanted]
+
+
+def of_carries(carries: Sequence[Carry]) -> list[Readers]:
+    """Returns the readers of what the body of a loop makes of each carry.
+
+    What is float32 from step to step is a result, step by step.
+    """
+    is_full = [slot is Slot.FULL for slot, _ in carries]
+    return [Readers.OUTPUT if yes else Readers.OTHER for yes in is_full]
+
+
+def union(readers: Sequence[Readers]) -> Readers:
+    """Returns all kinds of readers that some values have."""
+    return functools.reduce(operator.or_, readers, Readers.NOBODY)

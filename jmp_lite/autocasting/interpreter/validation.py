@@ -1,0 +1,92 @@
+"""Checks a function, rules and arguments before anything is traced.
+
+A message says what came, what was expected and what to do.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.casting.dtypes import is_traceable
+from jmp_lite.casting.mutables import is_module, refuse_modules
+
+
+def check_function(fun: Any) -> None:
+    """Raises where something else stands in the place of a function."""
+    if callable(fun):
+        return
+    hint = f" Rules have a name: rules={fun!r}." if isinstance(fun, str | Rules) else ""
+    raise TypeError(f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}")
+
+
+def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:
+    """Checks what a user has chosen, and returns what gives the rules at a call.
+
+    Not before, because ``"half"`` has to ask the device.
+    """
+    chosen = get_rules(rules) if isinstance(rules, str) else rules
+    if not isinstance(chosen, Rules):
+        hint = ""
+        if isinstance(chosen, type | np.dtype):
+            hint = " A dtype is passed as compute_dtype=..."
+        raise TypeError(
+            "Expected the name of a preset or a Rules, got "
+            f"{type(chosen).__name__}: {chosen!r}.{hint}"
+        )
+    if compute_dtype is not None:
+        chosen = dataclasses.replace(chosen, compute_dtype=compute_dtype)
+    return chosen.on_this_device
+
+
+def function_of_arrays(
+    fun: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns ``fun`` as a function of the arrays among its arguments, and those.
+
+    Every other argument reaches it as it is.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [is_traceable(leaf) for leaf in leaves]
+
+    def of_arrays(*arrays: Any) -> Any:
+        given = iter(arrays)
+        merged = [
+            next(given) if yes else leaf
+            for leaf, yes in zip(leaves, is_array, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(treedef, merged)
+        return fun(*args, **kwargs)
+
+    of_arrays.__name__ = getattr(fun, "__name__", "autocast")
+    return of_arrays, [x for x, yes in zip(leaves, is_array, strict=True) if yes]
+
+
+def refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
+    """Raises where an nnx module would lose its updates: a trace works on a copy."""
+    places = {
+        "an argument": jax.tree.leaves((args, kwargs), is_leaf=is_module),
+        "something that its function captures": _captured(fun),
+    }
+    for place, found in places.items():
+        refuse_modules(found, place, "jmp_lite.nnx.autocast")
+
+
+def _captured(fun: Any) -> list[Any]:
+    """Returns a function, its owner, and what it holds, as far as can be seen."""
+    found = [fun, getattr(fun, "__self__", None)]
+    if isinstance(fun, functools.partial):
+        found += [*fun.args, *fun.keywords.values(), *_captured(fun.func)]
+    elif hasattr(fun, "__wrapped__"):
+        found += _captured(fun.__wrapped__)
+    for cell in getattr(fun, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # An empty cell.
+            found.append(cell.cell_contents)
+    return found

@@ -1,0 +1,116 @@
+"""What stands for a traced value while its function runs in another precision."""
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class State(enum.IntEnum):
+    """What a float32 value is held in, and why; where values join, the largest wins.
+
+    ``SOFT``: float32, because nobody has decided. ``LOW``: the compute dtype. ``HARD``:
+    float32 on purpose.
+    """
+
+    SOFT = 0
+    LOW = 1
+    HARD = 2
+
+
+class Kind(enum.Enum):
+    """Where a value comes from.
+
+    ``GIVEN``: an argument or a constant, perhaps moved: it is cast at each use, so that
+    the gradients of its uses add up in float32. ``LITERAL``: a number in the program.
+    ``EXACT``: one that 16 bits hold as it is, such as 0, 0.5 or -inf. ``INTEGER``: from
+    integers, such as positions, perhaps scaled or shifted. ``END``: the end of
+    float32's range, which as a branch of a selection means the end of whatever range
+    there is.
+    """
+
+    COMPUTED = "computed"
+    GIVEN = "given"
+    LITERAL = "literal"
+    EXACT = "exact"
+    INTEGER = "integer"
+    END = "end"
+
+
+class Readers(enum.IntFlag):
+    """What kinds of readers a value has; a value that nobody reads has ``OUTPUT``."""
+
+    NOBODY = 0
+    FULL = 1
+    OUTPUT = 2
+    OTHER = 4
+
+    @property
+    def want_float32(self) -> bool:
+        """Whether no reader would rather have the value in 16 bits."""
+        return not self & Readers.OTHER
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number of the program, as the origin of a value.
+
+    Attributes:
+      value: the number; of an array constant one that does not fit 16 bits.
+      is_element: whether it is an element of an array constant.
+    """
+
+    value: float
+    is_element: bool = False
+
+    def __str__(self) -> str:
+        if self.is_element:
+            return "a constant too large for 16 bits"
+        return f"the number {self.value}"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """What stands for a traced value.
+
+    Attributes:
+      array: the array, in the compute dtype where ``state`` is LOW.
+      state: None for what was not traced in float32.
+      kind: where it comes from.
+      region: the ``FULL_INSIDE`` scope that computed it, if one did.
+      is_from_low: whether something low that entered that scope is in it.
+      cast: the array in the compute dtype, once a use has asked for it.
+      raised: the array in float32, likewise, where ``state`` is LOW.
+      origin: what made it what it is held in: an equation, the number of an input of
+        the jaxpr, a ``Number``, or words.
+    """
+
+    array: Any
+    state: State | None = None
+    kind: Kind = Kind.COMPUTED
+    region: str | None = None
+    is_from_low: bool = False
+    cast: Any = None
+    raised: Any = None
+    origin: Any = None
+
+    @property
+    def saturates(self) -> bool:
+        """Whether it is a number of the program that 16 bits may not reach.
+
+        In 16 bits it is then the largest there is, and not infinite.
+        """
+        is_large = self.state is State.HARD and self.kind is Kind.LITERAL
+        return is_large or self.kind in (Kind.END, Kind.INTEGER)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number of the program."""
+        return self.kind in (Kind.LITERAL, Kind.EXACT)
+
+    @property
+    def spec(self) -> "Spec":
+        """All but the numbers."""
+        return self.state, self.kind
+
+
+Spec = tuple[State | None, Kind]

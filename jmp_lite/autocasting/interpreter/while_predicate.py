@@ -1,0 +1,232 @@
+"""Whether a float decides when a ``while`` ends.
+
+A loop whose condition is not understood counts as one that a float ends, and is run as
+it was traced: a tolerance that float32 reaches may never be reached in 16 bits. The
+analysis compares the identity of values through calls, and goes backward from the
+condition only as far as a comparison needs, so it has a traversal of its own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.compat import called
+from jmp_lite.autocasting.rules.op_table import COMPARING, PICKING
+
+
+def ends_by_a_float(eqn: Any) -> bool:
+    """Whether a float that its body computes decides when a ``while`` ends.
+
+    A token that is the most likely one, and the last where it is a certain one, is no
+    tolerance, if a count ends the loop at the latest.
+    """
+    loop = _Loop(eqn)
+    conditions = list(loop.conditions(loop.test.results[0]))
+    is_counted = any(map(loop.is_count, conditions))
+    return any(loop.reads_a_float(one, is_counted) for one in conditions)
+
+
+class _Step(NamedTuple):
+    """One equation; what it reads and makes is named by what is the same throughout."""
+
+    eqn: Any
+    operands: Sequence[Any]
+    results: Sequence[Any]
+
+
+class _Flat(NamedTuple):
+    """A jaxpr with its calls taken apart.
+
+    Attributes:
+      inputs: the names of its inputs.
+      steps: its equations, in order.
+      results: the names of its results.
+    """
+
+    inputs: Sequence[Any]
+    steps: Sequence[_Step]
+    results: Sequence[Any]
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> "_Flat":
+        """Takes a jaxpr apart."""
+        parts = compat.parts(jaxpr)
+        inputs = [object() for _ in parts.invars]
+        names = dict(zip(parts.invars, inputs, strict=True))
+        steps: list[_Step] = []
+        results = _take_apart(parts, names, steps)
+        return cls(inputs, steps, results)
+
+    def made_by(self, name: Any) -> _Step | None:
+        """Returns the equation that makes a value, if one does."""
+        for step in self.steps:
+            if any(name is result for result in step.results):
+                return step
+        return None
+
+
+def _take_apart(
+    parts: compat.Parts, names: dict[Any, Any], steps: list[_Step]
+) -> list[Any]:
+    def name(atom: Any) -> Any:
+        return None if compat.is_literal(atom) else names.setdefault(atom, object())
+
+    for eqn in parts.eqns:
+        operands = [name(atom) for atom in eqn.invars]
+        inner = called(eqn)
+        if inner is None:
+            results = [object() for _ in eqn.outvars]
+            steps.append(_Step(eqn, operands, results))
+        else:
+            inside = compat.parts(inner)
+            given = dict(zip(inside.invars, operands, strict=True))
+            results = _take_apart(inside, given, steps)
+        names.update(zip(eqn.outvars, results, strict=True))
+    return [name(atom) for atom in parts.outvars]
+
+
+class _Loop:
+    """The condition and the body of a ``while``."""
+
+    def __init__(self, eqn: Any) -> None:
+        loop = compat.while_parts(eqn)
+        self.test, self.body = _Flat.of(loop.cond), _Flat.of(loop.body)
+        self._of_test = self.test.inputs[loop.n_cond :]
+        self._of_body = self.body.inputs[loop.n_body :]
+        outvars = compat.parts(loop.body).outvars
+        self._is_float = [compat.is_float(var) for var in outvars]
+        handed_on = zip(self._of_body, self.body.results, strict=True)
+        self._changes = [name is not result for name, result in handed_on]
+
+    def conditions(self, result: Any) -> Iterator[Any]:
+        """Yields the values that all have to be true for the condition to be."""
+        made_by = self.test.made_by(result)
+        # A cast is one of booleans: it changes nothing.
+        if made_by is None or compat.op_of(made_by.eqn) not in (
+            "and",
+            "convert_element_type",
+        ):
+            yield result
+            return
+        for operand in made_by.operands:
+            yield from self.conditions(operand)
+
+    def is_count(self, condition: Any) -> bool:
+        """Whether a condition compares a count of steps with what stays as it is."""
+        compared = self.test.made_by(condition)
+        if compared is None or compat.op_of(compared.eqn) not in COMPARING:
+            return False
+        left, right = (self._carry(name) for name in compared.operands)
+        for count, limit, name in (
+            (left, right, compared.operands[1]),
+            (right, left, compared.operands[0]),
+        ):
+            is_limit = self._is_the_same(self.test, name) or (
+                limit is not None and not self._changes[limit]
+            )
+            if count is not None and is_limit and self._counts(count):
+                return True
+        return False
+
+    def _carry(self, name: Any) -> int | None:
+        found = [i for i, carry in enumerate(self._of_test) if carry is name]
+        return found[0] if found else None
+
+    def _counts(self, carry: int) -> bool:
+        """Whether each step adds to a carry what is the same in all steps."""
+        added = self.body.made_by(self.body.results[carry])
+        if added is None or compat.op_of(added.eqn) not in ("add", "sub"):
+            return False
+        here = self._of_body[carry]
+        others = [name for name in added.operands if name is not here]
+        return len(others) == 1 and self._is_the_same(self.body, others[0])
+
+    def _is_the_same(self, flat: _Flat, name: Any) -> bool:
+        """Whether a value is a number, or computed from what no step changes."""
+        if name is None:
+            return True
+        carries = self._of_test if flat is self.test else self._of_body
+        reads = _reads(flat, {name: False}, lambda _: False)
+        return not any(
+            changes and carry in reads
+            for carry, changes in zip(carries, self._changes, strict=True)
+        )
+
+    def reads_a_float(self, condition: Any, may_pick: bool) -> bool:
+        """Whether a condition depends on a float that the body computes.
+
+        Args:
+          condition: a value of the condition's jaxpr.
+          may_pick: whether the number of the largest float, compared with what stays
+            the same, is none.
+        """
+        same_in_test = lambda name: self._is_the_same(self.test, name)
+        same_in_body = lambda name: self._is_the_same(self.body, name)
+        reads = _reads(self.test, {condition: False}, same_in_test, may_pick)
+        deciding = _among(self._of_test, reads)
+        while True:
+            wanted: dict[Any, bool] = {}
+            for i, is_judged in deciding.items():
+                _note(wanted, self.body.results[i], is_judged)
+            more = dict(deciding)
+            for i, judged in _among(
+                self._of_body, _reads(self.body, wanted, same_in_body, may_pick)
+            ).items():
+                _note(more, i, judged)
+            if more == deciding:
+                break
+            deciding = more
+        return any(self._is_float[i] and self._changes[i] for i in deciding)
+
+
+def _among(names: Sequence[Any], found: Mapping[Any, bool]) -> dict[int, bool]:
+    return {i: found[name] for i, name in enumerate(names) if name in found}
+
+
+def _note(found: dict[Any, bool], name: Any, is_judged: bool) -> None:
+    if name is not None:
+        found[name] = is_judged and found.get(name, True)
+
+
+def _reads(
+    flat: _Flat, wanted: Mapping[Any, bool], stays: Any, may_pick: bool = True
+) -> dict[Any, bool]:
+    """Returns what some values are computed from.
+
+    Args:
+      flat: the jaxpr.
+      wanted: the values, and whether each is judged: read by nothing but a comparison
+        with what stays the same.
+      stays: whether a value is the same in all steps.
+      may_pick: whether a judged number of the largest float is not followed further.
+
+    Returns:
+      The names, and whether each is judged.
+    """
+    found: dict[Any, bool] = {}
+    for name, is_judged in wanted.items():
+        _note(found, name, is_judged)
+    for eqn, operands, results in reversed(flat.steps):
+        judged = [found[name] for name in results if name in found]
+        if not judged:
+            continue
+        op, is_judged = compat.op_of(eqn), all(judged)
+        if (
+            op in PICKING
+            and may_pick
+            and is_judged
+            and _picks_a_float(eqn, results, found)
+        ):
+            continue
+        for i, name in enumerate(operands):
+            compares = op in COMPARING and stays(operands[1 - i])
+            _note(found, name, is_judged or compares)
+    return found
+
+
+def _picks_a_float(eqn: Any, results: Sequence[Any], found: Mapping[Any, bool]) -> bool:
+    """Whether all that is read of a choice among floats is the number of the chosen."""
+    if not compat.is_float(eqn.invars[0]):
+        return False
+    pairs = zip(results, eqn.outvars, strict=True)
+    return not any(name in found and compat.is_float(var) for name, var in pairs)

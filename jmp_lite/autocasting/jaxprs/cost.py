@@ -1,0 +1,70 @@
+"""What an equation costs: sizes and operations of products, and numbers of arrays."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_lite.autocasting.jaxprs.compat import (
+    Equation,
+    dtype_of,
+    op_of,
+    params_named,
+)
+from jmp_lite.autocasting.rules.op_table import PRODUCTS
+
+
+def product_sizes(eqn: Equation) -> tuple[Any, ...]:
+    """Returns the sizes of a matrix product: of a result's sides, and what is summed.
+
+    Of a convolution those of its channels. Nothing for any other op. A size may be
+    symbolic.
+    """
+    if op_of(eqn) not in PRODUCTS:
+        return ()
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    numbers = _numbers(eqn)
+    if op_of(eqn) == "dot_general":
+        (summed, of_rhs), (batch, of_rhs_batch) = numbers
+        rest = [
+            math.prod(n for i, n in enumerate(shape) if i not in {*one, *other})
+            for shape, one, other in (
+                (lhs, summed, batch),
+                (rhs, of_rhs, of_rhs_batch),
+            )
+        ]
+        return *rest, math.prod(lhs[i] for i in summed)
+    if op_of(eqn) == "conv_general_dilated":
+        channels_out, channels_in, *_ = (rhs[i] for i in numbers.rhs_spec)
+        return channels_in, channels_out
+    return lhs[-2], rhs[-1], lhs[-1]  # Ragged: the groups share the rows.
+
+
+def _numbers(eqn: Equation) -> Any:
+    return params_named(eqn, ["dimension_numbers"]).get("dimension_numbers")
+
+
+def product_flops(eqn: Equation) -> int:
+    """Returns the operations of a matrix product, two for each multiplication."""
+    if op_of(eqn) not in PRODUCTS:
+        return 0
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    numbers = _numbers(eqn)
+    if op_of(eqn) == "dot_general":
+        summed = [lhs[i] for i in numbers[0][0]]
+    elif op_of(eqn) == "conv_general_dilated":
+        summed = [n for i, n in enumerate(rhs) if i != numbers.rhs_spec[0]]
+    else:
+        summed = [lhs[-1]]
+    (out,) = eqn.outvars
+    # A complex multiplication is four, and two more sums.
+    each = 8 if jnp.issubdtype(dtype_of(out), jnp.complexfloating) else 2
+    # The derivative of a stride spreads numbers out: what it fills in is no work.
+    spread = math.prod(params_named(eqn, ["lhs_dilation"]).get("lhs_dilation", ()))
+    return each * known_size(out.aval.shape) * known_size(summed) // spread
+
+
+def known_size(shape: Iterable[Any]) -> int:
+    """Returns how many numbers an array holds; a symbolic size counts as one."""
+    return math.prod(n for n in shape if isinstance(n, int))

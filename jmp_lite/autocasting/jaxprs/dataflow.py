@@ -1,0 +1,242 @@
+"""Analyses that follow facts along jaxprs, forward and backward.
+
+An analysis says what a fact is, how two join and what an equation makes of facts. The
+classes here carry them into every jaxpr that an equation holds, around loops to a fixed
+point, and know the path of each equation. A join must be able to grow only finitely
+often.
+"""
+
+import abc
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from jmp_lite.autocasting.jaxprs import compat
+
+Fact = TypeVar("Fact")
+
+
+def jaxprs(jaxpr: compat.Jaxpr, path: str = "") -> Iterator[tuple[str, compat.Jaxpr]]:
+    """Yields a jaxpr and those inside of it, each with the path that it stands in."""
+    yield path, jaxpr
+    for eqn in compat.parts(jaxpr).eqns:
+        for inner in compat.inner_jaxprs(eqn):
+            yield from jaxprs(inner, compat.path_of(eqn, path))
+
+
+def equations(jaxpr: compat.Jaxpr, path: str = "") -> Iterator[tuple[Any, str]]:
+    """Yields each equation of a jaxpr, and of those inside of it, with its path."""
+    for where, each in jaxprs(jaxpr, path):
+        for eqn in compat.parts(each).eqns:
+            yield eqn, compat.join(where, *compat.scopes(eqn))
+
+
+def readers_of(parts: compat.Parts) -> Mapping[Any, list[Any]]:
+    """Returns the equations that read each variable, in order; an output as None."""
+    readers: dict[Any, list[Any]] = defaultdict(list)
+    for eqn in (*parts.eqns, None):
+        for atom in parts.outvars if eqn is None else eqn.invars:
+            if not compat.is_literal(atom):
+                readers[atom].append(eqn)
+    return readers
+
+
+class _Analysis(abc.ABC, Generic[Fact]):
+    """What both directions share."""
+
+    @abc.abstractmethod
+    def nothing(self) -> Fact:
+        """Returns the least fact: of a number, or of what nothing reads."""
+
+    @abc.abstractmethod
+    def join(self, one: Fact, other: Fact) -> Fact:
+        """Returns what is known of a value of which one fact or the other holds."""
+
+    @abc.abstractmethod
+    def through(self, eqn: Any, facts: Sequence[Fact], path: str) -> Sequence[Fact]:
+        """Returns what an equation that is not entered makes of facts.
+
+        Args:
+          eqn: the equation.
+          facts: of its operands; in a backward analysis of its results.
+          path: the scopes that it stands in.
+
+        Returns:
+          The facts of its results; in a backward analysis of its operands.
+        """
+
+    def _join_all(self, rows: Sequence[Sequence[Fact]]) -> list[Fact]:
+        joined = list(rows[0])
+        for row in rows[1:]:
+            joined = [self.join(a, b) for a, b in zip(joined, row, strict=True)]
+        return joined
+
+
+class Forward(_Analysis[Fact]):
+    """Follows facts from the inputs of a jaxpr to its outputs."""
+
+    def outputs(
+        self, jaxpr: compat.Jaxpr, inputs: Sequence[Fact], path: str = ""
+    ) -> list[Fact]:
+        """Returns the facts of the outputs of a jaxpr.
+
+        Args:
+          jaxpr: a jaxpr, closed or open.
+          inputs: the facts of its inputs.
+          path: the scopes that it stands in.
+        """
+        parts = compat.parts(jaxpr)
+        known = dict(zip(parts.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Fact:
+            is_known = not compat.is_literal(atom) and atom in known
+            return known[atom] if is_known else self.nothing()
+
+        for eqn in parts.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            results = self._of_equation(eqn, operands, path)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in parts.outvars]
+
+    def _of_equation(
+        self, eqn: Any, operands: Sequence[Fact], path: str
+    ) -> Sequence[Fact]:
+        op, inside = compat.op_of(eqn), compat.path_of(eqn, path)
+        body = compat.called(eqn)
+        if body is None and op == "shard_map":
+            body = compat.body_of(eqn)
+        if body is not None:
+            return self.outputs(body, operands, inside)
+        if op == "cond":
+            branches = compat.branches_of(eqn)
+            rows = [self.outputs(branch, operands[1:], inside) for branch in branches]
+            return self._join_all(rows)
+        if op == "scan":
+            n_consts, n_carry = compat.scan_counts(eqn)
+            return self._loop(compat.body_of(eqn), operands, n_consts, n_carry, inside)
+        if op == "while":
+            loop = compat.while_parts(eqn)
+            of_body = operands[loop.n_cond :]
+            n_carry = len(eqn.outvars)
+            found = self._loop(loop.body, of_body, loop.n_body, n_carry, inside)
+            self.outputs(loop.cond, [*operands[: loop.n_cond], *found], inside)
+            return found
+        return self.through(eqn, operands, compat.join(path, *compat.scopes(eqn)))
+
+    def _loop(
+        self,
+        body: compat.Jaxpr,
+        operands: Sequence[Fact],
+        n_consts: int,
+        n_carry: int,
+        path: str,
+    ) -> Sequence[Fact]:
+        n = n_consts + n_carry
+        carries = list(operands[n_consts:n])
+        while True:
+            inputs = [*operands[:n_consts], *carries, *operands[n:]]
+            results = self.outputs(body, inputs, path)
+            joined = self._join_all([carries, results[:n_carry]])
+            if joined == carries:
+                return [*carries, *results[n_carry:]]
+            carries = joined
+
+
+class Backward(_Analysis[Fact]):
+    """Follows facts from the outputs of a jaxpr to its inputs."""
+
+    def variables(
+        self, jaxpr: compat.Jaxpr, outputs: Sequence[Fact], path: str = ""
+    ) -> Mapping[Any, Fact]:
+        """Returns the fact of each variable of a jaxpr.
+
+        Args:
+          jaxpr: a jaxpr, closed or open.
+          outputs: the facts of its outputs.
+          path: the scopes that it stands in.
+        """
+        parts = compat.parts(jaxpr)
+        known: dict[Any, Fact] = defaultdict(self.nothing)
+
+        def note(atoms: Sequence[Any], facts: Sequence[Fact]) -> None:
+            for atom, fact in zip(atoms, facts, strict=True):
+                if not compat.is_literal(atom):
+                    known[atom] = self.join(known[atom], fact)
+
+        note(parts.outvars, outputs)
+        for eqn in reversed(parts.eqns):
+            results = [known[var] for var in eqn.outvars]
+            note(eqn.invars, self.of_equation(eqn, results, path))
+        return known
+
+    def inputs(
+        self, jaxpr: compat.Jaxpr, outputs: Sequence[Fact], path: str = ""
+    ) -> list[Fact]:
+        """Returns the facts of the inputs of a jaxpr, as ``variables`` finds them."""
+        known = self.variables(jaxpr, outputs, path)
+        return [known[var] for var in compat.parts(jaxpr).invars]
+
+    def of_equation(
+        self, eqn: Any, results: Sequence[Fact], path: str
+    ) -> Sequence[Fact]:
+        """Returns the facts of an equation's operands.
+
+        Args:
+          eqn: an equation of a jaxpr.
+          results: the facts of its results.
+          path: the scopes that the jaxpr stands in.
+        """
+        op, inside = compat.op_of(eqn), compat.path_of(eqn, path)
+        body = compat.called(eqn)
+        if body is None and op == "shard_map":
+            body = compat.body_of(eqn)
+        if body is not None:
+            return self.inputs(body, results, inside)
+        if op == "cond":
+            branches = compat.branches_of(eqn)
+            rows = [self.inputs(branch, results, inside) for branch in branches]
+            return [self.of_predicate(), *self._join_all(rows)]
+        if op == "scan":
+            n_consts, n_carry = compat.scan_counts(eqn)
+            body = compat.body_of(eqn)
+            return self.of_loop(eqn, body, n_consts, n_carry, results, inside)
+        if op == "while":
+            loop = compat.while_parts(eqn)
+            of_cond = self.inputs(loop.cond, [self.of_predicate()], inside)
+            n_carry = len(eqn.outvars)
+            read = self._join_all([results, of_cond[loop.n_cond :]])
+            of_body = self.of_loop(eqn, loop.body, loop.n_body, n_carry, read, inside)
+            return [*of_cond[: loop.n_cond], *of_body]
+        return self.through(eqn, results, compat.join(path, *compat.scopes(eqn)))
+
+    @abc.abstractmethod
+    def of_predicate(self) -> Fact:
+        """Returns the fact of what decides which branch runs, or when a loop ends."""
+
+    def of_loop(
+        self,
+        eqn: Any,
+        body: compat.Jaxpr,
+        n_consts: int,
+        n_carry: int,
+        results: Sequence[Fact],
+        path: str,
+    ) -> Sequence[Fact]:
+        """Returns the facts of what a loop is given.
+
+        Args:
+          eqn: the loop.
+          body: the jaxpr of a step.
+          n_consts: how many of its inputs are the same in all steps.
+          n_carry: how many results are inputs of the next step.
+          results: the facts of its results.
+          path: the scopes that the body stands in.
+        """
+        del eqn
+        carries = list(results[:n_carry])
+        while True:
+            found = self.inputs(body, [*carries, *results[n_carry:]], path)
+            joined = self._join_all([carries, found[n_consts : n_consts + n_carry]])
+            if joined == carries:
+                return found
+            carries = joined

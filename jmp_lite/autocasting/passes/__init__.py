@@ -1,0 +1,1 @@
+"""Rewrites of a loop's body that change no result."""

@@ -1,0 +1,133 @@
+"""Cheap ops in the body of a loop, run again in its backward pass rather than kept.
+
+What a loop keeps for its backward pass is stacked, step by step. Where cheap ops stand
+between matrix products (a softmax, a norm, a gelu, the cell of an LSTM), their inputs
+and results are kept, and what is between is computed again: most of it is float32, or
+would be kept many times over. Results do not change.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.passes.scan_weight_gradients import moved_constants
+from jmp_lite.autocasting.passes.upcasts import is_raise
+from jmp_lite.autocasting.rules.op_table import ADDING, CHEAP, LINEAR
+
+Run = list[Any]
+
+
+def rematerialize(jaxpr: Any, n_consts: int = 0, kept: str | None = None) -> Any:
+    """Returns the closed jaxpr of a loop's body with its islands rematerialized.
+
+    Args:
+      jaxpr: the body.
+      n_consts: how many of its inputs are the same in all steps.
+      kept: a scope in which nothing is computed again.
+    """
+    parts = compat.parts(jaxpr)
+    plan = _plan(parts, moved_constants(parts, n_consts).eqns, kept)
+    if not any(isinstance(item, list) for item in plan):
+        return jaxpr
+    raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_raise(eqn)}
+
+    def steps(env: dict[Any, Any]) -> None:
+        for item in plan:
+            if isinstance(item, list):
+                _run_island(item, _wanted(item, parts, raises), raises, env)
+            else:
+                compat.run_equations([item], env)
+
+    return compat.retraced(jaxpr, [var.aval for var in parts.invars], steps)
+
+
+def _plan(parts: compat.Parts, constant: Sequence[Any], kept: str | None) -> list[Any]:
+    """Returns the equations in an order to run them, those of an island in a list.
+
+    An island is a run of cheap ops. An equation that does not read what the run has
+    made goes before it; one that does ends it. A sum goes before it too: it is kept in
+    place of what it adds up; and so does what is the same in all steps.
+    """
+    outside = set(map(id, constant))
+    plan: list[Any] = []
+    island: Run = []
+    made: set[Any] = set()
+
+    def flush() -> None:
+        is_worth_it = any(compat.op_of(eqn) not in LINEAR for eqn in island)
+        plan.extend([list(island)] if is_worth_it else island)
+        island.clear()
+        made.clear()
+
+    for eqn in parts.eqns:
+        reads = any(not compat.is_literal(a) and a in made for a in eqn.invars)
+        stays_out = id(eqn) in outside or (_is_sum(eqn) and not reads)
+        if _is_cheap(eqn, kept) and not stays_out:
+            island.append(eqn)
+            made.update(eqn.outvars)
+            continue
+        if reads:
+            flush()
+        plan.append(eqn)
+    flush()
+    return plan
+
+
+def _is_cheap(eqn: Any, kept: str | None) -> bool:
+    """Whether an equation of floats is one pass over memory, or a call of such."""
+    has_floats = any(map(compat.is_float, (*eqn.invars, *eqn.outvars)))
+    return has_floats and _is_light(eqn, kept)
+
+
+def _is_sum(eqn: Any) -> bool:
+    """Whether an equation adds two arrays of one shape."""
+    if compat.op_of(eqn) not in ADDING:
+        return False
+    one, other = eqn.invars
+    both = not compat.is_literal(one) and not compat.is_literal(other)
+    return both and one.aval.shape == other.aval.shape
+
+
+def _is_light(eqn: Any, kept: str | None) -> bool:
+    if eqn.effects or kept in compat.scopes(eqn):
+        return False
+    if compat.op_of(eqn) in ("jit", "custom_jvp_call"):
+        inside = [e for j in compat.inner_jaxprs(eqn) for e in compat.parts(j).eqns]
+        return bool(inside) and all(_is_light(e, kept) for e in inside)
+    return compat.op_of(eqn) in CHEAP
+
+
+def _wanted(island: Run, parts: compat.Parts, raises: Mapping[Any, Any]) -> list[Any]:
+    """Returns the results of an island that are read outside of it."""
+    inside = set(map(id, island))
+    read = {id(atom) for atom in parts.outvars}
+    for eqn in parts.eqns:
+        if id(eqn) not in inside:
+            read.update(map(id, eqn.invars))
+    # What reads a raised value may raise it again, and then reads what was raised.
+    read.update(id(r.invars[0]) for var, r in raises.items() if id(var) in read)
+    return [var for eqn in island for var in eqn.outvars if id(var) in read]
+
+
+def _run_island(
+    island: Run, wanted: Sequence[Any], maker: Mapping[Any, Any], env: dict[Any, Any]
+) -> None:
+    made = {var for eqn in island for var in eqn.outvars}
+    atoms = [a for eqn in island for a in eqn.invars if not compat.is_literal(a)]
+    needed = dict.fromkeys(atom for atom in atoms if atom not in made)
+    # What was raised before is raised again: it is kept in 16 bits.
+    raises = [maker[atom] for atom in needed if atom in maker]
+    island = [*raises, *island]
+    atoms = [*(eqn.invars[0] for eqn in raises), *(a for a in needed if a not in maker)]
+    inputs = list(dict.fromkeys(atoms))
+
+    def run(*arrays: Any) -> list[Any]:
+        inner = dict(zip(inputs, arrays, strict=True))
+        compat.run_equations(island, inner)
+        return [inner[var] for var in wanted]
+
+    # In a loop XLA has nothing to eliminate: what is kept is stacked already.
+    again = jax.checkpoint(run, prevent_cse=False)
+    env.update(zip(wanted, again(*(env[a] for a in inputs)), strict=True))

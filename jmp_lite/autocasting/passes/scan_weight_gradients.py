@@ -1,0 +1,307 @@
+"""The gradient of a weight that all steps of a loop multiply with, as one product.
+
+JAX adds the gradient of such a weight up step by step, and reads and writes all of it
+at each step. Here the other operand of the product is stacked, and so is the gradient
+of the product: one product of the two, after the loop, is the sum. It adds up in
+float32, as products do, and is rounded once. That is done where the weight is larger
+than what is stacked at a step, as in a recurrent network. Results do not change.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import readers_of
+from jmp_lite.autocasting.rules.op_table import MOVING
+
+
+class _Use(NamedTuple):
+    """A product with a weight.
+
+    Attributes:
+      eqn: the product.
+      side: which of its operands the weight is.
+      consts: the numbers of the constants that the weight is made of.
+      at: the sum that the product goes into, or the product: its tangent enters there.
+    """
+
+    eqn: Any
+    side: int
+    consts: frozenset[int]
+    at: Any
+
+    @property
+    def weight(self) -> Any:
+        """The variable that is the weight."""
+        return self.eqn.invars[self.side]
+
+    @property
+    def other(self) -> Any:
+        """The variable that it is multiplied with."""
+        return self.eqn.invars[1 - self.side]
+
+
+class _Body(NamedTuple):
+    """The body of a loop, and its products with weights.
+
+    Attributes:
+      eqn: the scan.
+      parts: the jaxpr that it runs.
+      moves: the equations that make weights of constants.
+      uses: the products.
+    """
+
+    eqn: Any
+    parts: compat.Parts
+    moves: Sequence[Any]
+    uses: Sequence[_Use]
+
+
+def rewritten(eqn: Any, jaxpr: Any) -> Callable[..., list[Any]] | None:
+    """Returns a function that runs a scan; None where it has no such weight.
+
+    Args:
+      eqn: the scan.
+      jaxpr: the body to run, a closed jaxpr.
+
+    Returns:
+      A function of the constants, of what the carries start from and of what is
+      sliced, whose derivative adds the gradients of weights up after the loop.
+    """
+
+    def plain(*arrays: Any) -> list[Any]:
+        return compat.bind(eqn, arrays, jaxpr=jaxpr)
+
+    body = _read(eqn, jaxpr)
+    if not body.uses or jaxpr.effects:
+        return None
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return _linearized(body, primals, tangents)
+
+    run = jax.custom_jvp(plain)
+    run.defjvp(jvp, symbolic_zeros=True)
+    return run
+
+
+class Moved(NamedTuple):
+    """What the body of a loop makes of constants by casting and moving them.
+
+    Attributes:
+      eqns: the equations that do so.
+      made_of: the numbers of the constants in each variable.
+    """
+
+    eqns: Sequence[Any]
+    made_of: Mapping[Any, frozenset[int]]
+
+
+def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
+    """Finds what is cast and moved only, and is no larger than it was."""
+    made_of = {var: frozenset([i]) for i, var in enumerate(parts.invars[:n_consts])}
+    eqns: list[Any] = []
+    for eqn in parts.eqns:
+        atoms = [atom for atom in eqn.invars if not compat.is_literal(atom)]
+        if not atoms or not all(atom in made_of for atom in atoms):
+            continue
+        is_move = compat.op_of(eqn) in (*MOVING, "convert_element_type")
+        if is_move and _n_bytes(eqn.outvars[:1]) <= _n_bytes(atoms):
+            union = frozenset[int]().union(*(made_of[atom] for atom in atoms))
+            made_of[eqn.outvars[0]] = union
+            eqns.append(eqn)
+    return Moved(eqns, made_of)
+
+
+def _n_bytes(atoms: Sequence[Any]) -> int:
+    return sum(atom.aval.size * compat.dtype_of(atom).itemsize for atom in atoms)
+
+
+def _read(eqn: Any, jaxpr: Any) -> _Body:
+    """Finds the products with weights that are larger than what would be stacked."""
+    parts = compat.parts(jaxpr)
+    n_consts, _ = compat.scan_counts(eqn)
+    moves, made_of = moved_constants(parts, n_consts)
+    readers = readers_of(parts)
+    uses = [
+        _Use(step, side, made_of[step.invars[side]], _sum_of(step, readers))
+        for step in parts.eqns
+        if compat.op_of(step) == "dot_general"
+        for side in (0, 1)
+        if step.invars[side] in made_of and step.invars[1 - side] not in made_of
+    ]
+    return _Body(eqn, parts, moves, [use for use in uses if _is_worth_it(use)])
+
+
+def _is_worth_it(use: _Use) -> bool:
+    stacked = use.other.aval.size + use.eqn.outvars[0].aval.size
+    return 0 < stacked <= use.weight.aval.size
+
+
+def _sum_of(product: Any, readers: Mapping[Any, list[Any]]) -> Any:
+    """Returns the sum that a product goes into, and into nothing else."""
+    (var,) = product.outvars
+    while True:
+        reader, *others = readers.get(var, [None])
+        if others or reader is None or compat.op_of(reader) not in ("add", "add_any"):
+            return var
+        (result,) = reader.outvars
+        if (result.aval.shape, result.aval.dtype) != (var.aval.shape, var.aval.dtype):
+            return var
+        var = result
+
+
+def _linearized(body: _Body, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Returns the results of a loop and their tangents.
+
+    The tangents of the products are computed for all steps at once. Transposed, that is
+    the one product which the gradient of a weight is.
+    """
+    n_consts, _ = compat.scan_counts(body.eqn)
+    moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    consts = [i for i in moved if i < n_consts]
+    uses = [use for use in body.uses if use.consts & {*consts}]
+    others = list(dict.fromkeys(use.other for use in uses))
+    sums = list(dict.fromkeys(use.at for use in uses))
+
+    def weights(*arrays: Any) -> list[Any]:
+        every = [*primals[:n_consts]]
+        for i, array in zip(consts, arrays, strict=True):
+            every[i] = array
+        env = dict(zip(body.parts.invars[:n_consts], every, strict=True))
+        compat.run_equations(body.moves, env)
+        return [env[use.weight] for use in uses]
+
+    held, directions = jax.jvp(
+        weights, [primals[i] for i in consts], [tangents[i] for i in consts]
+    )
+    fixed = {id(use.eqn): (use.side, w) for use, w in zip(uses, held, strict=True)}
+
+    def shifted(shifts: Sequence[Any], *arrays: Any) -> Any:
+        every = [*primals]
+        for i, array in zip(moved, arrays, strict=True):
+            every[i] = array
+        return _scan(body, fixed, dict(zip(sums, shifts, strict=True)), others, every)
+
+    length = compat.scan_options(body.eqn)["length"]
+    zeros = [compat.zeros(var.aval, length) for var in sums]
+    results, linear, stacks = jax.linearize(
+        shifted, zeros, *(primals[i] for i in moved), has_aux=True
+    )
+    shifts: dict[Any, Any] = {}
+    for use, direction in zip(uses, directions, strict=True):
+        shift = _products(use, stacks[others.index(use.other)], direction)
+        shifts[use.at] = shifts[use.at] + shift if use.at in shifts else shift
+    out = linear([shifts[var] for var in sums], *(tangents[i] for i in moved))
+    return results, out
+
+
+def _products(use: _Use, stack: Any, direction: Any) -> Any:
+    """Returns the products, of all steps, of what was stacked and one weight."""
+    contracted, batch = compat.dot_dimensions(use.eqn)
+    # Axes that are sharded by their types cannot be merged.
+    if not any(batch) and not compat.is_sharded(stack):
+        return _one_product(use, stack, direction, *contracted)
+
+    def product(other: Any) -> Any:
+        pair = (direction, other) if use.side == 0 else (other, direction)
+        return compat.bind(use.eqn, pair)[0]
+
+    return jax.vmap(product)(stack)
+
+
+def _one_product(use: _Use, stack: Any, direction: Any, *contracted: Any) -> Any:
+    """Returns the same as a product of two matrices.
+
+    Transposed, it contracts one axis: where there are two, XLA for CPUs may add up in
+    16 bits (seen on jax 0.12).
+    """
+    of_weight, of_other = contracted if use.side == 0 else contracted[::-1]
+    n_contracted = len(of_weight)
+    of_other = [axis + 1 for axis in of_other]
+    last = range(stack.ndim - n_contracted, stack.ndim)
+    rows = jnp.moveaxis(stack, of_other, last)
+    columns = jnp.moveaxis(direction, of_weight, range(n_contracted))
+    free = rows.shape[: stack.ndim - n_contracted], columns.shape[n_contracted:]
+    size = math.prod(columns.shape[:n_contracted])
+    (flat,) = compat.bind(
+        use.eqn,
+        (rows.reshape(-1, size), columns.reshape(size, -1)),
+        dimension_numbers=(((1,), (0,)), ((), ())),
+    )
+    out = flat.reshape(*free[0], *free[1])
+    if use.side == 1:
+        return out
+    # The weight comes first: its axes go before those of the other, but for the steps.
+    n_free = len(free[1])
+    return jnp.moveaxis(out, range(-n_free, 0), range(1, 1 + n_free))
+
+
+def _scan(
+    body: _Body,
+    fixed: Mapping[int, tuple[int, Any]],
+    shifts: Mapping[Any, Any],
+    others: Sequence[Any],
+    arrays: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Runs a loop whose weights are fixed, and whose sums can be moved.
+
+    Args:
+      body: the body.
+      fixed: the side and the weight of each product, by the id of its equation.
+      shifts: for each sum that is moved, what has its tangent, stacked up.
+      others: the variables to stack up.
+      arrays: what the scan is bound to.
+
+    Returns:
+      The results of the loop, and what was stacked up.
+    """
+    parts = body.parts
+    n_consts, n_carry = compat.scan_counts(body.eqn)
+    consts, start = arrays[:n_consts], arrays[n_consts : n_consts + n_carry]
+
+    def step(carry: Sequence[Any], now: Any) -> Any:
+        sliced, shifts_now = now
+        shift = dict(zip(shifts, shifts_now, strict=True))
+        env = dict(zip(parts.constvars, parts.consts, strict=True))
+        env.update(zip(parts.invars, [*consts, *carry, *sliced], strict=True))
+        for eqn in parts.eqns:
+            if id(eqn) in fixed:
+                side, weight = fixed[id(eqn)]
+                pair = [env[atom] for atom in eqn.invars]
+                pair[side] = weight
+                with compat.context_of(eqn):
+                    (env[eqn.outvars[0]],) = compat.bind(eqn, pair)
+            else:
+                compat.run_equations([eqn], env)
+            for var in eqn.outvars:
+                if var in shift:
+                    env[var] = _moved_by(env[var], shift[var])
+        out = [compat.read(env, atom) for atom in parts.outvars]
+        return out[:n_carry], (out[n_carry:], [env[var] for var in others])
+
+    last, (stacked, kept) = lax.scan(
+        step,
+        list(start),
+        (list(arrays[n_consts + n_carry :]), list(shifts.values())),
+        **compat.scan_options(body.eqn),
+    )
+    return [*last, *stacked], kept
+
+
+@jax.custom_jvp
+def _moved_by(value: Any, shift: Any) -> Any:
+    """Returns a value whose tangent is its own and that of a shift."""
+    del shift
+    return value
+
+
+_moved_by.defjvps(
+    lambda tangent, *_: tangent,
+    lambda tangent, *_: tangent,
+)

@@ -1,0 +1,54 @@
+"""16-bit values that are raised to float32 once, outside of the calls that read them.
+
+The gradients of all uses of such a value then add up in float32.
+"""
+
+from typing import Any
+
+from jmp_lite.autocasting.jaxprs import compat
+
+
+def is_raise(eqn: Any) -> bool:
+    """Whether an equation casts a 16-bit variable to float32."""
+    if compat.op_of(eqn) != "convert_element_type":
+        return False
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    is_low = compat.is_float(atom) and not compat.is_literal(atom)
+    return is_low and compat.is_float32(var) and compat.dtype_of(atom).itemsize == 2
+
+
+def only_raised(jaxpr: Any) -> frozenset[int]:
+    """Returns which 16-bit inputs of a jaxpr are read by nothing but raises."""
+    parts = compat.parts(jaxpr)
+    raised = {eqn.invars[0] for eqn in parts.eqns if is_raise(eqn)}
+    read = {
+        atom
+        for eqn in parts.eqns
+        for atom in eqn.invars
+        if not compat.is_literal(atom) and not is_raise(eqn)
+    }
+    read.update(atom for atom in parts.outvars if not compat.is_literal(atom))
+    return frozenset(
+        i for i, var in enumerate(parts.invars) if var in raised and var not in read
+    )
+
+
+def with_raised(jaxpr: Any, raised: frozenset[int]) -> Any:
+    """Returns a jaxpr that takes some of its inputs in float32 already."""
+    if not raised:
+        return jaxpr
+    parts = compat.parts(jaxpr)
+    given = {parts.invars[i] for i in raised}
+
+    def steps(env: dict[Any, Any]) -> None:
+        for eqn in parts.eqns:
+            if is_raise(eqn) and eqn.invars[0] in given:
+                env[eqn.outvars[0]] = env[eqn.invars[0]]
+            else:
+                compat.run_equations([eqn], env)
+
+    avals = [
+        compat.retyped(var.aval, "float32") if var in given else var.aval
+        for var in parts.invars
+    ]
+    return compat.retraced(jaxpr, avals, steps)

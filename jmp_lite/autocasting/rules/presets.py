@@ -1,0 +1,100 @@
+"""Rules with names: the presets."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.rules.op_table import (
+    GROUPS,
+)
+from jmp_lite.autocasting.rules.precision import Precision
+from jmp_lite.autocasting.rules.rules import (
+    HALF_OF_DEVICE,
+    NORM_LAYERS,
+    Rules,
+)
+from jmp_lite.casting.dtypes import dtype_names, unknown_name
+
+
+def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
+    """Returns the rules of a preset.
+
+    Args:
+      name: ``"mixed"``, MindSpore's levels ``"O0"`` to ``"O3"``, ``"torch"``, or one of
+        Ascend's modes ``"must_keep_origin_dtype"``, ``"allow_fp32_to_fp16"``,
+        ``"allow_mix_precision"``, ``"force_fp16"``.
+      compute_dtype: the dtype of low ops; None for the preset's own, which is bfloat16,
+        or float16 where Ascend's name says so.
+
+    Raises:
+      ValueError: there is no such preset or dtype.
+
+    Source: MindSpore ``amp.auto_mixed_precision``; PyTorch's autocast op lists;
+    Ascend's precision modes.
+
+    Example:
+      >>> get_rules("O1").precision_of("add"), get_rules("mixed").precision_of("add")
+      (Precision.FULL, Precision.FOLLOW)
+    """
+    if name not in PRESETS:
+        if name in (HALF_OF_DEVICE, *dtype_names()):
+            raise ValueError(
+                f"Expected the name of a preset, such as 'mixed', got the dtype "
+                f"{name!r}. Pass compute_dtype={name!r}, or get_rules('mixed', "
+                f"{name!r})."
+            )
+        raise unknown_name("preset", str(name), PRESETS)
+    rules = PRESETS[name]
+    if compute_dtype is None:
+        return rules
+    return dataclasses.replace(rules, compute_dtype=compute_dtype)
+
+
+def _ops_that_are(*precisions: Precision) -> list[str]:
+    return [op for group in GROUPS if group.precision in precisions for op in group.ops]
+
+
+_MIXED = Rules(scopes=(NORM_LAYERS,))
+
+_O0 = Rules(default=Precision.KEEP).keep(*_ops_that_are(Precision.LOW, Precision.FULL))
+
+_O3 = Rules(default=Precision.LOW).low(
+    *(
+        op
+        for group in GROUPS
+        if group.precision is Precision.FULL and group.has_low_form
+        for op in group.ops
+    )
+)
+
+_MATMULS = ("dot_general", "ragged_dot_general")
+
+# What Ascend's lists edit: float16, in which no op has a precision of its own.
+ALL_FOLLOW = Rules(compute_dtype="float16").follow(
+    *(
+        op
+        for group in GROUPS
+        if group.precision is not Precision.KEEP and group.has_low_form
+        for op in group.ops
+    )
+)
+
+PRESETS: Mapping[str, Rules] = MappingProxyType(
+    {
+        "mixed": _MIXED,
+        "O0": _O0,
+        "O1": Rules(default=Precision.FULL),
+        "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),
+        "O3": _O3,
+        # What PyTorch calls pow is integer_pow here where the exponent is an integer.
+        "torch": Rules(default=Precision.WIDEST).full("integer_pow", "square"),
+        "must_keep_origin_dtype": _O0,
+        "allow_fp32_to_fp16": Rules(
+            compute_dtype="float16", default=Precision.FULL
+        ).full(*_MATMULS),
+        "allow_mix_precision": _MIXED,
+        "force_fp16": dataclasses.replace(_O3, compute_dtype="float16"),
+    }
+)

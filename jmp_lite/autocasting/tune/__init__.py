@@ -1,0 +1,1 @@
+"""The fewest float32 ops for a tolerated error."""

@@ -1,0 +1,174 @@
+"""What can be kept in float32, and by which rules: ops, blocks, kinds of layers.
+
+This module knows names and costs, and measures nothing. A rule keeps the units that it
+was made for, and no other.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jmp_lite.autocasting.explain.rows import Row, counted, is_low
+from jmp_lite.autocasting.rules.op_table import EXACT, group_of
+from jmp_lite.autocasting.rules.precision import Precision
+from jmp_lite.autocasting.rules.rules import AS_WRITTEN_SCOPE, LOW_SCOPE, Rules
+
+NUMBER = "\0"
+"""Stands for a number in names that are alike but for it; no name holds it."""
+
+
+class Rule(NamedTuple):
+    """A rule that keeps something in float32.
+
+    Attributes:
+      kind: ``"scope"`` or ``"op"``.
+      name: the scope's pattern, or the op.
+      precision: ``FULL`` or ``FULL_INSIDE``.
+    """
+
+    kind: str
+    name: str
+    precision: Precision
+
+
+class Units(NamedTuple):
+    """What can be kept in float32: scopes, or ops.
+
+    Attributes:
+      kind: which.
+      precision: how they are kept.
+      costs: what each one costs in float32, in the order in which they are run.
+      kind_of: what puts units together that are alike: names from the widest on.
+    """
+
+    kind: str
+    precision: Precision
+    costs: Mapping[str, tuple[int, int]]
+    kind_of: Callable[[str], Sequence[str]]
+
+    def ordered(self, names: Iterable[str]) -> list[str]:
+        """Returns units in the order in which they are run."""
+        wanted = set(names)
+        return [name for name in self.costs if name in wanted]
+
+    def parts(self, group: Sequence[str]) -> list[list[str]]:
+        """Returns the halves of a group, the dearer one first."""
+        kinds = {name: tuple(self.kind_of(name)) for name in group}
+        shared = _shared(kinds.values())
+        alike: dict[Any, list[str]] = {}
+        for name, kind in kinds.items():
+            alike.setdefault(kind[: shared + 1], []).append(name)
+        parts = [[name] for name in group] if len(alike) == 1 else alike.values()
+        dearest = sorted(parts, key=self._cost, reverse=True)
+        middle = len(dearest) // 2
+        halves = dearest[:middle], dearest[middle:]
+        return [[name for part in half for name in part] for half in halves]
+
+    def rules(self, kept: Iterable[str]) -> list[Rule]:
+        """Returns rules that keep these, and none of the others."""
+        kept = set(kept)
+        if self.kind == "op":
+            named = self.ordered(kept)
+        else:
+            named = self._patterns(list(self.costs), kept)
+        return [Rule(self.kind, name, self.precision) for name in named]
+
+    def _patterns(self, group: Sequence[str], kept: set[str]) -> list[str]:
+        if not kept.intersection(group):
+            return []
+        if len(group) == 1:
+            return [f"^{re.escape(group[0])}$"]
+        if kept.issuperset(group):
+            kinds = [tuple(self.kind_of(name)) for name in group]
+            shared = kinds[0][: _shared(kinds)]
+            inside = re.escape("/".join(shared)).replace(NUMBER, r"\d+")
+            pattern = f"^{inside}(/|$)" if shared else ""
+            matched = {name for name in self.costs if re.search(pattern, name)}
+            if matched <= kept:
+                return [pattern]
+        return [p for part in self.parts(group) for p in self._patterns(part, kept)]
+
+    def _cost(self, group: Sequence[str]) -> tuple[int, int]:
+        costs = [self.costs[name] for name in group]
+        return sum(flops for flops, _ in costs), sum(size for _, size in costs)
+
+
+def ways_to_keep(rows: Iterable[Row], rules: Rules) -> list[Units]:
+    """Returns the ways to keep in float32 what rules run low.
+
+    Args:
+      rows: of a function under the rules.
+      rules: the rules.
+    """
+    rows = [row for row in rows if _is_raisable(row)]
+    rounding = (row for row in rows if _rounds(row, rules))
+    ops, scopes = _costs(rounding, _op_of), _costs(rows, _scope_of)
+    return [
+        Units("op", Precision.FULL, ops, _kind_of_op),
+        # A block at a time, whose ends are low; and a kind of layer at a time, between
+        # which all is float32.
+        Units("scope", Precision.FULL_INSIDE, scopes, _place_of_scope),
+        Units("scope", Precision.FULL, scopes, _kind_of_scope),
+    ]
+
+
+def without_numbers(name: str) -> str:
+    """Returns what names have in common that differ in a number alone."""
+    return re.sub(r"\d+", NUMBER, name)
+
+
+def _is_raisable(row: Row) -> bool:
+    """Whether rules can raise what an equation runs in."""
+    scopes = row.scope.split("/")
+    return is_low(row) and not {LOW_SCOPE, AS_WRITTEN_SCOPE}.intersection(scopes)
+
+
+def _rounds(row: Row, rules: Rules) -> bool:
+    """Whether an op can be kept, and is not exact."""
+    group = group_of(row.op)  # None for what holds jaxprs; a cast has no rule.
+    if group is None or group.precision is Precision.KEEP:
+        return False
+    return rules.precision_of(row.op) is Precision.LOW or row.op not in EXACT
+
+
+def _costs(
+    rows: Iterable[Row], name_of: Callable[[Row], str]
+) -> Mapping[str, tuple[int, int]]:
+    """Returns the operations and bytes of rows, summed by a name of theirs."""
+    costs: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        times = counted(row.times)
+        flops, size = costs.get(name_of(row), (0, 0))
+        more = times * row.flops, times * row.bytes_traced
+        costs[name_of(row)] = flops + more[0], size + more[1]
+    return costs
+
+
+def _op_of(row: Row) -> str:
+    return row.op
+
+
+def _scope_of(row: Row) -> str:
+    return row.scope
+
+
+def _kind_of_op(op: str) -> Sequence[str]:
+    group = group_of(op)
+    return (group.id if group else "", op)
+
+
+def _place_of_scope(path: str) -> Sequence[str]:
+    """Returns the names in a path."""
+    return path.split("/")
+
+
+def _kind_of_scope(path: str) -> Sequence[str]:
+    """Returns the names in a path, without numbers."""
+    return without_numbers(path).split("/")
+
+
+def _shared(kinds: Iterable[Sequence[str]]) -> int:
+    """Returns how many names all kinds begin with alike."""
+    columns = zip(*kinds, strict=False)
+    same = [len(set(column)) == 1 for column in columns]
+    return same.index(False) if False in same else len(same)

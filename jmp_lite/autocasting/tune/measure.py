@@ -1,0 +1,244 @@
+"""A function on a sample: its results and gradients under rules, next to float32's.
+
+Nothing is estimated: all that is compared was compiled and run. Numbers that float32
+itself does not determine are not judged.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite.autocasting.explain.backward import losses_of
+from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.casting.dtypes import is_traceable
+from jmp_lite.casting.host import fetched
+
+# Every rounding happens, whatever a compiler could fuse here and not elsewhere; and
+# what this compiler makes of it.
+WAYS_TO_COMPILE = ({"xla_allow_excess_precision": False}, {})
+
+
+class Error(NamedTuple):
+    """How far results and gradients are from float32's.
+
+    Attributes:
+      outputs: the largest relative error of a result, ``|x - x32| / |x32|`` by norms.
+      gradients: the same of the gradients.
+      worst: the result or gradient that is furthest; empty where there is no error.
+    """
+
+    outputs: float
+    gradients: float
+    worst: str
+
+    @property
+    def largest(self) -> float:
+        """The larger one of both."""
+        return max(self.outputs, self.gradients)
+
+    def joined(self, other: "Error") -> "Error":
+        """Returns the larger of two errors of results, and of gradients."""
+        return Error(
+            outputs=max(self.outputs, other.outputs),
+            gradients=max(self.gradients, other.gradients),
+            worst=self.worst if self.largest >= other.largest else other.worst,
+        )
+
+
+class Sample:
+    """A function on its sample: what it returns and its gradients, under any rules.
+
+    Args:
+      fun: the function.
+      args: a tuple of its arguments, concrete.
+
+    Attributes:
+      fun: the function.
+      args: its arguments.
+      not_judged: the names of what float32 itself does not know.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: Sequence[Any]) -> None:
+        _check_arguments(args)
+        self.fun, self.args = fun, tuple(args)
+        self._traced, arrays, structure = trace(fun, self.args, {})
+        with jax.default_matmul_precision("highest"):
+            highest, _, _ = trace(fun, self.args, {})
+        parts = compat.parts(self._traced)
+        outs = [atom.aval for atom in parts.outvars]
+        self._arrays = jax.device_put(list(arrays))
+        self._floats = _floats_in(parts.invars)
+        self._outputs = _floats_in(parts.outvars)
+        fetched([self._arrays[i] for i in self._floats])  # They have to be known.
+        self._losses = losses_of(outs, structure)
+        self._cotangents = _cotangents([outs[i] for i in self._losses])
+        self._names = self._named(structure, len(outs))
+
+        def exactly(*arrays: Any) -> Any:
+            return compat.evaluate(highest, arrays)
+
+        self._exact = self._run(exactly, self._arrays)
+        self._check_exact()
+        nearby = list(self._arrays)
+        for i in self._floats:
+            nearby[i] = _in_the_last_bit(nearby[i])
+        changed = self._run(exactly, nearby)
+        pairs = zip(changed, self._exact, strict=True)
+        self._is_judged = [_distance(a, b) <= 0.1 for a, b in pairs]
+        self.not_judged = tuple(
+            name
+            for name, is_judged in zip(self._names, self._is_judged, strict=True)
+            if not is_judged
+        )
+        if not any(self._is_judged[: len(self._outputs)]):
+            raise ValueError(
+                "There is nothing to compare: the function has no floating result, or "
+                "none that float32 knows to a tenth: the last bit of the arguments "
+                "changes it by more."
+            )
+
+    def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
+        """Returns the error under some rules, compiled with some options."""
+
+        def run(*arrays: Any) -> Any:
+            return Interpreter(rules).run_function(self._traced, arrays)
+
+        found = self._run(run, self._arrays, options)
+        errors = [
+            _distance(a, b) if is_judged or _is_broken(a, b) else 0.0
+            for a, b, is_judged in zip(found, self._exact, self._is_judged, strict=True)
+        ]
+        worst = self._names[int(np.argmax(errors))] if any(errors) else ""
+        n_outputs = len(self._outputs)
+        outputs, gradients = errors[:n_outputs], errors[n_outputs:]
+        return Error(max(outputs, default=0.0), max(gradients, default=0.0), worst)
+
+    def _run(
+        self,
+        fun: Callable[..., Any],
+        arrays: Sequence[Any],
+        options: Mapping[str, Any] = WAYS_TO_COMPILE[0],
+    ) -> list[Any]:
+        """Returns the floating results of a function of arrays, and the gradients."""
+
+        def measured(*arrays: Any) -> Any:
+            def of_floats(*floats: Any) -> Any:
+                merged = list(arrays)
+                for i, array in zip(self._floats, floats, strict=True):
+                    merged[i] = array
+                results = fun(*merged)
+                return [results[i] for i in self._losses], results
+
+            given = (arrays[i] for i in self._floats)
+            _, back, results = jax.vjp(of_floats, *given, has_aux=True)
+            outputs = [results[i] for i in self._outputs]
+            return [*outputs, *back(self._cotangents)]
+
+        try:
+            results = jax.jit(measured, compiler_options=dict(options))(*arrays)
+        except ValueError as error:
+            if "everse-mode" in str(error):
+                error.add_note(
+                    "tune measures gradients too. Of a function for inference alone, "
+                    "stop the gradient inside: jax.lax.stop_gradient."
+                )
+            raise
+        return [_wide(x) for x in jax.device_get(results)]
+
+    def _named(self, structure: Any, n_results: int) -> list[str]:
+        """Returns names for the floating results and for the gradients."""
+        given = jax.tree.leaves_with_path(self.args)
+        arguments = [path for path, leaf in given if is_traceable(leaf)]
+        tree = jax.tree.unflatten(structure, range(n_results))
+        results = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        name = jax.tree_util.keystr
+        return [
+            *(f"result{name(results[i])}" for i in self._outputs),
+            *(f"gradient of args{name(arguments[i])}" for i in self._floats),
+        ]
+
+    def _check_exact(self) -> None:
+        for name, array in zip(self._names, self._exact, strict=True):
+            if np.isnan(array).any():
+                raise ValueError(
+                    f"In float32 itself the {name} is NaN on this sample: "
+                    "jmp_lite.watch of the function, or of its gradient, tells where "
+                    "that begins. Of what is not trained, stop the gradient in the "
+                    "function (jax.lax.stop_gradient), and give the loss rather than a "
+                    "whole training step."
+                )
+
+
+def _check_arguments(args: Any) -> None:
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            "Expected a tuple of the function's arguments, got "
+            f"{type(args).__name__}. Write (x,) for a single one."
+        )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
+        raise TypeError(
+            "tune runs the function: expected arrays, got a ShapeDtypeStruct."
+        )
+
+
+def _floats_in(atoms: Sequence[Any]) -> list[int]:
+    """Returns which inputs or results of a program are floats, complex ones too."""
+    return [i for i, atom in enumerate(atoms) if compat.is_float(atom)]
+
+
+def _cotangents(losses: Sequence[Any]) -> list[Any]:
+    """Returns what the gradients are taken of: the loss, or a mixture of all."""
+    if len(losses) == 1 and not losses[0].shape:
+        return [jnp.ones((), losses[0].dtype)]
+    generator = np.random.default_rng(0)
+    return [
+        jnp.asarray(generator.standard_normal(x.shape)).astype(x.dtype) for x in losses
+    ]
+
+
+def _in_the_last_bit(array: Any) -> Any:
+    """Returns floats that are others in their last bit.
+
+    But for whole numbers, which may be labels, counts or masks.
+    """
+    info = jnp.finfo(array.dtype)
+    wide = jnp.float32 if info.bits < 32 else array.dtype
+    signs = np.random.default_rng(1).choice([-1.0, 1.0], array.shape)
+    changed = array.astype(wide) * jnp.asarray(1 + float(info.eps) * signs, wide)
+    is_whole = array == jnp.round(array)
+    return jnp.where(is_whole, array, changed.astype(array.dtype))
+
+
+def _wide(array: Any) -> Any:
+    array = np.asarray(array)
+    is_complex = np.issubdtype(array.dtype, np.complexfloating)
+    return array.astype(np.complex128 if is_complex else np.float64)
+
+
+def _is_broken(a: Any, b: Any) -> bool:
+    """Whether numbers are infinite or NaN where others are not."""
+    return bool((~np.isfinite(a) & (a != b)).any())
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Returns how far numbers are from others, in terms of the others' size.
+
+    Both may be infinite in the same places.
+    """
+    if (a == b).all():
+        return 0.0
+    finite = np.where(np.isfinite(b), b, 0).ravel()
+    unit = np.abs(finite).max()  # Squares of what is very small are zero.
+    if not unit:
+        return math.inf
+    with np.errstate(invalid="ignore", over="ignore"):
+        far = np.linalg.norm(np.where(a == b, 0, (a - b) / unit).ravel())
+    size = np.linalg.norm(finite / unit)
+    return float(far / size) if np.isfinite(far) else math.inf

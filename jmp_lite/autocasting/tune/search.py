@@ -1,0 +1,248 @@
+"""``tune``: the fewest float32 ops for a tolerated error, found on a sample.
+
+A rule is dropped, and rules are returned, only if the remaining rules were measured
+themselves, and their error is tolerated.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_lite.autocasting.explain.explanation import explain
+from jmp_lite.autocasting.explain.rows import Row, counted, is_decided_inside
+from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.rules.precision import Precision
+from jmp_lite.autocasting.rules.rules import Rules, fields_of
+from jmp_lite.autocasting.tune.candidates import Rule, Units, ways_to_keep
+from jmp_lite.autocasting.tune.measure import WAYS_TO_COMPILE, Error, Sample
+from jmp_lite.autocasting.tune.report import (
+    Kept,
+    Step,
+    TunedRules,
+    TuningReport,
+    in_words,
+)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def tune(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    tolerance: float,
+    rules: Rules | str = "mixed",
+    *,
+    progress: Callable[[str], None] = _to_stderr,
+) -> TunedRules:
+    """Finds rules that keep the fewest ops in float32 for a tolerated error.
+
+    It raises what the given rules run low, and lowers nothing that they do not: to
+    search further down, start from ``"O2"`` or ``"O3"``. First all is float32; then
+    the dearer half, its dearer half, and so on, is low again as long as the error is
+    tolerated. This is done with ops, with blocks (``FULL_INSIDE``) and with kinds of
+    layers (``FULL``); what leaves the fewest equations in float32 is returned. Each
+    step compiles and runs the function and its gradient; on the same machine the same
+    rules are found again.
+
+    Gradients are those of the result, or of the first of several, where that is a
+    scalar (a loss and what comes with it), otherwise of a fixed random combination of
+    all results. They are measured as they are: if the loss is scaled in training, let
+    ``fun`` scale it, or what vanishes in float16 without a scale counts as an error.
+    Of a function for inference alone, stop the gradient inside.
+
+    Args:
+      fun: a function of pytrees that JAX can trace and differentiate. It gets the same
+        arguments each time: randomness is in keys.
+      args: a tuple of its arguments, concrete: a sample.
+      tolerance: the largest relative error of any result and any gradient, by norms,
+        against float32 with products in the highest precision.
+      rules: the preset's name or the ``Rules`` to start from.
+      progress: called with a line of text at each step.
+
+    Returns:
+      Rules, with a ``report`` of what each kept scope or op contributes.
+
+    Raises:
+      TypeError: ``args`` is no tuple of concrete arguments.
+      ValueError: not even float32 is within the tolerance; the function is autocast
+        already; on this sample something is NaN in float32, or nothing is there to
+        compare.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> def fun(x):
+      ...     for name, offset in (("robust", 0), ("delicate", 300)):
+      ...         with jax.named_scope(name):
+      ...             x = jnp.tanh((x @ x + offset) - offset)
+      ...     return x @ x
+      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+      >>> rules = tune(fun, (x,), tolerance=0.02, progress=lambda line: None)
+      >>> [(one.kind, one.name) for one in rules.report.kept]
+      [('scope', '^delicate$')]
+      >>> Rules.from_json(rules.to_json()) == rules
+      True
+
+    Source: the search is delta debugging (Zeller and Hildebrandt, 2002), which
+    Precimonious (Rubio-Gonzalez et al., 2013) brought to floating-point precision.
+    """
+    check_function(fun)
+    start = choose_rules(rules, None)()
+    tolerance = _positive(tolerance)
+    sample = Sample(fun, args)
+    _check_not_autocast(sample)
+    search = _Search(sample, start, tolerance, progress)
+    before = search.error(())
+    kept = [] if search.is_enough(()) else search.kept()
+    report = TuningReport(
+        tolerance=tolerance,
+        error=search.error(kept),
+        error_before=before,
+        kept=tuple(
+            Kept(*one, without=search.error(_without(kept, one))) for one in kept
+        ),
+        steps=tuple(search.steps),
+        not_judged=search.sample.not_judged,
+    )
+    return TunedRules(**fields_of(search.rules_with(kept)), report=report)
+
+
+def _positive(tolerance: Any) -> float:
+    is_number = isinstance(tolerance, int | float | np.floating | np.integer)
+    if not is_number or isinstance(tolerance, bool) or not 0 < tolerance < math.inf:
+        raise ValueError(
+            f"Expected the tolerance as a positive number, such as 1e-2, got "
+            f"{tolerance!r}."
+        )
+    return float(tolerance)
+
+
+def _check_not_autocast(sample: Sample) -> None:
+    rows = explain(sample.fun, "O0")(*sample.args).rows
+    decided = sum(map(is_decided_inside, rows))
+    if decided:
+        raise ValueError(
+            f"An inner autocast has decided {decided} of the function's equations: no "
+            "rule changes them, and there is no float32 to compare with. Tune the "
+            "function that it was given (fun.__wrapped__)."
+        )
+
+
+class _Search:
+    """The search for what has to stay in float32.
+
+    Args:
+      sample: what measures.
+      start: the rules that it starts from.
+      tolerance: the largest error.
+      progress: is told of each step.
+
+    Attributes:
+      steps: what was tried.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        start: Rules,
+        tolerance: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.sample = sample
+        self.steps: list[Step] = []
+        self._start = start
+        self._tolerance = tolerance
+        self._progress = progress
+        self._errors: dict[Rules, Error] = {}
+
+    def rules_with(self, kept: Iterable[Rule]) -> Rules:
+        """Returns the rules with which the search has begun, and some more before."""
+        kept = list(kept)
+        scopes = tuple((r.name, r.precision) for r in kept if r.kind == "scope")
+        ops = [rule.name for rule in kept if rule.kind == "op"]
+        plain = Rules(**fields_of(self._start)).full(*ops)
+        return dataclasses.replace(plain, scopes=(*scopes, *plain.scopes))
+
+    def error(self, kept: Iterable[Rule]) -> Error:
+        """Returns the error of the rules with some more."""
+        rules = self.rules_with(kept)
+        if rules not in self._errors:
+            error = Error(0.0, 0.0, "")
+            for options in WAYS_TO_COMPILE:
+                error = error.joined(self.sample.error(rules, options))
+                if error.largest > self._tolerance:
+                    break
+            self._errors[rules] = error
+            n = len(self._errors)
+            self._progress(f"tune: {n} tried, error {in_words(error)}")
+        return self._errors[rules]
+
+    def is_enough(self, kept: Iterable[Rule]) -> bool:
+        """Whether the error of the rules with some more is tolerated."""
+        return self.error(kept).largest <= self._tolerance
+
+    def kept(self) -> list[Rule]:
+        """Returns the fewest rules that are enough."""
+        everything = [Rule("scope", "", Precision.FULL)]
+        if not self.is_enough(everything):
+            raise ValueError(
+                f"The tolerance of {self._tolerance:.2g} is out of reach. With all in "
+                f"float32 the error is {in_words(self.error(everything))}, against "
+                "products in the highest precision. What stays low is marked in the "
+                "function (as_low, low_precision, low_call), or is what the device "
+                "makes of float32 products (jax_default_matmul_precision)."
+            )
+        ways = ways_to_keep(self._explained(()), self._start)
+        found = [rules for way in ways if (rules := self._smallest(way)) is not None]
+        return min(map(self._weakened, [*found, everything]), key=self._in_float32)
+
+    def _smallest(self, units: Units) -> list[Rule] | None:
+        """Returns rules for the units that have to be kept; None if all are too few."""
+        kept = set(units.costs)
+        if not self.is_enough(units.rules(kept)):
+            return None
+        waiting = [units.ordered(kept)]
+        while waiting:
+            group = waiting.pop()
+            fewer = kept - set(group)
+            if self._tried(group, units.rules(fewer)):
+                kept = fewer
+            elif len(group) > 1:
+                waiting += reversed(units.parts(group))
+        return units.rules(kept)
+
+    def _weakened(self, kept: list[Rule]) -> list[Rule]:
+        """Drops what is not needed after all, and keeps the rest inside alone."""
+        for rule in list(kept):
+            weaker = [_without(kept, rule)]
+            if rule.kind == "scope":
+                inside = rule._replace(precision=Precision.FULL_INSIDE)
+                weaker.append([inside if one == rule else one for one in kept])
+            fits = (w for w in weaker if self._in_float32(w) < self._in_float32(kept))
+            kept = next(filter(self.is_enough, fits), kept)
+        return kept
+
+    def _tried(self, group: Sequence[str], kept: Sequence[Rule]) -> bool:
+        step = Step(tuple(group), self.error(kept), self.is_enough(kept))
+        self.steps.append(step)
+        return step.is_tolerated
+
+    def _explained(self, kept: Iterable[Rule]) -> Sequence[Row]:
+        return explain(self.sample.fun, self.rules_with(kept))(*self.sample.args).rows
+
+    def _in_float32(self, kept: Sequence[Rule]) -> tuple[int, ...]:
+        """Returns how much runs in float32: equations, then products, then rules."""
+        rows = [r for r in self._explained(kept) if r.precision == "float32"]
+        equations = sum(counted(row.times) for row in rows)
+        flops = sum(counted(row.times) * row.flops for row in rows)
+        return equations, flops, len(kept)
+
+
+def _without(kept: Sequence[Rule], rule: Rule) -> list[Rule]:
+    return [one for one in kept if one != rule]

@@ -1,0 +1,23 @@
+"""Arrays as NumPy's, on the host."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def fetched(tree: Any) -> Any:
+    """Returns a pytree of arrays as one of NumPy.
+
+    Raises:
+      TypeError: the numbers are not known yet.
+    """
+    try:
+        return jax.tree.map(np.asarray, jax.device_get(tree))
+    except jax.errors.TracerArrayConversionError as error:
+        raise TypeError(
+            "Expected numbers that are known, got some that are being traced (by jit, "
+            "vmap, scan or grad). Rows, tables, rules and loss scales are made on the "
+            "host: return the arrays or the report from the traced function, and ask "
+            "outside."
+        ) from error

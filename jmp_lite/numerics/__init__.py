@@ -1,0 +1,1 @@
+"""Where numbers overflow, vanish or stop being finite."""

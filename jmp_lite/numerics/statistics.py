@@ -1,0 +1,220 @@
+"""Counts of numbers that overflow, vanish or are not finite, on devices and joined."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite.casting.host import fetched
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What there is to know of some numbers.
+
+    Attributes:
+      elements: how many there are.
+      nan: how many are NaN.
+      inf: how many are infinite.
+      max_abs: the largest finite size.
+      min_abs: the smallest size that is not zero; infinite where there is none.
+      overflow: which share is finite and would not be in the dtype asked for.
+      underflow: which share is not zero and would be.
+      subnormal: which share would lose digits, being too small.
+    """
+
+    elements: int
+    nan: int
+    inf: int
+    max_abs: float
+    min_abs: float
+    overflow: float
+    underflow: float
+    subnormal: float
+
+
+class Ends(NamedTuple):
+    """Where a dtype ends: what is beyond is rounded to something else.
+
+    Attributes:
+      overflow: from this size on a number becomes infinite, or NaN.
+      underflow: up to this size a number becomes zero.
+      normal: from this size on a number keeps all its digits.
+    """
+
+    overflow: float
+    underflow: float
+    normal: float
+
+    @classmethod
+    def of(cls, dtype: DTypeLike) -> "Ends":
+        """Returns the ends of a dtype, to the nearest of whose numbers one rounds."""
+        info = jnp.finfo(dtype)
+        largest, smallest = float(info.max), float(info.smallest_subnormal)
+        spacing = 2.0 ** (math.floor(math.log2(largest)) - info.nmant)
+        normal = float(info.tiny) - smallest / 2
+        return cls(largest + spacing / 2, smallest / 2, normal)
+
+
+class Count(NamedTuple):
+    """A whole number below 2**64, in two halves: loops are long, and JAX has no int64.
+
+    Attributes:
+      low: what is left of it after division by 2**32.
+      high: how often 2**32 is in it.
+    """
+
+    low: Any
+    high: Any
+
+    @classmethod
+    def of(cls, number: int) -> "Count":
+        """Returns a number that is known."""
+        return cls(np.uint32(number % 2**32), np.uint32(number // 2**32))
+
+
+_SHARES = ("overflow", "underflow", "subnormal")
+
+_COUNTED = ("nan", "inf", *_SHARES, "elements")
+
+# What is no count: how it is joined, and what it is where there is nothing.
+_JOINS = {
+    "max_abs": ("maximum", 0.0),
+    "min_abs": ("minimum", math.inf),
+    "is_first": ("logical_or", False),  # Of an op alone.
+}
+
+
+def sizes_of(array: Any) -> Any:
+    """Returns how large numbers are, of complex ones the larger part.
+
+    They have 32 bits or more in the graph, and 64 on the host.
+    """
+    xp = jnp if isinstance(array, jax.Array) else np
+    array = xp.asarray(array)
+    is_narrow = jnp.finfo(array.dtype).bits < 32
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    parts = (array.real, array.imag) if is_complex else (array,)
+    wide = np.float64 if xp is np else np.float32 if is_narrow else parts[0].dtype
+    return functools.reduce(xp.maximum, [xp.abs(part.astype(wide)) for part in parts])
+
+
+def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
+    """Returns what there is to know of some numbers.
+
+    Arrays of JAX are counted in the graph, in which subnormal numbers may be zeros;
+    those of NumPy, and the numbers of Python, on the host.
+    """
+    xp, sizes = jnp if isinstance(array, jax.Array) else np, sizes_of(array)
+    is_finite, is_zero = xp.isfinite(sizes), sizes == 0
+    with np.errstate(over="ignore"):  # An end may be infinite in float32.
+        overflow, underflow, normal = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
+    largest = xp.max(xp.where(is_finite, sizes, 0), initial=0)
+    smallest = xp.min(xp.where(is_finite & ~is_zero, sizes, np.inf), initial=np.inf)
+    widest = np.dtype(np.float64) if xp is np else _widest()
+    return {
+        "nan": _count(xp.isnan(sizes)),
+        "inf": _count(xp.isinf(sizes)),
+        "max_abs": largest.astype(widest),
+        "min_abs": smallest.astype(widest),
+        "overflow": _count(is_finite & (sizes >= overflow)),
+        "underflow": _count(~is_zero & (sizes <= underflow)),
+        "subnormal": _count((sizes > underflow) & (sizes < normal)),
+        "elements": Count.of(sizes.size),
+    }
+
+
+def _count(is_so: Any) -> Count:
+    if not isinstance(is_so, jax.Array):
+        return Count.of(int(np.count_nonzero(is_so)))
+    if is_so.size >= 2**32:  # The sum might not fit into one half.
+        halves = jnp.array_split(is_so, 2, int(np.argmax(is_so.shape)))
+        return _plus(*map(_count, halves))
+    return Count(jnp.sum(is_so, dtype=jnp.uint32), np.uint32(0))
+
+
+def _plus(a: Count, b: Count) -> Count:
+    low = a.low + b.low  # It wraps around.
+    return Count(low, a.high + b.high + (low < a.low).astype(np.uint32))
+
+
+def _widest() -> Any:
+    return jax.dtypes.canonicalize_dtype(np.float64)
+
+
+def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the counts of two arrays, or of two steps."""
+    return {
+        name: getattr(jnp, _JOINS[name][0])(a[name], b[name])
+        if name in _JOINS
+        else _plus(a[name], b[name])
+        for name in a
+    }
+
+
+def nothing(n: int) -> dict[str, Any]:
+    """Returns what is counted of some ops that have not been run."""
+    none, sizes = jnp.zeros(n, jnp.uint32), jnp.zeros(n, _widest())
+    return {
+        **{name: Count(none, none) for name in _COUNTED},
+        "max_abs": sizes,
+        "min_abs": jnp.full_like(sizes, jnp.inf),
+        "is_first": jnp.zeros(n, bool),
+    }
+
+
+def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns counts by what is counted, all in one array."""
+
+    def stack(*arrays: Any) -> Any:
+        return jnp.concatenate([jnp.ravel(array) for array in arrays])
+
+    return jax.tree.map(stack, *counts) if counts else nothing(0)
+
+
+def on_host(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns counts as arrays of NumPy, joined over what vmap or scan has stacked."""
+    return {name: _joined(name, column) for name, column in fetched(counts).items()}
+
+
+def _joined(name: str, column: Any) -> Any:
+    join, start = _JOINS.get(name, ("add", 0))
+    if isinstance(column, Count):
+        column = column.low + (column.high.astype(np.uint64) << np.uint64(32))
+    column = np.atleast_1d(column)
+    stacks = tuple(range(column.ndim - 1))
+    return getattr(np, join).reduce(column, axis=stacks, initial=start)
+
+
+def numbers(columns: Mapping[str, Any], i: int) -> Numbers:
+    """Returns what there is to know of the numbers of one array, or of one op."""
+    names = (field.name for field in dataclasses.fields(Numbers))
+    row = {name: columns[name][i].item() for name in names}
+    row.update({name: row[name] / max(row["elements"], 1) for name in _SHARES})
+    return Numbers(**row)
+
+
+def headers(dtype: str | None) -> Sequence[str]:
+    """Returns the titles of the columns that ``cells`` fills."""
+    told = f" in {dtype}" if dtype else ""
+    ends = [f"{name}{told}" for name in ("overflow", "underflow", "subnormal")]
+    return ("nan", "inf", "max |x|", "min |x|", *ends)
+
+
+def cells(row: Any) -> Sequence[str]:
+    """Returns what a row says of its numbers, as text; zeros are left out."""
+    smallest = "" if math.isinf(row.min_abs) else f"{row.min_abs:.2g}"
+    sizes = (f"{row.max_abs:.2g}", smallest)
+    return (
+        *(f"{row.nan or ''}", f"{row.inf or ''}", *sizes),
+        *(
+            f"{s:.1%}" if s else ""
+            for s in (row.overflow, row.underflow, row.subnormal)
+        ),
+    )

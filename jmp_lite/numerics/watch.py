@@ -1,0 +1,167 @@
+"""``watch``: a function with the numbers of all its ops beside its results."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.explain.rows import short
+from jmp_lite.autocasting.explain.tables import text_table
+from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.validation import check_function
+from jmp_lite.casting.mutables import returning_changes, write_changes
+from jmp_lite.numerics.report import (
+    dtype_that_overflows,
+    of_all_devices,
+)
+from jmp_lite.numerics.statistics import (
+    Numbers,
+    cells,
+    headers,
+    numbers,
+    on_host,
+)
+from jmp_lite.numerics.watcher import Op, Watcher
+
+
+@dataclasses.dataclass(frozen=True)
+class OpNumerics(Numbers):
+    """What there is to know of the results of one op, in all trips of all loops.
+
+    Attributes:
+      scope: the path that it stands in.
+      op: the name of its primitive.
+      source: where it stands in the code: file, line and function.
+      is_first: whether something was not finite although all that it read was, in any
+        trip.
+    """
+
+    scope: str
+    op: str
+    source: str
+    is_first: bool
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["counts"],
+    meta_fields=["ops", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class WatchedNumerics:
+    """The numbers of a function, op by op; a pytree, and prints as a table.
+
+    Attributes:
+      counts: by what is counted, an array of one number an op.
+      ops: the ops, in the order in which they run.
+      dtype: what the shares are of.
+    """
+
+    counts: Mapping[str, Any]
+    ops: tuple[Op, ...]
+    dtype: str
+
+    @property
+    def rows(self) -> tuple[OpNumerics, ...]:
+        """One for each op, on the host, over all that vmap or scan has stacked.
+
+        What was never run is left out.
+        """
+        columns = on_host(self.counts)
+        return tuple(
+            OpNumerics(
+                **vars(numbers(columns, i)),
+                **op._asdict(),
+                is_first=bool(columns["is_first"][i]),
+            )
+            for i, op in enumerate(self.ops)
+            if columns["elements"][i]
+        )
+
+    def __str__(self) -> str:
+        titles = ("elements", "op", *headers(self.dtype), "scope", "where")
+        rows = [
+            (f"{r.elements}", r.op, *cells(r), r.scope, short(r.source))
+            for r in self.rows
+        ]
+        return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
+
+
+Params = ParamSpec("Params")
+
+Result = TypeVar("Result")
+
+
+def watch(
+    fun: Callable[Params, Result], dtype: DTypeLike = "float16"
+) -> Callable[Params, tuple[Result, WatchedNumerics]]:
+    """Returns ``fun`` with the numbers of all its ops beside its results.
+
+    They are counted in the graph: under ``jit``, in loops, on any device. A function
+    that is not watched costs nothing; one that is computes as before, and counts, for
+    which a compiler takes several times as long. ``watch(grad(fun))`` sees the backward
+    pass too. Inside of ``shard_map`` the numbers of all devices are counted, and
+    ``out_specs`` of the stats is ``P()``.
+
+    Args:
+      fun: any function of pytrees that JAX can trace. What is under ``shard_map``, in
+        a kernel, or in a custom derivative rule's function that has effects is seen
+        from outside; so is a ``while`` under ``vmap`` whose lanes end by themselves
+        (``vmap`` the watched function instead).
+      dtype: what the numbers might be held in.
+
+    Returns:
+      A function that returns ``(fun(...), stats)``.
+
+    Raises:
+      ValueError: ``dtype`` is unknown, not floating, or has no infinity and no NaN.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> _, stats = watch(lambda x: jnp.log(jnp.exp(x) - 1))(jnp.array([0.0, 100.0]))
+      >>> first = first_nonfinite(stats)
+      >>> first.op, first.inf
+      ('exp', 1)
+    """
+    check_function(fun)
+    wanted = dtype_that_overflows(dtype)
+
+    @functools.wraps(fun)
+    def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
+        traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
+        watcher = Watcher(wanted)
+        results = watcher.run(traced, arrays, "")
+        stats = WatchedNumerics(
+            of_all_devices(watcher.counts), tuple(watcher.ops), wanted.name
+        )
+        out, changes = jax.tree.unflatten(treedef, results)
+        write_changes(args, kwargs, changes)
+        return out, stats
+
+    return watched
+
+
+def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
+    """Returns the first op that made something infinite or NaN of finite numbers.
+
+    The first as the program is written: of two ops in one loop it is the upper one,
+    even if the lower one broke in an earlier trip.
+
+    Args:
+      stats: what a watched function has returned, concrete.
+
+    Returns:
+      The op; None where all is finite, or was not from the start.
+
+    Raises:
+      TypeError: ``stats`` is something else, or is being traced.
+    """
+    if not isinstance(stats, WatchedNumerics):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            "Expected the second result of a watched function, got "
+            f"{type(stats).__name__}."
+        )
+    return next((row for row in stats.rows if row.is_first), None)
