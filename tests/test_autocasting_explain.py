@@ -85,6 +85,16 @@ def test_casts_of_the_user_have_rows():
     assert row.reason == "FULL: marked by full_precision or as_full"
 
 
+def test_a_reason_names_the_argument_that_decided():
+    def fun(params, x):
+        return (x @ params["w"] + params["b"]) @ params["w"]
+
+    params = {"w": W, "b": X[0]}
+    rows = explain(fun, "torch")(params, X).rows
+    (add,) = (row for row in rows if row.op == "add")
+    assert add.reason.endswith("the argument args[0]['b']")
+
+
 def test_passes_are_named_with_what_they_rewrote_and_can_be_switched_off():
     block = jax.jit(lambda h, c, w: (jnp.tanh((h + jnp.exp(c)) @ w), c))
 

@@ -56,6 +56,18 @@ def imported_names(source):
                 yield dotted
 
 
+INSIDE_OF_EQUATIONS = {"params", "source_info", "ctx", "debug_info"}
+
+
+def reads_of_equations(source):
+    """Yields what a module reads of equations, and where it compares type names."""
+    for node in ast.walk(ast.parse(source)):
+        is_read = isinstance(node, ast.Attribute) and node.attr in INSIDE_OF_EQUATIONS
+        is_type = isinstance(node, ast.Compare) and ".__name__" in ast.unparse(node)
+        if is_read or is_type:
+            yield ast.unparse(node)
+
+
 def faults(module, source):
     """Lists what a module imports and should not."""
     room = room_of(module)
@@ -113,6 +125,20 @@ def test_the_import_check_can_fail(module, source, fragment):
 def test_unpromised_jax_is_allowed_in_the_compat_module_only():
     source = "from jax._src import core"
     assert faults(COMPAT, source) == []
+
+
+READERS = [m for m in MODULES if room_of(m) in ("autocasting", "numerics")]
+
+
+@pytest.mark.parametrize("module", [m for m in READERS if m != COMPAT], ids=str)
+def test_the_compat_module_alone_reads_what_is_inside_of_equations(module):
+    assert list(reads_of_equations((PACKAGE / module).read_text())) == []
+
+
+def test_the_check_of_equations_can_fail():
+    source = 'eqn.params["name"]\ntype(x).__name__ == "Zero"\nparts.eqns'
+    found = {"eqn.params", "type(x).__name__ == 'Zero'"}
+    assert set(reads_of_equations(source)) == found
 
 
 def test_all_is_the_public_face():

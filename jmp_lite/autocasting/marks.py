@@ -7,12 +7,13 @@ nothing.
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import ParamSpec, TypeVar, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.jaxprs.types import Function, PyTree
 from jmp_lite.autocasting.rules.rules import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.casting.dtypes import cast_tree, is_floating, parse_dtype, upcast_tree
 
@@ -26,10 +27,10 @@ def full_precision(fun: Callable[Params, Result]) -> Callable[Params, Result]: .
 
 
 @overload
-def full_precision(fun: None = None) -> Any: ...
+def full_precision(fun: None = None) -> PyTree: ...
 
 
-def full_precision(fun: Callable[..., Any] | None = None) -> Any:
+def full_precision(fun: Function | None = None) -> PyTree:
     """Marks a part of a function: float32 inside, and what leaves stays float32.
 
     ``@full_precision`` over a function, or ``with full_precision():`` around a block.
@@ -57,10 +58,10 @@ def low_precision(fun: Callable[Params, Result]) -> Callable[Params, Result]: ..
 
 
 @overload
-def low_precision(fun: None = None) -> Any: ...
+def low_precision(fun: None = None) -> PyTree: ...
 
 
-def low_precision(fun: Callable[..., Any] | None = None) -> Any:
+def low_precision(fun: Function | None = None) -> PyTree:
     """Marks a part of a function: 16 bits inside, for every op that has such a form.
 
     ``@low_precision`` over a function, or ``with low_precision():`` around a block.
@@ -80,12 +81,12 @@ def low_precision(fun: Callable[..., Any] | None = None) -> Any:
     return _region(LOW_SCOPE, fun)
 
 
-def _region(scope: str, fun: Callable[..., Any] | None) -> Any:
+def _region(scope: str, fun: Function | None) -> PyTree:
     if fun is None:
         return jax.named_scope(scope)
 
     @functools.wraps(fun)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with jax.named_scope(scope):
             return fun(*args, **kwargs)
 
@@ -155,7 +156,7 @@ def low_call(
     parse_dtype(dtype)
 
     @functools.wraps(fun)
-    def low_fun(*args: Any, **kwargs: Any) -> Any:
+    def low_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         args, kwargs = cast_tree((args, kwargs), dtype)
         with jax.named_scope(AS_WRITTEN_SCOPE):
             results = fun(*args, **kwargs)
@@ -166,7 +167,7 @@ def low_call(
 
 
 def _marked(tree: Tree, scope: str) -> Tree:
-    def mark(leaf: Any) -> Any:
+    def mark(leaf: PyTree) -> PyTree:
         return checkpoint_name(leaf, scope) if is_floating(leaf) else leaf
 
     with jax.named_scope(scope):

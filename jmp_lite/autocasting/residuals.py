@@ -18,6 +18,7 @@ from jmp_lite.autocasting.interpreter.validation import (
     function_of_arrays,
 )
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
 from jmp_lite.autocasting.passes import rematerialize
 from jmp_lite.autocasting.rules.rules import FULL_SCOPE
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
@@ -69,7 +70,7 @@ def compress_residuals(
     low_dtype = parse_dtype("bfloat16" if dtype is None else dtype)
 
     @functools.wraps(fun)
-    def compressed(*args: Any, **kwargs: Any) -> Any:
+    def compressed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         of_arrays, arrays = function_of_arrays(fun, args, kwargs)
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
         # What the function closes over becomes an argument: its gradient is wanted.
@@ -89,16 +90,16 @@ def compress_residuals(
     return compressed
 
 
-def _compressed(traced: Any, low_dtype: Any) -> Callable[..., list[Any]]:
+def _compressed(traced: Jaxpr, low_dtype: Any) -> Callable[..., list[Array]]:
     """Returns a jaxpr as a function of its constants and inputs, with a rule."""
     run = jax.custom_vjp(lambda *inputs: compat.evaluate(traced, inputs))
-    put_together: list[Callable[[Sequence[Any], Any], Any]] = []
+    put_together: list[Callable[[Sequence[Array], Any], Any]] = []
 
-    def forward(*inputs: Any) -> Any:
-        def differentiated(*inputs: Any) -> Any:
+    def forward(*inputs: Any) -> PyTree:
+        def differentiated(*inputs: Any) -> PyTree:
             floats = [x for x in inputs if is_inexact(x)]
 
-            def of_floats(*floats: Any) -> Any:
+            def of_floats(*floats: Any) -> PyTree:
                 given = iter(floats)
                 full = [next(given) if is_inexact(x) else x for x in inputs]
                 return compat.evaluate(traced, full)
@@ -119,7 +120,7 @@ def _compressed(traced: Any, low_dtype: Any) -> Callable[..., list[Any]]:
         ]
         is_float = [is_inexact(x) for x in inputs]
 
-        def backward_of(low: Sequence[Any], cotangents: Any) -> Any:
+        def backward_of(low: Sequence[Array], cotangents: PyTree) -> PyTree:
             full = [
                 x.astype(dtype) if yes else x
                 for x, dtype, yes in zip(low, dtypes, is_low, strict=True)
@@ -131,20 +132,20 @@ def _compressed(traced: Any, low_dtype: Any) -> Callable[..., list[Any]]:
         put_together[:] = [backward_of]
         return results, low
 
-    def backward(low: Any, cotangents: Any) -> Any:
+    def backward(low: Any, cotangents: PyTree) -> PyTree:
         return put_together[0](low, cotangents)
 
     run.defvjp(forward, backward)
     return run
 
 
-def _saturate(x: Any, dtype: Any) -> Any:
+def _saturate(x: Any, dtype: Any) -> PyTree:
     ends = jnp.finfo(dtype)
     low, high = (jnp.asarray(end, x.dtype) for end in (ends.min, ends.max))
     return jax.lax.clamp(low, x, high).astype(dtype)
 
 
-def _are_compressible(jaxpr: Any) -> Iterator[bool]:
+def _are_compressible(jaxpr: Jaxpr) -> Iterator[bool]:
     """Yields, for each result of a jaxpr, whether it is float32 and was computed."""
     parts = compat.parts(jaxpr)
     maker = {var: eqn for eqn in parts.eqns for var in eqn.outvars}
@@ -154,7 +155,7 @@ def _are_compressible(jaxpr: Any) -> Iterator[bool]:
         yield compat.is_float32(atom) and eqn is not None and not is_marked
 
 
-def _scopes_of(eqn: Any, atom: Any) -> Sequence[str]:
+def _scopes_of(eqn: Eqn, atom: Var) -> Sequence[str]:
     """Returns the scopes in which a result of an equation was computed."""
     here = list(compat.scopes(eqn))
     for jaxpr in compat.inner_jaxprs(eqn):

@@ -5,7 +5,7 @@ The rows are read from the program that JAX makes of the gradient; nothing of it
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jmp_lite.autocasting.explain.rows import (
     precision_as_traced,
 )
 from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.jaxprs.types import Array, Aval, Eqn, Jaxpr, PyTree
 from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER
 from jmp_lite.autocasting.rules.rules import of_the_user
 
@@ -32,13 +33,13 @@ class Backward(NamedTuple):
       kept: bytes that wait for it, but for the arguments, which are there anyway.
     """
 
-    program: Any
-    forward: Any
-    backward: Any
+    program: Jaxpr
+    forward: Jaxpr
+    backward: Jaxpr
     kept: int
 
 
-def backward_of(program: Any, structure: Any) -> Backward:
+def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
     """Returns the backward pass of a program, nothing of it being run.
 
     Args:
@@ -58,8 +59,8 @@ def backward_of(program: Any, structure: Any) -> Backward:
             "the results."
         )
 
-    def forward(*arrays: Any) -> Any:
-        def of_floats(*given: Any) -> Any:
+    def forward(*arrays: Array) -> PyTree:
+        def of_floats(*given: Array) -> PyTree:
             merged = list(arrays)
             for i, array in zip(floats, given, strict=True):
                 merged[i] = array
@@ -80,13 +81,13 @@ def backward_of(program: Any, structure: Any) -> Backward:
     return Backward(program, traced, backward, sum(map(bytes_of, waiting)))
 
 
-def losses_of(avals: Sequence[Any], structure: Any) -> list[int]:
+def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:
     """Returns which results are differentiated.
 
     The one, if there is nothing else or if a tuple begins with it, that is a scalar: a
     loss, perhaps with something beside it. Else all that are floats.
     """
-    first: Any = jax.tree.unflatten(structure, range(len(avals)))
+    first: PyTree = jax.tree.unflatten(structure, range(len(avals)))
     while isinstance(first, tuple) and first:
         first = first[0]
     if isinstance(first, int) and _is_float(avals[first]) and not avals[first].shape:
@@ -94,7 +95,7 @@ def losses_of(avals: Sequence[Any], structure: Any) -> list[int]:
     return [i for i, aval in enumerate(avals) if _is_float(aval)]
 
 
-def _is_float(aval: Any) -> bool:
+def _is_float(aval: Aval) -> bool:
     return jax.numpy.issubdtype(aval.dtype, np.inexact)
 
 
@@ -106,11 +107,11 @@ def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
       traced: the same without autocast.
     """
 
-    def likeness(row: Row) -> Any:
+    def likeness(row: Row) -> PyTree:
         # A shape without its dtype.
         return row.scope, row.op, *(shape.partition("[")[2] for shape in row.shapes)
 
-    as_traced: dict[Any, list[int]] = defaultdict(list)
+    as_traced: dict[object, list[int]] = defaultdict(list)
     for row in _rows_for(traced):
         as_traced[likeness(row)].append(row.bytes_run)
     for row in _rows_for(run):
@@ -134,7 +135,7 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
     yield from _rows_of(passes.backward)
 
 
-def _rows_of(jaxpr: Any) -> Iterator[Row]:
+def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
     made: dict[int, Row] = {}
     for eqn, place in equations(jaxpr, Place()):
         if compat.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
@@ -149,7 +150,7 @@ def _rows_of(jaxpr: Any) -> Iterator[Row]:
         )
 
 
-def _row_as_it_runs(eqn: Any) -> Row:
+def _row_as_it_runs(eqn: Eqn) -> Row:
     n_bytes = sum(map(bytes_of, eqn.outvars))
     return Row(
         scope="",

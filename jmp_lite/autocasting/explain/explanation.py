@@ -35,6 +35,7 @@ from jmp_lite.autocasting.interpreter.validation import check_function, choose_r
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import jaxprs
+from jmp_lite.autocasting.jaxprs.types import Array, Jaxpr, PyTree
 from jmp_lite.autocasting.rules.presets import PRESETS
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
 from jmp_lite.casting.dtypes import is_traceable, unknown_name
@@ -248,10 +249,11 @@ def explain(
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
-    def explained(*args: Any, **kwargs: Any) -> Explanation:
+    def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         walk = Interpreter(chosen())
         traced, arrays, structure = trace(fun, args, kwargs)
-        run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs))(*arrays)
+        names = [_argument_name(path) for path, _ in _arrays_in(args, kwargs)]
+        run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs, names))(*arrays)
         low = walk.at.low_dtype
         seen = list(seen_in(walk.records, low))
         rows, kept = [one.row for one in seen], None
@@ -288,10 +290,20 @@ def explain(
     return explained
 
 
-def _alone(args: Any, kwargs: Any) -> frozenset[int]:
-    """Returns which of the arrays are float32, and arguments by themselves."""
+def _arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[PyTree, Array]]:
+    """Returns the arrays among the arguments of a function, each with its path."""
     leaves, _ = jax.tree.flatten_with_path((args, kwargs))
-    arrays = [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
+    return [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
+
+
+def _argument_name(path: PyTree) -> str:
+    (place, *inside) = path
+    return ("args", "kwargs")[place.idx] + jax.tree_util.keystr(tuple(inside))
+
+
+def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
+    """Returns which of the arrays are float32, and arguments by themselves."""
+    arrays = _arrays_in(args, kwargs)
     is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
     return frozenset(i for i, yes in enumerate(is_alone) if yes)
 
@@ -345,10 +357,10 @@ def _told_apart(a: Row, b: Row) -> tuple[str, str]:
     return first, second
 
 
-def _by_place(rows: Iterable[Row]) -> Mapping[Any, Row]:
+def _by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
     """Returns rows by what tells them apart in each explanation of a function."""
-    seen: Counter[Any] = Counter()
-    found: dict[Any, Row] = {}
+    seen: Counter[object] = Counter()
+    found: dict[object, Row] = {}
     for row in rows:
         key = (row.scope, row.op, row.source, row.is_backward)
         found[*key, seen[key]] = row
@@ -356,7 +368,7 @@ def _by_place(rows: Iterable[Row]) -> Mapping[Any, Row]:
     return found
 
 
-def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Any) -> Iterable[str]:
+def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
     """Yields what the user has written into the rules and decides nothing."""
     scopes = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
     yield from _unmatched("scope", scopes, (row.scope for row in rows))
@@ -387,7 +399,7 @@ def _unmatched(
             yield f"{kind} {pattern!r} decides nothing: {before[0][0]!r} comes first."
 
 
-def _loops(jaxpr: Any) -> Iterable[str]:
+def _loops(jaxpr: Jaxpr) -> Iterable[str]:
     """Yields the paths that loops stand in, those too that are written out."""
     for path, each in jaxprs(jaxpr):
         parts = compat.parts(each)
@@ -427,8 +439,8 @@ def _grouped(
     rows: Sequence[Row], depth: int | None
 ) -> tuple[Sequence[str], Sequence[tuple[str, Sequence[Sequence[str]]]]]:
     """Returns the headers and the rows of a table, by scope."""
-    counted: dict[Any, list[Row]] = {}
-    of_op: dict[Any, list[Row]] = {}
+    counted: dict[tuple[str, ...], list[Row]] = {}
+    of_op: dict[object, list[Row]] = {}
     for row in rows:
         cells, scope = _cells(row, depth), _cut(row.scope, depth)
         counted.setdefault((scope, *cells), []).append(row)

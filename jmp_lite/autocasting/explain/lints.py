@@ -7,11 +7,12 @@ was seen to lints, and all checks are in one table.
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite.autocasting.explain.reasons import is_equation, origin_in_words
 from jmp_lite.autocasting.explain.rows import (
     Place,
     Seen,
@@ -22,10 +23,11 @@ from jmp_lite.autocasting.explain.rows import (
 )
 from jmp_lite.autocasting.explain.tables import count
 from jmp_lite.autocasting.interpreter.decisions import Operand, Reason, Run
-from jmp_lite.autocasting.interpreter.values import Number, State
+from jmp_lite.autocasting.interpreter.values import Number, Origin, State
 from jmp_lite.autocasting.jaxprs import compat, cost
 from jmp_lite.autocasting.jaxprs.dataflow import Forward
 from jmp_lite.autocasting.jaxprs.dataflow import equations as every_equation
+from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn, Jaxpr
 from jmp_lite.autocasting.rules.op_table import (
     ADDED_UP,
     ADDING,
@@ -79,13 +81,13 @@ class Looked(NamedTuple):
     results: Sequence[Operand]
     rules: Rules
     has_gradients: bool
-    jaxpr: Any
+    jaxpr: Jaxpr
     alone: frozenset[int]
 
 
 def find_lints(looked: Looked) -> tuple[Lint, ...]:
     """Returns the lints of a function; those that are alike once, with their number."""
-    like: dict[Any, list[Lint]] = {}
+    like: dict[object, list[Lint]] = {}
     for check in _CHECKS:
         for lint in check(looked):
             # Blocks that differ in a number alone are alike.
@@ -127,7 +129,7 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
     after: dict[int, list[Seen]] = {}
     is_cast_back: set[int] = set()
     # By equation: what made the 16-bit values what they are that it is computed from.
-    made_of: dict[int, set[Any]] = {}
+    made_of: dict[int, set[object]] = {}
     for seen in looked.seen:
         told = seen.told
         lows = {_made_by(o.origin) for o in told.operands if o.state is State.LOW}
@@ -162,17 +164,16 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
         )
 
 
-def _made_by(origin: Any) -> Any:
+def _made_by(origin: Origin) -> object:
     """Returns what made a value: the same op on the same operands makes the same."""
-    if isinstance(origin, str | Number | None):
+    if not is_equation(origin):
         return origin
     return compat.op_of(origin), *map(id, origin.invars)
 
 
-def _is_by_choice(origin: Any) -> bool:
+def _is_by_choice(origin: Origin) -> bool:
     """Whether a value is a number or the carry of a loop, and not what an op made."""
-    is_number = isinstance(origin, str | Number | None)
-    return is_number or compat.op_of(origin) in HIGHER_ORDER
+    return not is_equation(origin) or compat.op_of(origin) in HIGHER_ORDER
 
 
 class _From(NamedTuple):
@@ -207,7 +208,7 @@ class _Provenance(Forward[_From]):
         moved = one.moved if one.moved == other.moved else None
         return _From(one.arguments | other.arguments, moved)
 
-    def through(self, eqn: Any, facts: Sequence[_From], path: str) -> Sequence[_From]:
+    def through(self, eqn: Eqn, facts: Sequence[_From], path: str) -> Sequence[_From]:
         """Returns where the results of an op come from."""
         del path
         if compat.op_of(eqn) in ADDING:
@@ -287,7 +288,7 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
             )
 
 
-def _differentiates(loop: Any) -> bool:
+def _differentiates(loop: Eqn) -> bool:
     """Whether a step of a loop computes a gradient."""
     return any(
         compat.is_transposed(eqn)
@@ -334,7 +335,7 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
     """
     kernels = (None, group_of("pallas_call"))
     # What is told of a loop as a whole does not name its operands.
-    is_low: set[Any] = set()
+    is_low: set[object] = set()
     known: set[int] = set()  # Equations inside of one that was looked at.
     for seen in looked.seen:
         eqn, decision = seen.told.eqn, seen.told.decision
@@ -378,7 +379,7 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
             )
 
 
-def _is_float32_product(eqn: Any) -> bool:
+def _is_float32_product(eqn: Eqn) -> bool:
     return compat.op_of(eqn) in PRODUCTS and any(map(compat.is_float32, eqn.invars))
 
 
@@ -402,12 +403,12 @@ def _literal(looked: Looked) -> Iterator[Lint]:
                 yield _at(
                     seen,
                     "literal out of range",
-                    f"{operand.origin} {what}, and makes this float32",
+                    f"{origin_in_words(number)} {what}, and makes this float32",
                     remedy,
                 )
 
 
-def _misfit(number: Number, dtype: np.dtype[Any]) -> tuple[str, str]:
+def _misfit(number: Number, dtype: Dtype) -> tuple[str, str]:
     """Returns what becomes of a number in 16 bits, and what to do about it."""
     with np.errstate(over="ignore"):
         low = np.float32(number.value).astype(dtype)

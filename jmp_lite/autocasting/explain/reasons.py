@@ -2,9 +2,19 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypeGuard
 
 from jmp_lite.autocasting.interpreter.decisions import DecisionRecord, Reason, Run
-from jmp_lite.autocasting.interpreter.values import State
+from jmp_lite.autocasting.interpreter.values import (
+    Argument,
+    Constant,
+    Input,
+    Number,
+    Origin,
+    RangeEnd,
+    State,
+)
+from jmp_lite.autocasting.jaxprs.types import Eqn
 from jmp_lite.autocasting.rules.op_table import GROUPS
 from jmp_lite.autocasting.rules.precision import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import (
@@ -89,3 +99,24 @@ def _rule_in_words(match: RuleMatch) -> str:
         RuleSource.MARK: _MARKS.get(match.name, ""),
     }
     return by_source[match.source]
+
+
+def origin_in_words(origin: Origin) -> str:
+    """Returns what made a value what it is held in, if that is no equation."""
+    if isinstance(origin, Argument):
+        return f"the argument {origin.path}" if origin.path else "an argument"
+    if isinstance(origin, Constant):
+        return "a constant"
+    if isinstance(origin, RangeEnd):
+        return "the end of the range"
+    if isinstance(origin, Number):
+        is_element = origin.is_element
+        too_large = "a constant too large for 16 bits"
+        return too_large if is_element else f"the number {origin.value}"
+    return ""
+
+
+def is_equation(origin: Origin) -> TypeGuard[Eqn]:
+    """Whether an origin is an equation."""
+    others = Argument | Constant | Number | RangeEnd | Input | None
+    return not isinstance(origin, others)

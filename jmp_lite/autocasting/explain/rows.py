@@ -6,11 +6,15 @@ A row says what one equation does; it does not judge.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jmp_lite.autocasting.explain.reasons import reason_in_words
+from jmp_lite.autocasting.explain.reasons import (
+    is_equation,
+    origin_in_words,
+    reason_in_words,
+)
 from jmp_lite.autocasting.interpreter.decisions import (
     Decision,
     DecisionRecord,
@@ -18,8 +22,9 @@ from jmp_lite.autocasting.interpreter.decisions import (
     RecordsInside,
     Run,
 )
-from jmp_lite.autocasting.interpreter.values import Number, State
+from jmp_lite.autocasting.interpreter.values import Input, Origin, State
 from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER, PRODUCTS
 from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, FULL_SCOPE, LOW_SCOPE
 
@@ -100,7 +105,7 @@ class Place(NamedTuple):
     times: int | None = 1
     is_backward: bool = False
 
-    def inside(self, eqn: Any, trips: int | None) -> "Place":
+    def inside(self, eqn: Eqn, trips: int | None) -> "Place":
         """Returns where a program stands that an equation of this one runs."""
         return Place(
             path=compat.path_of(eqn, self.path),
@@ -116,7 +121,7 @@ def counted(times: int | None) -> int:
 
 
 def seen_in(
-    told: Sequence[DecisionRecord | RecordsInside], low: np.dtype[Any]
+    told: Sequence[DecisionRecord | RecordsInside], low: Dtype
 ) -> Iterator[Seen]:
     """Yields the rows of what was told of a function, in the order in which it runs."""
     return _Seeing(low).along(told, Place(), [])
@@ -129,7 +134,7 @@ class _Seeing:
       low: the compute dtype.
     """
 
-    def __init__(self, low: np.dtype[Any]) -> None:
+    def __init__(self, low: Dtype) -> None:
         self._low = low
         self._rows: dict[int, Row] = {}
         self._sources: dict[int, str] = {}
@@ -138,7 +143,7 @@ class _Seeing:
         self,
         told: Sequence[DecisionRecord | RecordsInside],
         place: Place,
-        origins: Sequence[Any],
+        origins: Sequence[Origin],
     ) -> Iterator[Seen]:
         """Yields the rows of what was told along one jaxpr.
 
@@ -148,8 +153,8 @@ class _Seeing:
           origins: where its inputs come from.
         """
 
-        def outside(origin: Any) -> Any:
-            return origins[origin] if isinstance(origin, int) else origin
+        def outside(origin: Origin) -> Origin:
+            return origins[origin.number] if isinstance(origin, Input) else origin
 
         for item in told:
             if isinstance(item, RecordsInside):
@@ -191,10 +196,10 @@ class _Seeing:
         )
         return Seen(placed, told, origin)
 
-    def _told_origin(self, origin: Any) -> str:
+    def _told_origin(self, origin: Origin) -> str:
         """Returns what made a value what it is held in, in words."""
-        if isinstance(origin, str | Number | None):
-            return str(origin or "")
+        if not is_equation(origin):
+            return origin_in_words(origin)
         # It was seen before, but for what is handed on from step to step of a loop.
         place = short(self._sources.get(id(origin)) or compat.source(origin))
         op = _MARKS.get(compat.checkpoint_name_of(origin)) or compat.op_of(origin)
@@ -205,7 +210,7 @@ _MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
 """What the user has written, by the name that stands in the program."""
 
 
-def _row(told: DecisionRecord, low: np.dtype[Any]) -> Row:
+def _row(told: DecisionRecord, low: Dtype) -> Row:
     """Returns a row that knows nothing of what its equation stands in."""
     eqn, decision = told.eqn, told.decision
     results = eqn.outvars if told.result is None else [eqn.outvars[told.result]]
@@ -224,11 +229,11 @@ def _row(told: DecisionRecord, low: np.dtype[Any]) -> Row:
     )
 
 
-def _precision(eqn: Any, decision: Decision, low: np.dtype[Any]) -> str:
+def _precision(eqn: Eqn, decision: Decision, low: Dtype) -> str:
     return low.name if decision.run is Run.LOW else precision_as_traced(eqn)
 
 
-def precision_as_traced(eqn: Any) -> str:
+def precision_as_traced(eqn: Eqn) -> str:
     """Returns the widest float of an equation; of a product that of its operands."""
     atoms = eqn.invars[:2] if compat.op_of(eqn) in PRODUCTS else ()
     atoms = atoms or (*eqn.invars, *eqn.outvars)
@@ -236,7 +241,7 @@ def precision_as_traced(eqn: Any) -> str:
     return max(floats, key=lambda d: d.itemsize).name if floats else "as traced"
 
 
-def bytes_of(var: Any, low: np.dtype[Any] | None = None) -> int:
+def bytes_of(var: Var, low: Dtype | None = None) -> int:
     """Returns the bytes of a variable, of a float32 one in another dtype."""
     dtype = low if low is not None and compat.is_float32(var) else compat.dtype_of(var)
     size = cost.known_size(getattr(var.aval, "shape", ()))
@@ -248,7 +253,7 @@ def short(source: str) -> str:
     return source.rpartition(" ")[0].rpartition("/")[-1]
 
 
-def equations(jaxpr: Any, place: Place) -> Iterator[tuple[Any, Place]]:
+def equations(jaxpr: Jaxpr, place: Place) -> Iterator[tuple[Eqn, Place]]:
     """Yields the equations of a program that do something, and where theirs stands."""
     for eqn in compat.live_equations(jaxpr):
         yield eqn, place
@@ -315,7 +320,7 @@ def totals_of(
     )
 
 
-def casts_in(programs: Iterable[Any], low: np.dtype[Any]) -> tuple[int, int]:
+def casts_in(programs: Iterable[Jaxpr], low: Dtype) -> tuple[int, int]:
     """Counts the casts between float32 and a dtype, and the bytes that they move."""
     number = n_bytes = 0
     for eqn, place in (e for jaxpr in programs for e in equations(jaxpr, Place())):

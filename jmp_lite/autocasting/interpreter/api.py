@@ -17,6 +17,7 @@ from jmp_lite.autocasting.interpreter.validation import (
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import equations
+from jmp_lite.autocasting.jaxprs.types import Array, Function, Jaxpr, PyTree
 from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, Rules
 from jmp_lite.casting.mutables import noting_captures, returning_changes, write_changes
 
@@ -44,11 +45,11 @@ def autocast(
 
 
 def autocast(
-    fun: Callable[..., Any] | None = None,
+    fun: Function | None = None,
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
-) -> Any:
+) -> PyTree:
     """Returns ``fun`` run op by op in mixed precision.
 
     Matrix products and convolutions run in the compute dtype, delicate ops in float32,
@@ -85,7 +86,7 @@ def autocast(
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
-    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+    def autocast_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with jax.named_scope(AUTOCAST_SCOPE):
             return _run(Interpreter(chosen()), fun, args, kwargs)
 
@@ -93,8 +94,8 @@ def autocast(
 
 
 def _run(
-    interpreter: Interpreter, fun: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+    interpreter: Interpreter, fun: Function, args: PyTree, kwargs: PyTree
+) -> PyTree:
     """Traces a function, interprets it, and returns its results as it would."""
     traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
     paths = (path for _, path in equations(traced))
@@ -107,13 +108,15 @@ def _run(
     return out
 
 
-def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+def trace(
+    fun: Function, args: PyTree, kwargs: PyTree
+) -> tuple[Jaxpr, list[Array], PyTree]:
     """Returns a function's jaxpr, its arrays, and the structure of its results."""
     refuse_mutable_graphs(fun, args, kwargs)
     of_arrays, arrays = function_of_arrays(fun, args, kwargs)
     structures: list[Any] = []
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: Array) -> list[Array]:
         # Not from the shapes of the results: a node of a user's may refuse those.
         leaves, structure = jax.tree.flatten(of_arrays(*arrays))
         structures.append(structure)

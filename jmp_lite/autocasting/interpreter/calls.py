@@ -1,7 +1,5 @@
 """Equations that call one jaxpr: jit, remat, shard_map and their like."""
 
-from typing import Any
-
 import jax
 
 from jmp_lite.autocasting.interpreter.conversion import (
@@ -13,15 +11,16 @@ from jmp_lite.autocasting.interpreter.conversion import (
     convert,
     results_of_call,
 )
-from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.autocasting.interpreter.values import Input, Value
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array
 
 
 def run_jit(walk: Walk, call: Call) -> list[Value]:
     """Runs a jitted function, which keeps its name and is lowered once."""
     eqn, operands, wanted, path = call
     name = compat.call_name(eqn)
-    inside = convert(walk, compat.called(eqn), operands, wanted, path, name)
+    inside = convert(walk, compat.body_of(eqn), operands, wanted, path, name)
     arrays = [
         walk.casts.full(value) if i in inside.raised else value.array
         for i, value in enumerate(operands)
@@ -33,7 +32,7 @@ def run_jit(walk: Walk, call: Call) -> list[Value]:
 def run_remat(walk: Walk, call: Call) -> list[Value]:
     """Runs a rematerialized function under its own policy."""
     eqn, operands, wanted, path = call
-    inside = convert(walk, compat.called(eqn), operands, wanted, path)
+    inside = convert(walk, compat.body_of(eqn), operands, wanted, path)
     arrays = compat.bind_remat(eqn, arrays_of(operands), inside.jaxpr)
     return results_of_call(walk, call, arrays, inside)
 
@@ -42,7 +41,7 @@ def run_wrapped(walk: Walk, call: Call) -> list[Value]:
     """Runs what only calls the jaxpr that it holds."""
     eqn, operands, wanted, path = call
     name = compat.WRAPPERS[compat.op_of(eqn)]
-    inside = convert(walk, compat.called(eqn), operands, wanted, path)
+    inside = convert(walk, compat.body_of(eqn), operands, wanted, path)
     arrays = compat.bind(eqn, arrays_of(operands), **{name: inside.jaxpr})
     return results_of_call(walk, call, arrays, inside)
 
@@ -54,12 +53,14 @@ def run_shard_map(walk: Walk, call: Call) -> list[Value]:
     states, found = [value.spec for value in operands], list[Value]()
     with walk.recording() as records:
 
-        def run(*arrays: Any) -> list[Any]:
-            values = as_values(arrays, states, range(len(arrays)))
+        def run(*arrays: Array) -> list[Array]:
+            values = as_values(arrays, states, [Input(i) for i in range(len(arrays))])
             found[:] = walk.run(jaxpr, values, wanted, path, region)
             return arrays_of(found)
 
         mapped = jax.shard_map(run, **compat.shard_map_arguments(eqn))
         arrays = mapped(*arrays_of(operands))
     specs, origins = (tuple(v.spec for v in found), [v.origin for v in found])
-    return results_of_call(walk, call, arrays, Converted(None, specs, origins, records))
+    return results_of_call(
+        walk, call, arrays, Converted(jaxpr, specs, origins, records)
+    )

@@ -19,8 +19,9 @@ from jmp_lite.autocasting.interpreter.decide import (
 )
 from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.compat import CALLS, called
+from jmp_lite.autocasting.jaxprs.compat import CALLS
 from jmp_lite.autocasting.jaxprs.dataflow import Backward, Forward
+from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr
 from jmp_lite.autocasting.rules.op_table import ADDING, MOVING, PRODUCTS
 
 
@@ -35,13 +36,13 @@ class Loop(NamedTuple):
         step in the dtype of the carry.
     """
 
-    body: Any
+    body: Jaxpr
     carries: Mapping[int, int]
     sliced: frozenset[int]
     has_gradient: bool = True
 
     @classmethod
-    def of_scan(cls, eqn: Any) -> "Loop":
+    def of_scan(cls, eqn: Eqn) -> "Loop":
         """Returns the loop that a ``scan`` is."""
         n_consts, n_carry = compat.scan_counts(eqn)
         carries = {n_consts + i: i for i in range(n_carry)}
@@ -49,7 +50,7 @@ class Loop(NamedTuple):
         return cls(compat.body_of(eqn), carries, sliced)
 
     @classmethod
-    def of_while(cls, eqn: Any) -> "Loop":
+    def of_while(cls, eqn: Eqn) -> "Loop":
         """Returns the loop that a ``while`` is."""
         _, body, _, n_consts = compat.while_parts(eqn)
         carries = {n_consts + i: i for i in range(len(eqn.outvars))}
@@ -65,7 +66,7 @@ class Unrolled(NamedTuple):
     """
 
     loop: Loop
-    last: Any
+    last: Eqn
 
 
 def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
@@ -73,7 +74,7 @@ def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
     calls: dict[int, list[Any]] = defaultdict(list)
     for eqn in parts.eqns:
         if compat.op_of(eqn) in CALLS:
-            calls[id(called(eqn))].append(eqn)
+            calls[id(compat.body_of(eqn))].append(eqn)
     found: dict[int, Unrolled] = {}
     for first, *later in calls.values():
         pairs = list(zip([first, *later], later, strict=False))
@@ -89,7 +90,7 @@ def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
                 i for i in inputs if all(a.invars[i] is b.invars[i] for a, b in pairs)
             }
             sliced = frozenset(inputs) - shared - {*carries}
-            loop = Loop(called(first), carries, sliced)
+            loop = Loop(compat.body_of(first), carries, sliced)
             found[id(first)] = Unrolled(loop, later[-1])
     return found
 
@@ -202,12 +203,12 @@ class _Flow(Forward[_Source]):
         )
 
     def through(
-        self, eqn: Any, facts: Sequence[_Source], path: str
+        self, eqn: Eqn, facts: Sequence[_Source], path: str
     ) -> Sequence[_Source]:
         """Returns where the results of an op come from."""
         return [self._of_op(eqn, facts, path)] * len(eqn.outvars)
 
-    def _of_op(self, eqn: Any, operands: Sequence[_Source], path: str) -> _Source:
+    def _of_op(self, eqn: Eqn, operands: Sequence[_Source], path: str) -> _Source:
         op = compat.op_of(eqn)
         joined = functools.reduce(self.join, operands, _Source())
         is_sliced = joined.is_sliced or op == "dynamic_slice"
@@ -262,7 +263,7 @@ class _CarryUses(Backward[_Use]):
         """A predicate is no product."""
         return _Use.OTHER
 
-    def through(self, eqn: Any, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
+    def through(self, eqn: Eqn, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
         """Returns what an op uses its operands for."""
         op, n_in = compat.op_of(eqn), len(eqn.invars)
         if op in MOVING:

@@ -11,8 +11,17 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.values import Kind, Number, State, Value
+from jmp_lite.autocasting.interpreter.values import (
+    Constant,
+    Kind,
+    Number,
+    Origin,
+    RangeEnd,
+    State,
+    Value,
+)
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array, Dtype, Literal, Var
 
 
 class Casts:
@@ -25,14 +34,14 @@ class Casts:
     def __init__(self, low_dtype: DTypeLike) -> None:
         self.low_dtype = np.dtype(low_dtype)
 
-    def given(self, var: Any, array: Any, origin: str) -> Value:
+    def given(self, var: Var, array: Array, origin: Origin) -> Value:
         """Returns an argument or a constant."""
         state = State.SOFT if compat.is_float32(var) else None
         return Value(array, state, Kind.GIVEN, origin=origin)
 
-    def constant(self, var: Any, array: Any) -> Value:
+    def constant(self, var: Var, array: Array) -> Value:
         """Returns a constant; one with elements too large for 16 bits is HARD."""
-        value = self.given(var, array, "a constant")
+        value = self.given(var, array, Constant())
         if value.state is State.SOFT and not compat.is_tracer(array):
             numbers = np.asarray(array)
             with np.errstate(over="ignore"):
@@ -44,7 +53,7 @@ class Casts:
                 value.origin = Number(float(too_large.flat[0]), is_element=True)
         return value
 
-    def literal(self, atom: Any) -> Value:
+    def literal(self, atom: Literal) -> Value:
         """Returns a number in the program; one that 16 bits cannot tell is HARD."""
         is_real = jnp.issubdtype(compat.dtype_of(atom), jnp.floating)
         is_real |= compat.is_integer(atom)
@@ -53,15 +62,15 @@ class Casts:
             # One that does not fit is judged here for what it may be converted to.
             kind = Kind.LITERAL if fits else Kind.COMPUTED
             return Value(compat.as_array(atom.val), None, kind)
-        number = _as_float32(atom.val)
+        number: Any = _as_float32(atom.val)
         if number in _ENDS:
-            return Value(number, State.HARD, Kind.END, origin="the end of the range")
+            return Value(number, State.HARD, Kind.END, origin=RangeEnd())
         state = State.SOFT if fits else State.HARD
         is_exact = fits and np.float32(number.astype(self.low_dtype)) == number
         kind = Kind.EXACT if is_exact else Kind.LITERAL
         return Value(number, state, kind, origin=Number(float(number)))
 
-    def full(self, value: Value) -> Any:
+    def full(self, value: Value) -> Array:
         """Returns a value as it was traced."""
         if value.state is not State.LOW:
             return value.array
@@ -69,7 +78,7 @@ class Casts:
             value.raised = value.array.astype(jnp.float32)
         return value.raised
 
-    def low(self, value: Value) -> Any:
+    def low(self, value: Value) -> Array:
         """Returns a float32 value in the compute dtype, and any other as it is."""
         if value.state is None or value.state is State.LOW:
             return value.array
@@ -79,7 +88,7 @@ class Casts:
             value.cast = self.cast(value.array)
         return value.cast
 
-    def cast(self, array: Any, saturates: bool = False) -> Any:
+    def cast(self, array: Array, saturates: bool = False) -> Array:
         """Returns an array in the compute dtype."""
         if saturates:
             ends = jnp.finfo(self.low_dtype)
@@ -90,12 +99,12 @@ class Casts:
 _ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
 
 
-def _as_float32(number: Any) -> np.float32:
+def _as_float32(number: float) -> np.float32:
     with np.errstate(over="ignore"):  # One of 64 bits may be infinite then.
         return np.float32(number)
 
 
-def _fits(number: np.float32, dtype: Any) -> bool:
+def _fits(number: np.float32, dtype: Dtype) -> bool:
     """Whether a number does not overflow, vanish, or become one in a dtype."""
     with np.errstate(over="ignore"):
         low = np.float32(number.astype(dtype))

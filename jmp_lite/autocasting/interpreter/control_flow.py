@@ -23,9 +23,10 @@ from jmp_lite.autocasting.interpreter.decide import (
     carry_settled,
     decide_to_keep,
 )
-from jmp_lite.autocasting.interpreter.decisions import DecisionRecord
+from jmp_lite.autocasting.interpreter.decisions import DecisionRecord, RecordsInside
 from jmp_lite.autocasting.interpreter.values import Kind, Readers, Spec, State, Value
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Eqn
 from jmp_lite.autocasting.passes import rematerialize, scan_weight_gradients
 
 
@@ -169,7 +170,8 @@ def run_while(walk: Walk, call: Call) -> list[Value]:
         cond_jaxpr=test.jaxpr,
         body_jaxpr=step.jaxpr,
     )
-    results_of_call(walk, call._replace(operands=of_cond), [None], test, None)
+    origins = [value.origin for value in of_cond]
+    walk.record(RecordsInside(eqn, test.records, origins, None))
     return results_of_call(walk, turned, arrays, step, None)
 
 
@@ -190,7 +192,7 @@ def _carry(value: Value, is_low: bool) -> Spec:
 
 
 def _recast(
-    walk: Walk, values: Sequence[Value], specs: Sequence[Spec], loop: Any
+    walk: Walk, values: Sequence[Value], specs: Sequence[Spec], loop: Eqn
 ) -> list[Value]:
     """Returns values as the specs say; the loop is the origin of what changes."""
     origins = [

@@ -6,7 +6,7 @@ converted for exactly the dtypes that it is bound to.
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.decisions import (
@@ -16,8 +16,17 @@ from jmp_lite.autocasting.interpreter.decisions import (
 )
 from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.interpreter.uses import UseAnalysis
-from jmp_lite.autocasting.interpreter.values import Kind, Readers, Spec, State, Value
+from jmp_lite.autocasting.interpreter.values import (
+    Input,
+    Kind,
+    Origin,
+    Readers,
+    Spec,
+    State,
+    Value,
+)
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr
 from jmp_lite.autocasting.passes import upcasts
 from jmp_lite.autocasting.rules.rules import Rules
 
@@ -29,7 +38,7 @@ class Walk(Protocol):
     at: RuleLookup
     casts: Casts
     uses: UseAnalysis
-    memo: dict[Any, Any]
+    memo: dict[object, "tuple[Jaxpr, Converted]"]
 
     def record(self, item: DecisionRecord | RecordsInside) -> None:
         """Adds a decision to the records."""
@@ -45,7 +54,7 @@ class Walk(Protocol):
 
     def run(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         values: Sequence[Value],
         outside: Sequence[Readers],
         path: str,
@@ -65,7 +74,7 @@ class Call(NamedTuple):
       path: the scopes that it stands in.
     """
 
-    eqn: Any
+    eqn: Eqn
     operands: Sequence[Value]
     wanted: Sequence[Readers]
     path: str
@@ -83,16 +92,16 @@ class Converted(NamedTuple):
         that it does with them is to raise them.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     specs: tuple[Spec, ...]
-    origins: Sequence[Any]
-    records: Sequence[Any]
+    origins: Sequence[Origin]
+    records: Sequence[DecisionRecord | RecordsInside]
     raised: frozenset[int] = frozenset()
 
 
 def convert(
     walk: Walk,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     operands: Sequence[Value],
     wanted: Sequence[Readers],
     path: str,
@@ -120,10 +129,10 @@ def convert(
     key = (id(jaxpr), states, wanted, said, region is None, forced)
     if key not in walk.memo:
         found: list[Spec] = []
-        origins: list[Any] = []
+        origins: list[Origin] = []
 
-        def run(*arrays: Any) -> list[Any]:
-            values = as_values(arrays, states, range(len(arrays)))
+        def run(*arrays: Array) -> list[Array]:
+            values = as_values(arrays, states, [Input(i) for i in range(len(arrays))])
             results = walk.run(jaxpr, values, wanted, inside, region)
             found[:] = forced or [value.spec for value in results]
             origins[:] = [value.origin for value in results]
@@ -151,7 +160,9 @@ def convert(
 
 
 def as_values(
-    arrays: Sequence[Any], specs: Sequence[Spec], origins: Sequence[Any] | None = None
+    arrays: Sequence[Array],
+    specs: Sequence[Spec],
+    origins: Sequence[Origin] | None = None,
 ) -> list[Value]:
     """Returns arrays as values that are what the specs say."""
     return [
@@ -165,7 +176,7 @@ def as_values(
 def results_of_call(
     walk: Walk,
     call: Call,
-    arrays: Sequence[Any],
+    arrays: Sequence[Array],
     converted: Converted,
     times: int | None = 1,
 ) -> list[Value]:
@@ -176,22 +187,22 @@ def results_of_call(
     return as_values(arrays, converted.specs, outer)
 
 
-def origin_outside(origin: Any, operands: Sequence[Value]) -> Any:
+def origin_outside(origin: Origin, operands: Sequence[Value]) -> Origin:
     """Returns where a value comes from that inside is the number of an input."""
-    return operands[origin].origin if isinstance(origin, int) else origin
+    return operands[origin.number].origin if isinstance(origin, Input) else origin
 
 
-def arrays_of(operands: Sequence[Value]) -> list[Any]:
+def arrays_of(operands: Sequence[Value]) -> list[Array]:
     """Returns the arrays of values, in the dtypes that those are held in."""
     return [value.array for value in operands]
 
 
-def as_spec(walk: Walk, value: Value, spec: Spec) -> Any:
+def as_spec(walk: Walk, value: Value, spec: Spec) -> Array:
     """Returns the array of a value, cast to what a spec says."""
     return walk.casts.low(value) if spec[0] is State.LOW else walk.casts.full(value)
 
 
-def as_specs(walk: Walk, values: Sequence[Value], specs: Sequence[Spec]) -> list[Any]:
+def as_specs(walk: Walk, values: Sequence[Value], specs: Sequence[Spec]) -> list[Array]:
     """Returns the arrays of values, each cast to what its spec says."""
     return [as_spec(walk, v, spec) for v, spec in zip(values, specs, strict=True)]
 

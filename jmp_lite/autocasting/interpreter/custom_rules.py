@@ -4,13 +4,14 @@ The function and its rules are converted inside, and see the dtypes that they we
 traced with.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
 from jmp_lite.autocasting.interpreter.conversion import (
     Call,
+    Converted,
     Walk,
     arrays_of,
     as_spec,
@@ -23,25 +24,26 @@ from jmp_lite.autocasting.interpreter.conversion import (
 from jmp_lite.autocasting.interpreter.decide import decide_to_keep
 from jmp_lite.autocasting.interpreter.values import Kind, Readers, Spec, State, Value
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
 
 
 def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
     """Binds a function with a ``jvp`` rule, both converted inside."""
     eqn, operands, wanted, path = call
-    jaxpr = compat.called(eqn)
+    jaxpr = compat.body_of(eqn)
     if decision := decide_to_keep(walk.at, eqn, path):
         return keep(walk, call, decision)
     states = [value.spec for value in operands]
     inside = convert(walk, jaxpr, operands, wanted, path)
     specs = inside.specs
 
-    def replace(fun: Callable[..., Any], jvp: Callable[..., Any]) -> Any:
+    def replace(fun: Function, jvp: Function) -> PyTree:
         del fun  # It evaluates the jaxpr.
 
-        def low_fun(*arrays: Any) -> list[Any]:
+        def low_fun(*arrays: Array) -> list[Array]:
             return compat.evaluate(inside.jaxpr, arrays)
 
-        def low_jvp(*arrays: Any) -> list[Any]:
+        def low_jvp(*arrays: Array) -> list[Array]:
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
             avals = 2 * [var.aval for var in compat.parts(jaxpr).invars]
             values = as_values(arrays, [*states, *tangents])
@@ -56,93 +58,124 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
 
 
 def run_custom_vjp(walk: Walk, call: Call) -> list[Value]:
-    """Binds it to what its operands are held in; each function is low inside.
+    """Binds it to what its operands are held in; each function is low inside."""
+    inside = convert(
+        walk, compat.body_of(call.eqn), call.operands, call.wanted, call.path
+    )
 
-    What waits for the backward pass waits in the dtype that it has there.
-    """
-    eqn, operands, wanted, path = call
-    jaxpr = compat.called(eqn)
-    avals = [var.aval for var in compat.parts(jaxpr).invars]
-    states = tuple(value.spec for value in operands)
-    inside = convert(walk, jaxpr, operands, wanted, path)
-    specs = inside.specs
-    n_out = len(specs)
-    # Of each residual that is no operand: what it is, or None for a number.
-    computed: list[Spec | None] = []
-
-    def replace(fun: Any, fwd: Any, bwd: Any) -> Any:
+    def replace(fun: Function, fwd: Function, bwd: Function) -> PyTree:
         del fun  # It evaluates the jaxpr.
-
-        def low_fun(*arrays: Any) -> list[Any]:
-            return compat.evaluate(inside.jaxpr, arrays)
-
-        def low_fwd(*args: Any) -> list[Any]:
-            # Each operand is followed by whether it is differentiated.
-            def flat(*arrays: Any) -> Any:
-                pairs = zip(arrays, args[1::2], strict=True)
-                out = fwd(*(item for pair in pairs for item in pair))
-                n_kept = len(out) - n_out
-                return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
-
-            values = as_values(args[::2], states)
-            out = _follow(walk, flat, values, avals, jaxpr, path, wanted)
-            kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
-            is_value = [isinstance(v, Value) for v in kept]
-            computed[:] = [
-                (v.state, Kind.COMPUTED) if yes else None
-                for v, yes in zip(kept, is_value, strict=True)
-            ]
-            arrays = [
-                v.array if yes else v.number
-                for v, yes in zip(kept, is_value, strict=True)
-            ]
-            return arrays + as_specs(walk, results, specs)
-
-        def low_bwd(*args: Any) -> Any:
-            held = compat.forwarded_residuals(eqn, len(computed))
-            fresh = iter(computed)
-            kept = [next(fresh) if i is None else states[i] for i in held]
-            given = [*kept, *((s, Kind.COMPUTED) for s, _ in specs)]
-            # Python numbers are not traced, because bwd may branch on them.
-            is_array = [spec is not None for spec in given]
-            arrays = [arg for arg, yes in zip(args, is_array, strict=True) if yes]
-            values = as_values(arrays, [spec for spec in given if spec is not None])
-            structure: list[Any] = []
-
-            def flat(*arrays: Any) -> list[Any]:
-                left = iter(arrays)
-                every = [
-                    next(left) if yes else arg
-                    for arg, yes in zip(args, is_array, strict=True)
-                ]
-                leaves, tree = jax.tree.flatten(bwd(*every), _is_any_zero)
-                structure[:] = [tree]
-                return leaves
-
-            types = [_type_as_traced(value) for value in values]
-            grads = _follow(walk, flat, values, types, jaxpr, path)
-            # JAX puts what it tells of a backward pass behind the gradients.
-            grads[: len(states)] = [
-                _out(walk, grad, spec)
-                for grad, spec in zip(grads[: len(states)], states, strict=True)
-            ]
-            rest = [v.array if isinstance(v, Value) else v for v in grads]
-            return jax.tree.unflatten(structure[0], rest)
-
-        return low_fun, low_fwd, low_bwd
+        return _LowVjp(walk, call, inside, fwd, bwd).functions()
 
     with walk.recording():  # It is recorded already.
-        arrays = compat.bind_custom(eqn, arrays_of(operands), replace)
+        arrays = compat.bind_custom(call.eqn, arrays_of(call.operands), replace)
     return results_of_call(walk, call, arrays, inside)
+
+
+class _LowVjp:
+    """The three functions of a custom_vjp in mixed precision.
+
+    Residuals wait for the backward pass in the dtype that they have in the forward one.
+
+    Args:
+      walk: the interpreter.
+      call: the equation.
+      inside: its function, converted.
+      fwd: its forward function, as the user wrote it.
+      bwd: its backward function, likewise.
+    """
+
+    def __init__(
+        self, walk: Walk, call: Call, inside: Converted, fwd: Function, bwd: Function
+    ) -> None:
+        self._walk = walk
+        self._call = call
+        self._inside = inside
+        self._fwd = fwd
+        self._bwd = bwd
+        self._jaxpr = compat.body_of(call.eqn)
+        self._specs = tuple(value.spec for value in call.operands)
+        # Of each residual that is no operand: what it is, or None for a number.
+        self._computed: list[Spec | None] = []
+
+    def functions(self) -> tuple[Function, Function, Function]:
+        """Returns the function, its forward and its backward function."""
+        return self._function, self._forward, self._backward
+
+    def _function(self, *arrays: Array) -> list[Array]:
+        return compat.evaluate(self._inside.jaxpr, arrays)
+
+    def _forward(self, *args: PyTree) -> list[Array]:
+        """Runs ``fwd`` on operands, each followed by whether it is differentiated."""
+        n_out = len(self._inside.specs)
+
+        def flat(*arrays: Array) -> PyTree:
+            pairs = zip(arrays, args[1::2], strict=True)
+            out = self._fwd(*(item for pair in pairs for item in pair))
+            n_kept = len(out) - n_out
+            return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
+
+        values = as_values(args[::2], self._specs)
+        avals = [var.aval for var in compat.parts(self._jaxpr).invars]
+        out = self._follow(flat, values, avals, self._call.wanted)
+        kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
+        self._computed = [
+            (one.state, Kind.COMPUTED) if isinstance(one, Value) else None
+            for one in kept
+        ]
+        arrays = [one.array if isinstance(one, Value) else one.number for one in kept]
+        return arrays + as_specs(self._walk, results, self._inside.specs)
+
+    def _backward(self, *args: PyTree) -> PyTree:
+        """Runs ``bwd`` on residuals and cotangents."""
+        held = compat.forwarded_residuals(self._call.eqn, len(self._computed))
+        fresh = iter(self._computed)
+        kept = [next(fresh) if i is None else self._specs[i] for i in held]
+        given = [*kept, *((s, Kind.COMPUTED) for s, _ in self._inside.specs)]
+        # Python numbers are not traced, because bwd may branch on them.
+        is_array = [spec is not None for spec in given]
+        arrays = [arg for arg, yes in zip(args, is_array, strict=True) if yes]
+        values = as_values(arrays, [spec for spec in given if spec is not None])
+        structure: list[PyTree] = []
+
+        def flat(*arrays: Array) -> list[Array]:
+            left = iter(arrays)
+            every = [
+                next(left) if yes else arg
+                for arg, yes in zip(args, is_array, strict=True)
+            ]
+            leaves, tree = jax.tree.flatten(self._bwd(*every), compat.is_zero)
+            structure[:] = [tree]
+            return leaves
+
+        grads = self._follow(flat, values, list(map(_type_as_traced, values)))
+        n_operands = len(self._specs)
+        # JAX puts what it logs of a backward pass behind the gradients.
+        grads[:n_operands] = [
+            _out(self._walk, grad, spec)
+            for grad, spec in zip(grads[:n_operands], self._specs, strict=True)
+        ]
+        rest = [v.array if isinstance(v, Value) else v for v in grads]
+        return jax.tree.unflatten(structure[0], rest)
+
+    def _follow(
+        self,
+        fun: Function,
+        values: Sequence[Value],
+        avals: Sequence[Aval],
+        wanted: Sequence[Readers] = (),
+    ) -> list[PyTree]:
+        path = self._call.path
+        return _follow(self._walk, fun, values, avals, self._jaxpr, path, wanted)
 
 
 def run_custom_vmap(walk: Walk, call: Call) -> list[Value]:
     """Binds a function with a rule for ``vmap``, which is low inside too."""
     eqn, operands, wanted, path = call
-    jaxpr, states = compat.called(eqn), [value.spec for value in operands]
+    jaxpr, states = compat.body_of(eqn), [value.spec for value in operands]
     inside = convert(walk, jaxpr, operands, wanted, path)
 
-    def low_rule(batched: Callable[..., Any], *arrays: Any) -> list[Any]:
+    def low_rule(batched: Function, *arrays: Array) -> list[Array]:
         values = as_values(arrays, states)
         types = [_type_as_traced(value) for value in values]
         out = _follow(walk, batched, values, types, jaxpr, path)
@@ -152,20 +185,24 @@ def run_custom_vmap(walk: Walk, call: Call) -> list[Value]:
     return results_of_call(walk, call, arrays, inside)
 
 
-def _type_as_traced(value: Value) -> Any:
-    aval = value.array.aval if _is_zero(value.array) else jax.typeof(value.array)
+def _type_as_traced(value: Value) -> PyTree:
+    aval = (
+        value.array.aval
+        if compat.is_symbolic_zero(value.array)
+        else jax.typeof(value.array)
+    )
     return aval if value.state is None else compat.retyped(aval, "float32")
 
 
 def _follow(
     walk: Walk,
-    fun: Callable[..., Any],
+    fun: Function,
     values: Sequence[Value],
-    avals: Sequence[Any],
-    like: Any,
+    avals: Sequence[Aval],
+    like: Jaxpr,
     path: str,
     wanted: Sequence[Readers] = (),
-) -> list[Any]:
+) -> list[PyTree]:
     """Runs a function of a derivative rule under the rules.
 
     It is traced with the types it was written for, then walked. Symbolic zeros and
@@ -183,13 +220,15 @@ def _follow(
     Returns:
       A ``Value`` for each array that ``fun`` returns, everything else as it came.
     """
-    live = [i for i, value in enumerate(values) if not _is_zero(value.array)]
-    others: list[Any] = []
+    live = [
+        i for i, value in enumerate(values) if not compat.is_symbolic_zero(value.array)
+    ]
+    others: list[PyTree] = []
 
-    def traced(*arrays: Any) -> list[Any]:
+    def traced(*arrays: Array) -> list[Array]:
         full = [
             type(value.array)(compat.retyped(value.array.aval, aval.dtype))
-            if _is_zero(value.array)
+            if compat.is_symbolic_zero(value.array)
             else None
             for value, aval in zip(values, avals, strict=True)
         ]
@@ -207,10 +246,10 @@ def _follow(
     return [next(results) if item is None else item for item in others]
 
 
-def _out(walk: Walk, item: Any, spec: Spec) -> Any:
+def _out(walk: Walk, item: PyTree, spec: Spec) -> PyTree:
     if isinstance(item, Value):
         return as_spec(walk, item, spec)
-    if _is_any_zero(item) and spec[0] is State.LOW:
+    if compat.is_zero(item) and spec[0] is State.LOW:
         return type(item)(compat.retyped(item.aval, walk.casts.low_dtype))
     return item
 
@@ -218,22 +257,14 @@ def _out(walk: Walk, item: Any, spec: Spec) -> Any:
 class _PythonNumber(NamedTuple):
     """A Python number among residuals, on which the backward function may branch."""
 
-    number: Any
+    number: complex
 
 
-def _boxed(item: Any) -> Any:
+def _boxed(item: PyTree) -> PyTree:
     is_number = isinstance(item, bool | int | float | complex)
     return _PythonNumber(item) if is_number else item
 
 
-def _is_any_zero(item: Any) -> bool:
-    return type(item).__name__ in ("SymbolicZero", "Zero")
-
-
-def _is_zero(array: Any) -> bool:
-    return type(array).__name__ == "SymbolicZero"
-
-
-def _is_array(item: Any) -> bool:
+def _is_array(item: PyTree) -> bool:
     """Whether an item is an array or a typed number, and no symbolic zero."""
-    return hasattr(item, "dtype") and not _is_any_zero(item)
+    return hasattr(item, "dtype") and not compat.is_zero(item)

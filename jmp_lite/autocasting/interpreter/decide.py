@@ -7,7 +7,7 @@ in, who reads its results and the path that it stands in, and returns a value.
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,7 @@ from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.interpreter.values import Kind, Readers, State
 from jmp_lite.autocasting.interpreter.while_predicate import ends_by_a_float
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn
 from jmp_lite.autocasting.rules.op_table import ADDED_UP, PASSING, POSITIONAL
 from jmp_lite.autocasting.rules.precision import Precision, RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules, asks_for_low
@@ -44,7 +45,7 @@ def changes_nothing(rules: Rules, paths: Iterable[str]) -> bool:
 
 def decide(
     rules: RuleLookup,
-    eqn: Any,
+    eqn: Eqn,
     operands: Sequence[Operand],
     readers: Readers,
     path: str,
@@ -77,7 +78,7 @@ def decide(
     return special or _by_class(op, rules.match(op, path), specs, readers)
 
 
-def runs_low(rules: RuleLookup, eqn: Any, path: str) -> bool:
+def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
     """Whether the rules run an equation low, whatever its operands are."""
     op = compat.op_of(eqn)
     if rules.match(op, path).precision is not Precision.LOW:
@@ -146,7 +147,7 @@ def _are_16_bit(specs: Specs) -> bool:
     )
 
 
-def _has_other_floats(eqn: Any, low_dtype: np.dtype[Any]) -> bool:
+def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:
     """Whether an op is given other floats than float32.
 
     Those of the compute dtype are welcome beside float32 ones.
@@ -166,7 +167,7 @@ def _has_other_floats(eqn: Any, low_dtype: np.dtype[Any]) -> bool:
 
 
 def _of_product(
-    rules: RuleLookup, eqn: Any, specs: Specs, path: str
+    rules: RuleLookup, eqn: Eqn, specs: Specs, path: str
 ) -> Decision | None:
     """Decides of a product that is float32 although its class is low; else None."""
     params = compat.product_params(eqn)
@@ -208,7 +209,7 @@ _IN_16_BITS = (
 # -------------------------------------------------------------------------- casts
 
 
-def _of_cast(rules: RuleLookup, eqn: Any, operand: Operand, path: str) -> Decision:
+def _of_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Decision:
     """Decides of a cast that the user has written, or JAX for them."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     if not compat.is_float32(var):
@@ -236,7 +237,7 @@ def _of_cast(rules: RuleLookup, eqn: Any, operand: Operand, path: str) -> Decisi
 # -------------------------------------------------- equations that hold a jaxpr
 
 
-def decide_to_keep(rules: RuleLookup, eqn: Any, path: str) -> Decision | None:
+def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:
     """Decides whether an equation is run with all it holds as it was traced.
 
     Args:

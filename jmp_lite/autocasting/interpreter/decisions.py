@@ -6,9 +6,10 @@ A reason is a code. What it means in words is in ``explain/reasons.py`` alone.
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jmp_lite.autocasting.interpreter.values import Kind, State
+from jmp_lite.autocasting.interpreter.values import Kind, Origin, State
+from jmp_lite.autocasting.jaxprs.types import Eqn
 from jmp_lite.autocasting.rules.precision import RuleMatch
 
 
@@ -100,7 +101,7 @@ class Operand(NamedTuple):
 
     state: State | None
     kind: Kind
-    origin: Any
+    origin: Origin
     shape: tuple[int, ...]
 
 
@@ -116,9 +117,9 @@ class DecisionRecord(NamedTuple):
       operands: its operands that were traced in float32.
     """
 
-    eqn: Any
+    eqn: Eqn
     decision: Decision
-    origin: Any = None
+    origin: Origin = None
     result: int | None = None
     operands: tuple[Operand, ...] = ()
 
@@ -133,7 +134,7 @@ class RecordsInside(NamedTuple):
       times: how often the jaxpr is run; None where that is not known.
     """
 
-    eqn: Any
+    eqn: Eqn
     records: "Sequence[DecisionRecord | RecordsInside]"
-    origins: Sequence[Any]
+    origins: Sequence[Origin]
     times: int | None = 1

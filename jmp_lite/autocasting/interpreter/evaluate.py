@@ -1,7 +1,7 @@
 """Binds one equation as it was decided; nothing is decided here."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +10,18 @@ from jax import lax
 
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.decisions import Decision, Run
-from jmp_lite.autocasting.interpreter.values import Kind, State, Value
+from jmp_lite.autocasting.interpreter.values import Kind, Origin, State, Value
 from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Function, Var
 from jmp_lite.autocasting.rules.op_table import BROADCASTING, DTYPE_PARAMS, MOVING
 
 
 def evaluate(
-    casts: Casts, eqn: Any, operands: Sequence[Value], decision: Decision, origin: Any
+    casts: Casts,
+    eqn: Eqn,
+    operands: Sequence[Value],
+    decision: Decision,
+    origin: Origin,
 ) -> list[Value]:
     """Binds an equation as it was decided.
 
@@ -49,10 +54,10 @@ def evaluate(
     ]
 
 
-def _in_full_then_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
+def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
     saturates = any(value.saturates for value in operands)
 
-    def in_full(*full: Any) -> list[Any]:
+    def in_full(*full: Array) -> list[Array]:
         return [
             casts.cast(array, saturates) if compat.is_float32(var) else array
             for var, array in zip(eqn.outvars, compat.bind(eqn, full), strict=True)
@@ -61,7 +66,7 @@ def _in_full_then_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list
     if compat.op_of(eqn) in MOVING:
         return in_full(*map(casts.full, operands))
 
-    def from_held(*held: Any) -> list[Any]:
+    def from_held(*held: Array) -> list[Array]:
         return in_full(
             *(
                 casts.full(Value(array, value.state))
@@ -74,9 +79,9 @@ def _in_full_then_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list
     return again(*(value.array for value in operands))
 
 
-def _in_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
+def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
     op, shape = compat.op_of(eqn), eqn.outvars[0].aval.shape
-    arrays: list[Any] = []
+    arrays: list[Array] = []
     for value in operands:
         is_spread = op in BROADCASTING and not value.is_number
         if value.state is not None and is_spread and value.array.shape != shape:
@@ -100,7 +105,7 @@ def _in_low(casts: Casts, eqn: Any, operands: Sequence[Value]) -> list[Any]:
     return compat.bind(eqn, arrays, **changed)
 
 
-def _is_of_matrices(eqn: Any) -> bool:
+def _is_of_matrices(eqn: Eqn) -> bool:
     """Whether a product and both of its derivatives have more than one number.
 
     XLA for CPUs (jax 0.10) takes no algorithm for what is one number.
@@ -110,7 +115,12 @@ def _is_of_matrices(eqn: Any) -> bool:
 
 
 def _value(
-    casts: Casts, var: Any, array: Any, state: State | None, kind: Kind, origin: Any
+    casts: Casts,
+    var: Var,
+    array: Array,
+    state: State | None,
+    kind: Kind,
+    origin: Origin,
 ) -> Value:
     if not compat.is_float32(var):
         return Value(array, None, kind)
@@ -121,7 +131,7 @@ def _value(
 
 
 def _cast(
-    casts: Casts, eqn: Any, value: Value, decision: Decision, origin: Any
+    casts: Casts, eqn: Eqn, value: Value, decision: Decision, origin: Origin
 ) -> Value:
     """Returns the result of a cast that is written in the function."""
     (var,), atom = eqn.outvars, eqn.invars[0]
@@ -161,20 +171,20 @@ def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
 _SCALING = frozenset(["add", "sub", "mul", "div", "neg"])
 
 
-def _spread(array: Any, shape: tuple[int, ...]) -> Any:
+def _spread(array: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts a scalar, or the axes of size 1, to a shape."""
     dims = range(len(shape)) if jnp.ndim(array) else ()
     return lax.broadcast_in_dim(array, shape, tuple(dims))
 
 
-_SCATTERS: dict[str, Callable[..., Any]] = {
+_SCATTERS: dict[str, Function] = {
     "scatter-add": lax.scatter_add,
     "scatter-sub": lax.scatter_sub,
     "scatter-mul": lax.scatter_mul,
 }
 
 
-def _scatter(eqn: Any, arrays: Sequence[Any]) -> Any:
+def _scatter(eqn: Eqn, arrays: Sequence[Array]) -> Array:
     """Builds a scatter anew: its combiner is typed."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     params = compat.params_named(eqn, names)

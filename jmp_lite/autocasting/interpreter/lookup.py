@@ -1,12 +1,12 @@
 """What rules say at each path, remembered for one interpretation."""
 
 import functools
-from typing import Any
 
 import numpy as np
 
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import equations
+from jmp_lite.autocasting.jaxprs.types import Jaxpr
 from jmp_lite.autocasting.rules.precision import RuleMatch
 from jmp_lite.autocasting.rules.rules import Rules
 
@@ -29,8 +29,8 @@ class RuleLookup:
         self._scope = functools.cache(rules.match_scope)
         self._region = functools.cache(rules.region_in)
         self._carry = functools.cache(rules.carry_in)
-        self._inside: dict[tuple[int, str], tuple[Any, tuple[Any, ...]]] = {}
-        self._paths: dict[int, tuple[Any, tuple[str, ...]]] = {}
+        self._inside: dict[tuple[int, str], tuple[Jaxpr, tuple[object, ...]]] = {}
+        self._paths: dict[int, tuple[Jaxpr, tuple[str, ...]]] = {}
 
     def match(self, op: str, path: str) -> RuleMatch:
         """Returns the rule that decides of an op where it stands."""
@@ -48,7 +48,7 @@ class RuleLookup:
         """Returns what a rule says of the carries of a loop: follow, full or None."""
         return self._carry(path)
 
-    def inside(self, jaxpr: Any, path: str) -> tuple[Any, ...]:
+    def inside(self, jaxpr: Jaxpr, path: str) -> tuple[object, ...]:
         """Returns what the scope and carry rules say at each place inside of a jaxpr.
 
         All that a path decides: a block that stands in many places is converted once
@@ -62,7 +62,7 @@ class RuleLookup:
             self._inside[key] = (jaxpr, found)
         return self._inside[key][1]
 
-    def _paths_inside(self, jaxpr: Any) -> tuple[str, ...]:
+    def _paths_inside(self, jaxpr: Jaxpr) -> tuple[str, ...]:
         if id(jaxpr) not in self._paths:
             paths = tuple({path: None for _, path in equations(jaxpr)})
             self._paths[id(jaxpr)] = (jaxpr, paths)

@@ -5,12 +5,12 @@ low has entered, unless all that reads it outside is float32 anyway.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jmp_lite.autocasting.interpreter.conversion import Walk
 from jmp_lite.autocasting.interpreter.values import Readers, State, Value
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import readers_of
+from jmp_lite.autocasting.jaxprs.types import Eqn, Var
 
 
 class Regions:
@@ -29,7 +29,7 @@ class Regions:
         walk: Walk,
         parts: compat.Parts,
         path: str,
-        readers: Mapping[Any, Readers],
+        readers: Mapping[Var, Readers],
         outside: Sequence[Readers],
     ) -> None:
         self._walk = walk
@@ -37,7 +37,7 @@ class Regions:
         self._path = path
         self._readers = readers
         self._outside = outside
-        self._read_by: Mapping[Any, list[Any]] | None = None
+        self._read_by: Mapping[Var, list[Eqn | None]] | None = None
 
     def enter(self, operands: Sequence[Value]) -> list[Value]:
         """Returns what the operands of an op are inside: float32."""
@@ -53,7 +53,7 @@ class Regions:
             for value in operands
         ]
 
-    def leave(self, atom: Any, value: Value) -> Value:
+    def leave(self, atom: Var, value: Value) -> Value:
         """Returns what a value is outside of its region."""
         array, state, kind = value.array, value.state, value.kind
         if self._readers_outside(atom, value.region).want_float32:
@@ -62,7 +62,7 @@ class Regions:
             return Value(self._walk.casts.low(value), State.LOW, origin=value.origin)
         return Value(array, State.SOFT, kind, origin=value.origin)
 
-    def _readers_outside(self, atom: Any, region: str | None) -> Readers:
+    def _readers_outside(self, atom: Var, region: str | None) -> Readers:
         if self._read_by is None:
             self._read_by = readers_of(self._parts)
         found = Readers.NOBODY

@@ -8,7 +8,6 @@ not.
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jmp_lite.autocasting.interpreter.carries import Loop, classify
 from jmp_lite.autocasting.interpreter.decide import Carry, Slot, decide_to_keep
@@ -16,6 +15,7 @@ from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.interpreter.values import Readers
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import Backward
+from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.op_table import ADDING, EXACT
 from jmp_lite.autocasting.rules.precision import Precision
 
@@ -29,11 +29,11 @@ class UseAnalysis(Backward[Readers]):
 
     def __init__(self, rules: RuleLookup) -> None:
         self._rules = rules
-        self._known: dict[Any, tuple[Any, Mapping[Any, Readers]]] = {}
+        self._known: dict[object, tuple[Jaxpr, Mapping[Var, Readers]]] = {}
 
     def variables(
-        self, jaxpr: Any, outputs: Sequence[Readers], path: str = ""
-    ) -> Mapping[Any, Readers]:
+        self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
+    ) -> Mapping[Var, Readers]:
         """Returns the readers of each variable, found once for all equal paths."""
         # An output that was not traced in float32 is no reader's float32.
         outputs = [
@@ -59,7 +59,7 @@ class UseAnalysis(Backward[Readers]):
         return Readers.OTHER
 
     def of_equation(
-        self, eqn: Any, results: Sequence[Readers], path: str
+        self, eqn: Eqn, results: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
         """Returns what an equation is to each of its operands, as a reader.
 
@@ -77,7 +77,7 @@ class UseAnalysis(Backward[Readers]):
         return super().of_equation(eqn, results, path)
 
     def through(
-        self, eqn: Any, facts: Sequence[Readers], path: str
+        self, eqn: Eqn, facts: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
         """Returns what an op is to each of its operands, as a reader."""
         op, others = compat.op_of(eqn), [Readers.OTHER] * len(eqn.invars)
@@ -100,8 +100,8 @@ class UseAnalysis(Backward[Readers]):
 
     def of_loop(
         self,
-        eqn: Any,
-        body: Any,
+        eqn: Eqn,
+        body: Jaxpr,
         n_consts: int,
         n_carry: int,
         results: Sequence[Readers],

@@ -13,13 +13,14 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.jaxprs.types import Array, Function, PyTree
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.mutables import is_module, refuse_modules
 
 
-def check_function(fun: Any) -> None:
+def check_function(fun: Function) -> None:
     """Raises where something else stands in the place of a function."""
     if callable(fun):
         return
@@ -27,7 +28,7 @@ def check_function(fun: Any) -> None:
     raise TypeError(f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}")
 
 
-def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:
+def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:
     """Checks what a user has chosen, and returns what gives the rules at a call.
 
     Not before, because ``"half"`` has to ask the device.
@@ -47,8 +48,8 @@ def choose_rules(rules: Any, compute_dtype: DTypeLike | None) -> Callable[[], Ru
 
 
 def function_of_arrays(
-    fun: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Callable[..., Any], list[Any]]:
+    fun: Function, args: PyTree, kwargs: PyTree
+) -> tuple[Function, list[Any]]:
     """Returns ``fun`` as a function of the arrays among its arguments, and those.
 
     Every other argument reaches it as it is.
@@ -56,7 +57,7 @@ def function_of_arrays(
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [is_traceable(leaf) for leaf in leaves]
 
-    def of_arrays(*arrays: Any) -> Any:
+    def of_arrays(*arrays: Array) -> PyTree:
         given = iter(arrays)
         merged = [
             next(given) if yes else leaf
@@ -69,7 +70,7 @@ def function_of_arrays(
     return of_arrays, [x for x, yes in zip(leaves, is_array, strict=True) if yes]
 
 
-def refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
+def refuse_mutable_graphs(fun: Function, args: PyTree, kwargs: PyTree) -> None:
     """Raises where an nnx module would lose its updates: a trace works on a copy."""
     places = {
         "an argument": jax.tree.leaves((args, kwargs), is_leaf=is_module),
@@ -79,7 +80,7 @@ def refuse_mutable_graphs(fun: Any, args: Any, kwargs: Any) -> None:
         refuse_modules(found, place, "jmp_lite.nnx.autocast")
 
 
-def _captured(fun: Any) -> list[Any]:
+def _captured(fun: PyTree) -> list[PyTree]:
     """Returns a function, its owner, and what it holds, as far as can be seen."""
     found = [fun, getattr(fun, "__self__", None)]
     if isinstance(fun, functools.partial):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn
 
 
 class State(enum.IntEnum):
@@ -62,10 +64,33 @@ class Number:
     value: float
     is_element: bool = False
 
-    def __str__(self) -> str:
-        if self.is_element:
-            return "a constant too large for 16 bits"
-        return f"the number {self.value}"
+
+class Argument(NamedTuple):
+    """An argument of the function, as the origin of a value.
+
+    Attributes:
+      path: where it is in the tree of arguments; nothing where that is not known.
+    """
+
+    path: str = ""
+
+
+class Constant(NamedTuple):
+    """An array that the function captures, as the origin of a value."""
+
+
+class RangeEnd(NamedTuple):
+    """The largest or the smallest float32, as the origin of a value."""
+
+
+class Input(NamedTuple):
+    """An input of the jaxpr that a value is in, as its origin inside of that."""
+
+    number: int
+
+
+Origin: TypeAlias = Eqn | Argument | Constant | Number | RangeEnd | Input | None
+"""What made a value what it is held in; an equation may be a loop, for its carries."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -80,18 +105,17 @@ class Value:
       is_from_low: whether something low that entered that scope is in it.
       cast: the array in the compute dtype, once a use has asked for it.
       raised: the array in float32, likewise, where ``state`` is LOW.
-      origin: what made it what it is held in: an equation, the number of an input of
-        the jaxpr, a ``Number``, or words.
+      origin: what made it what it is held in.
     """
 
-    array: Any
+    array: Array
     state: State | None = None
     kind: Kind = Kind.COMPUTED
     region: str | None = None
     is_from_low: bool = False
     cast: Any = None
     raised: Any = None
-    origin: Any = None
+    origin: Origin = None
 
     @property
     def saturates(self) -> bool:

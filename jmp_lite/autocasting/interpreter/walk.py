@@ -3,14 +3,13 @@
 import contextlib
 from collections import Counter
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import numpy as np
 
 from jmp_lite.autocasting.interpreter.carries import unrolled
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.control_flow import start
-from jmp_lite.autocasting.interpreter.conversion import Call
+from jmp_lite.autocasting.interpreter.conversion import Call, Converted
 from jmp_lite.autocasting.interpreter.decide import decide
 from jmp_lite.autocasting.interpreter.decisions import (
     DecisionRecord,
@@ -23,8 +22,9 @@ from jmp_lite.autocasting.interpreter.handlers import HANDLERS
 from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.interpreter.scopes import Regions
 from jmp_lite.autocasting.interpreter.uses import UseAnalysis, union
-from jmp_lite.autocasting.interpreter.values import Readers, Value
+from jmp_lite.autocasting.interpreter.values import Argument, Readers, Value
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.rules import Rules
 
 
@@ -50,7 +50,7 @@ class Interpreter:
         self.at = RuleLookup(rules)
         self.casts = Casts(self.at.low_dtype)
         self.uses = UseAnalysis(self.at)
-        self.memo: dict[Any, Any] = {}
+        self.memo: dict[object, tuple[Jaxpr, Converted]] = {}
         self.records: list[DecisionRecord | RecordsInside] = []
         self.results: list[Operand] = []
         self.passes = Counter[str]()
@@ -72,17 +72,22 @@ class Interpreter:
         finally:
             self.records = outer
 
-    def run_function(self, traced: Any, arrays: Sequence[Any]) -> list[Any]:
+    def run_function(
+        self, traced: Jaxpr, arrays: Sequence[Array], paths: Sequence[str] = ()
+    ) -> list[Array]:
         """Runs a traced function, and returns its results in their traced dtypes.
 
         Args:
           traced: its jaxpr, closed.
           arrays: its arguments.
+          paths: where each is in the tree of arguments.
         """
         parts = compat.parts(traced)
         values = [
-            self.casts.given(var, array, "an argument")
-            for var, array in zip(parts.invars, arrays, strict=True)
+            self.casts.given(var, array, Argument(path))
+            for var, array, path in zip(
+                parts.invars, arrays, paths or [""] * len(arrays), strict=True
+            )
         ]
         outside = [Readers.OUTPUT] * len(parts.outvars)
         results = self.run(traced, values, outside, "")
@@ -94,7 +99,7 @@ class Interpreter:
 
     def run(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         values: Sequence[Value],
         outside: Sequence[Readers],
         path: str,
@@ -109,41 +114,15 @@ class Interpreter:
           path: the scopes that it stands in.
           region: the ``FULL_INSIDE`` scope that it is called from, if any.
         """
-        parts = compat.parts(jaxpr)
-        readers = self.uses.variables(jaxpr, outside, path)
-        env: dict[Any, Value] = {}
-        for var, const in zip(parts.constvars, parts.consts, strict=True):
-            env[var] = self.casts.constant(var, const)
-        env.update(zip(parts.invars, values, strict=True))
-        regions = Regions(self, parts, path, readers, outside)
-        starts = unrolled(parts)
-
-        def read(atom: Any, region: str | None) -> Value:
-            if compat.is_literal(atom):
-                return self.casts.literal(atom)
-            if env[atom].region not in (None, region):
-                env[atom] = regions.leave(atom, env[atom])
-            return env[atom]
-
-        for eqn in parts.eqns:
+        frame = _Frame(self, jaxpr, values, outside, path)
+        for eqn in frame.parts.eqns:
             where = compat.join(path, *compat.scopes(eqn))
             here = self.at.region(where)
-            wanted = [readers[var] or Readers.OUTPUT for var in eqn.outvars]
             with compat.context_of(eqn):
-                operands = [read(atom, here) for atom in eqn.invars]
-                if here:
-                    operands = regions.enter(operands)
-                if id(eqn) in starts:
-                    call, loop = Call(eqn, operands, wanted, where), starts[id(eqn)]
-                    last = [readers[v] or Readers.OUTPUT for v in loop.last.outvars]
-                    operands = start(self, loop, call, last)
-                results = self._equation(Call(eqn, operands, wanted, where))
-            is_from_low = any(value.is_from_low for value in operands)
-            for var, result in zip(eqn.outvars, results, strict=True):
-                if here and result.state is not None:
-                    result.region, result.is_from_low = here, is_from_low
-                env[var] = result
-        return [read(atom, region) for atom in parts.outvars]
+                call = frame.call_of(eqn, where, here)
+                results = self._equation(call)
+            frame.write(call, results, here)
+        return [frame.read(atom, region) for atom in frame.parts.outvars]
 
     def _equation(self, call: Call) -> list[Value]:
         """Decides and evaluates one equation."""
@@ -159,6 +138,68 @@ class Interpreter:
             self.record(DecisionRecord(eqn, decision, origin, operands=given))
         made_by = eqn if origin is None else origin
         return evaluate(self.casts, eqn, operands, decision, made_by)
+
+
+class _Frame:
+    """The values of one jaxpr while it is run.
+
+    Args:
+      walk: the interpreter.
+      jaxpr: the jaxpr.
+      values: what stands for its inputs.
+      outside: the readers of its outputs.
+      path: the scopes that it stands in.
+    """
+
+    def __init__(
+        self,
+        walk: Interpreter,
+        jaxpr: Jaxpr,
+        values: Sequence[Value],
+        outside: Sequence[Readers],
+        path: str,
+    ) -> None:
+        self.parts = compat.parts(jaxpr)
+        self._walk = walk
+        self._readers = walk.uses.variables(jaxpr, outside, path)
+        self._regions = Regions(walk, self.parts, path, self._readers, outside)
+        self._starts = unrolled(self.parts)
+        self._env: dict[Var, Value] = {}
+        for var, const in zip(self.parts.constvars, self.parts.consts, strict=True):
+            self._env[var] = walk.casts.constant(var, const)
+        self._env.update(zip(self.parts.invars, values, strict=True))
+
+    def read(self, atom: Var, region: str | None) -> Value:
+        """Returns what stands for a variable, as it is in a ``FULL_INSIDE`` scope."""
+        if compat.is_literal(atom):
+            return self._walk.casts.literal(atom)
+        value = self._env[atom]
+        if value.region not in (None, region):
+            value = self._env[atom] = self._regions.leave(atom, value)
+        return value
+
+    def call_of(self, eqn: Eqn, path: str, region: str | None) -> Call:
+        """Returns an equation with its operands and the readers of its results."""
+        operands = [self.read(atom, region) for atom in eqn.invars]
+        if region:
+            operands = self._regions.enter(operands)
+        call = Call(eqn, operands, self._wanted(eqn), path)
+        if id(eqn) not in self._starts:
+            return call
+        loop = self._starts[id(eqn)]
+        operands = start(self._walk, loop, call, self._wanted(loop.last))
+        return call._replace(operands=operands)
+
+    def _wanted(self, eqn: Eqn) -> list[Readers]:
+        return [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
+
+    def write(self, call: Call, results: Sequence[Value], region: str | None) -> None:
+        """Notes the results of an equation."""
+        is_from_low = any(value.is_from_low for value in call.operands)
+        for var, result in zip(call.eqn.outvars, results, strict=True):
+            if region and result.state is not None:
+                result.region, result.is_from_low = region, is_from_low
+            self._env[var] = result
 
 
 def _operand(value: Value) -> Operand:

@@ -6,15 +6,16 @@ analysis compares the identity of values through calls, and goes backward from t
 condition only as far as a comparison needs, so it has a traversal of its own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.compat import called
+from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.op_table import COMPARING, PICKING
 
 
-def ends_by_a_float(eqn: Any) -> bool:
+def ends_by_a_float(eqn: Eqn) -> bool:
     """Whether a float that its body computes decides when a ``while`` ends.
 
     A token that is the most likely one, and the last where it is a certain one, is no
@@ -26,12 +27,15 @@ def ends_by_a_float(eqn: Any) -> bool:
     return any(loop.reads_a_float(one, is_counted) for one in conditions)
 
 
+Name = TypeVar("Name", int, object)
+
+
 class _Step(NamedTuple):
     """One equation; what it reads and makes is named by what is the same throughout."""
 
-    eqn: Any
-    operands: Sequence[Any]
-    results: Sequence[Any]
+    eqn: Eqn
+    operands: Sequence[object]
+    results: Sequence[object]
 
 
 class _Flat(NamedTuple):
@@ -43,12 +47,12 @@ class _Flat(NamedTuple):
       results: the names of its results.
     """
 
-    inputs: Sequence[Any]
+    inputs: Sequence[object]
     steps: Sequence[_Step]
-    results: Sequence[Any]
+    results: Sequence[object]
 
     @classmethod
-    def of(cls, jaxpr: Any) -> "_Flat":
+    def of(cls, jaxpr: Jaxpr) -> "_Flat":
         """Takes a jaxpr apart."""
         parts = compat.parts(jaxpr)
         inputs = [object() for _ in parts.invars]
@@ -57,7 +61,7 @@ class _Flat(NamedTuple):
         results = _take_apart(parts, names, steps)
         return cls(inputs, steps, results)
 
-    def made_by(self, name: Any) -> _Step | None:
+    def made_by(self, name: object) -> _Step | None:
         """Returns the equation that makes a value, if one does."""
         for step in self.steps:
             if any(name is result for result in step.results):
@@ -66,9 +70,9 @@ class _Flat(NamedTuple):
 
 
 def _take_apart(
-    parts: compat.Parts, names: dict[Any, Any], steps: list[_Step]
-) -> list[Any]:
-    def name(atom: Any) -> Any:
+    parts: compat.Parts, names: dict[Var, object], steps: list[_Step]
+) -> list[object]:
+    def name(atom: Var) -> object:
         return None if compat.is_literal(atom) else names.setdefault(atom, object())
 
     for eqn in parts.eqns:
@@ -88,7 +92,7 @@ def _take_apart(
 class _Loop:
     """The condition and the body of a ``while``."""
 
-    def __init__(self, eqn: Any) -> None:
+    def __init__(self, eqn: Eqn) -> None:
         loop = compat.while_parts(eqn)
         self.test, self.body = _Flat.of(loop.cond), _Flat.of(loop.body)
         self._of_test = self.test.inputs[loop.n_cond :]
@@ -98,7 +102,7 @@ class _Loop:
         handed_on = zip(self._of_body, self.body.results, strict=True)
         self._changes = [name is not result for name, result in handed_on]
 
-    def conditions(self, result: Any) -> Iterator[Any]:
+    def conditions(self, result: object) -> Iterator[object]:
         """Yields the values that all have to be true for the condition to be."""
         made_by = self.test.made_by(result)
         # A cast is one of booleans: it changes nothing.
@@ -111,7 +115,7 @@ class _Loop:
         for operand in made_by.operands:
             yield from self.conditions(operand)
 
-    def is_count(self, condition: Any) -> bool:
+    def is_count(self, condition: object) -> bool:
         """Whether a condition compares a count of steps with what stays as it is."""
         compared = self.test.made_by(condition)
         if compared is None or compat.op_of(compared.eqn) not in COMPARING:
@@ -128,7 +132,7 @@ class _Loop:
                 return True
         return False
 
-    def _carry(self, name: Any) -> int | None:
+    def _carry(self, name: object) -> int | None:
         found = [i for i, carry in enumerate(self._of_test) if carry is name]
         return found[0] if found else None
 
@@ -141,7 +145,7 @@ class _Loop:
         others = [name for name in added.operands if name is not here]
         return len(others) == 1 and self._is_the_same(self.body, others[0])
 
-    def _is_the_same(self, flat: _Flat, name: Any) -> bool:
+    def _is_the_same(self, flat: _Flat, name: object) -> bool:
         """Whether a value is a number, or computed from what no step changes."""
         if name is None:
             return True
@@ -152,7 +156,7 @@ class _Loop:
             for carry, changes in zip(carries, self._changes, strict=True)
         )
 
-    def reads_a_float(self, condition: Any, may_pick: bool) -> bool:
+    def reads_a_float(self, condition: object, may_pick: bool) -> bool:
         """Whether a condition depends on a float that the body computes.
 
         Args:
@@ -165,7 +169,7 @@ class _Loop:
         reads = _reads(self.test, {condition: False}, same_in_test, may_pick)
         deciding = _among(self._of_test, reads)
         while True:
-            wanted: dict[Any, bool] = {}
+            wanted: dict[object, bool] = {}
             for i, is_judged in deciding.items():
                 _note(wanted, self.body.results[i], is_judged)
             more = dict(deciding)
@@ -179,18 +183,21 @@ class _Loop:
         return any(self._is_float[i] and self._changes[i] for i in deciding)
 
 
-def _among(names: Sequence[Any], found: Mapping[Any, bool]) -> dict[int, bool]:
+def _among(names: Sequence[object], found: Mapping[object, bool]) -> dict[int, bool]:
     return {i: found[name] for i, name in enumerate(names) if name in found}
 
 
-def _note(found: dict[Any, bool], name: Any, is_judged: bool) -> None:
+def _note(found: dict[Name, bool], name: Name, is_judged: bool) -> None:
     if name is not None:
         found[name] = is_judged and found.get(name, True)
 
 
 def _reads(
-    flat: _Flat, wanted: Mapping[Any, bool], stays: Any, may_pick: bool = True
-) -> dict[Any, bool]:
+    flat: _Flat,
+    wanted: Mapping[object, bool],
+    stays: Callable[[object], bool],
+    may_pick: bool = True,
+) -> dict[object, bool]:
     """Returns what some values are computed from.
 
     Args:
@@ -203,7 +210,7 @@ def _reads(
     Returns:
       The names, and whether each is judged.
     """
-    found: dict[Any, bool] = {}
+    found: dict[object, bool] = {}
     for name, is_judged in wanted.items():
         _note(found, name, is_judged)
     for eqn, operands, results in reversed(flat.steps):
@@ -224,7 +231,9 @@ def _reads(
     return found
 
 
-def _picks_a_float(eqn: Any, results: Sequence[Any], found: Mapping[Any, bool]) -> bool:
+def _picks_a_float(
+    eqn: Eqn, results: Sequence[object], found: Mapping[object, bool]
+) -> bool:
     """Whether all that is read of a choice among floats is the number of the chosen."""
     if not compat.is_float(eqn.invars[0]):
         return False

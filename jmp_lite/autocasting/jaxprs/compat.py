@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.core
@@ -23,36 +23,38 @@ from jax._src.source_info_util import user_frames
 from jax._src.util import weakref_lru_cache
 from jax.extend import core, linear_util, source_info_util
 
+from jmp_lite.autocasting.jaxprs.types import (
+    Array,
+    Aval,
+    Eqn,
+    Function,
+    Jaxpr,
+    Literal,
+    PyTree,
+    Var,
+)
 from jmp_lite.autocasting.rules.op_table import PRODUCTS
-
-Jaxpr = Any
-
-Equation = Any
-
-Atom = Any
-
-Aval = Any
 
 
 class Parts(NamedTuple):
     """A jaxpr, whichever class it is of, with its constants beside it."""
 
-    constvars: Sequence[Atom]
-    consts: Sequence[Any]
-    invars: Sequence[Atom]
-    eqns: Sequence[Equation]
-    outvars: Sequence[Atom]
+    constvars: Sequence[Var]
+    consts: Sequence[Array]
+    invars: Sequence[Var]
+    eqns: Sequence[Eqn]
+    outvars: Sequence[Var]
 
 
 def parts(jaxpr: Jaxpr) -> Parts:
     """Takes a closed or an open jaxpr apart; an open one has no constants."""
     # 0.10 has two classes, of which the closed one holds the other; 0.12 has one.
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = _open(jaxpr)
     consts = getattr(jaxpr, "consts", ())
     return Parts(inner.constvars, consts, inner.invars, inner.eqns, inner.outvars)
 
 
-def trace(fun: Callable[..., Any], avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
+def trace(fun: Function, avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
     """Traces a function of arrays to a closed jaxpr.
 
     Args:
@@ -60,65 +62,78 @@ def trace(fun: Callable[..., Any], avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
       avals: the types of its arguments.
       like: a jaxpr that the new one stands in for, of which its name is taken.
     """
-    debug_info = getattr(like, "jaxpr", like).debug_info.with_unknown_names()
+    debug_info = _open(like).debug_info.with_unknown_names()
     wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
     # 0.12 has the constants as the first inputs; 0.10 keeps them apart.
+    return _closed(jaxpr, consts)
+
+
+def _closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(consts)
-    return core.ClosedJaxpr(jaxpr, consts)
+    return core.ClosedJaxpr(_open(jaxpr), list(consts))
 
 
 def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns a closed jaxpr whose constants are its first inputs, and them."""
-    consts = list(jaxpr.consts)
+    consts = parts(jaxpr).consts
     n_consts = len(consts)
     avals = [var.aval for var in (*parts(jaxpr).constvars, *parts(jaxpr).invars)]
 
-    def run(*arrays: Any) -> list[Any]:
-        fresh = arrays[:n_consts]
-        if hasattr(jaxpr, "with_consts"):
-            closed = jaxpr.with_consts(fresh)
-        else:
-            closed = core.ClosedJaxpr(jaxpr.jaxpr, fresh)
+    def run(*arrays: Array) -> list[Array]:
+        closed = _closed(jaxpr, arrays[:n_consts])
         return evaluate(closed, arrays[n_consts:])
 
     return trace(run, avals, jaxpr), consts
 
 
-def evaluate(jaxpr: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
     """Runs a closed jaxpr."""
-    return core.jaxpr_as_fun(jaxpr)(*arrays)
+    run: Any = core.jaxpr_as_fun
+    return run(jaxpr)(*arrays)
+
+
+def has_effects(jaxpr: Jaxpr) -> bool:
+    """Whether an equation of a closed jaxpr has effects."""
+    return bool(_open(jaxpr).effects)
+
+
+def _open(jaxpr: Jaxpr) -> Any:
+    """Returns JAX's own open jaxpr of one that is closed or open."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def without_consts(jaxpr: Jaxpr) -> Jaxpr:
     """Returns the open jaxpr of a closed one that has no constants."""
-    assert not jaxpr.consts, "a rematerialized function may not gain constants"
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    consts = parts(jaxpr).consts
+    assert not consts, "a rematerialized function may not gain constants"
+    return _open(jaxpr)
 
 
-def is_literal(atom: Atom) -> bool:
+def is_literal(atom: Var) -> TypeGuard[Literal]:
     """Whether an atom is a number written into the jaxpr."""
-    return isinstance(atom, core.Literal)
+    kinds: Any = core.Literal
+    return isinstance(atom, kinds)
 
 
-def dtype_of(atom: Atom) -> Any:
+def dtype_of(atom: Var) -> Any:
     """Returns the dtype that an atom was traced with; None for what has none."""
     return getattr(atom.aval, "dtype", None)
 
 
-def is_float32(atom: Atom) -> bool:
+def is_float32(atom: Var) -> bool:
     """Whether an atom was traced as an array of float32 (a Ref is no array)."""
     return isinstance(atom.aval, jax.core.ShapedArray) and dtype_of(atom) == np.float32
 
 
-def is_float(atom: Atom) -> bool:
+def is_float(atom: Var) -> bool:
     """Whether an atom was traced as an array of floats of any width (no Ref)."""
     is_array = isinstance(atom.aval, jax.core.ShapedArray)
     return is_array and jnp.issubdtype(dtype_of(atom), jnp.inexact)
 
 
-def is_integer(atom: Atom) -> bool:
+def is_integer(atom: Var) -> bool:
     """Whether an atom was traced as an array of integers."""
     dtype = dtype_of(atom)
     return dtype is not None and jnp.issubdtype(dtype, jnp.integer)
@@ -126,15 +141,25 @@ def is_integer(atom: Atom) -> bool:
 
 def name_of(jaxpr: Jaxpr) -> str:
     """Returns the name of the function that a jaxpr was traced from."""
-    return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_name
+    return _open(jaxpr).debug_info.func_name
 
 
-def is_tracer(array: Any) -> bool:
+def is_tracer(array: Array) -> bool:
     """Whether the numbers of an array are not known yet."""
     return isinstance(array, jax.core.Tracer)
 
 
-def op_of(eqn: Equation) -> str:
+def is_zero(item: object) -> bool:
+    """Whether an item is a zero that is no array."""
+    return type(item).__name__ in ("SymbolicZero", "Zero")
+
+
+def is_symbolic_zero(item: object) -> bool:
+    """Whether an item is a zero that a rule of a user's may be given."""
+    return type(item).__name__ == "SymbolicZero"
+
+
+def op_of(eqn: Eqn) -> str:
     """Returns the name of an equation's op, under JAX's newest flags too."""
     name = eqn.primitive.name
     return _HIGH_OPS.get(_high_name(eqn), name) if name == _HIGH else name
@@ -151,7 +176,7 @@ _HIGH_OPS = {
 }
 
 
-def _high_name(eqn: Equation) -> str:
+def _high_name(eqn: Eqn) -> str:
     primitive = _unbatched(eqn.params["_prim"])
     more = ("with_logs", "remat_rules", "bwd_accums")  # Rules of other kinds.
     has_more = any(primitive.params.get(name) for name in more)
@@ -164,7 +189,7 @@ def _unbatched(primitive: Any) -> Any:
     return primitive
 
 
-def checkpoint_name_of(eqn: Equation) -> str:
+def checkpoint_name_of(eqn: Eqn) -> str:
     """Returns what an equation names a value, if it does."""
     if op_of(eqn) != "name":
         return ""
@@ -172,7 +197,7 @@ def checkpoint_name_of(eqn: Equation) -> str:
     return _unbatched(params["_prim"]).name if "_prim" in params else params["name"]
 
 
-def inner_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
+def inner_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
     """Yields the jaxprs among an equation's parameters."""
     if eqn.primitive.name == _HIGH:
         jaxpr = called(eqn)
@@ -204,7 +229,7 @@ CALLED = {
 """All ops that only call a jaxpr, and the parameter that holds it."""
 
 
-def called(eqn: Equation) -> Jaxpr | None:
+def called(eqn: Eqn) -> Jaxpr | None:
     """Returns the jaxpr that an equation does no more than call, or None."""
     op = op_of(eqn)
     if op not in CALLED:
@@ -225,18 +250,18 @@ def _called_high(primitive: Any) -> Jaxpr:
     return trace(_high_fun(primitive), primitive.in_avals_flat, like)
 
 
-def trips(eqn: Equation) -> int | None:
+def trips(eqn: Eqn) -> int | None:
     """Returns how often what an equation holds is run; None where it is not known."""
     if op_of(eqn) == "while":
         return None
     return eqn.params["length"] if op_of(eqn) == "scan" else 1
 
 
-def live_equations(jaxpr: Jaxpr) -> list[Equation]:
+def live_equations(jaxpr: Jaxpr) -> list[Eqn]:
     """Returns the equations of a jaxpr of which anything is read, in order."""
     of = parts(jaxpr)
     read = {atom for atom in of.outvars if not is_literal(atom)}
-    found: list[Equation] = []
+    found: list[Eqn] = []
     for eqn in reversed(of.eqns):
         if eqn.effects or not read.isdisjoint(eqn.outvars):
             found.append(eqn)
@@ -251,19 +276,19 @@ def retyped(aval: Aval, dtype: Any) -> Aval:
     return aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
-def scopes(eqn: Equation) -> tuple[str, ...]:
+def scopes(eqn: Eqn) -> tuple[str, ...]:
     """Returns the names of the scopes that an equation stands in, outermost first."""
     stack = eqn.source_info.name_stack.stack
     return tuple(item.name for item in stack if isinstance(item, _Scope))
 
 
-def is_transposed(eqn: Equation) -> bool:
+def is_transposed(eqn: Eqn) -> bool:
     """Returns whether an equation belongs to the backward pass of something."""
     stack = eqn.source_info.name_stack.stack
     return any(getattr(item, "name", "") == "transpose" for item in stack)
 
 
-def source(eqn: Equation, caller: str = "") -> str:
+def source(eqn: Eqn, caller: str = "") -> str:
     """Returns where an equation stands in the user's code: file, line, (function).
 
     Args:
@@ -305,7 +330,7 @@ def join(*names: str) -> str:
     return "/".join(filter(None, names))
 
 
-def path_of(eqn: Equation, path: str) -> str:
+def path_of(eqn: Eqn, path: str) -> str:
     """Returns the path that an equation stands in, of a jaxpr that stands in one.
 
     That of what is inside of it, if it is a call with a name.
@@ -314,7 +339,7 @@ def path_of(eqn: Equation, path: str) -> str:
 
 
 @contextlib.contextmanager
-def context_of(eqn: Equation) -> Generator[None]:
+def context_of(eqn: Eqn) -> Generator[None]:
     """Everything bound inside stands where the equation stood, in its settings."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
@@ -325,7 +350,7 @@ def context_of(eqn: Equation) -> Generator[None]:
         yield
 
 
-def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> list[Any]:
+def bind(eqn: Eqn, operands: Sequence[Any], **changed: Any) -> list[Array]:
     """Binds an equation's primitive to other operands, with some parameters changed."""
     if eqn.primitive.name == _HIGH and op_of(eqn) == "name":
         name = _unbatched(eqn.params["_prim"])
@@ -368,7 +393,7 @@ def _is_being_linearized(operand: Any) -> bool:
     return is_tracer(operand.primal)
 
 
-def bind_remat(eqn: Equation, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Any]:
+def bind_remat(eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Array]:
     """Binds a rematerialized function to other operands, with another closed jaxpr."""
     if eqn.primitive.name == _HIGH:
         primitive = eqn.params["_prim"]
@@ -377,9 +402,7 @@ def bind_remat(eqn: Equation, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Any
     return bind(eqn, operands, jaxpr=without_consts(jaxpr))
 
 
-def bind_custom(
-    eqn: Equation, operands: Sequence[Any], replace: Callable[..., Any]
-) -> list[Any]:
+def bind_custom(eqn: Eqn, operands: Sequence[Any], replace: Function) -> list[Array]:
     """Binds a function with a custom derivative rule, its functions replaced.
 
     Args:
@@ -405,17 +428,17 @@ def bind_custom(
     return list(eqn.primitive.bind(*operands, **params))
 
 
-def _high_fun(primitive: Any) -> Callable[..., list[Any]]:
+def _high_fun(primitive: Any) -> Callable[..., list[Array]]:
     return lambda *arrays: primitive.out_tree.flatten_up_to(
         primitive.expand(*primitive.in_tree.unflatten(arrays))
     )
 
 
-def _high_custom_jvp(primitive: Any, replace: Callable[..., Any]) -> Any:
+def _high_custom_jvp(primitive: Any, replace: Function) -> Any:
     """Returns a function with a ``custom_jvp`` like a primitive's, of flat arrays."""
     inputs, outputs = primitive.in_tree, primitive.out_tree
 
-    def jvp(*arrays: Any) -> list[Any]:
+    def jvp(*arrays: Array) -> list[Array]:
         n = len(arrays) // 2
         pair = primitive.jvp_rule(
             inputs.unflatten(arrays[:n]), inputs.unflatten(arrays[n:])
@@ -433,7 +456,7 @@ def _high_custom_jvp(primitive: Any, replace: Callable[..., Any]) -> Any:
     return function
 
 
-def _high_custom_vjp(primitive: Any, replace: Callable[..., Any]) -> Any:
+def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
     """Returns a function with a ``custom_vjp`` like a primitive's, of flat arrays."""
     inputs, outputs = primitive.in_tree, primitive.out_tree
     has_zeros = _unbatched(primitive).symbolic_zeros
@@ -443,7 +466,7 @@ def _high_custom_vjp(primitive: Any, replace: Callable[..., Any]) -> Any:
     closes_over = is_closed and bool(jax.tree.leaves(primitive.in_avals[0]))
     structure: list[Any] = []
 
-    def fwd(*pairs: Any) -> list[Any]:
+    def fwd(*pairs: Any) -> list[Array]:
         arrays, perturbed = pairs[::2], pairs[1::2]
         out, residuals, *_ = primitive.vjp_fwd(
             inputs.unflatten(perturbed), *inputs.unflatten(arrays)
@@ -452,7 +475,7 @@ def _high_custom_vjp(primitive: Any, replace: Callable[..., Any]) -> Any:
         structure[:] = [tree]
         return [*leaves, *outputs.flatten_up_to(out)]
 
-    def bwd(*arrays: Any) -> list[Any]:
+    def bwd(*arrays: Array) -> list[Array]:
         n = structure[0].num_leaves
         residuals = structure[0].unflatten(arrays[:n])
         given = arrays[n:] if has_zeros else map(_instantiated, arrays[n:])
@@ -478,7 +501,7 @@ def _high_custom_vjp(primitive: Any, replace: Callable[..., Any]) -> Any:
         n = len(out) - outputs.num_leaves
         return out[n:], out[:n]
 
-    def rule_bwd(residuals: Any, cotangents: Any) -> Any:
+    def rule_bwd(residuals: Any, cotangents: PyTree) -> Any:
         grads = new_bwd(*residuals, *cotangents)
         return tuple(None if isinstance(g, Zero) else g for g in grads)
 
@@ -488,8 +511,8 @@ def _high_custom_vjp(primitive: Any, replace: Callable[..., Any]) -> Any:
 
 
 def bind_custom_vmap(
-    eqn: Equation, operands: Sequence[Any], jaxpr: Jaxpr, replace: Callable[..., Any]
-) -> list[Any]:
+    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, replace: Function
+) -> list[Array]:
     """Binds a function with a rule for ``vmap``, the rule replaced.
 
     Args:
@@ -501,10 +524,10 @@ def bind_custom_vmap(
     """
     inputs, outputs = eqn.params["in_tree"], eqn.params["out_tree"]
 
-    def rule(axis_size: int, is_batched: Any, *arrays: Any) -> Any:
+    def rule(axis_size: int, is_batched: Any, *arrays: Array) -> Any:
         batched: list[Any] = []
 
-        def of_arrays(*arrays: Any) -> list[Any]:
+        def of_arrays(*arrays: Array) -> list[Array]:
             out, is_out_batched = eqn.params["rule"](
                 axis_size, inputs.unflatten(is_batched), *inputs.unflatten(arrays)
             )
@@ -518,13 +541,13 @@ def bind_custom_vmap(
     return list(function(*operands))
 
 
-def _instantiated(array: Any) -> Any:
+def _instantiated(array: Array) -> Any:
     if type(array).__name__ == "SymbolicZero":
         return jnp.zeros(array.aval.shape, array.aval.dtype)
     return array
 
 
-def forwarded_residuals(eqn: Equation, n_residuals: int) -> Sequence[int | None]:
+def forwarded_residuals(eqn: Eqn, n_residuals: int) -> Sequence[int | None]:
     """Returns which operand of a ``custom_vjp_call`` each of its residuals is, if any.
 
     It is known once the forward function has been run.
@@ -539,17 +562,18 @@ def forwarded_residuals(eqn: Equation, n_residuals: int) -> Sequence[int | None]
     return forwards
 
 
-def body_of(eqn: Equation) -> Jaxpr:
-    """Returns the jaxpr of a scan or a shard_map."""
-    return eqn.params["jaxpr"]
+def body_of(eqn: Eqn) -> Jaxpr:
+    """Returns the jaxpr of a scan, of a shard_map, or that an equation calls."""
+    inner = called(eqn)
+    return eqn.params["jaxpr"] if inner is None else inner
 
 
-def branches_of(eqn: Equation) -> Sequence[Jaxpr]:
+def branches_of(eqn: Eqn) -> Sequence[Jaxpr]:
     """Returns the branches of a cond."""
     return eqn.params["branches"]
 
 
-def scan_counts(eqn: Equation) -> tuple[int, int]:
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """Returns how many constants and how many carries a scan has."""
     params = eqn.params
     if "num_consts" in params:
@@ -558,7 +582,7 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def scan_options(eqn: Equation) -> dict[str, Any]:
+def scan_options(eqn: Eqn) -> dict[str, Any]:
     """Returns the length, the direction and the unrolling of a scan."""
     return params_named(eqn, ("length", "reverse", "unroll"))
 
@@ -572,7 +596,7 @@ class While(NamedTuple):
     n_body: int
 
 
-def while_parts(eqn: Equation) -> While:
+def while_parts(eqn: Eqn) -> While:
     """Takes a while apart."""
     names = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
     return While(*params_named(eqn, names).values())
@@ -592,7 +616,7 @@ class ProductParams(NamedTuple):
     sums_nothing: bool
 
 
-def product_params(eqn: Equation) -> ProductParams | None:
+def product_params(eqn: Eqn) -> ProductParams | None:
     """Returns what a matrix product asks for; None for any other op."""
     if op_of(eqn) not in PRODUCTS:
         return None
@@ -604,27 +628,27 @@ def product_params(eqn: Equation) -> ProductParams | None:
     return ProductParams(params.get("precision"), dtype, sums_nothing)
 
 
-def dot_dimensions(eqn: Equation) -> Any:
+def dot_dimensions(eqn: Eqn) -> Any:
     """Returns the contracted and the batch axes of a dot_general, of both operands."""
     return eqn.params["dimension_numbers"]
 
 
-def params_named(eqn: Equation, names: Iterable[str]) -> dict[str, Any]:
+def params_named(eqn: Eqn, names: Iterable[str]) -> dict[str, Any]:
     """Returns those of some parameters that an equation has."""
     return {name: eqn.params[name] for name in names if name in eqn.params}
 
 
-def call_name(eqn: Equation) -> str:
+def call_name(eqn: Eqn) -> str:
     """Returns the name of a jitted function that an equation calls, else nothing."""
     return eqn.params["name"] if op_of(eqn) == "jit" else ""
 
 
-def is_custom_root(eqn: Equation) -> bool:
+def is_custom_root(eqn: Eqn) -> bool:
     """Whether a custom_jvp is JAX's own for a root."""
-    return "_custom_root" in name_of(called(eqn))
+    return "_custom_root" in name_of(body_of(eqn))
 
 
-def shard_map_arguments(eqn: Equation) -> dict[str, Any]:
+def shard_map_arguments(eqn: Eqn) -> dict[str, Any]:
     """Returns what ``jax.shard_map`` has to be given to make an equation again."""
     params = eqn.params
     return {
@@ -645,15 +669,15 @@ def ambient_precision() -> Any:
     return None if name is None else jax.lax.Precision(name)
 
 
-def has_only_axis_effects(eqn: Equation) -> bool:
+def has_only_axis_effects(eqn: Eqn) -> bool:
     """Whether an equation does nothing but talk over named axes."""
     inside = called(eqn) if eqn.primitive.name == _HIGH else None
-    effects = eqn.effects | (inside.effects if inside is not None else set())
+    effects = eqn.effects | (set() if inside is None else _open(inside).effects)
     return all(type(effect).__name__ == "NamedAxisEffect" for effect in effects)
 
 
 def retraced(
-    jaxpr: Jaxpr, avals: Sequence[Aval], steps: Callable[[dict[Atom, Any]], None]
+    jaxpr: Jaxpr, avals: Sequence[Aval], steps: Callable[[dict[Var, Any]], None]
 ) -> Jaxpr:
     """Returns a closed jaxpr, traced again with its equations run another way.
 
@@ -664,7 +688,7 @@ def retraced(
     """
     old = parts(jaxpr)
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: Array) -> list[Array]:
         env = dict(zip(old.constvars, old.consts, strict=True))
         env.update(zip(old.invars, arrays, strict=True))
         steps(env)
@@ -673,7 +697,7 @@ def retraced(
     return trace(run, avals, jaxpr)
 
 
-def run_equations(eqns: Sequence[Equation], env: dict[Atom, Any]) -> None:
+def run_equations(eqns: Sequence[Eqn], env: dict[Var, Array]) -> None:
     """Runs equations, and adds their results to what is known by variable."""
     for eqn in eqns:
         with context_of(eqn):
@@ -681,7 +705,7 @@ def run_equations(eqns: Sequence[Equation], env: dict[Atom, Any]) -> None:
         env.update(zip(eqn.outvars, results, strict=True))
 
 
-def read(env: dict[Atom, Any], atom: Atom) -> Any:
+def read(env: dict[Var, Array], atom: Var) -> Any:
     """Returns what an atom is, given what is known by variable."""
     return as_array(atom.val) if is_literal(atom) else env[atom]
 
@@ -696,7 +720,7 @@ def zeros(aval: Aval, length: int) -> Any:
     return as_varying(array, aval.manual_axis_type.varying)
 
 
-def is_sharded(array: Any) -> bool:
+def is_sharded(array: Array) -> bool:
     """Whether the type of an array says how it is sharded, as on an Explicit mesh."""
     return _is_sharded(jax.typeof(array))
 
@@ -705,7 +729,7 @@ def _is_sharded(aval: Aval) -> bool:
     return any(axis is not None for axis in aval.sharding.spec)
 
 
-def as_varying(array: Any, axes: Iterable[str]) -> Any:
+def as_varying(array: Array, axes: Iterable[str]) -> Any:
     """Returns an array whose type says that it may differ over some mapped axes.
 
     Only ``shard_map`` has them in its types: anywhere else it is the array itself.
@@ -718,7 +742,7 @@ def as_varying(array: Any, axes: Iterable[str]) -> Any:
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying")
 
 
-def gathered(array: Any) -> Any:
+def gathered(array: Array) -> Any:
     """Returns what all devices of a ``shard_map`` have, stacked up, the same on each.
 
     Outside of one it is the array itself.
@@ -735,7 +759,7 @@ def gathered(array: Any) -> Any:
     return jax.lax.psum(own, axes).astype(jnp.asarray(array).dtype)
 
 
-def varying_axes(atoms: Iterable[Atom]) -> frozenset[str]:
+def varying_axes(atoms: Iterable[Var]) -> frozenset[str]:
     """Returns the mapped axes over which some of the atoms may differ."""
     return frozenset().union(*(a.aval.manual_axis_type.varying for a in atoms))
 

@@ -7,15 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_lite.autocasting.jaxprs.compat import (
-    Equation,
     dtype_of,
     op_of,
     params_named,
 )
+from jmp_lite.autocasting.jaxprs.types import Eqn
 from jmp_lite.autocasting.rules.op_table import PRODUCTS
 
 
-def product_sizes(eqn: Equation) -> tuple[Any, ...]:
+def product_sizes(eqn: Eqn) -> tuple[Any, ...]:
     """Returns the sizes of a matrix product: of a result's sides, and what is summed.
 
     Of a convolution those of its channels. Nothing for any other op. A size may be
@@ -41,11 +41,11 @@ def product_sizes(eqn: Equation) -> tuple[Any, ...]:
     return lhs[-2], rhs[-1], lhs[-1]  # Ragged: the groups share the rows.
 
 
-def _numbers(eqn: Equation) -> Any:
+def _numbers(eqn: Eqn) -> Any:
     return params_named(eqn, ["dimension_numbers"]).get("dimension_numbers")
 
 
-def product_flops(eqn: Equation) -> int:
+def product_flops(eqn: Eqn) -> int:
     """Returns the operations of a matrix product, two for each multiplication."""
     if op_of(eqn) not in PRODUCTS:
         return 0

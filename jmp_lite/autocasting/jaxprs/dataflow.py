@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr, Var
 
 Fact = TypeVar("Fact")
 
 
-def jaxprs(jaxpr: compat.Jaxpr, path: str = "") -> Iterator[tuple[str, compat.Jaxpr]]:
+def jaxprs(jaxpr: Jaxpr, path: str = "") -> Iterator[tuple[str, Jaxpr]]:
     """Yields a jaxpr and those inside of it, each with the path that it stands in."""
     yield path, jaxpr
     for eqn in compat.parts(jaxpr).eqns:
@@ -24,16 +25,16 @@ def jaxprs(jaxpr: compat.Jaxpr, path: str = "") -> Iterator[tuple[str, compat.Ja
             yield from jaxprs(inner, compat.path_of(eqn, path))
 
 
-def equations(jaxpr: compat.Jaxpr, path: str = "") -> Iterator[tuple[Any, str]]:
+def equations(jaxpr: Jaxpr, path: str = "") -> Iterator[tuple[Eqn, str]]:
     """Yields each equation of a jaxpr, and of those inside of it, with its path."""
     for where, each in jaxprs(jaxpr, path):
         for eqn in compat.parts(each).eqns:
             yield eqn, compat.join(where, *compat.scopes(eqn))
 
 
-def readers_of(parts: compat.Parts) -> Mapping[Any, list[Any]]:
+def readers_of(parts: compat.Parts) -> Mapping[Var, list[Eqn | None]]:
     """Returns the equations that read each variable, in order; an output as None."""
-    readers: dict[Any, list[Any]] = defaultdict(list)
+    readers: dict[Var, list[Eqn | None]] = defaultdict(list)
     for eqn in (*parts.eqns, None):
         for atom in parts.outvars if eqn is None else eqn.invars:
             if not compat.is_literal(atom):
@@ -53,7 +54,7 @@ class _Analysis(abc.ABC, Generic[Fact]):
         """Returns what is known of a value of which one fact or the other holds."""
 
     @abc.abstractmethod
-    def through(self, eqn: Any, facts: Sequence[Fact], path: str) -> Sequence[Fact]:
+    def through(self, eqn: Eqn, facts: Sequence[Fact], path: str) -> Sequence[Fact]:
         """Returns what an equation that is not entered makes of facts.
 
         Args:
@@ -76,7 +77,7 @@ class Forward(_Analysis[Fact]):
     """Follows facts from the inputs of a jaxpr to its outputs."""
 
     def outputs(
-        self, jaxpr: compat.Jaxpr, inputs: Sequence[Fact], path: str = ""
+        self, jaxpr: Jaxpr, inputs: Sequence[Fact], path: str = ""
     ) -> list[Fact]:
         """Returns the facts of the outputs of a jaxpr.
 
@@ -88,7 +89,7 @@ class Forward(_Analysis[Fact]):
         parts = compat.parts(jaxpr)
         known = dict(zip(parts.invars, inputs, strict=True))
 
-        def read(atom: Any) -> Fact:
+        def read(atom: Var) -> Fact:
             is_known = not compat.is_literal(atom) and atom in known
             return known[atom] if is_known else self.nothing()
 
@@ -99,7 +100,7 @@ class Forward(_Analysis[Fact]):
         return [read(atom) for atom in parts.outvars]
 
     def _of_equation(
-        self, eqn: Any, operands: Sequence[Fact], path: str
+        self, eqn: Eqn, operands: Sequence[Fact], path: str
     ) -> Sequence[Fact]:
         op, inside = compat.op_of(eqn), compat.path_of(eqn, path)
         body = compat.called(eqn)
@@ -125,7 +126,7 @@ class Forward(_Analysis[Fact]):
 
     def _loop(
         self,
-        body: compat.Jaxpr,
+        body: Jaxpr,
         operands: Sequence[Fact],
         n_consts: int,
         n_carry: int,
@@ -146,7 +147,7 @@ class Backward(_Analysis[Fact]):
     """Follows facts from the outputs of a jaxpr to its inputs."""
 
     def variables(
-        self, jaxpr: compat.Jaxpr, outputs: Sequence[Fact], path: str = ""
+        self, jaxpr: Jaxpr, outputs: Sequence[Fact], path: str = ""
     ) -> Mapping[Any, Fact]:
         """Returns the fact of each variable of a jaxpr.
 
@@ -158,7 +159,7 @@ class Backward(_Analysis[Fact]):
         parts = compat.parts(jaxpr)
         known: dict[Any, Fact] = defaultdict(self.nothing)
 
-        def note(atoms: Sequence[Any], facts: Sequence[Fact]) -> None:
+        def note(atoms: Sequence[Var], facts: Sequence[Fact]) -> None:
             for atom, fact in zip(atoms, facts, strict=True):
                 if not compat.is_literal(atom):
                     known[atom] = self.join(known[atom], fact)
@@ -170,14 +171,14 @@ class Backward(_Analysis[Fact]):
         return known
 
     def inputs(
-        self, jaxpr: compat.Jaxpr, outputs: Sequence[Fact], path: str = ""
+        self, jaxpr: Jaxpr, outputs: Sequence[Fact], path: str = ""
     ) -> list[Fact]:
         """Returns the facts of the inputs of a jaxpr, as ``variables`` finds them."""
         known = self.variables(jaxpr, outputs, path)
         return [known[var] for var in compat.parts(jaxpr).invars]
 
     def of_equation(
-        self, eqn: Any, results: Sequence[Fact], path: str
+        self, eqn: Eqn, results: Sequence[Fact], path: str
     ) -> Sequence[Fact]:
         """Returns the facts of an equation's operands.
 
@@ -215,8 +216,8 @@ class Backward(_Analysis[Fact]):
 
     def of_loop(
         self,
-        eqn: Any,
-        body: compat.Jaxpr,
+        eqn: Eqn,
+        body: Jaxpr,
         n_consts: int,
         n_carry: int,
         results: Sequence[Fact],

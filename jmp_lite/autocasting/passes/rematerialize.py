@@ -7,19 +7,19 @@ would be kept many times over. Results do not change.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.autocasting.passes.scan_weight_gradients import moved_constants
 from jmp_lite.autocasting.passes.upcasts import is_raise
 from jmp_lite.autocasting.rules.op_table import ADDING, CHEAP, LINEAR
 
-Run = list[Any]
+Run = list[Eqn]
 
 
-def rematerialize(jaxpr: Any, n_consts: int = 0, kept: str | None = None) -> Any:
+def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> Jaxpr:
     """Returns the closed jaxpr of a loop's body with its islands rematerialized.
 
     Args:
@@ -33,7 +33,7 @@ def rematerialize(jaxpr: Any, n_consts: int = 0, kept: str | None = None) -> Any
         return jaxpr
     raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_raise(eqn)}
 
-    def steps(env: dict[Any, Any]) -> None:
+    def steps(env: dict[Var, Array]) -> None:
         for item in plan:
             if isinstance(item, list):
                 _run_island(item, _wanted(item, parts, raises), raises, env)
@@ -43,7 +43,9 @@ def rematerialize(jaxpr: Any, n_consts: int = 0, kept: str | None = None) -> Any
     return compat.retraced(jaxpr, [var.aval for var in parts.invars], steps)
 
 
-def _plan(parts: compat.Parts, constant: Sequence[Any], kept: str | None) -> list[Any]:
+def _plan(
+    parts: compat.Parts, constant: Sequence[Eqn], kept: str | None
+) -> list[Eqn | Run]:
     """Returns the equations in an order to run them, those of an island in a list.
 
     An island is a run of cheap ops. An equation that does not read what the run has
@@ -51,9 +53,9 @@ def _plan(parts: compat.Parts, constant: Sequence[Any], kept: str | None) -> lis
     place of what it adds up; and so does what is the same in all steps.
     """
     outside = set(map(id, constant))
-    plan: list[Any] = []
+    plan: list[Eqn | Run] = []
     island: Run = []
-    made: set[Any] = set()
+    made: set[Var] = set()
 
     def flush() -> None:
         is_worth_it = any(compat.op_of(eqn) not in LINEAR for eqn in island)
@@ -75,13 +77,13 @@ def _plan(parts: compat.Parts, constant: Sequence[Any], kept: str | None) -> lis
     return plan
 
 
-def _is_cheap(eqn: Any, kept: str | None) -> bool:
+def _is_cheap(eqn: Eqn, kept: str | None) -> bool:
     """Whether an equation of floats is one pass over memory, or a call of such."""
     has_floats = any(map(compat.is_float, (*eqn.invars, *eqn.outvars)))
     return has_floats and _is_light(eqn, kept)
 
 
-def _is_sum(eqn: Any) -> bool:
+def _is_sum(eqn: Eqn) -> bool:
     """Whether an equation adds two arrays of one shape."""
     if compat.op_of(eqn) not in ADDING:
         return False
@@ -90,7 +92,7 @@ def _is_sum(eqn: Any) -> bool:
     return both and one.aval.shape == other.aval.shape
 
 
-def _is_light(eqn: Any, kept: str | None) -> bool:
+def _is_light(eqn: Eqn, kept: str | None) -> bool:
     if eqn.effects or kept in compat.scopes(eqn):
         return False
     if compat.op_of(eqn) in ("jit", "custom_jvp_call"):
@@ -99,7 +101,7 @@ def _is_light(eqn: Any, kept: str | None) -> bool:
     return compat.op_of(eqn) in CHEAP
 
 
-def _wanted(island: Run, parts: compat.Parts, raises: Mapping[Any, Any]) -> list[Any]:
+def _wanted(island: Run, parts: compat.Parts, raises: Mapping[Var, Eqn]) -> list[Var]:
     """Returns the results of an island that are read outside of it."""
     inside = set(map(id, island))
     read = {id(atom) for atom in parts.outvars}
@@ -112,7 +114,7 @@ def _wanted(island: Run, parts: compat.Parts, raises: Mapping[Any, Any]) -> list
 
 
 def _run_island(
-    island: Run, wanted: Sequence[Any], maker: Mapping[Any, Any], env: dict[Any, Any]
+    island: Run, wanted: Sequence[Var], maker: Mapping[Var, Eqn], env: dict[Var, Array]
 ) -> None:
     made = {var for eqn in island for var in eqn.outvars}
     atoms = [a for eqn in island for a in eqn.invars if not compat.is_literal(a)]
@@ -123,7 +125,7 @@ def _run_island(
     atoms = [*(eqn.invars[0] for eqn in raises), *(a for a in needed if a not in maker)]
     inputs = list(dict.fromkeys(atoms))
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: Array) -> list[Array]:
         inner = dict(zip(inputs, arrays, strict=True))
         compat.run_equations(island, inner)
         return [inner[var] for var in wanted]

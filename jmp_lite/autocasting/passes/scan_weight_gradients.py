@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import readers_of
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
 from jmp_lite.autocasting.rules.op_table import MOVING
 
 
@@ -31,18 +32,18 @@ class _Use(NamedTuple):
       at: the sum that the product goes into, or the product: its tangent enters there.
     """
 
-    eqn: Any
+    eqn: Eqn
     side: int
     consts: frozenset[int]
-    at: Any
+    at: Var
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> Var:
         """The variable that is the weight."""
         return self.eqn.invars[self.side]
 
     @property
-    def other(self) -> Any:
+    def other(self) -> Var:
         """The variable that it is multiplied with."""
         return self.eqn.invars[1 - self.side]
 
@@ -57,13 +58,13 @@ class _Body(NamedTuple):
       uses: the products.
     """
 
-    eqn: Any
+    eqn: Eqn
     parts: compat.Parts
-    moves: Sequence[Any]
+    moves: Sequence[Eqn]
     uses: Sequence[_Use]
 
 
-def rewritten(eqn: Any, jaxpr: Any) -> Callable[..., list[Any]] | None:
+def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
     """Returns a function that runs a scan; None where it has no such weight.
 
     Args:
@@ -75,14 +76,14 @@ def rewritten(eqn: Any, jaxpr: Any) -> Callable[..., list[Any]] | None:
       sliced, whose derivative adds the gradients of weights up after the loop.
     """
 
-    def plain(*arrays: Any) -> list[Any]:
+    def plain(*arrays: Array) -> list[Array]:
         return compat.bind(eqn, arrays, jaxpr=jaxpr)
 
     body = _read(eqn, jaxpr)
-    if not body.uses or jaxpr.effects:
+    if not body.uses or compat.has_effects(jaxpr):
         return None
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         return _linearized(body, primals, tangents)
 
     run = jax.custom_jvp(plain)
@@ -98,14 +99,14 @@ class Moved(NamedTuple):
       made_of: the numbers of the constants in each variable.
     """
 
-    eqns: Sequence[Any]
-    made_of: Mapping[Any, frozenset[int]]
+    eqns: Sequence[Eqn]
+    made_of: Mapping[Var, frozenset[int]]
 
 
 def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
     """Finds what is cast and moved only, and is no larger than it was."""
     made_of = {var: frozenset([i]) for i, var in enumerate(parts.invars[:n_consts])}
-    eqns: list[Any] = []
+    eqns: list[Eqn] = []
     for eqn in parts.eqns:
         atoms = [atom for atom in eqn.invars if not compat.is_literal(atom)]
         if not atoms or not all(atom in made_of for atom in atoms):
@@ -118,11 +119,11 @@ def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
     return Moved(eqns, made_of)
 
 
-def _n_bytes(atoms: Sequence[Any]) -> int:
+def _n_bytes(atoms: Sequence[Var]) -> int:
     return sum(atom.aval.size * compat.dtype_of(atom).itemsize for atom in atoms)
 
 
-def _read(eqn: Any, jaxpr: Any) -> _Body:
+def _read(eqn: Eqn, jaxpr: Jaxpr) -> _Body:
     """Finds the products with weights that are larger than what would be stacked."""
     parts = compat.parts(jaxpr)
     n_consts, _ = compat.scan_counts(eqn)
@@ -143,7 +144,7 @@ def _is_worth_it(use: _Use) -> bool:
     return 0 < stacked <= use.weight.aval.size
 
 
-def _sum_of(product: Any, readers: Mapping[Any, list[Any]]) -> Any:
+def _sum_of(product: Eqn, readers: Mapping[Var, list[Eqn | None]]) -> Var:
     """Returns the sum that a product goes into, and into nothing else."""
     (var,) = product.outvars
     while True:
@@ -156,7 +157,9 @@ def _sum_of(product: Any, readers: Mapping[Any, list[Any]]) -> Any:
         var = result
 
 
-def _linearized(body: _Body, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def _linearized(
+    body: _Body, primals: Sequence[Array], tangents: Sequence[Array]
+) -> Any:
     """Returns the results of a loop and their tangents.
 
     The tangents of the products are computed for all steps at once. Transposed, that is
@@ -169,7 +172,7 @@ def _linearized(body: _Body, primals: Sequence[Any], tangents: Sequence[Any]) ->
     others = list(dict.fromkeys(use.other for use in uses))
     sums = list(dict.fromkeys(use.at for use in uses))
 
-    def weights(*arrays: Any) -> list[Any]:
+    def weights(*arrays: Array) -> list[Array]:
         every = [*primals[:n_consts]]
         for i, array in zip(consts, arrays, strict=True):
             every[i] = array
@@ -182,7 +185,7 @@ def _linearized(body: _Body, primals: Sequence[Any], tangents: Sequence[Any]) ->
     )
     fixed = {id(use.eqn): (use.side, w) for use, w in zip(uses, held, strict=True)}
 
-    def shifted(shifts: Sequence[Any], *arrays: Any) -> Any:
+    def shifted(shifts: Sequence[Array], *arrays: Array) -> Any:
         every = [*primals]
         for i, array in zip(moved, arrays, strict=True):
             every[i] = array
@@ -193,7 +196,7 @@ def _linearized(body: _Body, primals: Sequence[Any], tangents: Sequence[Any]) ->
     results, linear, stacks = jax.linearize(
         shifted, zeros, *(primals[i] for i in moved), has_aux=True
     )
-    shifts: dict[Any, Any] = {}
+    shifts: dict[Var, Array] = {}
     for use, direction in zip(uses, directions, strict=True):
         shift = _products(use, stacks[others.index(use.other)], direction)
         shifts[use.at] = shifts[use.at] + shift if use.at in shifts else shift
@@ -201,21 +204,23 @@ def _linearized(body: _Body, primals: Sequence[Any], tangents: Sequence[Any]) ->
     return results, out
 
 
-def _products(use: _Use, stack: Any, direction: Any) -> Any:
+def _products(use: _Use, stack: Array, direction: Array) -> Array:
     """Returns the products, of all steps, of what was stacked and one weight."""
     contracted, batch = compat.dot_dimensions(use.eqn)
     # Axes that are sharded by their types cannot be merged.
     if not any(batch) and not compat.is_sharded(stack):
         return _one_product(use, stack, direction, *contracted)
 
-    def product(other: Any) -> Any:
+    def product(other: Array) -> Array:
         pair = (direction, other) if use.side == 0 else (other, direction)
         return compat.bind(use.eqn, pair)[0]
 
     return jax.vmap(product)(stack)
 
 
-def _one_product(use: _Use, stack: Any, direction: Any, *contracted: Any) -> Any:
+def _one_product(
+    use: _Use, stack: Array, direction: Array, *contracted: Sequence[int]
+) -> Array:
     """Returns the same as a product of two matrices.
 
     Transposed, it contracts one axis: where there are two, XLA for CPUs may add up in
@@ -244,11 +249,11 @@ def _one_product(use: _Use, stack: Any, direction: Any, *contracted: Any) -> Any
 
 def _scan(
     body: _Body,
-    fixed: Mapping[int, tuple[int, Any]],
-    shifts: Mapping[Any, Any],
-    others: Sequence[Any],
-    arrays: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
+    fixed: Mapping[int, tuple[int, Array]],
+    shifts: Mapping[Var, Array],
+    others: Sequence[Var],
+    arrays: Sequence[Array],
+) -> tuple[list[Array], list[Array]]:
     """Runs a loop whose weights are fixed, and whose sums can be moved.
 
     Args:
@@ -265,7 +270,7 @@ def _scan(
     n_consts, n_carry = compat.scan_counts(body.eqn)
     consts, start = arrays[:n_consts], arrays[n_consts : n_consts + n_carry]
 
-    def step(carry: Sequence[Any], now: Any) -> Any:
+    def step(carry: Sequence[Array], now: PyTree) -> Any:
         sliced, shifts_now = now
         shift = dict(zip(shifts, shifts_now, strict=True))
         env = dict(zip(parts.constvars, parts.consts, strict=True))
@@ -295,7 +300,7 @@ def _scan(
 
 
 @jax.custom_jvp
-def _moved_by(value: Any, shift: Any) -> Any:
+def _moved_by(value: Array, shift: Array) -> Array:
     """Returns a value whose tangent is its own and that of a shift."""
     del shift
     return value

@@ -3,12 +3,11 @@
 The gradients of all uses of such a value then add up in float32.
 """
 
-from typing import Any
-
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, Var
 
 
-def is_raise(eqn: Any) -> bool:
+def is_raise(eqn: Eqn) -> bool:
     """Whether an equation casts a 16-bit variable to float32."""
     if compat.op_of(eqn) != "convert_element_type":
         return False
@@ -17,7 +16,7 @@ def is_raise(eqn: Any) -> bool:
     return is_low and compat.is_float32(var) and compat.dtype_of(atom).itemsize == 2
 
 
-def only_raised(jaxpr: Any) -> frozenset[int]:
+def only_raised(jaxpr: Jaxpr) -> frozenset[int]:
     """Returns which 16-bit inputs of a jaxpr are read by nothing but raises."""
     parts = compat.parts(jaxpr)
     raised = {eqn.invars[0] for eqn in parts.eqns if is_raise(eqn)}
@@ -33,14 +32,14 @@ def only_raised(jaxpr: Any) -> frozenset[int]:
     )
 
 
-def with_raised(jaxpr: Any, raised: frozenset[int]) -> Any:
+def with_raised(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
     """Returns a jaxpr that takes some of its inputs in float32 already."""
     if not raised:
         return jaxpr
     parts = compat.parts(jaxpr)
     given = {parts.invars[i] for i in raised}
 
-    def steps(env: dict[Any, Any]) -> None:
+    def steps(env: dict[Var, Array]) -> None:
         for eqn in parts.eqns:
             if is_raise(eqn) and eqn.invars[0] in given:
                 env[eqn.outvars[0]] = env[eqn.invars[0]]

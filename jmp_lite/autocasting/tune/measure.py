@@ -5,7 +5,7 @@ itself does not determine are not judged.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jmp_lite.autocasting.explain.backward import losses_of
 from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.types import Array, Function, PyTree, Var
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.host import fetched
@@ -65,7 +66,7 @@ class Sample:
       not_judged: the names of what float32 itself does not know.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: Sequence[Any]) -> None:
+    def __init__(self, fun: Function, args: Sequence[Any]) -> None:
         _check_arguments(args)
         self.fun, self.args = fun, tuple(args)
         self._traced, arrays, structure = trace(fun, self.args, {})
@@ -81,7 +82,7 @@ class Sample:
         self._cotangents = _cotangents([outs[i] for i in self._losses])
         self._names = self._named(structure, len(outs))
 
-        def exactly(*arrays: Any) -> Any:
+        def exactly(*arrays: Array) -> PyTree:
             return compat.evaluate(highest, arrays)
 
         self._exact = self._run(exactly, self._arrays)
@@ -107,7 +108,7 @@ class Sample:
     def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
         """Returns the error under some rules, compiled with some options."""
 
-        def run(*arrays: Any) -> Any:
+        def run(*arrays: Array) -> PyTree:
             return Interpreter(rules).run_function(self._traced, arrays)
 
         found = self._run(run, self._arrays, options)
@@ -122,14 +123,14 @@ class Sample:
 
     def _run(
         self,
-        fun: Callable[..., Any],
-        arrays: Sequence[Any],
+        fun: Function,
+        arrays: Sequence[Array],
         options: Mapping[str, Any] = WAYS_TO_COMPILE[0],
-    ) -> list[Any]:
+    ) -> list[Array]:
         """Returns the floating results of a function of arrays, and the gradients."""
 
-        def measured(*arrays: Any) -> Any:
-            def of_floats(*floats: Any) -> Any:
+        def measured(*arrays: Array) -> PyTree:
+            def of_floats(*floats: Array) -> PyTree:
                 merged = list(arrays)
                 for i, array in zip(self._floats, floats, strict=True):
                     merged[i] = array
@@ -152,7 +153,7 @@ class Sample:
             raise
         return [_wide(x) for x in jax.device_get(results)]
 
-    def _named(self, structure: Any, n_results: int) -> list[str]:
+    def _named(self, structure: PyTree, n_results: int) -> list[str]:
         """Returns names for the floating results and for the gradients."""
         given = jax.tree.leaves_with_path(self.args)
         arguments = [path for path, leaf in given if is_traceable(leaf)]
@@ -176,7 +177,7 @@ class Sample:
                 )
 
 
-def _check_arguments(args: Any) -> None:
+def _check_arguments(args: PyTree) -> None:
     if not isinstance(args, tuple | list):
         raise TypeError(
             "Expected a tuple of the function's arguments, got "
@@ -188,12 +189,12 @@ def _check_arguments(args: Any) -> None:
         )
 
 
-def _floats_in(atoms: Sequence[Any]) -> list[int]:
+def _floats_in(atoms: Sequence[Var]) -> list[int]:
     """Returns which inputs or results of a program are floats, complex ones too."""
     return [i for i, atom in enumerate(atoms) if compat.is_float(atom)]
 
 
-def _cotangents(losses: Sequence[Any]) -> list[Any]:
+def _cotangents(losses: Sequence[Any]) -> list[Array]:
     """Returns what the gradients are taken of: the loss, or a mixture of all."""
     if len(losses) == 1 and not losses[0].shape:
         return [jnp.ones((), losses[0].dtype)]
@@ -203,7 +204,7 @@ def _cotangents(losses: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _in_the_last_bit(array: Any) -> Any:
+def _in_the_last_bit(array: Array) -> PyTree:
     """Returns floats that are others in their last bit.
 
     But for whole numbers, which may be labels, counts or masks.
@@ -216,18 +217,18 @@ def _in_the_last_bit(array: Any) -> Any:
     return jnp.where(is_whole, array, changed.astype(array.dtype))
 
 
-def _wide(array: Any) -> Any:
-    array = np.asarray(array)
-    is_complex = np.issubdtype(array.dtype, np.complexfloating)
-    return array.astype(np.complex128 if is_complex else np.float64)
+def _wide(array: Array) -> PyTree:
+    known = np.asarray(array)
+    is_complex = np.issubdtype(known.dtype, np.complexfloating)
+    return known.astype(np.complex128 if is_complex else np.float64)
 
 
-def _is_broken(a: Any, b: Any) -> bool:
+def _is_broken(a: PyTree, b: PyTree) -> bool:
     """Whether numbers are infinite or NaN where others are not."""
     return bool((~np.isfinite(a) & (a != b)).any())
 
 
-def _distance(a: Any, b: Any) -> float:
+def _distance(a: PyTree, b: PyTree) -> float:
     """Returns how far numbers are from others, in terms of the others' size.
 
     Both may be infinite in the same places.

@@ -15,6 +15,7 @@ import numpy as np
 from jmp_lite.autocasting.explain.explanation import explain
 from jmp_lite.autocasting.explain.rows import Row, counted, is_decided_inside
 from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.jaxprs.types import Function
 from jmp_lite.autocasting.rules.precision import Precision
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
 from jmp_lite.autocasting.tune.candidates import Rule, Units, ways_to_keep
@@ -33,7 +34,7 @@ def _to_stderr(line: str) -> None:
 
 
 def tune(
-    fun: Callable[..., Any],
+    fun: Function,
     args: Sequence[Any],
     tolerance: float,
     rules: Rules | str = "mixed",
