@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser("python -m jmp_lite")
-    told = f"jmp_lite {jmp.__version__}"
-    parser.add_argument("--version", action="version", version=told)
+    version = f"jmp_lite {jmp.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     about = "print versions, devices and the half dtype"
     commands.add_parser("doctor", help=about, description=about)
@@ -219,8 +219,10 @@ def train(
     history: list[Any] = []
     # Step by step from Python: on a CPU, XLA's convolutions are slow in a lax.scan.
     for batch in track(batches, description=precision):
-        params, opt_state, told = step(params, opt_state, images[batch], labels[batch])
-        history.append(jax.device_get(told))
+        params, opt_state, metrics = step(
+            params, opt_state, images[batch], labels[batch]
+        )
+        history.append(jax.device_get(metrics))
 
     losses, loss_scales, grads_finite = map(np.stack, zip(*history, strict=True))
     logits = jax.device_get(jax.jit(forward)(params, test_images))
@@ -309,8 +311,8 @@ def explain_loss(seed: int) -> jmp.Explanation:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return LOSS_SCALES["float16"].scale(losses.mean())
 
-    told = jmp.explain(loss_fn, compute_dtype="float16", backward=True)
-    return told(params, images[:BATCH_SIZE], labels[:BATCH_SIZE])
+    explained = jmp.explain(loss_fn, compute_dtype="float16", backward=True)
+    return explained(params, images[:BATCH_SIZE], labels[:BATCH_SIZE])
 
 
 def share_in_16_bits(fun: Callable[..., Any], *args: Any) -> float:

@@ -148,14 +148,14 @@ def explain(
         after, out = lifted(states)
         return out, after
 
-    told = core_explain(
+    explain_states = core_explain(
         loss_first, rules, compute_dtype=compute_dtype, backward=backward
     )
 
     @functools.wraps(called)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         with nnx.update_context(lifted):
-            return told(nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted))
+            return explain_states(nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted))
 
     return explained
 

@@ -97,5 +97,5 @@ def _name(path: Any) -> str:
 def _label(name: str, array: np.ndarray) -> str:
     """Returns a name, and what the picture cannot show."""
     is_hidden = {"zero": array == 0, "not finite": ~np.isfinite(array)}
-    told = [f"{h.mean():.0%} {what}" for what, h in is_hidden.items() if h.any()]
-    return f"{name}: {', '.join(told)}" if told else name
+    texts = [f"{h.mean():.0%} {what}" for what, h in is_hidden.items() if h.any()]
+    return f"{name}: {', '.join(texts)}" if texts else name

@@ -202,8 +202,8 @@ def numbers(columns: Mapping[str, Any], i: int) -> Numbers:
 
 def headers(dtype: str | None) -> Sequence[str]:
     """Returns the titles of the columns that ``cells`` fills."""
-    told = f" in {dtype}" if dtype else ""
-    ends = [f"{name}{told}" for name in ("overflow", "underflow", "subnormal")]
+    suffix = f" in {dtype}" if dtype else ""
+    ends = [f"{name}{suffix}" for name in ("overflow", "underflow", "subnormal")]
     return ("nan", "inf", "max |x|", "min |x|", *ends)
 
 

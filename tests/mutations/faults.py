@@ -418,14 +418,14 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
-        "key = (id(jaxpr), states, wanted, said, region is None, forced)",
-        "key = (id(jaxpr), states, said, region is None, forced)",
+        "key = (id(jaxpr), states, wanted, rules_inside, region is None, forced)",
+        "key = (id(jaxpr), states, rules_inside, region is None, forced)",
         "a converted call forgets who reads its results",
         "test_autocasting_uses.py::test_each_call_of_a_block_is_demanded_by_its_own_readers",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
-        "key = (id(jaxpr), states, wanted, said, region is None, forced)",
+        "key = (id(jaxpr), states, wanted, rules_inside, region is None, forced)",
         "key = (id(jaxpr), states, wanted, region is None, forced)",
         "a converted call forgets the scope rules",
         "test_autocasting_higher_order.py::test_a_block_that_stands_in_two_scopes_is_decided_in_each",
@@ -490,7 +490,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/custom_rules.py",
-        "(v.state, Kind.COMPUTED) if yes else None",
+        "(one.state, Kind.COMPUTED) if isinstance(one, Value) else None",
         "(None, Kind.COMPUTED) if yes else None",
         "a backward rule meets residuals in 16 bits",
         "test_autocasting_higher_order.py::test_a_custom_vjp_rule_is_kept_and_low_inside",

@@ -105,13 +105,15 @@ class Explanation:
             what = f"{op!r}" if op else "equation"
             where = f" in a scope like {scope!r}" if scope else ""
             raise ValueError(f"There is no {what}{where}.{hint}")
-        said = Counter(r.precision for r in found if r.precision != "as traced")
-        if len(said) > 1:
-            told = ", ".join(f"{n} in {dtype}" for dtype, n in said.most_common())
-            raise ValueError(
-                f"They run in several: {told}. Narrow it down by scope= or op=."
+        precisions = Counter(r.precision for r in found if r.precision != "as traced")
+        if len(precisions) > 1:
+            found = ", ".join(
+                f"{n} in {dtype}" for dtype, n in precisions.most_common()
             )
-        return next(iter(said), "as traced")
+            raise ValueError(
+                f"They run in several: {found}. Narrow it down by scope= or op=."
+            )
+        return next(iter(precisions), "as traced")
 
     def diff(self, other: "Explanation") -> "Difference":
         """Returns what this explanation and another one of the function say otherwise.
@@ -130,7 +132,7 @@ class Explanation:
         """Returns the rows as text.
 
         Args:
-          depth: how many names of a path are told apart; what stands deeper, and
+          depth: how many names of a path are shown; what stands deeper, and
             blocks that differ in a number alone, is summed up. Where an op runs
             otherwise in a few of those blocks, they are named. None for every equation
             on its own.
@@ -140,7 +142,7 @@ class Explanation:
     def summary(self) -> str:
         """Returns all but the rows as text."""
         return "\n".join(
-            f"{name}{text}" for name, texts in self._told() for text in texts
+            f"{name}{text}" for name, texts in self._lines() for text in texts
         )
 
     def to_json(self) -> str:
@@ -162,10 +164,10 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         depth = _depth_that_fits(self.rows)
-        told = [(name, [(text,) for text in texts]) for name, texts in self._told()]
+        lines = [(name, [(text,) for text in texts]) for name, texts in self._lines()]
         return "\n".join(
             [
-                html_table([self._title()], told),
+                html_table([self._title()], lines),
                 html_table(*_grouped(self.rows, depth)),
             ]
         )
@@ -174,10 +176,10 @@ class Explanation:
         title = f"autocast to {np.dtype(self.rules.compute_dtype).name}"
         return f"{title}: {len(self.rows)} equations"
 
-    def _told(self) -> Sequence[tuple[str, Sequence[str]]]:
+    def _lines(self) -> Sequence[tuple[str, Sequence[str]]]:
         totals = self.totals
         products = totals.flops.items()
-        told: list[tuple[str, Sequence[str]]] = [
+        lines: list[tuple[str, Sequence[str]]] = [
             ("equations: ", [_shares(totals.equations)]),
             ("products: ", [_shares(totals.products)] if products else []),
             ("work: ", [_flops(products)] if any(totals.flops.values()) else []),
@@ -185,12 +187,12 @@ class Explanation:
         ]
         if totals.kept_run is not None and totals.kept_traced is not None:
             kept = f"{count(totals.kept_run)}B, in float32 {count(totals.kept_traced)}B"
-            told.append(("kept for the backward pass: ", [kept]))
+            lines.append(("kept for the backward pass: ", [kept]))
         passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
-        told.append(("passes: ", [passes] if passes else []))
-        told.append(("unused: ", self.unused))
-        told.append(("look at ", tuple(map(str, self.lints))))
-        return told
+        lines.append(("passes: ", [passes] if passes else []))
+        lines.append(("unused: ", self.unused))
+        lines.append(("look at ", tuple(map(str, self.lints))))
+        return lines
 
     def _rows_of(self, op: str | None) -> Sequence[Row]:
         if op is None:
@@ -237,12 +239,12 @@ def explain(
     Example:
       >>> import jax.numpy as jnp
       >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-      >>> told = explain(lambda x: jnp.exp(x @ x))(x)
-      >>> for row in told.rows:
+      >>> explanation = explain(lambda x: jnp.exp(x @ x))(x)
+      >>> for row in explanation.rows:
       ...     print(row.op, row.precision, row.shapes)
       dot_general bfloat16 ('float32[4,4]',)
       exp float32 ('float32[4,4]',)
-      >>> told.totals.flops
+      >>> explanation.totals.flops
       {'bfloat16': 128}
     """
     check_function(fun)
@@ -334,22 +336,22 @@ class Difference:
     def __str__(self) -> str:
         if not self:
             return "no difference"
-        rows = [(a, *_told_apart(a, b), b.reason) for a, b in self.changed]
+        rows = [(a, *_precisions_of(a, b), b.reason) for a, b in self.changed]
         rows += [(row, row.precision, "-", "") for row in self.only_left]
         rows += [(row, "-", row.precision, row.reason) for row in self.only_right]
         like: dict[str, Counter[Sequence[str]]] = {}
         for row, *cells in rows:
-            told = (_times(row), row.op, *cells, short(row.source))
-            like.setdefault(row.scope, Counter())[told] += 1
+            line = (_times(row), row.op, *cells, short(row.source))
+            like.setdefault(row.scope, Counter())[line] += 1
         groups = [
-            (scope, [(f"{n}" if n > 1 else "", *told) for told, n in counted.items()])
+            (scope, [(f"{n}" if n > 1 else "", *cells) for cells, n in counted.items()])
             for scope, counted in like.items()
         ]
         headers = ("", "times", "op", "ran in", "runs in", "why", "where")
         return text_table(headers, groups, right=(0, 1))
 
 
-def _told_apart(a: Row, b: Row) -> tuple[str, str]:
+def _precisions_of(a: Row, b: Row) -> tuple[str, str]:
     """Returns what two rows run in, and how much they hold where that is the same."""
     if a.precision != b.precision:
         return a.precision, b.precision
@@ -414,7 +416,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-_HEADERS = ("times", "op", "runs in", "results", "why", "where")
+_HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
 
 _HEADERS_OF_A_SUM = ("times", "op", "runs in", "only in")
 
@@ -467,8 +469,8 @@ def _grouped(
 def _cells(row: Row, depth: int | None) -> Sequence[str]:
     if depth is not None:
         return (row.op, row.precision)
-    told = (" ".join(row.shapes), row.reason, short(row.source))
-    return (row.op, row.precision, *told)
+    texts = (" ".join(row.shapes), row.reason, short(row.source))
+    return (row.op, row.precision, *texts)
 
 
 def _only_in(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
@@ -501,5 +503,5 @@ def _shares(counts: Mapping[str, int]) -> str:
 def _flops(flops: Iterable[tuple[str, int]]) -> str:
     flops = sorted(flops, key=lambda item: -item[1])
     total = sum(n for _, n in flops)
-    told = [f"{count(n)}flop in {name} ({n / total:.0%})" for name, n in flops]
-    return ", ".join(told)
+    texts = [f"{count(n)}flop in {name} ({n / total:.0%})" for name, n in flops]
+    return ", ".join(texts)

@@ -60,8 +60,8 @@ class Lint:
 
     def __str__(self) -> str:
         place = ", ".join(filter(None, (self.scope, short(self.source))))
-        said = ": ".join(filter(None, (place, self.message)))
-        return f"{said}. {self.remedy}."
+        text = ": ".join(filter(None, (place, self.message)))
+        return f"{text}. {self.remedy}."
 
 
 class Looked(NamedTuple):
@@ -110,12 +110,12 @@ def _at(seen: Seen, name: str, message: str, remedy: str) -> Lint:
 
 
 def _follows_float32(seen: Seen) -> bool:
-    decision = seen.told.decision
+    decision = seen.record.decision
     return decision.run is Run.FULL and decision.leader is not None
 
 
 def _has_low(seen: Seen) -> bool:
-    return any(o.state is State.LOW for o in seen.told.operands)
+    return any(o.state is State.LOW for o in seen.record.operands)
 
 
 def _widened_stream(looked: Looked) -> Iterator[Lint]:
@@ -131,23 +131,23 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
     # By equation: what made the 16-bit values what they are that it is computed from.
     made_of: dict[int, set[object]] = {}
     for seen in looked.seen:
-        told = seen.told
-        lows = {_made_by(o.origin) for o in told.operands if o.state is State.LOW}
-        others = (o for o in told.operands if o.state is not State.LOW)
+        record = seen.record
+        lows = {_made_by(o.origin) for o in record.operands if o.state is State.LOW}
+        others = (o for o in record.operands if o.state is not State.LOW)
         of_others = (made_of.get(id(o.origin), set()) for o in others)
-        made_of[id(told.eqn)] = lows.union(*of_others)
-        if told.result is None and _follows_float32(seen):
-            name = id(told.origin)
+        made_of[id(record.eqn)] = lows.union(*of_others)
+        if record.result is None and _follows_float32(seen):
+            name = id(record.origin)
             is_one_function = not lows.isdisjoint(made_of.get(name, set()))
-            if lows and not is_one_function and not _is_by_choice(told.origin):
+            if lows and not is_one_function and not _is_by_choice(record.origin):
                 first.setdefault(name, seen)
             if name in first:
                 after.setdefault(name, []).append(seen)
         # A norm, too, hands on 16 bits.
-        match = told.decision.match
+        match = record.decision.match
         is_norm = match is not None and match.precision is Precision.FULL_INSIDE
-        if told.decision.run is Run.LOW or is_norm:
-            hard = (o for o in told.operands if o.state is State.HARD)
+        if record.decision.run is Run.LOW or is_norm:
+            hard = (o for o in record.operands if o.state is State.HARD)
             is_cast_back.update(id(o.origin) for o in hard)
     for name, seen in first.items():
         rows = [one.row for one in after[name]]
@@ -243,13 +243,13 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
     provenance = _Provenance()
     provenance.outputs(looked.jaxpr, given)
     for seen in looked.seen:
-        told = seen.told
-        follows = told.decision.match is None and _has_low(seen)
-        if not follows or told.decision.run is not Run.LOW:
+        record = seen.record
+        follows = record.decision.match is None and _has_low(seen)
+        if not follows or record.decision.run is not Run.LOW:
             continue
-        shape = told.eqn.outvars[0].aval.shape
-        for i in provenance.added.get(id(told.eqn), ()):
-            operand = told.operands[i]
+        shape = record.eqn.outvars[0].aval.shape
+        for i in provenance.added.get(id(record.eqn), ()):
+            operand = record.operands[i]
             is_spread = operand.shape != shape or len(shape) < 2
             if operand.state is State.SOFT and not is_spread:
                 yield _at(
@@ -267,19 +267,19 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
     if looked.rules.default is Precision.FULL:  # All but products is.
         return
     for seen in looked.seen:
-        told = seen.told
-        if told.result is None or told.decision.run is not Run.FULL:
+        record = seen.record
+        if record.result is None or record.decision.run is not Run.FULL:
             continue
-        if _differentiates(told.eqn):  # It trains: its carries are what is trained.
+        if _differentiates(record.eqn):  # It trains: its carries are what is trained.
             continue
-        if told.decision.reason is Reason.CARRY_RESULT:
+        if record.decision.reason is Reason.CARRY_RESULT:
             yield _at(
                 seen,
                 "float32 carry",
                 seen.row.reason,
                 'rules.carry(scope, "follow"), if it is a state that layers hand on',
             )
-        elif told.origin is not None:
+        elif record.origin is not None:
             yield _at(
                 seen,
                 "float32 carry",
@@ -299,7 +299,7 @@ def _differentiates(loop: Eqn) -> bool:
 
 def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
     for seen in looked.seen:
-        if seen.told.decision.reason is Reason.HIGHEST_PRECISION:
+        if seen.record.decision.reason is Reason.HIGHEST_PRECISION:
             yield _at(
                 seen,
                 "float32 product",
@@ -310,9 +310,9 @@ def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
 
 def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
     for seen in looked.seen:
-        if seen.told.decision.run is not Run.LOW:
+        if seen.record.decision.run is not Run.LOW:
             continue
-        sizes = cost.product_sizes(seen.told.eqn)
+        sizes = cost.product_sizes(seen.record.eqn)
         if 1 in sizes:  # A vector's, or channel by channel: not for tensor cores.
             continue
         # Of a symbolic size nothing is known.
@@ -334,11 +334,11 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
     form in 16 bits. Or matrix products stand inside of it, which are float32.
     """
     kernels = (None, group_of("pallas_call"))
-    # What is told of a loop as a whole does not name its operands.
+    # The record of a loop as a whole does not name its operands.
     is_low: set[object] = set()
     known: set[int] = set()  # Equations inside of one that was looked at.
     for seen in looked.seen:
-        eqn, decision = seen.told.eqn, seen.told.decision
+        eqn, decision = seen.record.eqn, seen.record.decision
         if decision.state is State.LOW:
             is_low.update(eqn.outvars)
         is_by_choice = (
@@ -396,7 +396,7 @@ def _literal(looked: Looked) -> Iterator[Lint]:
     for seen in looked.seen:
         if not (_follows_float32(seen) and _has_low(seen)):
             continue
-        for operand in seen.told.operands:
+        for operand in seen.record.operands:
             number = operand.origin  # Of a marked number that is the mark.
             if operand.state is State.HARD and isinstance(number, Number):
                 what, remedy = _misfit(number, np.dtype(looked.rules.compute_dtype))
@@ -427,7 +427,7 @@ def _low_result(looked: Looked) -> Iterator[Lint]:
     for i, result in enumerate(looked.results):
         if result.state is not State.LOW or result.shape:
             continue
-        made_by = (s for s in looked.seen if s.told.eqn is result.origin)
+        made_by = (s for s in looked.seen if s.record.eqn is result.origin)
         source = next((s.row.source for s in made_by), "")
         yield Lint(
             "low result",
@@ -454,7 +454,7 @@ def _low_norm(looked: Looked) -> Iterator[Lint]:
     pattern = NORM_LAYERS[0]
     for seen in looked.seen:
         is_sum = seen.row.op in ("reduce_sum", "rsqrt")
-        is_low = seen.told.decision.run is Run.LOW
+        is_low = seen.record.decision.run is Run.LOW
         if is_sum and is_low and re.search(pattern, seen.row.scope):
             yield _at(
                 seen,
@@ -476,7 +476,7 @@ def _inner_autocast(looked: Looked) -> Iterator[Lint]:
             inside[0],
             "inner autocast",
             f"an inner autocast has decided {len(inside)} equations, and nothing can "
-            "be told of why",
+            "be said of why",
             "Explain the function that it was given, fun.__wrapped__, under its rules",
         )
 

@@ -43,7 +43,7 @@ class Row(NamedTuple):
       shapes: what its results were traced as, such as ``"float32[4,8]"``; in the
         backward pass what they are.
       times: how often it is run; None inside of a ``while`` loop. Each branch of a
-        ``cond`` is told as if it were taken.
+        ``cond`` has rows as if it were taken.
       bytes_traced: of its results, as they were traced; of what autocast alone has in
         the backward pass, as they are held. A symbolic size counts as one.
       bytes_run: of its results, as they are held.
@@ -81,12 +81,12 @@ class Seen(NamedTuple):
 
     Attributes:
       row: the row.
-      told: what was told of the equation; its origins are equations, words or None.
+      record: what was decided of the equation.
       origin: the origin of the operand that decided it, in words; else nothing.
     """
 
     row: Row
-    told: DecisionRecord
+    record: DecisionRecord
     origin: str = ""
 
 
@@ -121,10 +121,10 @@ def counted(times: int | None) -> int:
 
 
 def seen_in(
-    told: Sequence[DecisionRecord | RecordsInside], low: Dtype
+    records: Sequence[DecisionRecord | RecordsInside], low: Dtype
 ) -> Iterator[Seen]:
-    """Yields the rows of what was told of a function, in the order in which it runs."""
-    return _Seeing(low).along(told, Place(), [])
+    """Yields the rows of decisions, in the order in which they run."""
+    return _Seeing(low).along(records, Place(), [])
 
 
 class _Seeing:
@@ -141,14 +141,14 @@ class _Seeing:
 
     def along(
         self,
-        told: Sequence[DecisionRecord | RecordsInside],
+        records: Sequence[DecisionRecord | RecordsInside],
         place: Place,
         origins: Sequence[Origin],
     ) -> Iterator[Seen]:
-        """Yields the rows of what was told along one jaxpr.
+        """Yields the rows of the decisions along one jaxpr.
 
         Args:
-          told: what was told.
+          records: the decisions.
           place: where the jaxpr stands.
           origins: where its inputs come from.
         """
@@ -156,7 +156,7 @@ class _Seeing:
         def outside(origin: Origin) -> Origin:
             return origins[origin.number] if isinstance(origin, Input) else origin
 
-        for item in told:
+        for item in records:
             if isinstance(item, RecordsInside):
                 given = [outside(origin) for origin in item.origins]
                 inner = place.inside(item.eqn, item.times)
@@ -172,31 +172,31 @@ class _Seeing:
             if item.decision.run is Run.AS_TRACED:
                 yield from self._kept(there, place)
 
-    def _kept(self, told: DecisionRecord, place: Place) -> Iterator[Seen]:
+    def _kept(self, record: DecisionRecord, place: Place) -> Iterator[Seen]:
         """Yields the rows of what an equation holds that is run as it was traced."""
-        op = compat.op_of(told.eqn)
-        kept = dataclasses.replace(told.decision, reason=Reason.INSIDE, within=op)
-        there = place.inside(told.eqn, compat.trips(told.eqn))
-        for jaxpr in compat.inner_jaxprs(told.eqn):
+        op = compat.op_of(record.eqn)
+        kept = dataclasses.replace(record.decision, reason=Reason.INSIDE, within=op)
+        there = place.inside(record.eqn, compat.trips(record.eqn))
+        for jaxpr in compat.inner_jaxprs(record.eqn):
             for eqn in compat.parts(jaxpr).eqns:
                 inner = DecisionRecord(eqn, kept)
                 yield self._seen(_row(inner, self._low), inner, there)
                 yield from self._kept(inner, there)
 
-    def _seen(self, row: Row, told: DecisionRecord, place: Place) -> Seen:
+    def _seen(self, row: Row, record: DecisionRecord, place: Place) -> Seen:
         """Returns a row that stands in a place, with what decided it from outside."""
-        source = self._sources[id(told.eqn)] = compat.source(told.eqn, place.source)
-        origin = self._told_origin(told.origin)
+        source = self._sources[id(record.eqn)] = compat.source(record.eqn, place.source)
+        origin = self._in_words(record.origin)
         placed = row._replace(
             scope=compat.join(place.path, row.scope),
             reason=f"{row.reason}: {origin}" if origin else row.reason,
             source=source,
             times=place.times,
-            is_backward=place.is_backward or compat.is_transposed(told.eqn),
+            is_backward=place.is_backward or compat.is_transposed(record.eqn),
         )
-        return Seen(placed, told, origin)
+        return Seen(placed, record, origin)
 
-    def _told_origin(self, origin: Origin) -> str:
+    def _in_words(self, origin: Origin) -> str:
         """Returns what made a value what it is held in, in words."""
         if not is_equation(origin):
             return origin_in_words(origin)
@@ -210,16 +210,16 @@ _MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
 """What the user has written, by the name that stands in the program."""
 
 
-def _row(told: DecisionRecord, low: Dtype) -> Row:
+def _row(record: DecisionRecord, low: Dtype) -> Row:
     """Returns a row that knows nothing of what its equation stands in."""
-    eqn, decision = told.eqn, told.decision
-    results = eqn.outvars if told.result is None else [eqn.outvars[told.result]]
+    eqn, decision = record.eqn, record.decision
+    results = eqn.outvars if record.result is None else [eqn.outvars[record.result]]
     is_low = decision.state is State.LOW
     return Row(
         scope=compat.join(*compat.scopes(eqn)),
         op=compat.op_of(eqn),
         precision=_precision(eqn, decision, low),
-        reason=reason_in_words(told),
+        reason=reason_in_words(record),
         source="",
         shapes=tuple(var.aval.str_short() for var in results),
         times=1,

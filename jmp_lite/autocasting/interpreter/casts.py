@@ -29,10 +29,15 @@ class Casts:
 
     Args:
       low_dtype: the compute dtype.
+
+    Attributes:
+      low_dtype: the same.
+      bound: the ops that were bound to values of it; see ``compat.bind``.
     """
 
     def __init__(self, low_dtype: DTypeLike) -> None:
         self.low_dtype = np.dtype(low_dtype)
+        self.bound: set[object] = set()
 
     def given(self, var: Var, array: Array, origin: Origin) -> Value:
         """Returns an argument or a constant."""

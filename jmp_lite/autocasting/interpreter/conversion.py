@@ -124,9 +124,9 @@ def convert(
     """
     inside, region = compat.join(path, name), walk.at.region(path)
     states = tuple(value.spec for value in operands)
-    said = walk.at.inside(jaxpr, inside)
+    rules_inside = walk.at.inside(jaxpr, inside)
     wanted = tuple(Readers.OTHER if r & Readers.OTHER else r for r in wanted)
-    key = (id(jaxpr), states, wanted, said, region is None, forced)
+    key = (id(jaxpr), states, wanted, rules_inside, region is None, forced)
     if key not in walk.memo:
         found: list[Spec] = []
         origins: list[Origin] = []

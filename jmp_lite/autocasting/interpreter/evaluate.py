@@ -36,7 +36,7 @@ def evaluate(
     if op == "convert_element_type":
         return [_cast(casts, eqn, operands[0], decision, origin)]
     if decision.run is Run.PASS:
-        arrays = compat.bind(eqn, [value.array for value in operands])
+        arrays = compat.bind(eqn, [value.array for value in operands], casts.bound)
         return [
             dataclasses.replace(value, array=array, cast=None, raised=None)
             for array, value in zip(arrays, operands, strict=True)
@@ -47,7 +47,9 @@ def evaluate(
     elif decision.run is Run.FULL and decision.state is State.LOW:
         arrays = _in_full_then_low(casts, eqn, operands)
     else:
-        arrays = compat.bind(eqn, [casts.full(value) for value in operands])
+        arrays = compat.bind(
+            eqn, [casts.full(value) for value in operands], casts.bound
+        )
     return [
         _value(casts, var, array, decision.state, kind, origin)
         for var, array in zip(eqn.outvars, arrays, strict=True)
@@ -60,7 +62,9 @@ def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list
     def in_full(*full: Array) -> list[Array]:
         return [
             casts.cast(array, saturates) if compat.is_float32(var) else array
-            for var, array in zip(eqn.outvars, compat.bind(eqn, full), strict=True)
+            for var, array in zip(
+                eqn.outvars, compat.bind(eqn, full, casts.bound), strict=True
+            )
         ]
 
     if compat.op_of(eqn) in MOVING:
@@ -102,7 +106,7 @@ def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
         # Without an algorithm the compiler chooses the dtype of the sum; a TPU v7x
         # chooses bfloat16. No algorithm for float16 runs on every platform.
         changed["precision"] = lax.DotAlgorithmPreset.BF16_BF16_F32
-    return compat.bind(eqn, arrays, **changed)
+    return compat.bind(eqn, arrays, casts.bound, **changed)
 
 
 def _is_of_matrices(eqn: Eqn) -> bool:
@@ -138,17 +142,17 @@ def _cast(
     if not compat.is_float32(var):
         if value.state is State.LOW and compat.dtype_of(var) == casts.low_dtype:
             return Value(value.array)
-        (array,) = compat.bind(eqn, [casts.full(value)])
+        (array,) = compat.bind(eqn, [casts.full(value)], casts.bound)
         return Value(array, None, value.kind)
     if decision.run is Run.PASS and value.state is State.LOW:
         return value
     if decision.run is Run.LOW:
         if value.state is State.LOW or compat.dtype_of(atom) == casts.low_dtype:
             return Value(value.array, State.LOW, origin=eqn)
-        (array,) = compat.bind(eqn, [value.array])
+        (array,) = compat.bind(eqn, [value.array], casts.bound)
         saturates = value.saturates or compat.is_integer(atom)
         return Value(casts.cast(array, saturates), State.LOW, origin=eqn)
-    (array,) = compat.bind(eqn, [casts.full(value)])
+    (array,) = compat.bind(eqn, [casts.full(value)], casts.bound)
     is_counted = compat.is_integer(atom) and decision.state is State.HARD
     kind = Kind.INTEGER if is_counted else value.kind
     return Value(array, decision.state, kind, origin=origin)

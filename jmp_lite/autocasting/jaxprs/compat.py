@@ -311,10 +311,10 @@ def _sources(traceback: Any) -> tuple[str, str]:
     for frame in user_frames(traceback):
         if frame.file_name.startswith(_THIS_LIBRARY):
             continue
-        told = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+        place = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
         if not _PACKAGES.search(frame.file_name):
-            return told, of_a_package
-        of_a_package = of_a_package or told
+            return place, of_a_package
+        of_a_package = of_a_package or place
     return "", of_a_package
 
 
@@ -350,8 +350,22 @@ def context_of(eqn: Eqn) -> Generator[None]:
         yield
 
 
-def bind(eqn: Eqn, operands: Sequence[Any], **changed: Any) -> list[Array]:
-    """Binds an equation's primitive to other operands, with some parameters changed."""
+def bind(
+    eqn: Eqn,
+    operands: Sequence[Any],
+    bound: set[object] | None = None,
+    /,
+    **changed: Any,
+) -> list[Array]:
+    """Binds an equation's primitive to other operands.
+
+    Args:
+      eqn: the equation.
+      operands: the operands.
+      bound: the ops that were bound before, to which this one is added: JAX
+        differentiates an op that comes again once.
+      changed: parameters that are not the equation's.
+    """
     if eqn.primitive.name == _HIGH and op_of(eqn) == "name":
         name = _unbatched(eqn.params["_prim"])
         return [type(name)(name.name, jax.typeof(operands[0]))(*operands)]
@@ -359,9 +373,13 @@ def bind(eqn: Eqn, operands: Sequence[Any], **changed: Any) -> list[Array]:
     run = functools.partial(_bind, eqn.primitive, tuple(params.items()))
     # What holds a jaxpr is not held on to: it may close over arrays and tracers.
     is_plain = not eqn.effects and next(inner_jaxprs(eqn), None) is None
-    if is_plain and any(map(_is_being_linearized, operands)):
+    if bound is not None and is_plain and any(map(_is_being_linearized, operands)):
         with contextlib.suppress(TypeError):  # Its parameters cannot be hashed.
-            run = _one_op(eqn.primitive, tuple(params.items()))
+            op = (eqn.primitive, tuple(params.items()))
+            key = (*op, *map(_type_of, operands))
+            if key in bound:
+                run = _one_op(*op)
+            bound.add(key)
     out = run(*operands)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -374,12 +392,16 @@ def _bind(primitive: Any, params: tuple[tuple[str, Any], ...], *operands: Any) -
 def _one_op(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
     """Returns an op as a function of ``jit``, which leaves no trace of it.
 
-    JAX takes a function of jit apart for ``grad`` once, and an op again at every use: a
-    model of equal layers is traced in a third less time. (What jax.numpy is made of is
-    wrapped so for the same reason.)
+    JAX takes a function of jit apart for ``grad`` once, which takes longer than for an
+    op, and an op again at every use: a model of equal layers is traced in less time.
+    (What jax.numpy is made of is wrapped so for the same reason.)
     """
     function = functools.partial(_bind, primitive, params)
     return jax.jit(function, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
+
+
+def _type_of(array: Any) -> object:
+    return np.shape(array), getattr(array, "dtype", type(array))
 
 
 class _Inline:

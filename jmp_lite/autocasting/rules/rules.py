@@ -236,9 +236,9 @@ class Rules:
     def is_identity(self) -> bool:
         """Whether no op is run in any other precision than its own."""
         changing = {Precision.LOW, Precision.FULL_INSIDE}
-        said = {precision for _, precision in (*self.ops, *self.scopes)}
+        of_user = {precision for _, precision in (*self.ops, *self.scopes)}
         table = {self.precision_of(op) for group in GROUPS for op in group.ops}
-        return not changing & (said | table)
+        return not changing & (of_user | table)
 
     def to_json(self) -> str:
         """Returns these rules as JSON, which ``Rules.from_json`` reads back."""

@@ -142,7 +142,7 @@ class _Search:
       sample: what measures.
       start: the rules that it starts from.
       tolerance: the largest error.
-      progress: is told of each step.
+      progress: is called with a line at each step.
 
     Attributes:
       steps: what was tried.
