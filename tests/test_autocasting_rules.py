@@ -392,3 +392,18 @@ def test_ascend_s_operators_without_a_counterpart_warn_once():
 def test_every_operator_of_ascend_s_table_is_an_op_or_a_scope_here():
     for operator, op in ASCEND_OPS.items():
         assert op in OPS or op.startswith("scope:"), operator
+
+
+@pytest.mark.parametrize("passes", ["upcasts", 3, None])
+def test_passes_are_a_tuple_of_names(passes):
+    with pytest.raises(ValueError, match=r"Expected passes as a tuple of names"):
+        Rules(passes=passes)
+
+
+def test_rules_with_fewer_passes_are_read_back():
+    rules = get_rules("mixed").without_pass("upcasts")
+    assert Rules.from_json(rules.to_json()) == rules
+    assert rules.passes == ("rematerialize", "scan_weight_gradients")
+    assert Rules.from_json("{}").passes == get_rules("mixed").passes
+    with pytest.raises(ValueError, match=r"Expected passes as a tuple of names"):
+        Rules.from_json('{"passes": "upcasts"}')

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -112,7 +112,7 @@ class Rules:
             "default": parse_precision(self.default),
             "scopes": tuple(map(_check_scope, self.scopes)),
             "carries": tuple(map(_check_carry, self.carries)),
-            "passes": tuple(map(_check_pass, self.passes)),
+            "passes": _check_passes(self.passes),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
@@ -392,6 +392,15 @@ def _check_carry(carry: Carry) -> Carry:
     if precision not in ("follow", "full"):
         raise unknown_name("precision of a carry", str(precision), ["follow", "full"])
     return check_pattern(pattern), precision
+
+
+def _check_passes(passes: Any) -> tuple[str, ...]:
+    if not isinstance(passes, tuple | list):
+        raise ValueError(
+            f"Expected passes as a tuple of names, such as {PASSES[-1:]!r}, got "
+            f"{passes!r}."
+        )
+    return tuple(map(_check_pass, cast("tuple[str, ...]", passes)))
 
 
 def _check_pass(name: str) -> str:
