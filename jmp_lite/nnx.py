@@ -576,7 +576,7 @@ def _scope(tree: Any) -> int:
                 continue
             parents = (path[:n] for n in reversed(range(len(path))))
             parent = next((p for p in parents if p in paths), ())
-            # What holds no other module adds its class, such as LayerNorm.
+            # A module without submodules adds its class, such as LayerNorm.
             is_leaf = all(m is inner for _, m in _iter_modules(inner))
             name = (type(inner).__name__,) if is_leaf or not path else ()
             scope = "/".join(map(str, (*path[len(parent) :], *name)))

@@ -50,7 +50,7 @@ class Explanation:
       rows: one ``Row`` per equation, in the order in which they run. What a loop or an
         inner ``jit`` holds follows where that stands; the backward pass, if it was
         asked for, stands at the end.
-      totals: sums over the rows, casts, and what waits for the backward pass.
+      totals: sums over the rows, casts, and the residuals of the backward pass.
       lints: what is worth a second look, each with a place and a remedy.
       unused: what of the rules matched nothing, with what comes nearest.
       passes: how many loops or calls each pass of the rules has rewritten.

@@ -143,7 +143,7 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
                 first.setdefault(name, seen)
             if name in first:
                 after.setdefault(name, []).append(seen)
-        # A norm, too, hands on 16 bits.
+        # The result of a norm is 16 bits too.
         match = record.decision.match
         is_norm = match is not None and match.precision is Precision.FULL_INSIDE
         if record.decision.run is Run.LOW or is_norm:

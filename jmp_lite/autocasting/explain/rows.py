@@ -200,7 +200,7 @@ class _Seeing:
         """Returns what made a value what it is held in, in words."""
         if not is_equation(origin):
             return origin_in_words(origin)
-        # It was seen before, but for what is handed on from step to step of a loop.
+        # It was seen before, unless a loop carries it from step to step.
         place = short(self._sources.get(id(origin)) or compat.source(origin))
         op = _MARKS.get(compat.checkpoint_name_of(origin)) or compat.op_of(origin)
         return op + (place and f" at {place}")

@@ -86,7 +86,7 @@ class Rules:
         call only raises to float32 is raised outside of it.
 
     Raises:
-      ValueError: an op, a precision, a dtype or a pattern is none.
+      ValueError: an op, a precision, a dtype, a pattern or a pass is unknown.
 
     Example:
       >>> from jmp_lite import get_rules
@@ -410,7 +410,7 @@ def _check_pass(name: str) -> str:
 
 
 def check_pattern(pattern: str) -> str:
-    """Returns a regular expression; raises a ValueError where it is none."""
+    """Returns a pattern; raises a ValueError if it is no regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:

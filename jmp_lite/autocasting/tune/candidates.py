@@ -125,7 +125,8 @@ def _is_raisable(row: Row) -> bool:
 
 def _rounds(row: Row, rules: Rules) -> bool:
     """Whether an op can be kept, and is not exact."""
-    group = group_of(row.op)  # None for what holds jaxprs; a cast has no rule.
+    # An op that contains jaxprs has no group, and a cast has no rule.
+    group = group_of(row.op)
     if group is None or group.precision is Precision.KEEP:
         return False
     return rules.precision_of(row.op) is Precision.LOW or row.op not in EXACT
