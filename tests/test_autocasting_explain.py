@@ -60,8 +60,8 @@ def test_what_it_says_is_what_runs(name, rules):
 def test_what_it_says_is_what_runs_with_marks_scopes_and_rules_of_paths(name, rules):
     fun, args = DECIDED[name]
     rules = RULES_WITH_PATHS.get(rules, rules)
-    said = told(explain(fun, rules)(*args).rows)
-    assert said == bound(autocast(fun, rules), *args)
+    explained = told(explain(fun, rules)(*args).rows)
+    assert explained == bound(autocast(fun, rules), *args)
 
 
 def test_casts_of_the_user_have_rows():
@@ -107,15 +107,15 @@ def test_passes_are_named_with_what_they_rewrote_and_can_be_switched_off():
 
     args = (X, jnp.ones((8, 8)), jnp.ones((3, 4, 8)))
     rules = get_rules("mixed")
-    told = explain(model, rules)(*args)
-    assert set(told.passes) == set(rules.passes)
-    assert "\npasses: rematerialize (1)" in str(told)
+    every = explain(model, rules)(*args)
+    assert set(every.passes) == set(rules.passes)
+    assert "\npasses: rematerialize (1)" in str(every)
     for name in rules.passes:
         fewer = rules.without_pass(name)
         assert set(fewer.passes) == {*rules.passes} - {name}
         assert set(explain(model, fewer)(*args).passes) == set(fewer.passes)
         # No pass changes a decision.
-        assert told.diff(explain(model, fewer)(*args)).changed == ()
+        assert every.diff(explain(model, fewer)(*args)).changed == ()
     with pytest.raises(ValueError, match=r"Unknown pass 'rematerialise'.*'rematerial"):
         rules.without_pass("rematerialise")
 

@@ -132,10 +132,9 @@ class Explanation:
         """Returns the rows as text.
 
         Args:
-          depth: how many names of a path are shown; what stands deeper, and
-            blocks that differ in a number alone, is summed up. Where an op runs
-            otherwise in a few of those blocks, they are named. None for every equation
-            on its own.
+          depth: how many names of a path are shown. Deeper rows, and those of blocks
+            that differ in a number alone, are summed up. Where an op runs otherwise in
+            a few of those blocks, they are named. None for every equation on its own.
         """
         return text_table(*_grouped(self.rows, depth), right=(0,))
 

@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
     Attributes:
       eqn: the equation.
-      operands: what stands for its operands.
+      operands: the values of its operands.
       wanted: the readers of its results.
       path: the scopes that it stands in.
     """

@@ -55,7 +55,7 @@ def decide(
     Args:
       rules: what the rules say, by path.
       eqn: the equation.
-      operands: what stands for each of its operands.
+      operands: the states and origins of its operands.
       readers: who reads its results.
       path: the scopes that it stands in.
     """

@@ -28,7 +28,7 @@ def evaluate(
     Args:
       casts: what casts values.
       eqn: the equation.
-      operands: what stands for its operands.
+      operands: the values of its operands.
       decision: how it runs.
       origin: what makes its results what they are held in.
     """
@@ -129,7 +129,7 @@ def _value(
     if not compat.is_float32(var):
         return Value(array, None, kind)
     is_low = array.dtype == casts.low_dtype
-    if is_low != (state is State.LOW):  # An op that has a result of its own mind.
+    if is_low != (state is State.LOW):  # Some ops choose the dtype of their result.
         state = State.LOW if is_low else State.HARD
     return Value(array, state, kind, origin=origin)
 

@@ -109,7 +109,7 @@ class Interpreter:
 
         Args:
           jaxpr: a jaxpr, closed or open.
-          values: what stands for its inputs.
+          values: the values of its inputs.
           outside: the readers of its outputs.
           path: the scopes that it stands in.
           region: the ``FULL_INSIDE`` scope that it is called from, if any.
@@ -146,7 +146,7 @@ class _Frame:
     Args:
       walk: the interpreter.
       jaxpr: the jaxpr.
-      values: what stands for its inputs.
+      values: the values of its inputs.
       outside: the readers of its outputs.
       path: the scopes that it stands in.
     """
@@ -170,7 +170,12 @@ class _Frame:
         self._env.update(zip(self.parts.invars, values, strict=True))
 
     def read(self, atom: Var, region: str | None) -> Value:
-        """Returns what stands for a variable, as it is in a ``FULL_INSIDE`` scope."""
+        """Returns the value of a variable as an equation in a scope reads it.
+
+        Args:
+          atom: the variable, or a literal.
+          region: the ``FULL_INSIDE`` scope of the equation, if it is in one.
+        """
         if compat.is_literal(atom):
             return self._walk.casts.literal(atom)
         value = self._env[atom]

@@ -298,7 +298,7 @@ def source(eqn: Eqn, caller: str = "") -> str:
 
     Returns:
       The innermost line that is the user's, else that of the caller, else that of an
-      installed package; nothing where there is none.
+      installed package; an empty text if there is no line at all.
     """
     own, of_a_package = _sources(eqn.source_info.traceback)
     return own or caller or of_a_package

@@ -42,6 +42,10 @@ def readers_of(parts: compat.Parts) -> Mapping[Var, list[Eqn | None]]:
     return readers
 
 
+_ONE_BODY = frozenset([*compat.CALLED, "shard_map"])
+"""Ops whose operands and results are those of the one jaxpr that they contain."""
+
+
 class _Analysis(abc.ABC, Generic[Fact]):
     """What both directions share."""
 
@@ -103,11 +107,8 @@ class Forward(_Analysis[Fact]):
         self, eqn: Eqn, operands: Sequence[Fact], path: str
     ) -> Sequence[Fact]:
         op, inside = compat.op_of(eqn), compat.path_of(eqn, path)
-        body = compat.called(eqn)
-        if body is None and op == "shard_map":
-            body = compat.body_of(eqn)
-        if body is not None:
-            return self.outputs(body, operands, inside)
+        if op in _ONE_BODY:
+            return self.outputs(compat.body_of(eqn), operands, inside)
         if op == "cond":
             branches = compat.branches_of(eqn)
             rows = [self.outputs(branch, operands[1:], inside) for branch in branches]
@@ -188,11 +189,8 @@ class Backward(_Analysis[Fact]):
           path: the scopes that the jaxpr stands in.
         """
         op, inside = compat.op_of(eqn), compat.path_of(eqn, path)
-        body = compat.called(eqn)
-        if body is None and op == "shard_map":
-            body = compat.body_of(eqn)
-        if body is not None:
-            return self.inputs(body, results, inside)
+        if op in _ONE_BODY:
+            return self.inputs(compat.body_of(eqn), results, inside)
         if op == "cond":
             branches = compat.branches_of(eqn)
             rows = [self.inputs(branch, results, inside) for branch in branches]

@@ -145,11 +145,10 @@ class Sample:
         try:
             results = jax.jit(measured, compiler_options=dict(options))(*arrays)
         except ValueError as error:
-            if "everse-mode" in str(error):
-                error.add_note(
-                    "tune measures gradients too. Of a function for inference alone, "
-                    "stop the gradient inside: jax.lax.stop_gradient."
-                )
+            error.add_note(
+                "tune measures gradients too. If the function is for inference alone, "
+                "stop the gradient inside: jax.lax.stop_gradient."
+            )
             raise
         return [_wide(x) for x in jax.device_get(results)]
 
