@@ -162,10 +162,12 @@ class _Seeing:
                 inner = place.inside(item.eqn, item.times)
                 yield from self.along(item.records, inner, given)
                 continue
-            operands = tuple(
-                o._replace(origin=outside(o.origin)) for o in item.operands
-            )
-            there = item._replace(origin=outside(item.origin), operands=operands)
+            there = item
+            if any(isinstance(o.origin, Input) for o in (item, *item.operands)):
+                operands = tuple(
+                    o._replace(origin=outside(o.origin)) for o in item.operands
+                )
+                there = item._replace(origin=outside(item.origin), operands=operands)
             if id(item) not in self._rows:
                 self._rows[id(item)] = _row(item, self._low)
             yield self._seen(self._rows[id(item)], there, place)
@@ -192,7 +194,7 @@ class _Seeing:
             reason=f"{row.reason}: {origin}" if origin else row.reason,
             source=source,
             times=place.times,
-            is_backward=place.is_backward or compat.is_transposed(record.eqn),
+            is_backward=place.is_backward or row.is_backward,
         )
         return Seen(placed, record, origin)
 
@@ -226,6 +228,7 @@ def _row(record: DecisionRecord, low: Dtype) -> Row:
         bytes_traced=sum(map(bytes_of, results)),
         bytes_run=sum(bytes_of(var, low if is_low else None) for var in results),
         flops=cost.product_flops(eqn),
+        is_backward=compat.is_transposed(eqn),
     )
 
 
@@ -322,13 +325,31 @@ def totals_of(
 
 def casts_in(programs: Iterable[Jaxpr], low: Dtype) -> tuple[int, int]:
     """Counts the casts between float32 and a dtype, and the bytes that they move."""
-    number = n_bytes = 0
-    for eqn, place in (e for jaxpr in programs for e in equations(jaxpr, Place())):
-        if compat.op_of(eqn) != "convert_element_type":
-            continue
-        ends = {compat.dtype_of(eqn.invars[0]), compat.dtype_of(eqn.outvars[0])}
-        if ends == {np.dtype("float32"), low}:
-            size = cost.known_size(eqn.outvars[0].aval.shape)
-            number += counted(place.times)
-            n_bytes += counted(place.times) * size * (4 + low.itemsize)
-    return number, n_bytes
+    known: dict[int, tuple[int, int]] = {}
+
+    def inside(jaxpr: Jaxpr) -> tuple[int, int]:
+        # What is called in many places is counted once.
+        if id(jaxpr) not in known:
+            number = n_bytes = 0
+            for eqn in compat.live_equations(jaxpr):
+                if compat.op_of(eqn) in HIGHER_ORDER:
+                    times = counted(compat.trips(eqn))
+                    for inner in compat.inner_jaxprs(eqn):
+                        n, size = inside(inner)
+                        number, n_bytes = number + times * n, n_bytes + times * size
+                elif _casts_between(eqn, low):
+                    number += 1
+                    size = cost.known_size(eqn.outvars[0].aval.shape)
+                    n_bytes += size * (4 + low.itemsize)
+            known[id(jaxpr)] = number, n_bytes
+        return known[id(jaxpr)]
+
+    numbers, sizes = zip(*map(inside, programs), strict=True)
+    return sum(numbers), sum(sizes)
+
+
+def _casts_between(eqn: Eqn, low: Dtype) -> bool:
+    if compat.op_of(eqn) != "convert_element_type":
+        return False
+    ends = {compat.dtype_of(eqn.invars[0]), compat.dtype_of(eqn.outvars[0])}
+    return ends == {np.dtype("float32"), low}

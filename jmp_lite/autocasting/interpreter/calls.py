@@ -62,5 +62,5 @@ def run_shard_map(walk: Walk, call: Call) -> list[Value]:
         arrays = mapped(*arrays_of(operands))
     specs, origins = (tuple(v.spec for v in found), [v.origin for v in found])
     return results_of_call(
-        walk, call, arrays, Converted(jaxpr, specs, origins, records)
+        walk, call, arrays, Converted(jaxpr, specs, specs, origins, records)
     )

@@ -34,16 +34,16 @@ def run_cond(walk: Walk, call: Call) -> list[Value]:
     """Runs branches, whose results are joined."""
     eqn, (index, *operands), wanted, path = call
 
-    def all_branches(forced: tuple[Spec, ...] | None = None) -> list[Converted]:
-        return [
-            convert(walk, branch, operands, wanted, path, forced=forced)
-            for branch in compat.branches_of(eqn)
-        ]
-
-    branches = all_branches()
+    traced = compat.branches_of(eqn)
+    branches = [convert(walk, each, operands, wanted, path) for each in traced]
     joined = join_all([branch.specs for branch in branches])
-    if any(branch.specs != joined for branch in branches):
-        branches = all_branches(joined)
+    forced = dict(enumerate(joined))
+    branches = [
+        branch
+        if branch.specs == joined
+        else convert(walk, each, operands, wanted, path, forced=forced)
+        for each, branch in zip(traced, branches, strict=True)
+    ]
     jaxprs = tuple(branch.jaxpr for branch in branches)
     arrays = compat.bind(eqn, [index.array, *arrays_of(operands)], branches=jaxprs)
     inner = call._replace(operands=operands)
@@ -132,21 +132,19 @@ def _settled(walk: Walk, call: Call, loop: Loop) -> tuple[Call, Converted]:
     while True:
         values = list(operands)
         values[at] = _recast(walk, operands[at], specs, eqn)
-        found = convert(walk, loop.body, values, readers, path)
+        forced = dict(enumerate(specs))
+        inside = convert(walk, loop.body, values, readers, path, forced=forced)
         raised = [
             i
             for i, (slot, _) in enumerate(carries)
             if slot in (Slot.FOLLOW, Slot.WRITTEN)
-            and (specs[i][0], found.specs[i][0]) == (State.LOW, State.HARD)
+            and (specs[i][0], inside.made[i][0]) == (State.LOW, State.HARD)
         ]
         if not raised:
             break
         for i in raised:
             specs[i] = _carry(operands[at][i], False)
-            raised_by[i] = origin_outside(found.origins[i], values)
-    forced, inside = (*specs, *found.specs[n_carry:]), found
-    if forced != found.specs:
-        inside = convert(walk, loop.body, values, readers, path, forced=forced)
+            raised_by[i] = origin_outside(inside.origins[i], values)
     for i, (carry, (state, _)) in enumerate(zip(carries, specs, strict=False)):
         if state is not None:
             decision = carry_settled(carry, state)

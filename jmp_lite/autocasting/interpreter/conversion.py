@@ -5,7 +5,7 @@ converted for exactly the dtypes that it is bound to.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from jmp_lite.autocasting.interpreter.casts import Casts
@@ -86,6 +86,7 @@ class Converted(NamedTuple):
     Attributes:
       jaxpr: the jaxpr, closed.
       specs: what its results are.
+      made: what they would be if nothing were forced.
       origins: where they come from, as ``Value.origin`` says it inside of the jaxpr.
       records: what was decided in it.
       raised: the inputs that it takes in float32 although they are low, because all
@@ -94,6 +95,7 @@ class Converted(NamedTuple):
 
     jaxpr: Jaxpr
     specs: tuple[Spec, ...]
+    made: tuple[Spec, ...]
     origins: Sequence[Origin]
     records: Sequence[DecisionRecord | RecordsInside]
     raised: frozenset[int] = frozenset()
@@ -106,7 +108,7 @@ def convert(
     wanted: Sequence[Readers],
     path: str,
     name: str = "",
-    forced: tuple[Spec, ...] | None = None,
+    forced: Mapping[int, Spec] | None = None,
 ) -> Converted:
     """Returns a jaxpr in mixed precision.
 
@@ -120,21 +122,25 @@ def convert(
       wanted: the readers of its results.
       path: the scopes that the equation stands in which holds it.
       name: the scope that it is itself, if it has a name.
-      forced: what its results have to be; None for what they become.
+      forced: what some of its results have to be, by number.
     """
     inside, region = compat.join(path, name), walk.at.region(path)
     states = tuple(value.spec for value in operands)
     rules_inside = walk.at.inside(jaxpr, inside)
     wanted = tuple(Readers.OTHER if r & Readers.OTHER else r for r in wanted)
-    key = (id(jaxpr), states, wanted, rules_inside, region is None, forced)
+    forced = forced or {}
+    as_forced = tuple(forced.items())
+    key = (id(jaxpr), states, wanted, rules_inside, region is None, as_forced)
     if key not in walk.memo:
         found: list[Spec] = []
+        made: list[Spec] = []
         origins: list[Origin] = []
 
         def run(*arrays: Array) -> list[Array]:
             values = as_values(arrays, states, [Input(i) for i in range(len(arrays))])
             results = walk.run(jaxpr, values, wanted, inside, region)
-            found[:] = forced or [value.spec for value in results]
+            made[:] = [value.spec for value in results]
+            found[:] = [forced.get(i, spec) for i, spec in enumerate(made)]
             origins[:] = [value.origin for value in results]
             return as_specs(walk, results, found)
 
@@ -154,7 +160,7 @@ def convert(
         walk.note_pass("upcasts", bool(raised))
         low = upcasts.with_raised(low, raised)
         # The jaxpr is kept with the answer, so that its id stays its own.
-        known = Converted(low, tuple(found), origins, records, raised)
+        known = Converted(low, tuple(found), tuple(made), origins, records, raised)
         walk.memo[key] = (jaxpr, known)
     return walk.memo[key][1]
 

@@ -5,7 +5,6 @@ import functools
 import numpy as np
 
 from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.dataflow import equations
 from jmp_lite.autocasting.jaxprs.types import Jaxpr
 from jmp_lite.autocasting.rules.precision import RuleMatch
 from jmp_lite.autocasting.rules.rules import Rules
@@ -63,7 +62,14 @@ class RuleLookup:
         return self._inside[key][1]
 
     def _paths_inside(self, jaxpr: Jaxpr) -> tuple[str, ...]:
+        """Returns the paths of all equations; of a jaxpr in many places found once."""
         if id(jaxpr) not in self._paths:
-            paths = tuple({path: None for _, path in equations(jaxpr)})
-            self._paths[id(jaxpr)] = (jaxpr, paths)
+            found: dict[str, None] = {}
+            for eqn in compat.parts(jaxpr).eqns:
+                found[compat.join(*compat.scopes(eqn))] = None
+                for inner in compat.inner_jaxprs(eqn):
+                    there = compat.path_of(eqn, "")
+                    for path in self._paths_inside(inner):
+                        found[compat.join(there, path)] = None
+            self._paths[id(jaxpr)] = (jaxpr, tuple(found))
         return self._paths[id(jaxpr)][1]
