@@ -178,7 +178,7 @@ def train_all(epochs: int, seed: int) -> list[Run]:
     from rich import progress
     from rich.console import Console
 
-    # On stderr: it tells the time, while stdout depends on the seed alone.
+    # On stderr: it depends on the time, while stdout depends on the seed alone.
     with progress.Progress(
         progress.TextColumn("{task.description:<8}"),
         progress.BarColumn(),
@@ -287,7 +287,7 @@ def in_precision(forward: Callable[..., Any], dtype: str) -> Callable[..., Any]:
 
 
 def make_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
-    """Returns the training step, which also tells what happened in it."""
+    """Returns the training step, which also reports what happened in it."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, images: Any, labels: Any) -> Any:

@@ -117,7 +117,7 @@ def explain(
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
 ) -> Callable[_Params, Explanation]:
-    """Returns a function that tells what ``autocast(fun, rules)`` does.
+    """Returns a function that explains what ``autocast(fun, rules)`` does.
 
     As ``jmp_lite.explain``. It runs nothing, and changes nothing in a module.
 
@@ -125,7 +125,7 @@ def explain(
       fun: a function of pytrees and modules, a module, or a method of one.
       rules: a preset's name or a ``Rules``.
       compute_dtype: the dtype of low ops instead of the rules' own.
-      backward: whether to tell the backward pass too: of all floats in the modules and
+      backward: whether to explain the backward pass too, of all floats in modules and
         the other arguments.
 
     Returns:

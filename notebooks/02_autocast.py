@@ -174,10 +174,10 @@ assert told.share_low("dot_general") == 1
 # %%
 by_reason = {}
 for row in told.rows:
-    by_reason.setdefault(row.reason.split(":")[0].split(";")[0], []).append(row)
+    by_reason.setdefault(row.code, []).append(row)
 for reason, rows in sorted(by_reason.items(), key=lambda item: -len(item[1])):
     ops = ", ".join(list(dict.fromkeys(row.op for row in rows))[:4])
-    print(f"{len(rows):4}  {reason:<41}{rows[0].precision:<11}{ops}")
+    print(f"{len(rows):4}  {reason:<19}{rows[0].precision:<11}{ops}")
 
 # %% [markdown]
 # This is how to read it. Each operation has a class:

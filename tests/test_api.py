@@ -16,7 +16,7 @@ import jmp_lite
 import jmp_lite.linen
 import jmp_lite.nnx
 import jmp_lite.plots
-from jmp_lite.autocasting.explain.explanation import Difference
+from jmp_lite.autocasting.explain.difference import Difference
 from jmp_lite.autocasting.explain.lints import Lint
 from jmp_lite.autocasting.explain.rows import Row, Totals
 from jmp_lite.autocasting.tune.measure import Error

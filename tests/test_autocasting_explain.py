@@ -214,6 +214,13 @@ def test_reasons_name_scopes_marks_and_rules():
     said = [row.reason for row in explain(fun, rules)(X[:, :4]).rows]
     for named in ("'head'", "full_precision", "'floor'"):
         assert any(named in reason for reason in said), named
+    codes = {row.op: row.code for row in explain(fun, rules)(X[:, :4]).rows}
+    assert codes["floor"] == "op"
+    assert codes["sin"] == "position"
+    assert codes["nextafter"] == "typed"
+    products = [r for r in explain(fun, rules)(X[:, :4]).rows if r.op == "dot_general"]
+    assert [row.code for row in products] == ["scope", "mark"]
+    assert explain(lambda x: x * 2)(X).rows[0].code == "undecided"
     inner = autocast(lambda x: x @ x, "O0")
     assert "autocast" in reasons(inner, W)["dot_general"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.explain.tables import text_table
-from jmp_lite.autocasting.jaxprs.compat import gathered
+from jmp_lite.autocasting.jaxprs.sharding import gathered
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
 from jmp_lite.casting.host import fetched
 from jmp_lite.numerics.statistics import (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs import compat, sharding
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.numerics.statistics import added, counted, nothing, stacked
 
@@ -143,7 +143,7 @@ class Watcher:
         avals = [var.aval for var in compat.parts(jaxpr).invars]
         traced = compat.trace(run, avals, jaxpr)
         n_results = len(compat.parts(jaxpr).outvars)
-        axes = compat.varying_axes(compat.parts(traced).outvars[n_results:])
+        axes = sharding.varying_axes(compat.parts(traced).outvars[n_results:])
         return Watched(traced, ops, axes)
 
     def _remat(
@@ -246,4 +246,4 @@ def _has_lanes(loop: Any) -> bool:
 
 
 def _varying(counts: dict[str, Any], axes: frozenset[str]) -> dict[str, Any]:
-    return jax.tree.map(lambda array: compat.as_varying(array, axes), counts)
+    return jax.tree.map(lambda array: sharding.as_varying(array, axes), counts)

@@ -644,8 +644,8 @@ FAULTS = (
     ),
     Fault(
         "autocasting/explain/backward.py",
-        "for v in residuals if not compat.is_literal(v)} - there",
-        "for v in residuals if not compat.is_literal(v)}",
+        "for v in returned if not compat.is_literal(v)} - there",
+        "for v in returned if not compat.is_literal(v)}",
         "arguments count as residuals",
         "test_autocasting_explain_totals.py::test_what_waits_for_the_backward_pass_is_told_where_it_is_asked_for",
     ),

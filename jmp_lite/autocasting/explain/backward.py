@@ -30,7 +30,7 @@ class Backward(NamedTuple):
       program: the program itself.
       forward: what is run instead of it: to its results, and to what is kept.
       backward: from what was kept and from cotangents to gradients.
-      kept: bytes that wait for it, but for the arguments, which are there anyway.
+      kept: bytes of its residuals, but for the arguments, which exist anyway.
     """
 
     program: Jaxpr
@@ -75,10 +75,10 @@ def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
     of_forward = compat.parts(traced)
     there = {*of_forward.invars, *of_forward.constvars}
     n_kept = len(jax.tree.leaves(kept[0]))
-    residuals = of_forward.outvars[len(results) :][:n_kept]
-    waiting = {v for v in residuals if not compat.is_literal(v)} - there
+    returned = of_forward.outvars[len(results) :][:n_kept]
+    residuals = {v for v in returned if not compat.is_literal(v)} - there
     backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
-    return Backward(program, traced, backward, sum(map(bytes_of, waiting)))
+    return Backward(program, traced, backward, sum(map(bytes_of, residuals)))
 
 
 def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:
@@ -131,7 +131,9 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
         if there[found]:
             there[found] -= 1
         else:
-            yield row._replace(reason="forward, for the backward pass alone")
+            yield row._replace(
+                code="for_backward", reason="forward, for the backward pass alone"
+            )
     yield from _rows_of(passes.backward)
 
 
@@ -156,6 +158,7 @@ def _row_as_it_runs(eqn: Eqn) -> Row:
         scope="",
         op=compat.op_of(eqn),
         precision=precision_as_traced(eqn),
+        code="backward",
         reason="backward: it runs in what it is given",
         source="",
         shapes=tuple(var.aval.str_short() for var in eqn.outvars),

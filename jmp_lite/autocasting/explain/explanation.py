@@ -5,7 +5,6 @@ rows first, and text of those.
 """
 
 import dataclasses
-import difflib
 import functools
 import json
 import re
@@ -18,6 +17,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.explain.backward import backward_of, rows_of_backward
+from jmp_lite.autocasting.explain.difference import Difference
+from jmp_lite.autocasting.explain.grouping import depth_that_fits, grouped
 from jmp_lite.autocasting.explain.lints import Lint, Looked, find_lints
 from jmp_lite.autocasting.explain.rows import (
     Row,
@@ -25,19 +26,15 @@ from jmp_lite.autocasting.explain.rows import (
     casts_in,
     is_low,
     seen_in,
-    short,
     totals_of,
 )
 from jmp_lite.autocasting.explain.tables import count, html_table, text_table
+from jmp_lite.autocasting.explain.unused import nearest, unused
 from jmp_lite.autocasting.interpreter.api import trace
-from jmp_lite.autocasting.interpreter.carries import unrolled
 from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
 from jmp_lite.autocasting.interpreter.walk import Interpreter
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.dataflow import jaxprs
-from jmp_lite.autocasting.jaxprs.types import Array, Jaxpr, PyTree
-from jmp_lite.autocasting.rules.presets import PRESETS
-from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
+from jmp_lite.autocasting.jaxprs.types import Array, PyTree
+from jmp_lite.autocasting.rules.rules import Rules, check_pattern
 from jmp_lite.casting.dtypes import is_traceable, unknown_name
 
 
@@ -101,7 +98,7 @@ class Explanation:
         check_pattern(scope or "")
         found = [r for r in self._rows_of(op) if re.search(scope or "", r.scope)]
         if not found:
-            hint = _nearest(str(scope), self._names(lambda row: row.scope))
+            hint = nearest(str(scope), self._names(lambda row: row.scope))
             what = f"{op!r}" if op else "equation"
             where = f" in a scope like {scope!r}" if scope else ""
             raise ValueError(f"There is no {what}{where}.{hint}")
@@ -115,7 +112,7 @@ class Explanation:
             )
         return next(iter(precisions), "as traced")
 
-    def diff(self, other: "Explanation") -> "Difference":
+    def diff(self, other: "Explanation") -> Difference:
         """Returns what this explanation and another one of the function say otherwise.
 
         Args:
@@ -126,7 +123,7 @@ class Explanation:
         """
         if not isinstance(other, Explanation):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"Expected an Explanation, got {type(other).__name__}.")
-        return Difference(self, other)
+        return Difference(self.rows, other.rows)
 
     def table(self, depth: int | None = None) -> str:
         """Returns the rows as text.
@@ -136,7 +133,7 @@ class Explanation:
             that differ in a number alone, are summed up. Where an op runs otherwise in
             a few of those blocks, they are named. None for every equation on its own.
         """
-        return text_table(*_grouped(self.rows, depth), right=(0,))
+        return text_table(*grouped(self.rows, depth), right=(0,))
 
     def summary(self) -> str:
         """Returns all but the rows as text."""
@@ -158,16 +155,16 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        depth = _depth_that_fits(self.rows)
+        depth = depth_that_fits(self.rows)
         return "\n".join([self._title(), self.table(depth), self.summary()])
 
     def _repr_html_(self) -> str:
-        depth = _depth_that_fits(self.rows)
+        depth = depth_that_fits(self.rows)
         lines = [(name, [(text,) for text in texts]) for name, texts in self._lines()]
         return "\n".join(
             [
                 html_table([self._title()], lines),
-                html_table(*_grouped(self.rows, depth)),
+                html_table(*grouped(self.rows, depth)),
             ]
         )
 
@@ -215,13 +212,13 @@ def explain(
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
 ) -> Callable[Params, Explanation]:
-    """Returns a function that tells what ``autocast(fun, rules)`` does.
+    """Returns a function that explains what ``autocast(fun, rules)`` does.
 
     Args:
       fun: any function of pytrees that JAX can trace.
       rules: a preset's name or a ``Rules``.
       compute_dtype: the dtype of low ops instead of the rules' own.
-      backward: whether to tell the backward pass too, and how much waits for it: what
+      backward: whether to explain the backward pass too, and its residuals: what
         ``value_and_grad(autocast(fun))`` runs for the gradients of all arguments that
         are floats. A scalar is a loss, and so is one that a tuple of results begins
         with: it alone is differentiated, as with ``has_aux``. Of other results all
@@ -280,7 +277,7 @@ def explain(
             tuple(rows),
             totals_of(rows, added, kept),
             find_lints(looked),
-            tuple(_unused(walk.rules, rows, traced)),
+            tuple(unused(walk.rules, rows, traced)),
             {
                 name: walk.passes[name]
                 for name in walk.rules.passes
@@ -307,191 +304,6 @@ def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
     arrays = _arrays_in(args, kwargs)
     is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
     return frozenset(i for i, yes in enumerate(is_alone) if yes)
-
-
-class Difference:
-    """What two explanations of a function say otherwise; ``print`` shows a table.
-
-    Attributes:
-      changed: pairs of rows of the same equation that run in different dtypes.
-      only_left: equations that the first alone has.
-      only_right: equations that the second alone has.
-    """
-
-    def __init__(self, left: Explanation, right: Explanation) -> None:
-        ours, theirs = _by_place(left.rows), _by_place(right.rows)
-        both = [(row, theirs[key]) for key, row in ours.items() if key in theirs]
-        self.changed = tuple(
-            (a, b)
-            for a, b in both
-            if (a.precision, a.bytes_run) != (b.precision, b.bytes_run)
-        )
-        self.only_left = tuple(row for key, row in ours.items() if key not in theirs)
-        self.only_right = tuple(row for key, row in theirs.items() if key not in ours)
-
-    def __bool__(self) -> bool:
-        return bool(self.changed or self.only_left or self.only_right)
-
-    def __str__(self) -> str:
-        if not self:
-            return "no difference"
-        rows = [(a, *_precisions_of(a, b), b.reason) for a, b in self.changed]
-        rows += [(row, row.precision, "-", "") for row in self.only_left]
-        rows += [(row, "-", row.precision, row.reason) for row in self.only_right]
-        like: dict[str, Counter[Sequence[str]]] = {}
-        for row, *cells in rows:
-            line = (_times(row), row.op, *cells, short(row.source))
-            like.setdefault(row.scope, Counter())[line] += 1
-        groups = [
-            (scope, [(f"{n}" if n > 1 else "", *cells) for cells, n in counted.items()])
-            for scope, counted in like.items()
-        ]
-        headers = ("", "times", "op", "ran in", "runs in", "why", "where")
-        return text_table(headers, groups, right=(0, 1))
-
-
-def _precisions_of(a: Row, b: Row) -> tuple[str, str]:
-    """Returns what two rows run in, and how much they hold where that is the same."""
-    if a.precision != b.precision:
-        return a.precision, b.precision
-    first, second = (f"{r.precision}, {count(r.bytes_run)}B" for r in (a, b))
-    return first, second
-
-
-def _by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
-    """Returns rows by what tells them apart in each explanation of a function."""
-    seen: Counter[object] = Counter()
-    found: dict[object, Row] = {}
-    for row in rows:
-        key = (row.scope, row.op, row.source, row.is_backward)
-        found[*key, seen[key]] = row
-        seen[key] += 1
-    return found
-
-
-def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
-    """Yields what the user has written into the rules and decides nothing."""
-    scopes = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
-    yield from _unmatched("scope", scopes, (row.scope for row in rows))
-    carries = [pattern for pattern, _ in rules.carries]
-    yield from _unmatched("carry", carries, _loops(jaxpr) if carries else ())
-    of_presets = {pair for preset in PRESETS.values() for pair in preset.ops}
-    ops = list(dict.fromkeys(row.op for row in rows))
-    for pair in rules.ops:
-        if pair not in of_presets and pair[0] not in ops:
-            yield f"op {pair[0]!r} matches nothing.{_nearest(pair[0], ops)}"
-
-
-def _unmatched(
-    kind: str, patterns: Sequence[str], paths: Iterable[str]
-) -> Iterable[str]:
-    """Yields the patterns that no path matches, or that others come before."""
-    paths = list(dict.fromkeys(paths))
-    names = list(dict.fromkeys(name for path in paths for name in path.split("/")))
-    for i, pattern in enumerate(patterns):
-        matched = [path for path in paths if re.search(pattern, path)]
-        before = [
-            [other for other in patterns[:i] if re.search(other, path)]
-            for path in matched
-        ]
-        if not matched:
-            yield f"{kind} {pattern!r} matches nothing.{_nearest(pattern, names)}"
-        elif all(before):
-            yield f"{kind} {pattern!r} decides nothing: {before[0][0]!r} comes first."
-
-
-def _loops(jaxpr: Jaxpr) -> Iterable[str]:
-    """Yields the paths that loops stand in, those too that are written out."""
-    for path, each in jaxprs(jaxpr):
-        parts = compat.parts(each)
-        written_out = unrolled(parts)
-        for eqn in parts.eqns:
-            if compat.op_of(eqn) in ("scan", "while") or id(eqn) in written_out:
-                yield compat.join(path, *compat.scopes(eqn))
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-_HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
-
-_HEADERS_OF_A_SUM = ("times", "op", "runs in", "only in")
-
-_NAMED = 3
-"""How many blocks are named where an op runs otherwise than in those like them."""
-
-_LINES = 60
-"""What a terminal shows at once."""
-
-
-def _depth_that_fits(rows: Sequence[Row]) -> int | None:
-    """Returns the depth at which a table is short, and says most."""
-    deepest = max((row.scope.count("/") + 1 for row in rows), default=0)
-    for depth in (None, *range(deepest, 0, -1)):
-        _, groups = _grouped(rows, depth)
-        if sum(1 + len(cells) for _, cells in groups) <= _LINES:
-            return depth
-    return 1
-
-
-def _grouped(
-    rows: Sequence[Row], depth: int | None
-) -> tuple[Sequence[str], Sequence[tuple[str, Sequence[Sequence[str]]]]]:
-    """Returns the headers and the rows of a table, by scope."""
-    counted: dict[tuple[str, ...], list[Row]] = {}
-    of_op: dict[object, list[Row]] = {}
-    for row in rows:
-        cells, scope = _cells(row, depth), _cut(row.scope, depth)
-        counted.setdefault((scope, *cells), []).append(row)
-        of_op.setdefault((scope, row.op), []).append(row)
-    if depth is not None:  # Each scope once.
-        order = list(dict.fromkeys(key[0] for key in counted))
-        by_scope = sorted(counted, key=lambda key: order.index(key[0]))
-        counted = {key: counted[key] for key in by_scope}
-    groups: list[tuple[str, list[Sequence[str]]]] = []
-    above = ""
-    for (scope, *cells), same in counted.items():
-        if not groups or scope != above:
-            above = scope
-            groups.append((scope or ("(no scope)" if groups else ""), []))
-        times = [row.times for row in same]
-        number = "?" if None in times else str(sum(t for t in times if t))
-        if depth is not None:
-            cells.append(_only_in(same, of_op[scope, cells[0]], depth))
-        groups[-1][1].append((number, *cells))
-    headers = _HEADERS if depth is None else _HEADERS_OF_A_SUM
-    return headers, groups
-
-
-def _cells(row: Row, depth: int | None) -> Sequence[str]:
-    if depth is not None:
-        return (row.op, row.precision)
-    texts = (" ".join(row.shapes), row.reason, short(row.source))
-    return (row.op, row.precision, *texts)
-
-
-def _only_in(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
-    """Returns the few numbered blocks in which an op runs otherwise than in others."""
-    ours, all_ = (
-        {_first(row.scope, depth): None for row in some} for some in (rows, among)
-    )
-    is_few = 2 * len(ours) <= len(all_) and len(ours) <= _NAMED
-    return ", ".join(ours) if is_few else ""
-
-
-def _first(scope: str, depth: int) -> str:
-    return "/".join(scope.split("/")[:depth])
-
-
-def _cut(scope: str, depth: int | None) -> str:
-    """Returns a path up to some depth, in which numbered blocks are one."""
-    return scope if depth is None else re.sub(r"\d+", "*", _first(scope, depth))
-
-
-def _times(row: Row) -> str:
-    return "?" if row.times is None else str(row.times)
 
 
 def _shares(counts: Mapping[str, int]) -> str:

@@ -123,7 +123,7 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
 
     Where it is computed from what it joins, without a product between, the two are one
     function, which is float32 on purpose: a norm, a softplus. So is what a loop carries
-    in float32, of which its row tells why.
+    in float32, whose row says why.
     """
     first: dict[int, Seen] = {}
     after: dict[int, list[Seen]] = {}
@@ -277,7 +277,7 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
                 seen,
                 "float32 carry",
                 seen.row.reason,
-                'rules.carry(scope, "follow"), if it is a state that layers hand on',
+                'rules.carry(scope, "follow"), if it is a state that layers pass on',
             )
         elif record.origin is not None:
             yield _at(
@@ -323,7 +323,7 @@ def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
                 "tensor cores",
                 f"a product of sizes {' x '.join(map(str, sizes))} is no multiple of 8 "
                 f"in {', '.join(map(str, dict.fromkeys(odd)))}",
-                "Tensor cores want multiples of 8: pad, or choose another width",
+                "Tensor cores need multiples of 8: pad, or choose another width",
             )
 
 
@@ -476,7 +476,7 @@ def _inner_autocast(looked: Looked) -> Iterator[Lint]:
             inside[0],
             "inner autocast",
             f"an inner autocast has decided {len(inside)} equations, and nothing can "
-            "be said of why",
+            "be shown of why",
             "Explain the function that it was given, fun.__wrapped__, under its rules",
         )
 

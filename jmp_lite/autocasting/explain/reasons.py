@@ -89,6 +89,19 @@ def reason_in_words(record: DecisionRecord) -> str:
     return words
 
 
+def code_of(record: DecisionRecord) -> str:
+    """Returns why an equation runs as it does, as a name that code may compare.
+
+    It is the id of the group of ops that decided, else what kind of rule did, else the
+    ``Reason``, in lower case.
+    """
+    decision = record.decision
+    if decision.reason is not Reason.RULE or decision.match is None:
+        return decision.reason.name.lower()
+    match = decision.match
+    return match.name if match.source is RuleSource.TABLE else match.source.value
+
+
 def _rule_in_words(match: RuleMatch) -> str:
     by_source = {
         RuleSource.TABLE: _GROUPS.get(match.name, ""),

@@ -1,6 +1,6 @@
 """The decisions of an interpretation, and the program that it builds, as rows and sums.
 
-A row says what one equation does; it does not judge.
+A row shows what one equation does, without judging it.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp_lite.autocasting.explain.reasons import (
+    code_of,
     is_equation,
     origin_in_words,
     reason_in_words,
@@ -37,6 +38,10 @@ class Row(NamedTuple):
       op: the name of its primitive; for a carry of a loop that of the loop.
       precision: the dtype that it runs in: ``"bfloat16"``, ``"float16"``,
         ``"float32"`` or another; ``"as traced"`` where nothing in it is a float.
+      code: why, as a name that code may compare: the id of the group of ops that
+        decided, such as ``"product"``; or what kind of rule did: ``"op"``,
+        ``"scope"``, ``"mark"``, ``"default"``; or what the equation itself or its
+        operands are, such as ``"follows_low"``.
       reason: why, in words.
       source: where it stands in the code: file, line and function. The innermost line
         that is no package's, if there is one.
@@ -55,6 +60,7 @@ class Row(NamedTuple):
     scope: str
     op: str
     precision: str
+    code: str
     reason: str
     source: str
     shapes: tuple[str, ...]
@@ -221,6 +227,7 @@ def _row(record: DecisionRecord, low: Dtype) -> Row:
         scope=compat.join(*compat.scopes(eqn)),
         op=compat.op_of(eqn),
         precision=_precision(eqn, decision, low),
+        code=code_of(record),
         reason=reason_in_words(record),
         source="",
         shapes=tuple(var.aval.str_short() for var in results),
@@ -280,7 +287,7 @@ class Totals:
       casts: how many casts between float32 and the compute dtype autocast adds, in all
         trips of all loops.
       cast_bytes: the bytes that they read and write, if nothing is fused.
-      kept_traced: the bytes that wait for the backward pass without autocast; None
+      kept_traced: the bytes of the residuals without autocast; None
         where that was not asked for.
       kept_run: the same with autocast.
     """

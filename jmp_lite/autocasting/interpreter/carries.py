@@ -32,7 +32,7 @@ class Loop(NamedTuple):
       body: the jaxpr of a step.
       carries: the result that each carry, an input of the body, is in the next step.
       sliced: the inputs that are others in each step.
-      has_gradient: whether it has a backward pass, which hands a gradient from step to
+      has_gradient: whether it has a backward pass, which passes a gradient from step to
         step in the dtype of the carry.
     """
 

@@ -59,7 +59,7 @@ class Casts:
         return value
 
     def literal(self, atom: Literal) -> Value:
-        """Returns a number in the program; one that 16 bits cannot tell is HARD."""
+        """Returns a number of the program; HARD if 16 bits cannot hold it."""
         is_real = jnp.issubdtype(compat.dtype_of(atom), jnp.floating)
         is_real |= compat.is_integer(atom)
         fits = not is_real or _fits(_as_float32(atom.val), self.low_dtype)

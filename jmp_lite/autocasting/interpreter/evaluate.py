@@ -78,7 +78,7 @@ def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list
             )
         )
 
-    # What it was given waits for the backward pass in 16 bits.
+    # The residuals are its operands as they are held, in 16 bits.
     again = jax.checkpoint(from_held, prevent_cse=False)
     return again(*(value.array for value in operands))
 

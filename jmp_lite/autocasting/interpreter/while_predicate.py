@@ -161,8 +161,8 @@ class _Loop:
 
         Args:
           condition: a value of the condition's jaxpr.
-          may_pick: whether the number of the largest float, compared with what stays
-            the same, is none.
+          may_pick: whether the index of the largest float, compared with what stays
+            the same, does not count as one.
         """
         same_in_test = lambda name: self._is_the_same(self.test, name)
         same_in_body = lambda name: self._is_the_same(self.body, name)

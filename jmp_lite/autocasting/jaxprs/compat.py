@@ -294,7 +294,7 @@ def source(eqn: Eqn, caller: str = "") -> str:
     Args:
       eqn: the equation.
       caller: where the equation stands that holds it, if one does. What a package has
-        wrapped in ``jit``, as most of ``jax.numpy`` is, knows not who calls it.
+        wrapped in ``jit``, as most of ``jax.numpy`` is, does not know its caller.
 
     Returns:
       The innermost line that is the user's, else that of the caller, else that of an
@@ -371,7 +371,7 @@ def bind(
         return [type(name)(name.name, jax.typeof(operands[0]))(*operands)]
     params = {**eqn.params, **changed}
     run = functools.partial(_bind, eqn.primitive, tuple(params.items()))
-    # What holds a jaxpr is not held on to: it may close over arrays and tracers.
+    # An op that contains a jaxpr is not kept: it may close over arrays and tracers.
     is_plain = not eqn.effects and next(inner_jaxprs(eqn), None) is None
     if bound is not None and is_plain and any(map(_is_being_linearized, operands)):
         with contextlib.suppress(TypeError):  # Its parameters cannot be hashed.
@@ -730,60 +730,6 @@ def run_equations(eqns: Sequence[Eqn], env: dict[Var, Array]) -> None:
 def read(env: dict[Var, Array], atom: Var) -> Any:
     """Returns what an atom is, given what is known by variable."""
     return as_array(atom.val) if is_literal(atom) else env[atom]
-
-
-def zeros(aval: Aval, length: int) -> Any:
-    """Returns zeros of a type with one more axis in front."""
-    zero, shape = jnp.zeros((), aval.dtype), (length, *aval.shape)
-    sharding = None
-    if _is_sharded(aval):
-        sharding = aval.sharding.update(spec=jax.P(None, *aval.sharding.spec))
-    array = jax.lax.broadcast(zero, shape, out_sharding=sharding)
-    return as_varying(array, aval.manual_axis_type.varying)
-
-
-def is_sharded(array: Array) -> bool:
-    """Whether the type of an array says how it is sharded, as on an Explicit mesh."""
-    return _is_sharded(jax.typeof(array))
-
-
-def _is_sharded(aval: Aval) -> bool:
-    return any(axis is not None for axis in aval.sharding.spec)
-
-
-def as_varying(array: Array, axes: Iterable[str]) -> Any:
-    """Returns an array whose type says that it may differ over some mapped axes.
-
-    Only ``shard_map`` has them in its types: anywhere else it is the array itself.
-    """
-    # From the context: the type of what a mapped function closes over has no axes.
-    inside = jax.sharding.get_abstract_mesh().manual_axes
-    missing = {*axes}.intersection(inside) - jax.typeof(array).manual_axis_type.varying
-    if not missing:
-        return array
-    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying")
-
-
-def gathered(array: Array) -> Any:
-    """Returns what all devices of a ``shard_map`` have, stacked up, the same on each.
-
-    Outside of one it is the array itself.
-    """
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    if not axes:
-        return array
-    mine = jnp.asarray(array)
-    dtype = jnp.int32 if mine.dtype == jnp.bool_ else mine.dtype
-    everyone = jnp.zeros((jax.lax.axis_size(axes), *mine.shape), dtype)
-    mine = as_varying(mine.astype(dtype), axes)
-    # psum, because shard_map takes what all_gather returns for different on each.
-    own = as_varying(everyone, axes).at[jax.lax.axis_index(axes)].set(mine)
-    return jax.lax.psum(own, axes).astype(jnp.asarray(array).dtype)
-
-
-def varying_axes(atoms: Iterable[Var]) -> frozenset[str]:
-    """Returns the mapped axes over which some of the atoms may differ."""
-    return frozenset().union(*(a.aval.manual_axis_type.varying for a in atoms))
 
 
 def as_typed(value: Any, aval: Aval) -> Any:

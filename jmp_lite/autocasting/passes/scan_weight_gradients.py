@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs import compat, sharding
 from jmp_lite.autocasting.jaxprs.dataflow import readers_of
 from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
 from jmp_lite.autocasting.rules.op_table import MOVING
@@ -192,7 +192,7 @@ def _linearized(
         return _scan(body, fixed, dict(zip(sums, shifts, strict=True)), others, every)
 
     length = compat.scan_options(body.eqn)["length"]
-    zeros = [compat.zeros(var.aval, length) for var in sums]
+    zeros = [sharding.zeros(var.aval, length) for var in sums]
     results, linear, stacks = jax.linearize(
         shifted, zeros, *(primals[i] for i in moved), has_aux=True
     )
@@ -208,7 +208,7 @@ def _products(use: _Use, stack: Array, direction: Array) -> Array:
     """Returns the products, of all steps, of what was stacked and one weight."""
     contracted, batch = compat.dot_dimensions(use.eqn)
     # Axes that are sharded by their types cannot be merged.
-    if not any(batch) and not compat.is_sharded(stack):
+    if not any(batch) and not sharding.is_sharded(stack):
         return _one_product(use, stack, direction, *contracted)
 
     def product(other: Array) -> Array:

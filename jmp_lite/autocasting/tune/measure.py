@@ -169,7 +169,7 @@ class Sample:
             if np.isnan(array).any():
                 raise ValueError(
                     f"In float32 itself the {name} is NaN on this sample: "
-                    "jmp_lite.watch of the function, or of its gradient, tells where "
+                    "jmp_lite.watch of the function, or of its gradient, shows where "
                     "that begins. Of what is not trained, stop the gradient in the "
                     "function (jax.lax.stop_gradient), and give the loss rather than a "
                     "whole training step."

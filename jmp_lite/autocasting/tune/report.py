@@ -120,7 +120,7 @@ class TunedRules(Rules):
 
 
 _SHOWN = 3
-"""How many names one line tells."""
+"""How many names one line shows."""
 
 
 def in_words(error: Error) -> str:

@@ -208,14 +208,14 @@ class _Search:
         kept = set(units.costs)
         if not self.is_enough(units.rules(kept)):
             return None
-        waiting = [units.ordered(kept)]
-        while waiting:
-            group = waiting.pop()
+        queue = [units.ordered(kept)]
+        while queue:
+            group = queue.pop()
             fewer = kept - set(group)
             if self._tried(group, units.rules(fewer)):
                 kept = fewer
             elif len(group) > 1:
-                waiting += reversed(units.parts(group))
+                queue += reversed(units.parts(group))
         return units.rules(kept)
 
     def _weakened(self, kept: list[Rule]) -> list[Rule]:

@@ -1,0 +1,60 @@
+"""What the user has written into rules and nothing in the function matches."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from jmp_lite.autocasting.explain.rows import Row
+from jmp_lite.autocasting.interpreter.carries import unrolled
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import jaxprs
+from jmp_lite.autocasting.jaxprs.types import Jaxpr
+from jmp_lite.autocasting.rules.presets import PRESETS
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
+
+
+def unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
+    """Yields what the user has written into the rules and decides nothing."""
+    scopes = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
+    yield from _unmatched("scope", scopes, (row.scope for row in rows))
+    carries = [pattern for pattern, _ in rules.carries]
+    yield from _unmatched("carry", carries, _loops(jaxpr) if carries else ())
+    of_presets = {pair for preset in PRESETS.values() for pair in preset.ops}
+    ops = list(dict.fromkeys(row.op for row in rows))
+    for pair in rules.ops:
+        if pair not in of_presets and pair[0] not in ops:
+            yield f"op {pair[0]!r} matches nothing.{nearest(pair[0], ops)}"
+
+
+def _unmatched(
+    kind: str, patterns: Sequence[str], paths: Iterable[str]
+) -> Iterable[str]:
+    """Yields the patterns that no path matches, or that others come before."""
+    paths = list(dict.fromkeys(paths))
+    names = list(dict.fromkeys(name for path in paths for name in path.split("/")))
+    for i, pattern in enumerate(patterns):
+        matched = [path for path in paths if re.search(pattern, path)]
+        before = [
+            [other for other in patterns[:i] if re.search(other, path)]
+            for path in matched
+        ]
+        if not matched:
+            yield f"{kind} {pattern!r} matches nothing.{nearest(pattern, names)}"
+        elif all(before):
+            yield f"{kind} {pattern!r} decides nothing: {before[0][0]!r} comes first."
+
+
+def _loops(jaxpr: Jaxpr) -> Iterable[str]:
+    """Yields the paths that loops stand in, those too that are written out."""
+    for path, each in jaxprs(jaxpr):
+        parts = compat.parts(each)
+        written_out = unrolled(parts)
+        for eqn in parts.eqns:
+            if compat.op_of(eqn) in ("scan", "while") or id(eqn) in written_out:
+                yield compat.join(path, *compat.scopes(eqn))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns a question that names what comes nearest to a name, or nothing."""
+    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
