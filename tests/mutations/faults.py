@@ -418,15 +418,15 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
-        "key = (id(jaxpr), states, wanted, rules_inside, region is None, forced)",
-        "key = (id(jaxpr), states, rules_inside, region is None, forced)",
+        "key = (id(jaxpr), states, wanted, rules_inside, region is None, as_forced)",
+        "key = (id(jaxpr), states, rules_inside, region is None, as_forced)",
         "a converted call forgets who reads its results",
         "test_autocasting_uses.py::test_each_call_of_a_block_is_demanded_by_its_own_readers",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
-        "key = (id(jaxpr), states, wanted, rules_inside, region is None, forced)",
-        "key = (id(jaxpr), states, wanted, region is None, forced)",
+        "key = (id(jaxpr), states, wanted, rules_inside, region is None, as_forced)",
+        "key = (id(jaxpr), states, wanted, region is None, as_forced)",
         "a converted call forgets the scope rules",
         "test_autocasting_higher_order.py::test_a_block_that_stands_in_two_scopes_is_decided_in_each",
     ),
@@ -475,7 +475,7 @@ FAULTS = (
         "test_autocasting_higher_order.py::test_numbers_among_the_residuals_reach_the_backward_function_as_they_are",
     ),
     Fault(
-        "autocasting/jaxprs/compat.py",
+        "autocasting/jaxprs/sharding.py",
         "if _is_sharded(aval):",
         "if False:",
         "the gradient of a recurrent weight forgets how its batch is sharded",
