@@ -220,7 +220,7 @@ def test_reasons_name_scopes_marks_and_rules():
     assert codes["nextafter"] == "typed"
     products = [r for r in explain(fun, rules)(X[:, :4]).rows if r.op == "dot_general"]
     assert [row.code for row in products] == ["scope", "mark"]
-    assert explain(lambda x: x * 2)(X).rows[0].code == "undecided"
+    assert explain(lambda x: x * 2)(X).rows[0].code == "read_in_float32"
     inner = autocast(lambda x: x @ x, "O0")
     assert "autocast" in reasons(inner, W)["dot_general"]
 
