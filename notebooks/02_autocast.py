@@ -274,14 +274,14 @@ show(told, "loss", "likely = ")
 # ## What widens the stream
 #
 # `HARD` wins. If a value that is float32 on purpose joins the stream, all that follows
-# is float32, up to the next product. Somebody gives the MLP a gain for each channel,
-# and keeps its logarithm as a parameter:
+# is float32, up to the next product. Somebody damps what the MLP adds where the stream
+# is large already:
 
 
 # %%
 def with_gain(p, x):
     x = x + attention(p["attention"], layer_norm(p["norm_1"], x))
-    gain = jnp.exp(p["norm_2"]["scale"])
+    gain = jnp.exp(-jnp.square(x).mean(-1, keepdims=True))
     return x + mlp(p["mlp"], layer_norm(p["norm_2"], x)) * gain
 
 
@@ -303,7 +303,7 @@ assert [lint.name for lint in widened.lints] == ["widened stream"]
 # %%
 def with_low_gain(p, x):
     x = x + attention(p["attention"], layer_norm(p["norm_1"], x))
-    gain = jmp.as_low(jnp.exp(p["norm_2"]["scale"]))
+    gain = jmp.as_low(jnp.exp(-jnp.square(x).mean(-1, keepdims=True)))
     return x + mlp(p["mlp"], layer_norm(p["norm_2"], x)) * gain
 
 
@@ -473,7 +473,7 @@ assert (by_cast, by_mark) == ("bfloat16", "float32")
 
 # %%
 def waves(w, x, phase):
-    return jnp.sin(x @ w + phase) @ w
+    return jnp.sin(jnp.tanh(x @ w) @ w + phase) @ w
 
 
 def careful_waves(w, x, phase):
@@ -482,8 +482,8 @@ def careful_waves(w, x, phase):
 
 w, x = normal(16, 16), 8 * normal(64, 16)
 phase = jnp.asarray(generator.uniform(0, 100, (64, 16)), jnp.float32)
-(lint,) = jmp.explain(waves)(w, x, phase).lints
-print(f"{lint.name}: {lint.message}.\n{lint.remedy}.")
+for lint in jmp.explain(waves)(w, x, phase).lints:
+    print(f"{lint.name}: {lint.message}.\n{lint.remedy}.")
 
 # %%
 of = {}
@@ -495,7 +495,7 @@ for name, fun, rules in (
     run = jax.jit(jmp.autocast(fun, rules), compiler_options=OPTIONS)
     of[name] = distance(run(w, x, phase), waves(w, x, phase))
 print("\n".join(f"{name:<15} error {error:.1e}" for name, error in of.items()))
-assert of["mixed"] > 10 * of["mixed, as_full"]
+assert of["mixed"] > 5 * of["mixed, as_full"]
 
 # %% [markdown]
 # ## Layers in a loop

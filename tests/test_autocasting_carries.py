@@ -1,6 +1,7 @@
 """The carries of loops: which may be low, and which would go wrong if they were."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -12,7 +13,6 @@ from helpers import (
     equations,
     initialized,
     live_equations,
-    params_of,
     products,
     relative_error,
 )
@@ -105,76 +105,46 @@ def test_a_stack_of_layers_is_float32_where_its_body_adds_what_is():
     assert "exp at test_autocasting_carries.py:" in row.reason
 
 
-def written_out(step, x, stack, wrap=jax.jit):
-    """A loop over layers, written out as calls of one function."""
-    step = wrap(step)
-    for w in stack:
-        x = step(x, w)
-    return x
-
-
 def pre_norm(h, w):
     with jax.named_scope("LayerNorm"):
         n = (h - h.mean(-1, keepdims=True)) / h.std(-1, keepdims=True)
     return h + jnp.tanh(n @ w)
 
 
-def calls(fun, *args):
-    """The jaxprs that a function calls by the name of a step, and what they are given.
-
-    Each jaxpr is lowered once, however often it is called.
-    """
-    jaxpr = jax.make_jaxpr(autocast(fun))(*args)
-    params = [params_of(eqn) for eqn in jaxpr.eqns]
-    return [
-        (id(found["jaxpr"]), str(eqn.invars[0].aval.dtype))
-        for eqn, found in zip(jaxpr.eqns, params, strict=True)
-        if "jaxpr" in found and len(eqn.invars) == 2
-    ]
-
-
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("start", [lambda x: x, lambda x: x + 1, lambda x: x @ W])
-def test_a_stack_of_layers_that_is_written_out_is_lowered_as_one_function(wrap, start):
-    fun = lambda x: written_out(pre_norm, start(x), LAYERS, wrap) @ W
-    (_, *others), dtypes = zip(*calls(fun, X), strict=True)
-    assert set(dtypes) == {LOW}
-    assert len({_, *others}) == 1
-    assert len(others) == 2
-    scanned = lambda x: lax.scan(lambda h, w: (pre_norm(h, w), None), x, LAYERS)[0]
-    outside = lambda x: scanned(start(x)) @ W
-    np.testing.assert_array_equal(*(compiled(autocast(f), X) for f in (fun, outside)))
+def test_one_some_all_or_none_of_a_stack_in_a_call_are_one_program(wrap, start):
+    def stacked(wrapped):
+        def fun(x):
+            x = start(x)
+            for w, is_wrapped in zip(LAYERS, wrapped, strict=True):
+                x = (wrap(pre_norm) if is_wrapped else pre_norm)(x, w)
+            return x @ W
+
+        return fun
+
+    def decisions(fun):
+        rows = jmp_lite.explain(fun)(X).rows
+        return [(row.op, row.precision, row.code, row.shapes) for row in rows]
+
+    plain, *others = map(stacked, itertools.product([False, True], repeat=len(LAYERS)))
+    expected = decisions(plain), autocast(plain)(X)
+    assert {p for op, p, *_ in expected[0] if op == "dot_general"} == {LOW}
+    for other in others:
+        assert decisions(other) == expected[0]
+        np.testing.assert_array_equal(autocast(other)(X), expected[1])
+        grads = (
+            jax.grad(lambda x, f=f: autocast(f)(x).sum())(X) for f in (other, plain)
+        )
+        assert relative_error(*grads) < 0.01
 
 
-def test_what_a_loop_keeps_in_float32_is_kept_where_it_is_written_out():
-    """Weights that are trained, a sum, what is marked, and what a rule says."""
-
+def test_weights_that_are_trained_in_a_loop_are_float32():
     def train(w, x):
-        return w - 1e-3 * (x.T @ (x @ w))
-
-    def hard(h, w):
-        return h + jnp.tanh(h @ w) + jnp.exp(h)
+        return w - 1e-3 * (x.T @ (x @ w)), None
 
     samples = jnp.stack([X, -X, 2 * X])
-    assert calls(lambda w: written_out(train, w, samples), W)[0][1] == FULL
-    assert calls(lambda x: written_out(hard, x, LAYERS) @ W, X)[0][1] == FULL
-
-    kept = get_rules("mixed").carry(".*", "full")
-    marked = lambda x: written_out(pre_norm, jmp_lite.as_full(x), LAYERS) @ W
-    assert calls(marked, X)[0][1] == FULL
-    jaxpr = jax.make_jaxpr(
-        autocast(lambda x: written_out(pre_norm, x, LAYERS) @ W, kept)
-    )(X)
-    first = next(eqn for eqn in jaxpr.eqns if "jaxpr" in eqn.params)
-    assert first.invars[0].aval.dtype == FULL
-
-
-def test_calls_that_are_no_loop_are_given_what_they_were():
-    step = jax.jit(pre_norm)
-    fun = lambda x: step(x, W) @ W + step(x, W.T) @ W
-    assert {dtype for _, dtype in calls(fun, X)} == {FULL}
-    crossed = lambda x: step(step(x, W), W) @ step(step(x, W.T), W).T
-    assert calls(crossed, X)[0][1] == FULL
+    assert carries(lambda w: lax.scan(train, w, samples)[0], W) == [FULL]
 
 
 def test_an_auxiliary_loss_beside_a_stack_of_layers_is_float32():
@@ -190,15 +160,46 @@ def test_an_auxiliary_loss_beside_a_stack_of_layers_is_float32():
     assert carries(fun, X, LAYERS) == [LOW, FULL]
 
 
-def test_dynamic_slices_of_a_stack_are_layers_too():
-    def fun(x, stack):
-        def body(i, h):
-            w = lax.dynamic_index_in_dim(stack, i, keepdims=False)
-            return h + jnp.tanh(h @ w)
+TAKE = {
+    "dynamic_index_in_dim": lambda ws, i: lax.dynamic_index_in_dim(ws, i, 0, False),
+    "dynamic_slice": lambda ws, i: lax.dynamic_slice_in_dim(ws, i, 1)[0],
+    "by index": lambda ws, i: ws[i],
+    "take": lambda ws, i: jnp.take(ws, i, axis=0),
+    "take, clipped": lambda ws, i: jnp.take(ws, i, axis=0, mode="clip"),
+    "gather": lambda ws, i: jnp.stack([ws, ws], 1)[i, 0],
+    "backwards": lambda ws, i: ws[len(ws) - 1 - i],
+    "called": jax.jit(lambda ws, i: ws[i]),
+}
 
-        return lax.fori_loop(0, 3, body, x) @ W
 
-    assert carries(fun, X, LAYERS) == [LOW]
+@pytest.mark.parametrize("take", TAKE)
+def test_a_stack_of_layers_is_one_however_its_weights_are_taken(take):
+    def step(i, h, stack):
+        return h + jnp.tanh(h @ TAKE[take](stack, i))
+
+    def counted(x, stack):
+        return lax.fori_loop(0, 3, lambda i, h: step(i, h, stack), x) @ W
+
+    def scanned(x, stack):
+        of_steps = lambda h, i: (step(i, h, stack), None)
+        return lax.scan(of_steps, x, jnp.arange(3))[0] @ W
+
+    def sliced(x, stack):
+        layers = lambda h, w: (h + jnp.tanh(h @ w), None)
+        return lax.scan(layers, x, stack[::-1] if take == "backwards" else stack)[0] @ W
+
+    assert carries(counted, X, LAYERS) == [LOW]
+    assert carries(scanned, X, LAYERS) == [LOW]
+    results = [compiled(autocast(f), X, LAYERS) for f in (scanned, sliced)]
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+def test_weights_that_no_step_chooses_are_no_layers():
+    def fun(x, stack, index):
+        step = lambda h, _: (h + jnp.tanh(h @ stack[index]), None)
+        return lax.scan(step, x, length=3)[0] @ W
+
+    assert carries(fun, X, LAYERS, jnp.int32(1)) == [FULL]
 
 
 def test_linen_s_own_scan_over_blocks_is_a_stack_of_layers():

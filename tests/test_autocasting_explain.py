@@ -126,7 +126,7 @@ def reasons(fun, *args, rules="mixed"):
 
 def test_a_reason_leads_to_what_widened_the_stream():
     def model(x, w):
-        scale = jnp.exp(x)  # The culprit.
+        scale = jnp.exp(x @ w.T)  # The culprit.
         return jnp.tanh(x @ w + scale) @ w
 
     (culprit,) = (row for row in explain(model)(X, W).rows if row.op == "exp")
@@ -146,7 +146,7 @@ def test_a_reason_leads_out_of_and_into_calls(wrap):
     use = wrap(lambda h, s: jnp.tanh(h + s))
 
     def model(x, w):
-        return use(x @ w, widen(x)) @ w
+        return use(x @ w, widen(x @ w.T)) @ w
 
     for op in ("add", "tanh"):
         assert "exp at test_autocasting_explain.py:" in reasons(model, X, W)[op]
@@ -188,7 +188,7 @@ def test_a_reason_has_a_line_too_where_jax_made_the_value():
         return jnp.tanh(x @ W)  # Its own line, whoever calls it.
 
     def model(x):
-        scale = jnp.linalg.norm(x)
+        scale = jnp.linalg.norm(x @ W.T)
         return jnp.tanh(inner(x) * scale) @ W
 
     first = model.__code__.co_firstlineno

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from programs import W, X
 
 from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.jaxprs.compat import contracts_nothing
 from jmp_lite.autocasting.marks import full_precision
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
@@ -34,6 +35,11 @@ def kept(fun, *args):
     for x in found.values():
         total[str(x.dtype)] = total.get(str(x.dtype), 0) + x.nbytes
     return total
+
+
+def summing(eqns):
+    """Leaves out products that contract nothing, which are multiplications."""
+    return [eqn for eqn in eqns if not contracts_nothing(eqn)]
 
 
 # -------------------------------------------------------------------- custom rules
@@ -103,7 +109,7 @@ def test_a_custom_vjp_rule_is_kept_and_low_inside(nest, dtype, run):
     true = compiled(jax.grad(loss(NESTS[nest](plain_layer)), (0, 1)), X, W)
     assert relative_error(actual, true) > 0.2
     eqns = live_equations(jax.grad(low, (0, 1)), X, W)
-    assert set(products(eqns)) == {(dtype,) * 3}
+    assert set(products(summing(eqns))) == {(dtype,) * 3}
 
 
 def test_low_residuals_of_a_custom_rule_wait_low():
@@ -167,8 +173,8 @@ def test_numbers_among_the_residuals_reach_the_backward_function_as_they_are():
         low, full = autocast(loss(nest(fun))), loss(nest(fun))
         actual, expected = (jax.jit(jax.grad(f, (0, 1)))(X, W) for f in (low, full))
         assert relative_error(actual, expected) < 0.03
-        found = products(live_equations(jax.grad(low, (0, 1)), X, W))
-        assert set(found) == {LOW}
+        eqns = live_equations(jax.grad(low, (0, 1)), X, W)
+        assert set(products(summing(eqns))) == {LOW}
 
 
 def test_a_custom_jvp_rule_is_kept_with_symbolic_zeros_and_static_arguments():

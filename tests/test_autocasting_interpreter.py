@@ -477,7 +477,7 @@ def test_a_low_value_that_is_broadcast_adds_up_its_gradient_in_float32():
 
 
 def test_sine_and_cosine_are_float32_and_what_follows_is_not():
-    found = ops(autocast(lambda x: (jnp.sin(x @ W) + x @ W) @ W), X)
+    found = ops(autocast(lambda x: (jnp.sin(x @ W @ W) + x @ W) @ W), X)
     assert found["sin"] == {"float32"}
     assert found["add"] == {"bfloat16"}
     assert found["dot_general"] == {"bfloat16"}

@@ -100,8 +100,10 @@ def test_what_widens_a_stream_is_named_with_what_it_costs():
     assert "as_low" in lint.remedy
     fixed = lambda x, w: jnp.tanh(x @ w + jmp.as_low(jnp.exp(jnp.arange(8.0)))) @ w
     assert lints(fixed, X, W, name="widened stream") == []
-    # What a function of one value is float32 for may widen another stream.
+    # A function of one value leaves in 16 bits; what is not joined again does not.
     residual = lambda x, w: jnp.tanh(x @ w + jax.nn.softplus(x @ w @ w)) @ w
+    assert lints(residual, X, W, name="widened stream") == []
+    residual = lambda x, w: jnp.tanh(x @ w + jnp.log1p(jnp.exp(x @ w @ w))) @ w
     lint = only(residual, X, W, name="widened stream")
     assert lint.message.startswith(f"log1p at {HERE}:")
     # The tail of a loss is float32 to the end, and meant to be.
@@ -285,7 +287,7 @@ def test_a_number_that_is_marked_is_float32_by_choice(number):
 
 def test_a_literal_that_does_not_fit_is_pointed_to():
     def masked(x, w, end=-1e9):
-        return jax.nn.softmax(jnp.where(x > 0, x @ w, end) * 1.5) @ w
+        return jnp.tanh(jnp.where(x > 0, x @ w, end) * 1.5) @ w
 
     def shifted(x, w):
         return jnp.tanh((x @ w) + 1e9) @ w
@@ -400,3 +402,54 @@ def test_a_lint_reads_as_a_sentence_with_its_place():
     }
     nowhere = explain(jnp.matmul)(jnp.ones((16, 8)), jnp.ones((8, 12)))
     assert "look at a product of sizes 16 x 12 x 8" in str(nowhere)
+
+
+# ------------------------------------------------- products whose digits are needed
+
+
+def distances(x, y):
+    """Pairs of points, by the binomial formula."""
+    squares = (x * x).sum(-1)[:, None] + (y * y).sum(-1)
+    return squares - 2 * (x @ y.T)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_difference_of_products_under_a_root_or_a_pick_is_pointed_to(wrap):
+    reads = (
+        lambda d: jnp.sqrt(jnp.maximum(d, 0)),
+        lambda d: lax.top_k(-d, 2)[1],
+        lambda d: jnp.argmin(d, -1),
+    )
+    for read in reads:
+        fun = lambda x, y, read=read: read(wrap(distances)(x, y))
+        lint = only(fun, X, W, name="cancellation")
+        assert "differences" in lint.remedy
+    plain = lambda x, w: (lax.top_k(x @ w, 2)[1], jnp.sqrt((x @ w) ** 2 + 1))
+    assert lints(plain, X, W, name="cancellation") == []
+
+    @jmp.full_precision
+    def careful(x, y):
+        return jnp.sqrt(jnp.maximum(distances(x, y), 0))
+
+    assert lints(careful, X, W, name="cancellation") == []
+
+
+def test_a_16_bit_product_under_a_sine_is_pointed_to():
+    hidden = lambda x, w: jnp.cos(30 * (jnp.tanh(x @ w) @ w) + 1) @ w
+    assert only(hidden, X, W, name="low phase").message.startswith("a sine or a cosine")
+    given = lambda x, w: jnp.cos(30 * (x @ w) + 1) @ w
+    assert lints(given, X, W, name="low phase") == []
+    bounded = lambda x, w: jnp.cos(jnp.tanh(x @ w @ w)) @ w
+    assert lints(bounded, X, W, name="low phase") == []
+
+
+def test_integers_that_a_product_looks_up_are_pointed_to():
+    def looked_up(x, w, ids):
+        one_hot = jax.nn.one_hot(ids, 1000)
+        numbers = jnp.arange(1000).astype(jnp.float32)
+        return jnp.tanh(one_hot @ numbers)[:, None] * (x @ w) @ w
+
+    ids = jnp.arange(4)
+    assert only(looked_up, X, W, ids, name="low lookup").remedy.startswith("An index")
+    learned = lambda x, w, ids: jax.nn.one_hot(ids, 8) @ w @ (x @ w).T
+    assert lints(learned, X, W, ids, name="low lookup") == []

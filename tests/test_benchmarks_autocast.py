@@ -62,7 +62,7 @@ LOWERED = {
     ("scan + remat", "mixed"): (0.996, (1.0, 1.0)),
     ("resnet", "mixed"): (0.988, None),
     ("lstm", "mixed"): (1.002, (0.571, 0.600)),
-    ("mlp", "mixed"): (1.0, None),
+    ("mlp", "mixed"): (1.035, None),
     ("nnx", "mixed"): (0.936, None),
     ("scan", "float32, compressed"): (0.939, (0.471, 0.509)),
     ("scan", "mixed, compressed"): (0.968, (0.527, 0.570)),
@@ -149,8 +149,10 @@ COMPILED = {
         ("scan + remat", "mixed"): (1.029, 1.0),
         ("resnet", "mixed"): (1.017, 1.0),
         ("lstm", "mixed"): (0.388, 0.908),
-        ("mlp", "mixed"): (1.012, 1.0),
-        ("nnx", "mixed"): (1.0, 1.0),
+        # Their last layer is a tail: its bias is added in float32. XLA does not fuse
+        # what adds a bias with the sum over rows that is the gradient of the bias.
+        ("mlp", "mixed"): (1.050, 1.0),
+        ("nnx", "mixed"): (1.064, 0.963),
         ("scan", "float32, compressed"): (1.231, 0.767),
         ("scan", "mixed, compressed"): (0.816, 0.736),
     },

@@ -12,6 +12,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite.autocasting.explain.provenance import (
+    Addends,
+    From,
+    Made,
+    ProductReaders,
+)
 from jmp_lite.autocasting.explain.reasons import is_equation, origin_in_words
 from jmp_lite.autocasting.explain.rows import (
     Place,
@@ -22,17 +28,14 @@ from jmp_lite.autocasting.explain.rows import (
     short,
 )
 from jmp_lite.autocasting.explain.tables import count
+from jmp_lite.autocasting.interpreter.decide import roots_of
 from jmp_lite.autocasting.interpreter.decisions import Operand, Reason, Run
 from jmp_lite.autocasting.interpreter.values import Number, Origin, State
 from jmp_lite.autocasting.jaxprs import compat, cost
-from jmp_lite.autocasting.jaxprs.dataflow import Forward
 from jmp_lite.autocasting.jaxprs.dataflow import equations as every_equation
 from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn, Jaxpr
 from jmp_lite.autocasting.rules.op_table import (
-    ADDED_UP,
-    ADDING,
     HIGHER_ORDER,
-    MOVING,
     PRODUCTS,
     group_of,
 )
@@ -121,25 +124,19 @@ def _has_low(seen: Seen) -> bool:
 def _widened_stream(looked: Looked) -> Iterator[Lint]:
     """A float32 value joins a 16-bit one, and what follows is float32 up to a cast.
 
-    Where it is computed from what it joins, without a product between, the two are one
-    function, which is float32 on purpose: a norm, a softplus. So is what a loop carries
-    in float32, whose row says why.
+    Where it is computed from what it joins, the two are one function, which is float32
+    on purpose: a norm, a softplus. So is what a loop carries in float32, whose row says
+    why.
     """
     first: dict[int, Seen] = {}
     after: dict[int, list[Seen]] = {}
     is_cast_back: set[int] = set()
-    # By equation: what made the 16-bit values what they are that it is computed from.
-    made_of: dict[int, set[object]] = {}
     for seen in looked.seen:
         record = seen.record
-        lows = {_made_by(o.origin) for o in record.operands if o.state is State.LOW}
-        others = (o for o in record.operands if o.state is not State.LOW)
-        of_others = (made_of.get(id(o.origin), set()) for o in others)
-        made_of[id(record.eqn)] = lows.union(*of_others)
         if record.result is None and _follows_float32(seen):
             name = id(record.origin)
-            is_one_function = not lows.isdisjoint(made_of.get(name, set()))
-            if lows and not is_one_function and not _is_by_choice(record.origin):
+            widens = _has_low(seen) and roots_of(record.operands) is None
+            if widens and not _is_by_choice(record.origin):
                 first.setdefault(name, seen)
             if name in first:
                 after.setdefault(name, []).append(seen)
@@ -164,69 +161,9 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
         )
 
 
-def _made_by(origin: Origin) -> object:
-    """Returns what made a value: the same op on the same operands makes the same."""
-    if not is_equation(origin):
-        return origin
-    return compat.op_of(origin), *map(id, origin.invars)
-
-
 def _is_by_choice(origin: Origin) -> bool:
     """Whether a value is a number or the carry of a loop, and not what an op made."""
     return not is_equation(origin) or compat.op_of(origin) in HIGHER_ORDER
-
-
-class _From(NamedTuple):
-    """Where a value comes from.
-
-    Attributes:
-      arguments: the arguments that it is computed from.
-      moved: the one that it is, or a part of it.
-    """
-
-    arguments: frozenset[int] = frozenset()
-    moved: int | None = None
-
-
-class _Provenance(Forward[_From]):
-    """Follows arguments to the sums that they are an addend of.
-
-    Attributes:
-      added: for each sum, by id, the operands that are an argument or a part of one,
-        and are added to what is not made from it.
-    """
-
-    def __init__(self) -> None:
-        self.added: dict[int, set[int]] = {}
-
-    def nothing(self) -> _From:
-        """A number comes from no argument."""
-        return _From()
-
-    def join(self, one: _From, other: _From) -> _From:
-        """Returns where a value comes from that is one of two."""
-        moved = one.moved if one.moved == other.moved else None
-        return _From(one.arguments | other.arguments, moved)
-
-    def through(self, eqn: Eqn, facts: Sequence[_From], path: str) -> Sequence[_From]:
-        """Returns where the results of an op come from."""
-        del path
-        if compat.op_of(eqn) in ADDING:
-            pairs = zip(facts, facts[::-1], strict=True)
-            # In a loop the first step finds most: later ones add to what that made.
-            found = {
-                i
-                for i, (mine, other) in enumerate(pairs)
-                if mine.moved is not None and mine.moved not in other.arguments
-            }
-            self.added.setdefault(id(eqn), set()).update(found)
-        arguments = frozenset[int]().union(*(fact.arguments for fact in facts))
-        moves = compat.op_of(eqn) in _MOVING_ONCE
-        moved = facts[0].moved if moves else None
-        return [_From(arguments, moved)] * len(eqn.outvars)
-
-
-_MOVING_ONCE = MOVING - ADDED_UP
 
 
 def _float32_input(looked: Looked) -> Iterator[Lint]:
@@ -237,10 +174,10 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
     if not looked.alone:
         return
     given = [
-        _From(frozenset([i]), i) if i in looked.alone else _From()
+        From(frozenset([i]), i) if i in looked.alone else From()
         for i in range(len(compat.parts(looked.jaxpr).invars))
     ]
-    provenance = _Provenance()
+    provenance = Addends()
     provenance.outputs(looked.jaxpr, given)
     for seen in looked.seen:
         record = seen.record
@@ -324,6 +261,39 @@ def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
                 f"a product of sizes {' x '.join(map(str, sizes))} is no multiple of 8 "
                 f"in {', '.join(map(str, dict.fromkeys(odd)))}",
                 "Tensor cores need multiples of 8: pad, or choose another width",
+            )
+
+
+def _lost_digits(looked: Looked) -> Iterator[Lint]:
+    """A 16-bit product is read by what needs more of its digits."""
+    readers = ProductReaders()
+    readers.outputs(looked.jaxpr, [Made()] * len(compat.parts(looked.jaxpr).invars))
+    for seen in looked.seen:
+        name = id(seen.record.eqn)
+        if seen.record.decision.run is not Run.LOW:
+            continue
+        if name in readers.phases:
+            yield _at(
+                seen,
+                "low phase",
+                "a sine or a cosine reads a product of 16 bits",
+                "jmp_lite.full_precision around it, if it makes large angles",
+            )
+        if name in readers.cancelling:
+            yield _at(
+                seen,
+                "cancellation",
+                "a product of 16 bits is part of a difference, of which a root is "
+                "taken or the largest are picked",
+                "jmp_lite.full_precision around it, or the sum of squared differences",
+            )
+        if name in readers.lookups:
+            yield _at(
+                seen,
+                "low lookup",
+                "a product looks integers up by one-hot rows, and rounds those above "
+                "256 to 16 bits",
+                "An index in place of the product, or jmp_lite.full_precision",
             )
 
 
@@ -487,6 +457,7 @@ _CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
     _float32_carry,
     _asked_for_float32,
     _off_tensor_cores,
+    _lost_digits,
     _opaque,
     _literal,
     _low_result,

@@ -27,13 +27,16 @@ from jmp_lite.autocasting.rules.rules import (
 _WORDS: Mapping[Reason, str] = MappingProxyType(
     {
         Reason.HIGHEST_PRECISION: "FULL: it asks for the highest precision",
-        Reason.SCALES_POSITIONS: "FULL: it scales positions, and sums nothing up",
+        Reason.CAST_TO_INTEGERS: "FULL: a cast to integers reads it",
+        Reason.SOLVED: "FULL: a factorization or a solver reads it",
+        Reason.PHASE: "FULL: a sine or a cosine reads it, and no operand is 16-bit",
         Reason.NOT_FLOAT32: "nothing in it is float32",
         Reason.EFFECTS: "KEEP: it has effects",
         Reason.OTHER_FLOATS: ("KEEP: another float than float32 is among its operands"),
         Reason.POSITION: "its argument may be a position",
-        Reason.CHOOSES_16_BIT: "chooses among numbers of 16 bits",
+        Reason.ROUNDS_NOTHING: "rounds nothing in 16 bits",
         Reason.READ_IN_FLOAT32: "all that read it are float32 or results",
+        Reason.ONE_FUNCTION: "inside of a function of one 16-bit value",
         Reason.FOLLOWS_LOW: "follows an operand in 16 bits",
         Reason.FOLLOWS_FLOAT32: "follows an operand in float32",
         Reason.UNDECIDED: "undecided: arguments and numbers",

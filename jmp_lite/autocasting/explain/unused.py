@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from jmp_lite.autocasting.explain.rows import Row
-from jmp_lite.autocasting.interpreter.carries import unrolled
 from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.dataflow import jaxprs
+from jmp_lite.autocasting.jaxprs.dataflow import equations
 from jmp_lite.autocasting.jaxprs.types import Jaxpr
 from jmp_lite.autocasting.rules.presets import PRESETS
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
@@ -45,13 +44,10 @@ def _unmatched(
 
 
 def _loops(jaxpr: Jaxpr) -> Iterable[str]:
-    """Yields the paths that loops stand in, those too that are written out."""
-    for path, each in jaxprs(jaxpr):
-        parts = compat.parts(each)
-        written_out = unrolled(parts)
-        for eqn in parts.eqns:
-            if compat.op_of(eqn) in ("scan", "while") or id(eqn) in written_out:
-                yield compat.join(path, *compat.scopes(eqn))
+    """Yields the paths that loops stand in."""
+    for eqn, path in equations(jaxpr):
+        if compat.op_of(eqn) in ("scan", "while"):
+            yield path
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from jmp_lite.autocasting.interpreter.conversion import (
     arrays_of,
     as_values,
     convert,
+    leave_functions,
     results_of_call,
 )
 from jmp_lite.autocasting.interpreter.values import Input, Value
@@ -20,7 +21,8 @@ def run_jit(walk: Walk, call: Call) -> list[Value]:
     """Runs a jitted function, which keeps its name and is lowered once."""
     eqn, operands, wanted, path = call
     name = compat.call_name(eqn)
-    inside = convert(walk, compat.body_of(eqn), operands, wanted, path, name)
+    body = compat.body_of(eqn)
+    inside = convert(walk, body, operands, wanted, path, name, is_call=True)
     arrays = [
         walk.casts.full(value) if i in inside.raised else value.array
         for i, value in enumerate(operands)
@@ -32,7 +34,7 @@ def run_jit(walk: Walk, call: Call) -> list[Value]:
 def run_remat(walk: Walk, call: Call) -> list[Value]:
     """Runs a rematerialized function under its own policy."""
     eqn, operands, wanted, path = call
-    inside = convert(walk, compat.body_of(eqn), operands, wanted, path)
+    inside = convert(walk, compat.body_of(eqn), operands, wanted, path, is_call=True)
     arrays = compat.bind_remat(eqn, arrays_of(operands), inside.jaxpr)
     return results_of_call(walk, call, arrays, inside)
 
@@ -41,7 +43,7 @@ def run_wrapped(walk: Walk, call: Call) -> list[Value]:
     """Runs what only calls the jaxpr that it holds."""
     eqn, operands, wanted, path = call
     name = compat.WRAPPERS[compat.op_of(eqn)]
-    inside = convert(walk, compat.body_of(eqn), operands, wanted, path)
+    inside = convert(walk, compat.body_of(eqn), operands, wanted, path, is_call=True)
     arrays = compat.bind(eqn, arrays_of(operands), **{name: inside.jaxpr})
     return results_of_call(walk, call, arrays, inside)
 
@@ -55,7 +57,8 @@ def run_shard_map(walk: Walk, call: Call) -> list[Value]:
 
         def run(*arrays: Array) -> list[Array]:
             values = as_values(arrays, states, [Input(i) for i in range(len(arrays))])
-            found[:] = walk.run(jaxpr, values, wanted, path, region)
+            results = walk.run(jaxpr, values, wanted, path, region)
+            found[:] = leave_functions(walk, results, wanted)
             return arrays_of(found)
 
         mapped = jax.shard_map(run, **compat.shard_map_arguments(eqn))

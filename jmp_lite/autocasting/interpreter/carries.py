@@ -1,15 +1,13 @@
 """What the body of a loop does with each of its carries, for ``decide_carry``.
 
-The body is read before any of it is run. Calls of one function, each on what the one
-before has made, are a loop too.
+The body is read before any of it is run.
 """
 
 import enum
 import functools
 import operator
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jmp_lite.autocasting.interpreter.decide import (
     Carry,
@@ -19,7 +17,6 @@ from jmp_lite.autocasting.interpreter.decide import (
 )
 from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.compat import CALLS
 from jmp_lite.autocasting.jaxprs.dataflow import Backward, Forward
 from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr
 from jmp_lite.autocasting.rules.op_table import ADDING, MOVING, PRODUCTS
@@ -55,44 +52,6 @@ class Loop(NamedTuple):
         _, body, _, n_consts = compat.while_parts(eqn)
         carries = {n_consts + i: i for i in range(len(eqn.outvars))}
         return cls(body, carries, frozenset(), has_gradient=False)
-
-
-class Unrolled(NamedTuple):
-    """A loop that is written out, as calls.
-
-    Attributes:
-      loop: the loop.
-      last: the last call.
-    """
-
-    loop: Loop
-    last: Eqn
-
-
-def unrolled(parts: compat.Parts) -> dict[int, Unrolled]:
-    """Returns the loops that are written out in a jaxpr, by id of the first call."""
-    calls: dict[int, list[Any]] = defaultdict(list)
-    for eqn in parts.eqns:
-        if compat.op_of(eqn) in CALLS:
-            calls[id(compat.body_of(eqn))].append(eqn)
-    found: dict[int, Unrolled] = {}
-    for first, *later in calls.values():
-        pairs = list(zip([first, *later], later, strict=False))
-        inputs = range(len(first.invars))
-        carries = {
-            i: k
-            for i in inputs
-            for k in range(len(first.outvars))
-            if pairs and all(b.invars[i] is a.outvars[k] for a, b in pairs)
-        }
-        if carries:
-            shared = {
-                i for i in inputs if all(a.invars[i] is b.invars[i] for a, b in pairs)
-            }
-            sliced = frozenset(inputs) - shared - {*carries}
-            loop = Loop(compat.body_of(first), carries, sliced)
-            found[id(first)] = Unrolled(loop, later[-1])
-    return found
 
 
 def classify(
@@ -155,6 +114,7 @@ class _Flow(Forward[_Source]):
         self._float_carries = frozenset(
             i for i in self._carries if compat.is_float(invars[i])
         )
+        self._varying = loop.sliced.union(self._carries)
         self.is_stack_of_layers = False
         sources = [
             _Source(
@@ -211,7 +171,7 @@ class _Flow(Forward[_Source]):
     def _of_op(self, eqn: Eqn, operands: Sequence[_Source], path: str) -> _Source:
         op = compat.op_of(eqn)
         joined = functools.reduce(self.join, operands, _Source())
-        is_sliced = joined.is_sliced or op == "dynamic_slice"
+        is_sliced = joined.is_sliced or self._takes_a_slice(op, operands)
         if op in PRODUCTS and runs_low(self._rules, eqn, path):
             self._see_product(operands)
             return _Source(joined.inputs, is_moved=False, is_sliced=is_sliced)
@@ -226,6 +186,14 @@ class _Flow(Forward[_Source]):
         is_moved = op in _MOVING and joined.is_moved
         return _Source(joined.inputs, joined.around, added, is_moved, is_sliced)
 
+    def _takes_a_slice(self, op: str, operands: Sequence[_Source]) -> bool:
+        """Whether an op takes of a loop constant what the step decides."""
+        if op not in _TAKING:
+            return False
+        stack, *indices = operands
+        varies = any(index.inputs & self._varying for index in indices)
+        return varies and not stack.inputs & self._varying
+
     def _see_product(self, operands: Sequence[_Source]) -> None:
         """Notes a product of what comes from a carry and this step's slice."""
         for one, other in (operands[:2], operands[1::-1]):
@@ -235,6 +203,9 @@ class _Flow(Forward[_Source]):
 
 
 _MOVING = MOVING | {"convert_element_type"}
+
+_TAKING = frozenset(["dynamic_slice", "gather"])
+"""Their operands after the first are indices."""
 
 
 class _Use(enum.Flag):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_lite.autocasting.interpreter import uses
-from jmp_lite.autocasting.interpreter.carries import Loop, Unrolled, classify
+from jmp_lite.autocasting.interpreter.carries import Loop, classify
 from jmp_lite.autocasting.interpreter.conversion import (
     Call,
     Converted,
@@ -49,36 +49,6 @@ def run_cond(walk: Walk, call: Call) -> list[Value]:
     inner = call._replace(operands=operands)
     first, *_ = [results_of_call(walk, inner, arrays, branch) for branch in branches]
     return first
-
-
-def start(
-    walk: Walk, unrolled: Unrolled, call: Call, last_wanted: Sequence[Readers]
-) -> list[Value]:
-    """Returns the operands of the first call of a loop that is written out.
-
-    A carry starts low, if that is how it goes on: all calls are then lowered as one.
-    """
-    loop, operands = unrolled.loop, list(call.operands)
-    is_read = uses.are_read([last_wanted[k] for k in loop.carries.values()])
-    carries = classify(walk.at, loop, is_read, call.path)
-    name = compat.call_name(call.eqn)
-    low = {
-        i: k
-        for (i, k), (slot, _) in zip(loop.carries.items(), carries, strict=True)
-        if slot is not Slot.FULL and operands[i].state is State.SOFT
-    }
-    while low:
-        for i in low:
-            array = walk.casts.low(call.operands[i])
-            operands[i] = Value(array, State.LOW, origin=call.operands[i].origin)
-        found = convert(walk, loop.body, operands, call.wanted, call.path, name)
-        hard = [i for i, k in low.items() if found.specs[k][0] is not State.LOW]
-        if not hard:
-            break
-        for i in hard:
-            del low[i]
-            operands[i] = call.operands[i]
-    return operands
 
 
 def run_scan(walk: Walk, call: Call) -> list[Value]:

@@ -5,20 +5,23 @@ converted for exactly the dtypes that it is bound to.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.decisions import (
     Decision,
     DecisionRecord,
     RecordsInside,
+    run_alike,
 )
 from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.interpreter.uses import UseAnalysis
 from jmp_lite.autocasting.interpreter.values import (
     Input,
+    InputRoot,
     Kind,
+    Lineage,
     Origin,
     Readers,
     Spec,
@@ -30,6 +33,9 @@ from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr
 from jmp_lite.autocasting.passes import upcasts
 from jmp_lite.autocasting.rules.rules import Rules
 
+Given: TypeAlias = tuple[tuple[Spec, ...], tuple[Lineage | None, ...]]
+"""What the inputs of a jaxpr are held in, and what they are functions of."""
+
 
 class Walk(Protocol):
     """What the files below need of the interpreter, which imports them."""
@@ -38,7 +44,7 @@ class Walk(Protocol):
     at: RuleLookup
     casts: Casts
     uses: UseAnalysis
-    memo: dict[object, "tuple[Jaxpr, Converted]"]
+    memo: "dict[object, tuple[Jaxpr, dict[Given, Converted]]]"
 
     def record(self, item: DecisionRecord | RecordsInside) -> None:
         """Adds a decision to the records."""
@@ -91,6 +97,8 @@ class Converted(NamedTuple):
       records: what was decided in it.
       raised: the inputs that it takes in float32 although they are low, because all
         that it does with them is to raise them.
+      lineages: what its results are functions of, by the numbers of inputs' roots; none
+        where it is no mere call.
     """
 
     jaxpr: Jaxpr
@@ -99,6 +107,7 @@ class Converted(NamedTuple):
     origins: Sequence[Origin]
     records: Sequence[DecisionRecord | RecordsInside]
     raised: frozenset[int] = frozenset()
+    lineages: Sequence[Lineage | None] = ()
 
 
 def convert(
@@ -109,6 +118,7 @@ def convert(
     path: str,
     name: str = "",
     forced: Mapping[int, Spec] | None = None,
+    is_call: bool = False,
 ) -> Converted:
     """Returns a jaxpr in mixed precision.
 
@@ -123,6 +133,7 @@ def convert(
       path: the scopes that the equation stands in which holds it.
       name: the scope that it is itself, if it has a name.
       forced: what some of its results have to be, by number.
+      is_call: whether it is only called, so that functions go on in it and behind it.
     """
     inside, region = compat.join(path, name), walk.at.region(path)
     states = tuple(value.spec for value in operands)
@@ -130,39 +141,150 @@ def convert(
     wanted = tuple(Readers.OTHER if r & Readers.OTHER else r for r in wanted)
     forced = forced or {}
     as_forced = tuple(forced.items())
-    key = (id(jaxpr), states, wanted, rules_inside, region is None, as_forced)
-    if key not in walk.memo:
-        found: list[Spec] = []
-        made: list[Spec] = []
-        origins: list[Origin] = []
+    key = (id(jaxpr), wanted, rules_inside, region is None, as_forced)
+    # The jaxpr is kept with the answer, so that its id stays its own.
+    _, known = walk.memo.setdefault(key, (jaxpr, {}))
+    lineages = _lineages_inside(operands) if is_call else (None,) * len(operands)
+    given = (states, lineages)
+    if given not in known:
 
-        def run(*arrays: Array) -> list[Array]:
+        def run(*arrays: Array) -> list[Value]:
             values = as_values(arrays, states, [Input(i) for i in range(len(arrays))])
+            for value, lineage in zip(values, lineages, strict=True):
+                value.lineage = lineage
             results = walk.run(jaxpr, values, wanted, inside, region)
-            made[:] = [value.spec for value in results]
-            found[:] = [forced.get(i, spec) for i, spec in enumerate(made)]
-            origins[:] = [value.origin for value in results]
-            return as_specs(walk, results, found)
+            return results if is_call else leave_functions(walk, results, wanted)
 
-        avals = [
-            compat.retyped(var.aval, walk.casts.low_dtype)
-            if state is State.LOW
-            else var.aval
-            for var, (state, _) in zip(compat.parts(jaxpr).invars, states, strict=True)
-        ]
-        with walk.recording() as records:
-            low = compat.trace(run, avals, jaxpr)
-        # Outside they are raised once, and the gradients of all uses add up in float32.
-        are_low = {i for i, (state, _) in enumerate(states) if state is State.LOW}
-        raised = frozenset[int]()
+        new = _converted(walk, jaxpr, states, run, forced)
+        new = new if is_call else new._replace(lineages=())
         if name and "upcasts" in walk.rules.passes:
-            raised = upcasts.only_raised(low) & are_low
-        walk.note_pass("upcasts", bool(raised))
-        low = upcasts.with_raised(low, raised)
-        # The jaxpr is kept with the answer, so that its id stays its own.
-        known = Converted(low, tuple(found), tuple(made), origins, records, raised)
-        walk.memo[key] = (jaxpr, known)
-    return walk.memo[key][1]
+            new = _shared(_raised_outside(walk, new, states), states, known)
+        known[given] = new
+    return known[given]
+
+
+def _converted(
+    walk: Walk,
+    jaxpr: Jaxpr,
+    states: Sequence[Spec],
+    run: Callable[..., list[Value]],
+    forced: Mapping[int, Spec],
+) -> Converted:
+    """Returns what running a jaxpr on values of some states makes of it."""
+    specs: list[Spec] = []
+    made: list[Spec] = []
+    origins: list[Origin] = []
+    lineages: list[Lineage | None] = []
+
+    def run_to_arrays(*arrays: Array) -> list[Array]:
+        results = run(*arrays)
+        made[:] = [value.spec for value in results]
+        specs[:] = [forced.get(i, spec) for i, spec in enumerate(made)]
+        origins[:] = [value.origin for value in results]
+        lineages[:] = [
+            Lineage(value.roots, value.is_rejoined)
+            if value.state in (State.LOW, State.HARD)
+            else None
+            for value in results
+        ]
+        return as_specs(walk, results, specs)
+
+    avals = [
+        compat.retyped(var.aval, walk.casts.low_dtype)
+        if state is State.LOW
+        else var.aval
+        for var, (state, _) in zip(compat.parts(jaxpr).invars, states, strict=True)
+    ]
+    with walk.recording() as records:
+        traced = compat.trace(run_to_arrays, avals, jaxpr)
+    return Converted(
+        traced, tuple(specs), tuple(made), origins, records, lineages=lineages
+    )
+
+
+def _raised_outside(walk: Walk, new: Converted, states: Sequence[Spec]) -> Converted:
+    """Returns a conversion that is given raised what it does no more than raise."""
+    # Outside they are raised once, and the gradients of all uses add up in float32.
+    are_low = {i for i, (state, _) in enumerate(states) if state is State.LOW}
+    raised = upcasts.only_raised(new.jaxpr) & are_low
+    walk.note_pass("upcasts", bool(raised))
+    return new._replace(jaxpr=upcasts.with_raised(new.jaxpr, raised), raised=raised)
+
+
+def leave_functions(
+    walk: Walk, values: Sequence[Value], wanted: Sequence[Readers]
+) -> list[Value]:
+    """Returns values as they leave functions of one 16-bit value: in 16 bits.
+
+    Those that are demanded in float32 stay float32.
+    """
+    return [
+        Value(walk.casts.low(value), State.LOW, origin=value.origin)
+        if value.is_rejoined and not readers.want_float32
+        else value
+        for value, readers in zip(values, wanted, strict=True)
+    ]
+
+
+def _lineages_inside(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
+    """Returns the lineages of operands inside of what is called, by numbers."""
+    numbers: dict[object, InputRoot] = {}
+    found: list[Lineage | None] = []
+    for value in operands:
+        roots = value.roots
+        if value.state in (None, State.SOFT) or roots is None:
+            found.append(None)
+            continue
+        for root in roots:
+            numbers.setdefault(root, InputRoot(len(numbers)))
+        inside = frozenset[object](numbers[root] for root in roots)
+        found.append(Lineage(inside, value.is_rejoined))
+    return tuple(found)
+
+
+def _lineages_outside(
+    lineages: Sequence[Lineage | None], operands: Sequence[Value]
+) -> list[Lineage | None]:
+    """Returns the lineages of results, of which those inside are known."""
+    outside: dict[object, object] = {}
+    for value, inside in zip(operands, _lineages_inside(operands), strict=True):
+        if inside is not None:
+            pairs = zip(inside.roots or (), value.roots or (), strict=True)
+            outside.update(pairs)
+    found: list[Lineage | None] = []
+    for lineage in lineages:
+        if lineage is not None and lineage.roots is not None:
+            # What is made inside is made by each call anew.
+            roots = [outside.setdefault(root, object()) for root in lineage.roots]
+            lineage = lineage._replace(roots=frozenset(roots))
+        found.append(lineage)
+    return found
+
+
+def _shared(
+    new: Converted,
+    states: tuple[Spec, ...],
+    known: Mapping[Given, Converted],
+) -> Converted:
+    """Returns a conversion, with the jaxpr of an earlier one that does the same.
+
+    The first block of a stack is given float32, and the others 16 bits. Where all is
+    decided alike, the others are given it raised, and all are lowered as one.
+    """
+    for (others, _), old in known.items():
+        differing = [
+            i
+            for i, (mine, other) in enumerate(zip(states, others, strict=True))
+            if mine != other
+        ]
+        are_raised = all(
+            states[i] == (State.LOW, others[i][1]) and others[i][0] is State.SOFT
+            for i in differing
+        )
+        is_same = old.specs == new.specs and run_alike(old.records, new.records)
+        if are_raised and is_same:
+            return new._replace(jaxpr=old.jaxpr, raised=old.raised.union(differing))
+    return new
 
 
 def as_values(
@@ -190,7 +312,12 @@ def results_of_call(
     origins = [value.origin for value in call.operands]
     walk.record(RecordsInside(call.eqn, converted.records, origins, times))
     outer = [origin_outside(origin, call.operands) for origin in converted.origins]
-    return as_values(arrays, converted.specs, outer)
+    values = as_values(arrays, converted.specs, outer)
+    if converted.lineages:
+        lineages = _lineages_outside(converted.lineages, call.operands)
+        for value, lineage in zip(values, lineages, strict=True):
+            value.lineage = lineage
+    return values
 
 
 def origin_outside(origin: Origin, operands: Sequence[Value]) -> Origin:

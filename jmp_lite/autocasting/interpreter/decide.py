@@ -20,11 +20,24 @@ from jmp_lite.autocasting.interpreter.decisions import (
     Run,
 )
 from jmp_lite.autocasting.interpreter.lookup import RuleLookup
-from jmp_lite.autocasting.interpreter.values import Kind, Readers, State
+from jmp_lite.autocasting.interpreter.values import (
+    Kind,
+    Lineage,
+    Number,
+    Origin,
+    Readers,
+    State,
+)
 from jmp_lite.autocasting.interpreter.while_predicate import ends_by_a_float
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn
-from jmp_lite.autocasting.rules.op_table import ADDED_UP, PASSING, POSITIONAL
+from jmp_lite.autocasting.rules.op_table import (
+    ADDED_UP,
+    INSIDE_OF_FUNCTIONS,
+    PASSING,
+    POSITIONAL,
+    PRODUCTS,
+)
 from jmp_lite.autocasting.rules.precision import Precision, RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules, asks_for_low
 
@@ -59,7 +72,7 @@ def decide(
       readers: who reads its results.
       path: the scopes that it stands in.
     """
-    op = compat.op_of(eqn)
+    op = rules.op_decided_as(eqn, path)
     if op == "convert_element_type":
         return _of_cast(rules, eqn, operands[0], path)
     if op in PASSING and rules.scope(path) is None:
@@ -73,44 +86,64 @@ def decide(
         return Decision(Run.AS_TRACED, State.HARD, Reason.OTHER_FLOATS)
     if not has_float32_results:
         readers |= Readers.OTHER
-    specs = [(o.state, o.kind) for o in operands if o.state is not None]
-    special = _of_product(rules, eqn, specs, path)
-    return special or _by_class(op, rules.match(op, path), specs, readers)
+    floats = [o for o in operands if o.state is not None]
+    special = decide_product(rules, eqn, floats, readers, path)
+    return special or _by_class(
+        op, rules.match(op, path), floats, readers, rules.low_dtype
+    )
 
 
 def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
     """Whether the rules run an equation low, whatever its operands are."""
-    op = compat.op_of(eqn)
+    op = rules.op_decided_as(eqn, path)
     if rules.match(op, path).precision is not Precision.LOW:
         return False
-    return _of_product(rules, eqn, (), path) is None
+    return decide_product(rules, eqn, (), Readers.OTHER, path) is None
+
+
+def follows(match: RuleMatch) -> bool:
+    """Whether an op runs in float32 where all that reads its result demands that.
+
+    One whose precision is the default of the rules does, even if that is ``LOW``.
+    """
+    if match.precision in (Precision.FOLLOW, Precision.WIDEST):
+        return True
+    return match.precision is Precision.LOW and match.source is RuleSource.DEFAULT
 
 
 _NOT_FLOAT32 = Decision(Run.AS_TRACED, None, Reason.NOT_FLOAT32)
 
-Specs = Sequence[tuple[State, Kind]]
 
-
-def _by_class(op: str, match: RuleMatch, specs: Specs, readers: Readers) -> Decision:
+def _by_class(
+    op: str,
+    match: RuleMatch,
+    operands: Sequence[Operand],
+    readers: Readers,
+    low_dtype: Dtype,
+) -> Decision:
     """Decides by the class of an op, then by its operands and its readers."""
     precision = match.precision
     if precision is Precision.KEEP:
         return Decision(Run.AS_TRACED, State.HARD, Reason.RULE, match=match)
     if precision is Precision.LOW:
+        if follows(match) and readers.want_float32:
+            return Decision(Run.FULL, State.HARD, Reason.READ_IN_FLOAT32)
         return _low(op, Reason.RULE, match=match)
     if precision in (Precision.FULL, Precision.FULL_INSIDE):
         return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
-    state, leader = _joined(op, precision, specs)
+    state, leader = _joined(op, precision, operands)
     if op in POSITIONAL:
         # Positions need their digits going in, not coming out.
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
-    if op == "select_n" and state is State.LOW and _are_16_bit(specs):
-        return _low(op, Reason.CHOOSES_16_BIT, leader)
+    if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
+        return _low(op, Reason.ROUNDS_NOTHING, leader)
     if readers.want_float32:
         held = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, held, Reason.READ_IN_FLOAT32)
     if state is State.LOW:
         return _low(op, Reason.FOLLOWS_LOW, leader)
+    if precision is Precision.FOLLOW and _is_one_function(operands):
+        return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     if state is State.HARD:
         return Decision(Run.FULL, state, Reason.FOLLOWS_FLOAT32, leader)
     return Decision(Run.FULL, state, Reason.UNDECIDED)
@@ -124,14 +157,23 @@ def _low(
     return Decision(run, State.LOW, reason, leader, match)
 
 
-def _joined(op: str, precision: Precision, specs: Specs) -> tuple[State, int | None]:
+def _joined(
+    op: str, precision: Precision, operands: Sequence[Operand]
+) -> tuple[State, int | None]:
     """Returns the state of an op that follows, and which operand it follows."""
     joined, leader = State.SOFT, None
     # As a branch of a selection, the end of the range is that of the other branch.
-    ends = op == "select_n" and any(state is State.LOW for state, _ in specs)
-    for i, (state, kind) in enumerate(specs):
+    ends = op == "select_n" and any(o.state is State.LOW for o in operands)
+    stays_inside = op in INSIDE_OF_FUNCTIONS or any(
+        o.state is State.LOW for o in operands
+    )
+    leaves = not (stays_inside and _is_one_function(operands))
+    for i, operand in enumerate(operands):
+        state, kind = operand.state or State.SOFT, operand.kind
         if kind is Kind.END and ends:
             state = State.SOFT
+        if operand.lineage.is_rejoined and leaves and precision is Precision.FOLLOW:
+            state = State.LOW
         widens = kind not in (Kind.LITERAL, Kind.EXACT, Kind.END)
         if precision is Precision.WIDEST and state is State.SOFT and widens:
             state = State.HARD
@@ -140,11 +182,85 @@ def _joined(op: str, precision: Precision, specs: Specs) -> tuple[State, int | N
     return joined, leader
 
 
-def _are_16_bit(specs: Specs) -> bool:
-    """Whether nothing is rounded where all operands are in 16 bits."""
-    return all(
-        state is State.LOW or kind in (Kind.EXACT, Kind.END) for state, kind in specs
+def _is_one_function(operands: Sequence[Operand]) -> bool:
+    """Whether operands are float32 and 16-bit ones of a function of one 16-bit value.
+
+    That is a norm, a softplus: something is computed in float32 from a value, and joins
+    it again. Of values that have joined it, all that follows is inside too.
+    """
+    held = [o for o in operands if o.state is not State.SOFT and o.kind is not Kind.END]
+    is_joined = any(o.lineage.is_rejoined for o in held) or (
+        {o.state for o in held} == {State.LOW, State.HARD}
     )
+    return is_joined and bool(roots_of(held))
+
+
+def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
+    """Returns the one 16-bit value that operands are functions of, or no value.
+
+    None if there are several, or if one operand is float32 for other reasons.
+    """
+    found = frozenset[object]()
+    for operand in operands:
+        if operand.lineage.roots is None:
+            return None
+        found |= operand.lineage.roots
+    return found if len(found) <= 1 else None
+
+
+def lineage_of(decision: Decision, operands: Sequence[Operand]) -> Lineage | None:
+    """Returns what the float32 results of an equation are functions of.
+
+    Args:
+      decision: how the equation runs.
+      operands: its operands.
+    """
+    floats = [o for o in operands if o.state is not None]
+    if decision.reason is Reason.CAST_OF_FLOAT32:
+        return floats[0].lineage
+    roots, match = roots_of(floats), decision.match
+    if roots is None:
+        return None
+    if decision.reason is Reason.ONE_FUNCTION:
+        return Lineage(roots, is_rejoined=True)
+    of_table = match is not None and match.source is RuleSource.TABLE
+    is_tracked = decision.reason in _TRACKED or (
+        decision.reason is Reason.RULE and of_table and decision.run is Run.FULL
+    )
+    return Lineage(roots) if is_tracked else None
+
+
+_TRACKED = (
+    Reason.FOLLOWS_LOW,
+    Reason.ROUNDS_NOTHING,
+    Reason.FOLLOWS_FLOAT32,
+    Reason.READ_IN_FLOAT32,
+)
+
+
+def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> bool:
+    """Whether an op on 16-bit operands has the result that it has in float32.
+
+    That is a choice among 16-bit numbers; and a scale by a power of two, in bfloat16,
+    whose exponents are float32's.
+    """
+    if op == "select_n":
+        return all(
+            o.state is State.LOW or o.kind in (Kind.EXACT, Kind.END) for o in operands
+        )
+    if op not in ("mul", "div") or low_dtype != jnp.bfloat16:
+        return False
+    if len(operands) < 2:  # The other has 16 bits in the function itself.
+        return False
+    one, other = operands
+    if op == "mul" and isinstance(one.origin, Number):
+        one, other = other, one
+    is_scale = isinstance(other.origin, Number) and other.kind is Kind.EXACT
+    return one.state is State.LOW and is_scale and _is_power_of_two(other.origin)
+
+
+def _is_power_of_two(number: Origin) -> bool:
+    return isinstance(number, Number) and abs(np.frexp(number.value)[0]) == 0.5
 
 
 def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:
@@ -166,26 +282,49 @@ def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:
 # ----------------------------------------------------------------------- products
 
 
-def _of_product(
-    rules: RuleLookup, eqn: Eqn, specs: Specs, path: str
+def decide_product(
+    rules: RuleLookup,
+    eqn: Eqn,
+    operands: Sequence[Operand],
+    readers: Readers,
+    path: str,
 ) -> Decision | None:
-    """Decides of a product that is float32 although its class is low; else None."""
-    params = compat.product_params(eqn)
-    if params is None:
+    """Decides of a product that is float32 although its class is low; else None.
+
+    Args:
+      rules: what the rules say, by path.
+      eqn: an equation.
+      operands: its operands; none where they are not known.
+      readers: who reads its result.
+      path: the scopes that it stands in.
+    """
+    params, op = compat.product_params(eqn), rules.op_decided_as(eqn, path)
+    if params is None or op not in PRODUCTS:
         return None
-    match = rules.match(compat.op_of(eqn), path)
+    match = rules.match(op, path)
     if match.precision is not Precision.LOW or match.source is RuleSource.MARK:
         return None
-    has_positions = any(kind is Kind.INTEGER for _, kind in specs)
-    if (
-        has_positions
-        and params.sums_nothing
-        and not asks_for_low(rules.rules, compat.op_of(eqn), path)
-    ):
-        return Decision(Run.FULL, State.HARD, Reason.SCALES_POSITIONS)
     if _asks_for_float32(params):
         return Decision(Run.FULL, State.HARD, Reason.HIGHEST_PRECISION)
-    return None
+    reason = demanded_by(readers)
+    is_phase_of_low = reason is Reason.PHASE and any(
+        o.state is State.LOW for o in operands
+    )
+    if reason is None or is_phase_of_low or asks_for_low(rules.rules, op, path):
+        return None
+    return Decision(Run.FULL, State.HARD, reason)
+
+
+def demanded_by(readers: Readers) -> Reason | None:
+    """Returns why a product is float32 for its readers; None where it is not."""
+    if readers & Readers.OTHER:
+        return None
+    if readers & Readers.INTEGER_CAST:
+        return Reason.CAST_TO_INTEGERS
+    if readers & Readers.SOLVER:
+        return Reason.SOLVED
+    is_phase = readers & (Readers.PHASE | Readers.LOW_PHASE)
+    return Reason.PHASE if is_phase else None
 
 
 def _asks_for_float32(params: compat.ProductParams) -> bool:

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jmp_lite.autocasting.interpreter.values import Kind, Origin, State
+from jmp_lite.autocasting.interpreter.values import Kind, Lineage, Origin, State
 from jmp_lite.autocasting.jaxprs.types import Eqn
 from jmp_lite.autocasting.rules.precision import RuleMatch
 
@@ -32,7 +32,9 @@ class Reason(enum.Enum):
     # What the rules say alone; the decision's ``match`` is the rule.
     RULE = enum.auto()
     HIGHEST_PRECISION = enum.auto()
-    SCALES_POSITIONS = enum.auto()
+    CAST_TO_INTEGERS = enum.auto()
+    SOLVED = enum.auto()
+    PHASE = enum.auto()
     # What an equation is.
     NOT_FLOAT32 = enum.auto()
     EFFECTS = enum.auto()
@@ -40,8 +42,9 @@ class Reason(enum.Enum):
     PASSES_ON = enum.auto()
     POSITION = enum.auto()
     # Its operands and its readers.
-    CHOOSES_16_BIT = enum.auto()
+    ROUNDS_NOTHING = enum.auto()
     READ_IN_FLOAT32 = enum.auto()
+    ONE_FUNCTION = enum.auto()
     FOLLOWS_LOW = enum.auto()
     FOLLOWS_FLOAT32 = enum.auto()
     UNDECIDED = enum.auto()
@@ -97,12 +100,14 @@ class Operand(NamedTuple):
       kind: where it came from.
       origin: what made it what it was held in.
       shape: its shape.
+      lineage: what it is a function of.
     """
 
     state: State | None
     kind: Kind
     origin: Origin
     shape: tuple[int, ...]
+    lineage: Lineage = Lineage()
 
 
 class DecisionRecord(NamedTuple):
@@ -138,3 +143,23 @@ class RecordsInside(NamedTuple):
     records: "Sequence[DecisionRecord | RecordsInside]"
     origins: Sequence[Origin]
     times: int | None = 1
+
+
+def run_alike(
+    some: "Sequence[DecisionRecord | RecordsInside]",
+    others: "Sequence[DecisionRecord | RecordsInside]",
+) -> bool:
+    """Whether the equations of a jaxpr run alike, whatever the reasons."""
+
+    def key(item: DecisionRecord | RecordsInside) -> object:
+        if isinstance(item, RecordsInside):
+            return id(item.eqn)
+        return id(item.eqn), item.result, item.decision.run, item.decision.state
+
+    if list(map(key, some)) != list(map(key, others)):
+        return False
+    return all(
+        run_alike(one.records, other.records)
+        for one, other in zip(some, others, strict=True)
+        if isinstance(one, RecordsInside) and isinstance(other, RecordsInside)
+    )

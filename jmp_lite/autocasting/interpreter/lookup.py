@@ -5,8 +5,9 @@ import functools
 import numpy as np
 
 from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.types import Jaxpr
-from jmp_lite.autocasting.rules.precision import RuleMatch
+from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr
+from jmp_lite.autocasting.rules.op_table import PRODUCTS
+from jmp_lite.autocasting.rules.precision import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import Rules
 
 
@@ -30,6 +31,18 @@ class RuleLookup:
         self._carry = functools.cache(rules.carry_in)
         self._inside: dict[tuple[int, str], tuple[Jaxpr, tuple[object, ...]]] = {}
         self._paths: dict[int, tuple[Jaxpr, tuple[str, ...]]] = {}
+
+    def op_decided_as(self, eqn: Eqn, path: str) -> str:
+        """Returns the op whose rules hold for an equation.
+
+        That of a product which contracts nothing is a multiplication, if no rule names
+        products where it stands.
+        """
+        op = compat.op_of(eqn)
+        is_outer = op in PRODUCTS and compat.contracts_nothing(eqn)
+        if is_outer and self.match(op, path).source is RuleSource.TABLE:
+            return "mul"
+        return op
 
     def match(self, op: str, path: str) -> RuleMatch:
         """Returns the rule that decides of an op where it stands."""

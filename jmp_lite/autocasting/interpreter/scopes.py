@@ -48,7 +48,7 @@ class Regions:
                 is_from_low=True,
                 origin=value.origin,
             )
-            if value.state is State.LOW
+            if value.state is State.LOW or value.is_rejoined
             else value
             for value in operands
         ]

@@ -1,8 +1,8 @@
 """Who reads each value: one backward pass before the interpreter runs.
 
-A value is demanded in float32 where each of its readers is an op that runs in float32
-anyway, or an output. One other reader, such as a matrix product, is enough that it is
-not.
+A value is demanded in float32 if all its readers demand it: ops that run in float32,
+comparisons, outputs, and ops that follow whose own results are demanded in float32. One
+other reader, such as a matrix product, is enough that it is not.
 """
 
 import functools
@@ -10,13 +10,26 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from jmp_lite.autocasting.interpreter.carries import Loop, classify
-from jmp_lite.autocasting.interpreter.decide import Carry, Slot, decide_to_keep
+from jmp_lite.autocasting.interpreter.decide import (
+    Carry,
+    Slot,
+    decide_product,
+    decide_to_keep,
+    follows,
+)
+from jmp_lite.autocasting.interpreter.decisions import Reason
 from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.interpreter.values import Readers
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import Backward
 from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr, Var
-from jmp_lite.autocasting.rules.op_table import ADDING, EXACT
+from jmp_lite.autocasting.rules.op_table import (
+    DISCERNING,
+    KEEPING_DIGITS,
+    POSITIONAL,
+    PRODUCTS,
+    SOLVING,
+)
 from jmp_lite.autocasting.rules.precision import Precision
 
 
@@ -80,23 +93,39 @@ class UseAnalysis(Backward[Readers]):
         self, eqn: Eqn, facts: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
         """Returns what an op is to each of its operands, as a reader."""
-        op, others = compat.op_of(eqn), [Readers.OTHER] * len(eqn.invars)
-        if not any(map(compat.is_float32, eqn.outvars)):
-            return others
-        precision, wanted = self._rules.match(op, path).precision, union(facts)
-        if precision is Precision.FULL_INSIDE:
+        op, wanted = self._rules.op_decided_as(eqn, path), of_floats(eqn, facts)
+        return [self._reader(eqn, op, wanted, path)] * len(eqn.invars)
+
+    def _reader(self, eqn: Eqn, op: str, wanted: Readers, path: str) -> Readers:
+        match = self._rules.match(op, path)
+        if match.precision is Precision.FULL_INSIDE:
             # What enters such a scope need not be float32: its result may be low.
-            precision = self._rules.rules.precision_of(op)
-        if precision is Precision.FULL:
-            return [Readers.FULL] * len(eqn.invars)
-        # An output equation is an output to what it reads; an exact op is nothing but
-        # what reads its result; and so is a sum that float32 alone reads.
-        is_exact = op in EXACT or op == "convert_element_type"
-        follows = precision in (Precision.FOLLOW, Precision.WIDEST)
-        is_summed = op in ADDING and wanted.want_float32
-        if is_exact or (follows and (is_summed or wanted == Readers.OUTPUT)):
-            return [wanted] * len(eqn.invars)
-        return others
+            match = self._rules.rules.match(op, "")
+        if op in SOLVING:
+            return Readers.SOLVER
+        if op == "convert_element_type" and compat.is_integer(eqn.outvars[0]):
+            return Readers.INTEGER_CAST
+        # A sort of several takes along what belongs to each number.
+        discerns = op in DISCERNING or (op == "sort" and len(eqn.invars) > 1)
+        if discerns and follows(match):
+            return Readers.FULL
+        if not any(map(compat.is_float32, eqn.outvars)):
+            return Readers.OTHER
+        if op in PRODUCTS and match.precision is Precision.LOW:
+            decided = decide_product(self._rules, eqn, (), wanted, path)
+            # Its operands decide whether one that makes phases is float32.
+            keeps = decided is not None and decided.reason is not Reason.PHASE
+            return Readers.FULL if keeps else Readers.OTHER
+        is_full = match.precision is Precision.FULL
+        if op in POSITIONAL and (is_full or follows(match)):
+            is_demanded = is_full or wanted.want_float32
+            return Readers.PHASE if is_demanded else Readers.LOW_PHASE
+        if op not in KEEPING_DIGITS or wanted & Readers.OTHER:
+            wanted = wanted.in_general
+        if is_full:
+            return wanted.in_float32
+        follows_readers = follows(match) or op == "convert_element_type"
+        return wanted if follows_readers else Readers.OTHER
 
     def of_loop(
         self,
@@ -131,6 +160,8 @@ def of_carries(carries: Sequence[Carry]) -> list[Readers]:
     return [Readers.OUTPUT if yes else Readers.OTHER for yes in is_full]
 
 
-def union(readers: Sequence[Readers]) -> Readers:
-    """Returns all kinds of readers that some values have."""
-    return functools.reduce(operator.or_, readers, Readers.NOBODY)
+def of_floats(eqn: Eqn, readers: Sequence[Readers]) -> Readers:
+    """Returns all kinds of readers that the float32 results of an equation have."""
+    pairs = zip(readers, eqn.outvars, strict=True)
+    found = (kinds for kinds, var in pairs if compat.is_float32(var))
+    return functools.reduce(operator.or_, found, Readers.NOBODY)

@@ -39,17 +39,44 @@ class Kind(enum.Enum):
 
 
 class Readers(enum.IntFlag):
-    """What kinds of readers a value has; a value that nobody reads has ``OUTPUT``."""
+    """What kinds of readers a value has; a value that nobody reads has ``OUTPUT``.
+
+    ``FULL``: ops that run in float32, and those that follow and whose results are
+    demanded in float32. ``OUTPUT``: outputs of the function. ``OTHER``: those that
+    would rather have 16 bits. The rest need digits that a matrix product loses in 16
+    bits: casts to integers; factorizations and solvers; sines and cosines, which read
+    phases, and of which some (``LOW_PHASE``) have results that need not be float32.
+    """
 
     NOBODY = 0
     FULL = 1
     OUTPUT = 2
     OTHER = 4
+    INTEGER_CAST = 8
+    SOLVER = 16
+    PHASE = 32
+    LOW_PHASE = 64
 
     @property
     def want_float32(self) -> bool:
         """Whether no reader would rather have the value in 16 bits."""
-        return not self & Readers.OTHER
+        return not self & (Readers.OTHER | Readers.LOW_PHASE)
+
+    @property
+    def in_general(self) -> "Readers":
+        """The same readers, without those kinds that need digits of a product."""
+        if not self.want_float32:
+            return Readers.OTHER
+        digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
+        return (self & ~digits) | Readers.FULL if digits else self
+
+    @property
+    def in_float32(self) -> "Readers":
+        """The readers of what an op adds up in float32, whose result these read."""
+        digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
+        if self & Readers.LOW_PHASE:
+            digits |= Readers.PHASE
+        return digits | Readers.FULL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +120,25 @@ Origin: TypeAlias = Eqn | Argument | Constant | Number | RangeEnd | Input | None
 """What made a value what it is held in; an equation may be a loop, for its carries."""
 
 
+class Lineage(NamedTuple):
+    """What a value is a function of, beside parameters and numbers.
+
+    Attributes:
+      roots: the 16-bit values; None if it is float32 for other reasons too.
+      is_rejoined: whether it is float32, and its only root has joined it again, as a
+        norm's input joins its mean. It leaves that function in 16 bits.
+    """
+
+    roots: frozenset[object] | None = None
+    is_rejoined: bool = False
+
+
+class InputRoot(NamedTuple):
+    """A root of an input of the jaxpr that a value is in; equal ones are one value."""
+
+    number: int
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """What stands for a traced value.
@@ -106,6 +152,9 @@ class Value:
       cast: the array in the compute dtype, once a use has asked for it.
       raised: the array in float32, likewise, where ``state`` is LOW.
       origin: what made it what it is held in.
+      lineage: what it is a function of; None for what its state says alone.
+      root: what stands for it among the roots of others, once one has asked for it: no
+        array, which a converted jaxpr would hold on to.
     """
 
     array: Array
@@ -116,6 +165,25 @@ class Value:
     cast: Any = None
     raised: Any = None
     origin: Origin = None
+    lineage: Lineage | None = None
+    root: object = None
+
+    @property
+    def roots(self) -> frozenset[object] | None:
+        """The roots of its lineage; a 16-bit value without one is a root."""
+        if self.state is State.SOFT:
+            return frozenset()
+        if self.lineage is not None:
+            return self.lineage.roots
+        if self.state is not State.LOW:
+            return None
+        self.root = self.root or object()
+        return frozenset([self.root])
+
+    @property
+    def is_rejoined(self) -> bool:
+        """Whether it leaves the function of one 16-bit value that it is in 16 bits."""
+        return self.lineage is not None and self.lineage.is_rejoined
 
     @property
     def saturates(self) -> bool:

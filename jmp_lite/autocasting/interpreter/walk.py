@@ -6,11 +6,14 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from jmp_lite.autocasting.interpreter.carries import unrolled
 from jmp_lite.autocasting.interpreter.casts import Casts
-from jmp_lite.autocasting.interpreter.control_flow import start
-from jmp_lite.autocasting.interpreter.conversion import Call, Converted
-from jmp_lite.autocasting.interpreter.decide import decide
+from jmp_lite.autocasting.interpreter.conversion import (
+    Call,
+    Converted,
+    Given,
+    leave_functions,
+)
+from jmp_lite.autocasting.interpreter.decide import decide, lineage_of
 from jmp_lite.autocasting.interpreter.decisions import (
     DecisionRecord,
     Operand,
@@ -21,8 +24,14 @@ from jmp_lite.autocasting.interpreter.evaluate import evaluate
 from jmp_lite.autocasting.interpreter.handlers import HANDLERS
 from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.interpreter.scopes import Regions
-from jmp_lite.autocasting.interpreter.uses import UseAnalysis, union
-from jmp_lite.autocasting.interpreter.values import Argument, Readers, Value
+from jmp_lite.autocasting.interpreter.uses import UseAnalysis, of_floats
+from jmp_lite.autocasting.interpreter.values import (
+    Argument,
+    Lineage,
+    Readers,
+    State,
+    Value,
+)
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.rules import Rules
@@ -50,7 +59,7 @@ class Interpreter:
         self.at = RuleLookup(rules)
         self.casts = Casts(self.at.low_dtype)
         self.uses = UseAnalysis(self.at)
-        self.memo: dict[object, tuple[Jaxpr, Converted]] = {}
+        self.memo: dict[object, tuple[Jaxpr, dict[Given, Converted]]] = {}
         self.records: list[DecisionRecord | RecordsInside] = []
         self.results: list[Operand] = []
         self.passes = Counter[str]()
@@ -131,13 +140,18 @@ class Interpreter:
         if op in HANDLERS:
             return HANDLERS[op](self, call)
         given = list(map(_operand, operands))
-        decision = decide(self.at, eqn, given, union(wanted), path)
+        decision = decide(self.at, eqn, given, of_floats(eqn, wanted), path)
         given = tuple(one for one in given if one.state is not None)
         origin = None if decision.leader is None else given[decision.leader].origin
         if decision.run is not Run.PASS:
             self.record(DecisionRecord(eqn, decision, origin, operands=given))
         made_by = eqn if origin is None else origin
-        return evaluate(self.casts, eqn, operands, decision, made_by)
+        results = evaluate(self.casts, eqn, operands, decision, made_by)
+        lineage = lineage_of(decision, given)
+        for result in results:
+            if result.state in (State.LOW, State.HARD) and result.lineage is None:
+                result.lineage = lineage
+        return results
 
 
 class _Frame:
@@ -161,9 +175,9 @@ class _Frame:
     ) -> None:
         self.parts = compat.parts(jaxpr)
         self._walk = walk
+        self._path = path
         self._readers = walk.uses.variables(jaxpr, outside, path)
         self._regions = Regions(walk, self.parts, path, self._readers, outside)
-        self._starts = unrolled(self.parts)
         self._env: dict[Var, Value] = {}
         for var, const in zip(self.parts.constvars, self.parts.consts, strict=True):
             self._env[var] = walk.casts.constant(var, const)
@@ -188,15 +202,12 @@ class _Frame:
         operands = [self.read(atom, region) for atom in eqn.invars]
         if region:
             operands = self._regions.enter(operands)
-        call = Call(eqn, operands, self._wanted(eqn), path)
-        if id(eqn) not in self._starts:
-            return call
-        loop = self._starts[id(eqn)]
-        operands = start(self._walk, loop, call, self._wanted(loop.last))
-        return call._replace(operands=operands)
-
-    def _wanted(self, eqn: Eqn) -> list[Readers]:
-        return [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
+        wanted = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
+        is_entered = compat.op_of(eqn) in HANDLERS and not compat.is_call(eqn)
+        if is_entered and any(value.is_rejoined for value in operands):
+            readers = self._walk.uses.of_equation(eqn, wanted, self._path)
+            operands = leave_functions(self._walk, operands, readers)
+        return Call(eqn, operands, wanted, path)
 
     def write(self, call: Call, results: Sequence[Value], region: str | None) -> None:
         """Notes the results of an equation."""
@@ -208,4 +219,7 @@ class _Frame:
 
 
 def _operand(value: Value) -> Operand:
-    return Operand(value.state, value.kind, value.origin, np.shape(value.array))
+    lineage = Lineage(value.roots, value.is_rejoined)
+    return Operand(
+        value.state, value.kind, value.origin, np.shape(value.array), lineage
+    )

@@ -250,6 +250,11 @@ def _called_high(primitive: Any) -> Jaxpr:
     return trace(_high_fun(primitive), primitive.in_avals_flat, like)
 
 
+def is_call(eqn: Eqn) -> bool:
+    """Whether an equation only calls a jaxpr, and has no rule of its own."""
+    return op_of(eqn) in (*CALLS, *WRAPPERS)
+
+
 def trips(eqn: Eqn) -> int | None:
     """Returns how often what an equation holds is run; None where it is not known."""
     if op_of(eqn) == "while":
@@ -630,24 +635,27 @@ class ProductParams(NamedTuple):
     Attributes:
       precision: its precision or its algorithm; None where it asks for none.
       result_dtype: the dtype of its result; None where that is its operands'.
-      sums_nothing: whether each number of its result is one product.
     """
 
     precision: Any
     result_dtype: Any
-    sums_nothing: bool
 
 
 def product_params(eqn: Eqn) -> ProductParams | None:
     """Returns what a matrix product asks for; None for any other op."""
     if op_of(eqn) not in PRODUCTS:
         return None
-    params, sums_nothing = eqn.params, False
-    if op_of(eqn) == "dot_general":
-        (contracted, _), _ = dot_dimensions(eqn)
-        sums_nothing = all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
+    params = eqn.params
     dtype = params.get("preferred_element_type")
-    return ProductParams(params.get("precision"), dtype, sums_nothing)
+    return ProductParams(params.get("precision"), dtype)
+
+
+def contracts_nothing(eqn: Eqn) -> bool:
+    """Whether each number of a matrix product's result is one product of two."""
+    if op_of(eqn) != "dot_general":
+        return False
+    (contracted, _), _ = dot_dimensions(eqn)
+    return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
 
 
 def dot_dimensions(eqn: Eqn) -> Any:

@@ -237,7 +237,7 @@ MOVING = _ops_in("moving", "sending")
 """Each number of the result is a number of an operand, whatever those are."""
 
 EXACT = _ops_in("moving", "sending", "choosing") | {"neg", "abs"}
-"""These round nothing, so that demand looks through them."""
+"""These round nothing."""
 
 _DEAR = {"sort", "top_k", "approx_top_k", "gather", "scatter", "cummax", "cummin"}
 
@@ -261,6 +261,21 @@ PICKING = frozenset(["argmax", "argmin", "top_k", "approx_top_k"])
 
 COMPARING = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
 """Comparisons of two."""
+
+DISCERNING = COMPARING | PICKING
+"""They tell numbers apart, of which 16 bits may make the same."""
+
+INSIDE_OF_FUNCTIONS = _ops_in("arithmetic", "moving")
+"""What norms are made of, beside sums and roots: scales, shifts, reshapes."""
+
+SOLVING = _ops_in("linear_algebra") | {"custom_linear_solve"}
+"""Factorizations and solvers, of matrices whose digits cancel."""
+
+KEEPING_DIGITS = (MOVING | ADDING).union(
+    ("mul", "div", "neg", "round", "floor", "ceil", "clamp", "select_n"),
+    ("reduce_sum", "cumsum", "convert_element_type"),
+)
+"""Moves, sums, scalings and roundings: what reads their result reads their operands."""
 
 PASSING = frozenset(["optimization_barrier"])
 """Each result is an operand: their precisions are not joined."""

@@ -60,11 +60,12 @@ _MIXED = Rules(scopes=(NORM_LAYERS,))
 
 _O0 = Rules(default=Precision.KEEP).keep(*_ops_that_are(Precision.LOW, Precision.FULL))
 
+# By name: what is low by default alone is float32 where only float32 reads it.
 _O3 = Rules(default=Precision.LOW).low(
     *(
         op
         for group in GROUPS
-        if group.precision is Precision.FULL and group.has_low_form
+        if group.precision in (Precision.FULL, Precision.FOLLOW) and group.has_low_form
         for op in group.ops
     )
 )

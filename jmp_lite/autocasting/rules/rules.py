@@ -75,7 +75,8 @@ class Rules:
         float32, which lowers nothing. Or ``"half"``: the device is asked when a
         function is called, see ``on_this_device``.
       ops: ``(op, Precision)`` for each op whose precision is not the table's, sorted.
-      default: the precision of the ops that the table says follow their operands.
+      default: the precision of the ops that the table says follow their operands. Even
+        where it is ``LOW``, what no matrix product depends on is float32.
       scopes: ``(pattern, Precision)`` in order. The first pattern that ``re.search``
         finds in the path of an op decides, before the op's own precision.
       carries: ``(pattern, "follow" | "full")`` in order, for the carries of loops.
@@ -83,7 +84,8 @@ class Rules:
         result. ``"rematerialize"``: cheap ops between products in a scan are computed
         again in the backward pass. ``"scan_weight_gradients"``: the gradient of a
         weight of a scan is one product after it. ``"upcasts"``: an input that a jitted
-        call only raises to float32 is raised outside of it.
+        call only raises to float32 is raised outside of it, and a call that decides
+        alike for float32 and 16-bit inputs is lowered once.
 
     Raises:
       ValueError: an op, a precision, a dtype, a pattern or a pass is unknown.

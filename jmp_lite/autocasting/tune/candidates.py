@@ -70,8 +70,22 @@ class Units(NamedTuple):
         if self.kind == "op":
             named = self.ordered(kept)
         else:
-            named = self._patterns(list(self.costs), kept)
+            by_place = self._patterns(list(self.costs), kept)
+            named = min(by_place, self._patterns_of_kinds(kept), key=len)
         return [Rule(self.kind, name, self.precision) for name in named]
+
+    def _patterns_of_kinds(self, kept: set[str]) -> list[str]:
+        """Returns a pattern for all kept scopes that differ in a number alone."""
+        kinds = dict.fromkeys(map(without_numbers, self.ordered(kept)))
+        patterns: list[str] = []
+        for kind in kinds:
+            inside = re.escape(kind).replace(NUMBER, r"\d+")
+            pattern = f"^{inside}(/|$)"
+            matched = {name for name in self.costs if re.search(pattern, name)}
+            own = [name for name in self.ordered(kept) if without_numbers(name) == kind]
+            one_by_one = [f"^{re.escape(name)}$" for name in own]
+            patterns += [pattern] if matched <= kept else one_by_one
+        return patterns
 
     def _patterns(self, group: Sequence[str], kept: set[str]) -> list[str]:
         if not kept.intersection(group):

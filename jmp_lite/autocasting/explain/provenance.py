@@ -1,0 +1,174 @@
+"""Where the values of a traced function come from, for lints."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import Forward
+from jmp_lite.autocasting.jaxprs.types import Eqn
+from jmp_lite.autocasting.rules.op_table import (
+    ADDED_UP,
+    ADDING,
+    KEEPING_DIGITS,
+    MOVING,
+    PICKING,
+    POSITIONAL,
+    PRODUCTS,
+)
+
+
+class From(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+      arguments: the arguments that it is computed from.
+      moved: the one that it is, or a part of it.
+    """
+
+    arguments: frozenset[int] = frozenset()
+    moved: int | None = None
+
+
+class Addends(Forward[From]):
+    """Follows arguments to the sums that they are an addend of.
+
+    Attributes:
+      added: for each sum, by id, the operands that are an argument or a part of one,
+        and are added to what is not made from it.
+    """
+
+    def __init__(self) -> None:
+        self.added: dict[int, set[int]] = {}
+
+    def nothing(self) -> From:
+        """A number comes from no argument."""
+        return From()
+
+    def join(self, one: From, other: From) -> From:
+        """Returns where a value comes from that is one of two."""
+        moved = one.moved if one.moved == other.moved else None
+        return From(one.arguments | other.arguments, moved)
+
+    def through(self, eqn: Eqn, facts: Sequence[From], path: str) -> Sequence[From]:
+        """Returns where the results of an op come from."""
+        del path
+        if compat.op_of(eqn) in ADDING:
+            pairs = zip(facts, facts[::-1], strict=True)
+            # In a loop the first step finds most: later ones add to what that made.
+            found = {
+                i
+                for i, (mine, other) in enumerate(pairs)
+                if mine.moved is not None and mine.moved not in other.arguments
+            }
+            self.added.setdefault(id(eqn), set()).update(found)
+        arguments = frozenset[int]().union(*(fact.arguments for fact in facts))
+        moves = compat.op_of(eqn) in _MOVING_ONCE
+        moved = facts[0].moved if moves else None
+        return [From(arguments, moved)] * len(eqn.outvars)
+
+
+_MOVING_ONCE = MOVING - ADDED_UP
+
+
+class Made(NamedTuple):
+    """What a value is made of, by moves, sums, scalings and roundings.
+
+    Attributes:
+      products: the matrix products, by id of the equation.
+      differing: those among them that something else is added to or taken from which is
+        a sum or a product too.
+      is_sum: whether a sum over an axis is in it.
+      is_one_hot: whether it is a comparison, as numbers.
+      is_integer: whether it is made from integers alone.
+    """
+
+    products: frozenset[int] = frozenset()
+    differing: frozenset[int] = frozenset()
+    is_sum: bool = False
+    is_one_hot: bool = False
+    is_integer: bool = False
+
+
+class ProductReaders(Forward[Made]):
+    """Follows matrix products to what needs more digits of them than 16 bits have.
+
+    Attributes:
+      phases: the products that a sine or a cosine reads, by id of the equation.
+      cancelling: those in a difference that a square root or a pick reads.
+      lookups: those of a comparison with integers: rows of one-hot numbers that choose.
+    """
+
+    def __init__(self) -> None:
+        self.phases: set[int] = set()
+        self.cancelling: set[int] = set()
+        self.lookups: set[int] = set()
+
+    def nothing(self) -> Made:
+        """A number or an argument is made of no product."""
+        return Made()
+
+    def join(self, one: Made, other: Made) -> Made:
+        """Returns what a value is made of that is one of two."""
+        return Made(
+            one.products | other.products,
+            one.differing | other.differing,
+            one.is_sum or other.is_sum,
+            one.is_one_hot or other.is_one_hot,
+            one.is_integer or other.is_integer,
+        )
+
+    def through(self, eqn: Eqn, facts: Sequence[Made], path: str) -> Sequence[Made]:
+        """Returns what the results of an op are made of, and notes its products."""
+        del path
+        op = compat.op_of(eqn)
+        products = frozenset[int]().union(*(fact.products for fact in facts))
+        differing = frozenset[int]().union(*(fact.differing for fact in facts))
+        if op in POSITIONAL:
+            self.phases.update(products)
+        if op in PICKING or op in _ROOTS:
+            self.cancelling.update(differing)
+        return [self._result(eqn, op, facts, products, differing)] * len(eqn.outvars)
+
+    def _result(
+        self,
+        eqn: Eqn,
+        op: str,
+        facts: Sequence[Made],
+        products: frozenset[int],
+        differing: frozenset[int],
+    ) -> Made:
+        if op in PRODUCTS:
+            pairs = zip(facts[:2], facts[1::-1], strict=True)
+            if any(one.is_one_hot and other.is_integer for one, other in pairs):
+                self.lookups.add(id(eqn))
+            return Made(products=frozenset([id(eqn)]))
+        if op == "convert_element_type" and compat.is_float32(eqn.outvars[0]):
+            is_bool = compat.dtype_of(eqn.invars[0]) == np.bool_
+            is_integer = compat.is_integer(eqn.invars[0])
+            if is_bool or is_integer:
+                return Made(is_one_hot=is_bool, is_integer=is_integer)
+        if op == "iota":
+            return Made(is_integer=True)
+        if op not in KEEPING_DIGITS | _BOUNDING:
+            return Made()
+        if op in ADDING:
+            one, other = facts
+            # A value and its own mean differ by what matters.
+            is_apart = one.products.isdisjoint(other.products)
+            is_of_both = all(fact.is_sum or fact.products for fact in facts)
+            if products and is_apart and is_of_both:
+                differing |= products
+        return Made(
+            products,
+            differing,
+            is_sum=op == "reduce_sum" or any(fact.is_sum for fact in facts),
+            is_one_hot=op in MOVING and any(fact.is_one_hot for fact in facts),
+            is_integer=any(fact.is_integer for fact in facts),
+        )
+
+
+_ROOTS = frozenset(["sqrt", "rsqrt", "pow"])
+
+_BOUNDING = frozenset(["max", "min", "abs"])
