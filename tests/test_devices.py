@@ -61,7 +61,7 @@ def test_a_step_on_sharded_parameters_is_the_step_on_one_device(mesh, scale):
             sharded, split(batch)
         )
         assert bool(metrics["grads_finite"]) == bool(expected["grads_finite"])
-    chex.assert_trees_all_close(sharded.params, alone.params, rtol=1e-2, atol=1e-4)
+    chex.assert_trees_all_close(sharded.params, alone.params, rtol=1e-2, atol=1e-3)
     assert sharded.params["w"].sharding.spec == P("data")
     assert sharded.opt_state.inner_state[0].mu["w"].sharding.spec == P("data")
     assert int(sharded.step) == int(alone.step) == 2
