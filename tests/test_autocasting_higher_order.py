@@ -370,6 +370,15 @@ def test_the_policy_of_a_rematerialized_function_is_kept():
         assert relative_error(*grads) < 0.03
 
 
+def test_a_jitted_checkpoint_keeps_its_input_in_16_bits():
+    """Blocks are lowered as one only where that costs no memory."""
+    block = jax.jit(jax.checkpoint(lambda h: h + jnp.tanh(h @ W)))
+    fun = lambda x: block(block(block(x * 1.5))) @ W
+    mixed = get_rules("mixed")
+    alone = autocast(fun, mixed.without_pass("upcasts"))
+    assert kept(autocast(fun, mixed), X) == kept(alone, X)
+
+
 # --------------------------------------------------------------------- many devices
 
 

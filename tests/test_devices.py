@@ -11,8 +11,10 @@ import sys
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from helpers import relative_error
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import lenient
@@ -41,12 +43,16 @@ def mesh():
     return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
 
+# Each device rounds its part of a gradient to 16 bits, before the parts are added up.
+@pytest.mark.parametrize(("rules", "bound"), [("O0", 1e-5), ("mixed", 0.02)])
 @pytest.mark.parametrize("scale", [None, jmp.DynamicLossScale(2.0**10)])
-def test_a_step_on_sharded_parameters_is_the_step_on_one_device(mesh, scale):
+def test_a_step_on_sharded_parameters_is_the_step_on_one_device(
+    mesh, scale, rules, bound
+):
     """As FSDP: parameters, optimizer state and batch are split; jit does the rest."""
     params, x = start()
     init, step = jmp.build_train_step(
-        loss_fn, lenient(optax.adam(1e-2)), "mixed", loss_scale=scale, ema=0.9
+        loss_fn, lenient(optax.adam(1e-2)), rules, loss_scale=scale, ema=0.9
     )
 
     def split(leaf):
@@ -61,7 +67,11 @@ def test_a_step_on_sharded_parameters_is_the_step_on_one_device(mesh, scale):
             sharded, split(batch)
         )
         assert bool(metrics["grads_finite"]) == bool(expected["grads_finite"])
-    chex.assert_trees_all_close(sharded.params, alone.params, rtol=1e-2, atol=1e-3)
+    changes = [
+        jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), each, params)
+        for each in (sharded.params, alone.params)
+    ]
+    assert relative_error(*changes) < bound
     assert sharded.params["w"].sharding.spec == P("data")
     assert sharded.opt_state.inner_state[0].mu["w"].sharding.spec == P("data")
     assert int(sharded.step) == int(alone.step) == 2

@@ -77,8 +77,8 @@ class Made(NamedTuple):
 
     Attributes:
       products: the matrix products, by id of the equation.
-      differing: those among them that something else is added to or taken from which is
-        a sum or a product too.
+      differing: those of the products that are a term of a difference or a sum whose
+        other term is made of a sum or of another product.
       is_sum: whether a sum over an axis is in it.
       is_one_hot: whether it is a comparison, as numbers.
       is_integer: whether it is made from integers alone.
@@ -97,7 +97,7 @@ class ProductReaders(Forward[Made]):
     Attributes:
       phases: the products that a sine or a cosine reads, by id of the equation.
       cancelling: those in a difference that a square root or a pick reads.
-      lookups: those of a comparison with integers: rows of one-hot numbers that choose.
+      lookups: those of one-hot rows with integers.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class ProductReaders(Forward[Made]):
             return Made()
         if op in ADDING:
             one, other = facts
-            # A value and its own mean differ by what matters.
+            # The difference of a value and its own mean is no cancellation.
             is_apart = one.products.isdisjoint(other.products)
             is_of_both = all(fact.is_sum or fact.products for fact in facts)
             if products and is_apart and is_of_both:

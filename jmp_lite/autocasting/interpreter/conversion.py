@@ -29,6 +29,7 @@ from jmp_lite.autocasting.interpreter.values import (
     Value,
 )
 from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.dataflow import equations
 from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr
 from jmp_lite.autocasting.passes import upcasts
 from jmp_lite.autocasting.rules.rules import Rules
@@ -97,8 +98,8 @@ class Converted(NamedTuple):
       records: what was decided in it.
       raised: the inputs that it takes in float32 although they are low, because all
         that it does with them is to raise them.
-      lineages: what its results are functions of, by the numbers of inputs' roots; none
-        where it is no mere call.
+      lineages: what its results are functions of, with the numbers of inputs for their
+        roots; empty if the equation is no mere call.
     """
 
     jaxpr: Jaxpr
@@ -133,7 +134,8 @@ def convert(
       path: the scopes that the equation stands in which holds it.
       name: the scope that it is itself, if it has a name.
       forced: what some of its results have to be, by number.
-      is_call: whether it is only called, so that functions go on in it and behind it.
+      is_call: whether the equation is a mere call: a function of one 16-bit value may
+        then begin outside of it and end inside, or the other way round.
     """
     inside, region = compat.join(path, name), walk.at.region(path)
     states = tuple(value.spec for value in operands)
@@ -158,7 +160,10 @@ def convert(
         new = _converted(walk, jaxpr, states, run, forced)
         new = new if is_call else new._replace(lineages=())
         if name and "upcasts" in walk.rules.passes:
-            new = _shared(_raised_outside(walk, new, states), states, known)
+            new = _raised_outside(walk, new, states)
+            # A checkpoint would keep a raised input in float32.
+            if not any(compat.op_of(e) in compat.REMAT for e, _ in equations(jaxpr)):
+                new = _shared(new, states, known)
         known[given] = new
     return known[given]
 
@@ -203,7 +208,7 @@ def _converted(
 
 
 def _raised_outside(walk: Walk, new: Converted, states: Sequence[Spec]) -> Converted:
-    """Returns a conversion that is given raised what it does no more than raise."""
+    """Returns a conversion whose caller raises the inputs that it would only raise."""
     # Outside they are raised once, and the gradients of all uses add up in float32.
     are_low = {i for i, (state, _) in enumerate(states) if state is State.LOW}
     raised = upcasts.only_raised(new.jaxpr) & are_low
@@ -214,9 +219,9 @@ def _raised_outside(walk: Walk, new: Converted, states: Sequence[Spec]) -> Conve
 def leave_functions(
     walk: Walk, values: Sequence[Value], wanted: Sequence[Readers]
 ) -> list[Value]:
-    """Returns values as they leave functions of one 16-bit value: in 16 bits.
+    """Casts the results of functions of one 16-bit value to 16 bits.
 
-    Those that are demanded in float32 stay float32.
+    A value that its readers demand in float32 stays float32.
     """
     return [
         Value(walk.casts.low(value), State.LOW, origin=value.origin)
@@ -227,7 +232,7 @@ def leave_functions(
 
 
 def _lineages_inside(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
-    """Returns the lineages of operands inside of what is called, by numbers."""
+    """Returns the lineages of operands inside of a call, where roots are numbers."""
     numbers: dict[object, InputRoot] = {}
     found: list[Lineage | None] = []
     for value in operands:
@@ -245,7 +250,7 @@ def _lineages_inside(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
 def _lineages_outside(
     lineages: Sequence[Lineage | None], operands: Sequence[Value]
 ) -> list[Lineage | None]:
-    """Returns the lineages of results, of which those inside are known."""
+    """Returns the lineages of a call's results outside of it."""
     outside: dict[object, object] = {}
     for value, inside in zip(operands, _lineages_inside(operands), strict=True):
         if inside is not None:
@@ -254,7 +259,7 @@ def _lineages_outside(
     found: list[Lineage | None] = []
     for lineage in lineages:
         if lineage is not None and lineage.roots is not None:
-            # What is made inside is made by each call anew.
+            # Each call makes the 16-bit values inside of it anew.
             roots = [outside.setdefault(root, object()) for root in lineage.roots]
             lineage = lineage._replace(roots=frozenset(roots))
         found.append(lineage)
@@ -266,10 +271,11 @@ def _shared(
     states: tuple[Spec, ...],
     known: Mapping[Given, Converted],
 ) -> Converted:
-    """Returns a conversion, with the jaxpr of an earlier one that does the same.
+    """Returns a conversion, with the jaxpr of an earlier one that computes the same.
 
-    The first block of a stack is given float32, and the others 16 bits. Where all is
-    decided alike, the others are given it raised, and all are lowered as one.
+    The first block of a stack has a float32 input, and the others have 16-bit ones. If
+    each equation runs alike in both conversions, the caller raises the input of the
+    others to float32, and JAX lowers all blocks as one function.
     """
     for (others, _), old in known.items():
         differing = [

@@ -183,10 +183,10 @@ def _joined(
 
 
 def _is_one_function(operands: Sequence[Operand]) -> bool:
-    """Whether operands are float32 and 16-bit ones of a function of one 16-bit value.
+    """Whether an op with these operands is part of a function of one 16-bit value.
 
-    That is a norm, a softplus: something is computed in float32 from a value, and joins
-    it again. Of values that have joined it, all that follows is inside too.
+    In a norm or a softplus, a float32 value is computed from a 16-bit one, and an op
+    reads both. That op is part of the function, and so are ops on its result.
     """
     held = [o for o in operands if o.state is not State.SOFT and o.kind is not Kind.END]
     is_joined = any(o.lineage.is_rejoined for o in held) or (

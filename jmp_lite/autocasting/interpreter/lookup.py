@@ -35,7 +35,7 @@ class RuleLookup:
     def op_decided_as(self, eqn: Eqn, path: str) -> str:
         """Returns the op whose rules hold for an equation.
 
-        That of a product which contracts nothing is a multiplication, if no rule names
+        A product that contracts nothing is a multiplication, unless a rule names
         products where it stands.
         """
         op = compat.op_of(eqn)

@@ -41,11 +41,12 @@ class Kind(enum.Enum):
 class Readers(enum.IntFlag):
     """What kinds of readers a value has; a value that nobody reads has ``OUTPUT``.
 
-    ``FULL``: ops that run in float32, and those that follow and whose results are
-    demanded in float32. ``OUTPUT``: outputs of the function. ``OTHER``: those that
-    would rather have 16 bits. The rest need digits that a matrix product loses in 16
-    bits: casts to integers; factorizations and solvers; sines and cosines, which read
-    phases, and of which some (``LOW_PHASE``) have results that need not be float32.
+    ``FULL``: ops that run in float32, and ops that follow if their own results are
+    demanded in float32. ``OUTPUT``: outputs of the function. ``OTHER``: ops that take
+    16 bits, such as matrix products. The other kinds need digits that a product loses
+    in 16 bits. ``INTEGER_CAST``: casts to integers. ``SOLVER``: factorizations and
+    solvers. ``PHASE``: sines and cosines. ``LOW_PHASE``: a sine or a cosine whose
+    result is not demanded in float32.
     """
 
     NOBODY = 0
@@ -64,7 +65,7 @@ class Readers(enum.IntFlag):
 
     @property
     def in_general(self) -> "Readers":
-        """The same readers, without those kinds that need digits of a product."""
+        """The same readers as ``FULL`` or ``OTHER``, without the kinds of digits."""
         if not self.want_float32:
             return Readers.OTHER
         digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
@@ -72,7 +73,7 @@ class Readers(enum.IntFlag):
 
     @property
     def in_float32(self) -> "Readers":
-        """The readers of what an op adds up in float32, whose result these read."""
+        """What a float32 sum is as a reader, if these read its result."""
         digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
         if self & Readers.LOW_PHASE:
             digits |= Readers.PHASE
@@ -125,8 +126,9 @@ class Lineage(NamedTuple):
 
     Attributes:
       roots: the 16-bit values; None if it is float32 for other reasons too.
-      is_rejoined: whether it is float32, and its only root has joined it again, as a
-        norm's input joins its mean. It leaves that function in 16 bits.
+      is_rejoined: whether the value is float32, and its only root was an operand again
+        on the way to it, as the input of a norm is beside its mean. Then the value is
+        part of one function, whose result is 16 bits.
     """
 
     roots: frozenset[object] | None = None
@@ -153,8 +155,8 @@ class Value:
       raised: the array in float32, likewise, where ``state`` is LOW.
       origin: what made it what it is held in.
       lineage: what it is a function of; None for what its state says alone.
-      root: what stands for it among the roots of others, once one has asked for it: no
-        array, which a converted jaxpr would hold on to.
+      root: the object that represents it in the lineages of other values, made on first
+        use. It holds no array: a converted jaxpr keeps lineages.
     """
 
     array: Array
@@ -182,7 +184,7 @@ class Value:
 
     @property
     def is_rejoined(self) -> bool:
-        """Whether it leaves the function of one 16-bit value that it is in 16 bits."""
+        """Whether it is part of a function of one 16-bit value; see ``Lineage``."""
         return self.lineage is not None and self.lineage.is_rejoined
 
     @property

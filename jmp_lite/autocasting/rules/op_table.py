@@ -263,7 +263,7 @@ COMPARING = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
 """Comparisons of two."""
 
 DISCERNING = COMPARING | PICKING
-"""They tell numbers apart, of which 16 bits may make the same."""
+"""Their results differ where 16 bits round two numbers to one."""
 
 INSIDE_OF_FUNCTIONS = _ops_in("arithmetic", "moving")
 """What norms are made of, beside sums and roots: scales, shifts, reshapes."""
@@ -275,7 +275,8 @@ KEEPING_DIGITS = (MOVING | ADDING).union(
     ("mul", "div", "neg", "round", "floor", "ceil", "clamp", "select_n"),
     ("reduce_sum", "cumsum", "convert_element_type"),
 )
-"""Moves, sums, scalings and roundings: what reads their result reads their operands."""
+"""Moves, sums, scalings, roundings: if a reader needs their digits, it needs those of
+their operands."""
 
 PASSING = frozenset(["optimization_barrier"])
 """Each result is an operand: their precisions are not joined."""

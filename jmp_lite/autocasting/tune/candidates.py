@@ -75,7 +75,10 @@ class Units(NamedTuple):
         return [Rule(self.kind, name, self.precision) for name in named]
 
     def _patterns_of_kinds(self, kept: set[str]) -> list[str]:
-        """Returns a pattern for all kept scopes that differ in a number alone."""
+        """Returns one pattern for each group of scopes that differ in numbers alone.
+
+        Scopes have patterns of their own if one of their group is not kept.
+        """
         kinds = dict.fromkeys(map(without_numbers, self.ordered(kept)))
         patterns: list[str] = []
         for kind in kinds:
