@@ -30,11 +30,13 @@ class Model(NamedTuple):
     batch: Any
 
 
-def _shapes(init: Callable[..., Any], *args: Any) -> Any:
+def shapes_of(init: Callable[..., Any], *args: Any) -> Any:
+    """Returns the shapes of what ``init`` makes of a key and arguments."""
     return jax.eval_shape(lambda: init(jax.random.key(0), *args))
 
 
-def _low(x: Any, dtype: Any) -> Any:
+def cast_low(x: Any, dtype: Any) -> Any:
+    """Returns ``x`` in a dtype, or as it is where that is None."""
     return x if dtype is None else x.astype(dtype)
 
 
@@ -107,19 +109,21 @@ def transformer(
 
     def loss(params: Any, tokens: Any) -> Any:
         x = params["embed"][tokens] + params["positions"]
-        x = _low(x, dtype)
+        x = cast_low(x, dtype)
         if "scan" in layout:
             x, _ = lax.scan(lambda x, p: (apply(p, x), None), x, params["blocks"])
         else:
             for p in params["blocks"]:
                 x = apply(p, x)
         x = norm.apply(params["norm"], x)
-        logits = (_low(x, dtype) @ _low(params["head"], dtype)).astype(jnp.float32)
+        logits = (cast_low(x, dtype) @ cast_low(params["head"], dtype)).astype(
+            jnp.float32
+        )
         chosen = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
 
     tokens = jax.ShapeDtypeStruct(batch, jnp.int32)
-    return Model(loss, _shapes(init), tokens)
+    return Model(loss, shapes_of(init), tokens)
 
 
 # ------------------------------------------------------------------------ other kinds
@@ -170,7 +174,9 @@ def _classifier(module: nn.Module, batch: int, size: int) -> Model:
         chosen = jnp.take_along_axis(logits, labels[:, None], -1)
         return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen[:, 0])
 
-    return Model(loss, _shapes(module.init, jnp.zeros(images.shape)), (images, labels))
+    return Model(
+        loss, shapes_of(module.init, jnp.zeros(images.shape)), (images, labels)
+    )
 
 
 class Bottleneck(nn.Module):
@@ -239,11 +245,11 @@ def lstm(
         return {"w": w, "u": u, "b": jnp.zeros(4 * width)}
 
     def loss(params: Any, x: Any) -> Any:
-        low = jax.tree.map(lambda p: _low(p, dtype), params)
+        low = jax.tree.map(lambda p: cast_low(p, dtype), params)
 
         def step(carry: Any, x: Any) -> Any:
             h, c = carry
-            gates = _low(x, dtype) @ low["w"] + h @ low["u"] + low["b"]
+            gates = cast_low(x, dtype) @ low["w"] + h @ low["u"] + low["b"]
             i, f, g, o = jnp.split(gates, 4, axis=-1)
             i, f, g, o = (
                 op(gate).astype(c.dtype)
@@ -253,14 +259,14 @@ def lstm(
                 )
             )
             c = f * c + i * g
-            h = _low(o * jnp.tanh(c), dtype)
+            h = cast_low(o * jnp.tanh(c), dtype)
             return (h, c), h
 
         zeros = jnp.zeros((batch[0], width))
-        _, hs = lax.scan(step, (_low(zeros, dtype), zeros), x.swapaxes(0, 1))
+        _, hs = lax.scan(step, (cast_low(zeros, dtype), zeros), x.swapaxes(0, 1))
         return jnp.mean(hs.astype(jnp.float32) ** 2)
 
-    return Model(loss, _shapes(init), x)
+    return Model(loss, shapes_of(init), x)
 
 
 def mlp(dtype: Any = None, width: int = 4096, batch: int = 4096) -> Model:
@@ -274,12 +280,12 @@ def mlp(dtype: Any = None, width: int = 4096, batch: int = 4096) -> Model:
         ]
 
     def loss(params: Any, x: Any) -> Any:
-        x = _low(x, dtype)
+        x = cast_low(x, dtype)
         for w, b in params:
-            x = jax.nn.relu(x @ _low(w, dtype) + _low(b, dtype))
+            x = jax.nn.relu(x @ cast_low(w, dtype) + cast_low(b, dtype))
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    return Model(loss, _shapes(init), x)
+    return Model(loss, shapes_of(init), x)
 
 
 class NnxNet(nnx.Module):
@@ -303,7 +309,7 @@ def nnx_model(dtype: Any = None, width: int = 2048, batch: int = 8192) -> Model:
     graphdef, state = nnx.split(net)
 
     def loss(params: Any, x: Any) -> Any:
-        out = nnx.merge(graphdef, params)(_low(x, dtype))
+        out = nnx.merge(graphdef, params)(cast_low(x, dtype))
         return jnp.mean(out.astype(jnp.float32) ** 2)
 
     return Model(loss, state, jax.ShapeDtypeStruct((batch, width), jnp.float32))
