@@ -139,6 +139,20 @@ def test_one_some_all_or_none_of_a_stack_in_a_call_are_one_program(wrap, start):
         assert relative_error(*grads) < 0.01
 
 
+def test_a_block_that_decides_otherwise_of_a_16_bit_input_is_converted_anew():
+    block = jax.jit(lambda h, w: jnp.tanh(h) @ w)
+
+    def fun(x):
+        x = x + 1
+        for w in LAYERS:
+            x = block(x, w)
+        return x
+
+    eqns = live_equations(autocast(fun), X)
+    tanh = [str(e.outvars[0].aval.dtype) for e in eqns if e.primitive.name == "tanh"]
+    assert tanh == [FULL] + [LOW] * (len(LAYERS) - 1)
+
+
 def test_weights_that_are_trained_in_a_loop_are_float32():
     def train(w, x):
         return w - 1e-3 * (x.T @ (x @ w)), None

@@ -144,6 +144,24 @@ def test_what_is_demanded_in_float32_leaves_a_branch_in_float32():
     assert {r.precision for r in rows if r.op != "dot_general"} == {"float32"}
 
 
+def test_what_a_product_reads_too_enters_and_leaves_a_branch_in_float32():
+    def inside(h):
+        h = ln(h)
+        return h, h @ W
+
+    def fun(x):
+        h = ln(x @ W)
+        total = lax.cond(x[0, 0] > 0, jnp.sum, jnp.max, h)
+        normed, low = lax.cond(x[0, 0] > 0, inside, lambda h: (h, h), x @ W.T)
+        return h @ W, total, normed.sum(), low @ W
+
+    jaxpr = jax.make_jaxpr(autocast(fun))(X)
+    entering, leaving = (e for e in jaxpr.eqns if e.primitive.name == "cond")
+    assert [str(v.aval.dtype) for v in entering.invars[1:]] == ["float32"]
+    dtypes = [str(var.aval.dtype) for var in leaving.outvars]
+    assert dtypes == ["float32", "bfloat16"]
+
+
 def precision_of_last(fun, op="tanh", rules="mixed"):
     return [r.precision for r in explain(fun, rules)(X).rows if r.op == op][-1]
 

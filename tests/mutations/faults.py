@@ -1076,14 +1076,14 @@ FAULTS = (
         "if value.is_rejoined and not readers.want_float32",
         "if value.is_rejoined",
         "a demanded result leaves its function in 16 bits",
-        "test_autocasting_functions_of_one_value.py::test_what_is_demanded_in_float32_leaves_a_branch_in_float32",
+        "test_autocasting_functions_of_one_value.py::test_what_a_product_reads_too_enters_and_leaves_a_branch_in_float32",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
         "if are_raised and is_same:",
         "if are_raised:",
         "blocks that decide otherwise share a jaxpr",
-        "test_autocasting_carries.py::test_one_some_all_or_none_of_a_stack_in_a_call_are_one_program",
+        "test_autocasting_carries.py::test_a_block_that_decides_otherwise_of_a_16_bit_input_is_converted_anew",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
