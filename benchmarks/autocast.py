@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import jmp_lite as jmp
 from benchmarks import models
 from benchmarks.compiled import TARGETS, compile_for, missing
+from benchmarks.examples import EXAMPLES
 from benchmarks.report import stamp, write
 from jmp_lite.autocasting.jaxprs import compat
 
@@ -50,6 +51,7 @@ MODELS: Mapping[str, tuple[Make, dict[str, Any]]] = {
     "lstm": (models.lstm, {"width": 32, "batch": (4, 64)}),
     "mlp": (models.mlp, {"width": 64, "batch": 64}),
     "nnx": (models.nnx_model, {"width": 32, "batch": 32}),
+    **{f"flax {name}": example for name, example in EXAMPLES.items()},
 }
 LOOPS = [name for name in MODELS if "scan" in name]
 ON_TARGET = {"h100": list(MODELS), "v5e": ["resnet", "lstm", "mlp", "nnx"]}
@@ -75,9 +77,15 @@ def _by_mpx(make: Make, **options: Any) -> models.Model:
     )
 
 
-def _by_autocast(make: Make, rules: str = "mixed", **options: Any) -> models.Model:
+def _by_autocast(
+    make: Make,
+    rules: str = "mixed",
+    compute_dtype: str = "bfloat16",
+    **options: Any,
+) -> models.Model:
     model = make(None, **options)
-    return model._replace(loss=jmp.autocast(model.loss, rules))
+    fun = jmp.autocast(model.loss, rules, compute_dtype=compute_dtype)
+    return model._replace(loss=fun)
 
 
 def _compressed(make: Make, **options: Any) -> models.Model:
@@ -103,8 +111,19 @@ VARIANTS: Mapping[str, Callable[..., models.Model]] = {
     "torch": functools.partial(_by_autocast, rules="torch"),
     "float32, compressed": _compressed,
     "mixed, compressed": _compressed_in_autocast,
+    "float16 by hand": lambda make, **options: make(jnp.float16, **options),
+    "mixed, float16": functools.partial(_by_autocast, compute_dtype="float16"),
 }
+OF_EXAMPLES = ("float32", "by hand", "mixed", "float16 by hand", "mixed, float16")
 PEERS = ("jmp", "mpx")  # Packages of these names.
+
+
+def is_measured(model: str, variant: str) -> bool:
+    """Returns whether a model is measured in a variant."""
+    if model.startswith("flax "):
+        return variant in OF_EXAMPLES
+    # Compression is for the body of a loop.
+    return "float16" not in variant and ("compressed" not in variant or model in LOOPS)
 
 
 # -------------------------------------------------------------------------- measures
@@ -257,9 +276,10 @@ def fill(tree: Any, seed: int) -> Any:
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as text, ratios to the variant by hand in brackets."""
     lines: list[str] = []
-    by_hand = {(r.target, r.model): r for r in rows if r.variant == "by hand"}
+    found = {(r.target, r.model, r.variant): r for r in rows}
     for i, row in enumerate(rows):
-        hand = by_hand.get((row.target, row.model))
+        other = "float16 by hand" if "float16" in row.variant else "by hand"
+        hand = found.get((row.target, row.model, other))
 
         def against(name: str, form: str, row: Row = row, hand: Any = hand) -> str:
             value, other = getattr(row, name), getattr(hand, name, 0)
@@ -304,10 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     rows: list[Row] = []
     for name in options.models:
-        # Compression is for the body of a loop.
-        variants = [
-            v for v in options.variants if "compressed" not in v or name in LOOPS
-        ]
+        variants = [v for v in options.variants if is_measured(name, v)]
         targets = [t for t in options.targets if name in ON_TARGET[t]]
         found = measure(name, variants, targets, options.seeds, options.runs)
         found.sort(key=lambda row: targets.index(row.target))

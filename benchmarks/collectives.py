@@ -1,7 +1,8 @@
 """What devices send each other in a train step, in programs compiled for eight of them.
 
 Prints, for each target and each way to split the work, how many bytes go through
-collectives, and in which dtypes. Exact: no clock, no device.
+collectives, and in which dtypes; and what an embedding table costs that is split over
+the devices. Exact: no clock, no device.
 
     make targets && .venv/bin/python -m benchmarks.collectives
 """
@@ -17,10 +18,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
+from benchmarks import models
 from benchmarks.compiled import TARGETS, Program, compile_for, devices, missing
 
 DEVICES = 8
 TOPOLOGIES = {"h100": "1x1x8", "v5e": "v5e:2x4"}
+LANGUAGE_MODEL = {"width": 1024, "heads": 8, "vocabulary": 8192, "batch": (64, 512)}
 LAYOUTS = ("data parallel, shard_map", "data parallel, jit", "FSDP, jit")
 
 
@@ -43,11 +46,7 @@ def compile_step(
       depth: how many blocks it has.
       rows: of the batch of each device.
     """
-    mesh = Mesh(
-        np.array(devices(target, TOPOLOGIES[target])),
-        ("data",),
-        axis_types=(AxisType.Auto,),
-    )
+    mesh = _mesh(target)
     by_hand = "shard_map" in layout
     init, step = jmp.build_train_step(
         _loss, optax.adamw(1e-3), rules, axis_name="data" if by_hand else None
@@ -64,6 +63,42 @@ def compile_step(
     else:
         options["out_shardings"] = where, None
     return compile_for(target, step, state, batch, **options)
+
+
+LOOKUPS = ("by hand", "mixed", "mixed, as_low")
+
+
+def compile_language_model(target: str, variant: str, **options: Any) -> Program:
+    """Compiles the gradient of a transformer, all of whose parameters are split.
+
+    Args:
+      target: one of `compiled.TARGETS`.
+      variant: one of `LOOKUPS`. By hand the table is cast before the lookup, as
+        ``flax.linen.Embed(dtype=...)`` does it.
+      **options: those of `models.transformer`.
+    """
+    model = models.transformer(
+        jnp.bfloat16 if variant == "by hand" else None, **options
+    )
+
+    def loss(params: Any, tokens: Any) -> Any:
+        table = params["embed"]
+        if variant == "by hand":
+            table = table.astype(jnp.bfloat16)
+        elif variant == "mixed, as_low":
+            table = jmp.as_low(table)
+        return model.loss({**params, "embed": table}, tokens)
+
+    mesh = _mesh(target)
+    params, tokens = (_split(x, mesh, _rows) for x in (model.params, model.batch))
+    where = jax.tree.map(lambda leaf: leaf.sharding, params)
+    fun = jax.grad(loss if variant == "by hand" else jmp.autocast(loss))
+    return compile_for(target, fun, params, tokens, out_shardings=where)
+
+
+def _mesh(target: str) -> Mesh:
+    every = np.array(devices(target, TOPOLOGIES[target]))
+    return Mesh(every, ("data",), axis_types=(AxisType.Auto,))
 
 
 def _params(width: int, depth: int) -> Any:
@@ -112,13 +147,24 @@ def main() -> None:
             continue
         for layout in LAYOUTS:
             for rules in ("O0", "mixed"):
-                sent = compile_step(target, layout, rules).collectives
-                told = ", ".join(
-                    f"{size / 1e6:.1f} {dtype}"
-                    for dtype, size in sorted(sent.items(), key=lambda item: -item[1])
-                    if size > 1e4  # But for counts and flags.
-                )
-                print(f"{layout:26}{target:>8}{rules:>8}  {told}")
+                sent = _megabytes(compile_step(target, layout, rules))
+                print(f"{layout:26}{target:>8}{rules:>8}  {sent}")
+    # Flax promotes by itself where precision is written by hand.
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    print(f"\nThe gradient of a transformer of 4 blocks in FSDP on {DEVICES} devices")
+    print(f"{'':26}{'target':>8}{'GB moved':>10}  MB through collectives")
+    for target in TARGETS:
+        for variant in LOOKUPS if not missing(target) else ():
+            program = compile_language_model(target, variant, **LANGUAGE_MODEL)
+            moved = program.bytes_moved / 1e9
+            print(f"{variant:26}{target:>8}{moved:>10.3f}  {_megabytes(program)}")
+
+
+def _megabytes(program: Program) -> str:
+    """Returns what goes through collectives, by dtype, the largest first."""
+    sent = sorted(program.collectives.items(), key=lambda item: -item[1])
+    # But for counts and flags.
+    return ", ".join(f"{n / 1e6:.1f} {dtype}" for dtype, n in sent if n > 1e4)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from optimizers import lenient
 
 import jmp_lite as jmp
-from benchmarks.collectives import LAYOUTS, compile_step
+from benchmarks.collectives import LAYOUTS, compile_language_model, compile_step
 from benchmarks.compiled import TARGETS, missing
 
 PROCESS = pathlib.Path(__file__).with_name("two_processes.py")
@@ -170,3 +170,18 @@ def test_two_processes_skip_together_where_one_overflows():
     assert [s["scale"] for s in (first, second, third)] == [1024.0, 1024.0, 512.0]
     assert second["w"] == first["w"] != third["w"]
     assert [s["step"] for s in (first, second, third)] == [1, 1, 2]
+
+
+@pytest.mark.targets
+@pytest.mark.usefixtures("standard_promotion")
+def test_half_of_what_a_table_sends_in_float32_is_16_bits_where_it_is_marked():
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    size = {"width": 256, "heads": 2, "vocabulary": 8192, "depth": 1}
+
+    def wide(variant):
+        program = compile_language_model("h100", variant, batch=(16, 256), **size)
+        return program.collectives["f32"]
+
+    # The other half is the gradient, which is summed in float32.
+    assert wide("mixed, as_low") < 0.55 * wide("mixed")
