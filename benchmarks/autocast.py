@@ -79,7 +79,7 @@ def _by_mpx(make: Make, **options: Any) -> models.Model:
 
 def _by_autocast(
     make: Make,
-    rules: str = "mixed",
+    rules: jmp.Rules | str = "mixed",
     compute_dtype: str = "bfloat16",
     **options: Any,
 ) -> models.Model:
@@ -111,6 +111,9 @@ VARIANTS: Mapping[str, Callable[..., models.Model]] = {
     "torch": functools.partial(_by_autocast, rules="torch"),
     "float32, compressed": _compressed,
     "mixed, compressed": _compressed_in_autocast,
+    "mixed, low tanh": functools.partial(
+        _by_autocast, rules=jmp.get_rules("mixed").low("tanh")
+    ),
     "float16 by hand": lambda make, **options: make(jnp.float16, **options),
     "mixed, float16": functools.partial(_by_autocast, compute_dtype="float16"),
 }
@@ -120,6 +123,8 @@ PEERS = ("jmp", "mpx")  # Packages of these names.
 
 def is_measured(model: str, variant: str) -> bool:
     """Returns whether a model is measured in a variant."""
+    if "tanh" in variant:  # For attention whose scores have a soft cap.
+        return model == "flax gemma"
     if model.startswith("flax "):
         return variant in OF_EXAMPLES
     # Compression is for the body of a loop.
