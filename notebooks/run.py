@@ -40,8 +40,9 @@ def read(path: pathlib.Path) -> Any:
 
 def _is_log(output: Any) -> bool:
     """Returns whether an output is XLA's log, which describes the machine's devices."""
-    text = output.text if output.get("name") == "stderr" else "a result"
-    return all(_OF_THE_LOG.match(line) for line in text.splitlines())
+    if output.get("name") != "stderr":
+        return False
+    return all(_OF_THE_LOG.match(line) for line in output.text.splitlines())
 
 
 def run(path: pathlib.Path) -> Any:
