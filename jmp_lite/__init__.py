@@ -15,7 +15,7 @@ from jmp_lite.autocasting.marks import (
     low_precision,
 )
 from jmp_lite.autocasting.residuals import compress_residuals
-from jmp_lite.autocasting.rules.precision import Precision
+from jmp_lite.autocasting.rules.precision import Float8, Precision
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.tune.report import TunedRules, TuningReport
@@ -75,6 +75,7 @@ __all__ = [
     "DtypeTotals",
     "DynamicLossScale",
     "Explanation",
+    "Float8",
     "LossScale",
     "LossScaleError",
     "LossScalingState",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jmp_lite.autocasting.explain.provenance import Dequantized
 from jmp_lite.autocasting.explain.rows import (
     Place,
     Row,
@@ -18,7 +19,15 @@ from jmp_lite.autocasting.explain.rows import (
     precision_as_traced,
 )
 from jmp_lite.autocasting.jaxprs import compat, cost
-from jmp_lite.autocasting.jaxprs.types import Array, Aval, Eqn, Jaxpr, PyTree
+from jmp_lite.autocasting.jaxprs.types import (
+    Array,
+    Aval,
+    Dtype,
+    Eqn,
+    Jaxpr,
+    PyTree,
+    Var,
+)
 from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER
 from jmp_lite.autocasting.rules.rules import of_the_user
 
@@ -30,7 +39,8 @@ class Backward(NamedTuple):
       program: the program itself.
       forward: what is run instead of it: to its results, and to what is kept.
       backward: from what was kept and from cotangents to gradients.
-      kept: bytes of its residuals, but for the arguments, which exist anyway.
+      kept: bytes of its residuals, but for the arguments, which exist anyway, and for
+        constants, which the compiler makes where they are read.
     """
 
     program: Jaxpr
@@ -77,8 +87,18 @@ def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
     n_kept = len(jax.tree.leaves(kept[0]))
     returned = of_forward.outvars[len(results) :][:n_kept]
     residuals = {v for v in returned if not compat.is_literal(v)} - there
+    residuals &= _computed_from_inputs(of_forward)
     backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
     return Backward(program, traced, backward, sum(map(bytes_of, residuals)))
+
+
+def _computed_from_inputs(parts: compat.Parts) -> set[Var]:
+    """Returns the variables of a jaxpr whose values depend on what it is given."""
+    found = {*parts.invars, *parts.constvars}
+    for eqn in parts.eqns:
+        if not found.isdisjoint(a for a in eqn.invars if not compat.is_literal(a)):
+            found.update(eqn.outvars)
+    return found
 
 
 def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:
@@ -139,11 +159,13 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
 
 def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
     made: dict[int, Row] = {}
+    products = Dequantized()
+    products.outputs(jaxpr, [None] * len(compat.parts(jaxpr).invars))
     for eqn, place in equations(jaxpr, Place()):
         if compat.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
             continue
         if id(eqn) not in made:
-            made[id(eqn)] = _row_as_it_runs(eqn)
+            made[id(eqn)] = _row_as_it_runs(eqn, products.formats.get(id(eqn)))
         scope = compat.join(place.path, *compat.scopes(eqn))
         yield made[id(eqn)]._replace(
             scope=of_the_user(scope),
@@ -152,12 +174,12 @@ def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
         )
 
 
-def _row_as_it_runs(eqn: Eqn) -> Row:
+def _row_as_it_runs(eqn: Eqn, float8: Dtype | None) -> Row:
     n_bytes = sum(map(bytes_of, eqn.outvars))
     return Row(
         scope="",
         op=compat.op_of(eqn),
-        precision=precision_as_traced(eqn),
+        precision=precision_as_traced(eqn) if float8 is None else float8.name,
         code="backward",
         reason="backward: it runs in what it is given",
         source="",

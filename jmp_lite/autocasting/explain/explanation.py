@@ -60,24 +60,28 @@ class Explanation:
     unused: tuple[str, ...] = ()
     passes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
-    def share_low(self, op: str | None = None) -> float:
+    def share_low(self, op: str | None = None, *, bits: int = 16) -> float:
         """Returns which part of the equations runs in 16 bits or fewer.
 
         Args:
           op: the name of a primitive; None for all that hold a float.
+          bits: 8 for those in float8 alone.
 
         Raises:
-          ValueError: there is no such op in the function, or it holds no float.
+          ValueError: there is no such op in the function, or it holds no float; or
+            ``bits`` is neither 8 nor 16.
 
         Example:
           >>> import jax.numpy as jnp
           >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).share_low()
           0.5
         """
+        if bits not in (8, 16):
+            raise ValueError(f"Expected bits=8 or bits=16, got {bits!r}.")
         rows = [row for row in self._rows_of(op) if row.precision != "as traced"]
         if not rows:
             raise ValueError(f"No {op or 'equation'} of the function holds a float.")
-        return sum(map(is_low, rows)) / len(rows)
+        return sum(is_low(row, bits) for row in rows) / len(rows)
 
     def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
         """Returns the one dtype that some equations of the function run in.
@@ -253,7 +257,7 @@ def explain(
         names = [_argument_name(path) for path, _ in _arrays_in(args, kwargs)]
         run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs, names))(*arrays)
         low = walk.at.low_dtype
-        seen = list(seen_in(walk.records, low))
+        seen = list(seen_in(walk.records, walk.rules))
         rows, kept = [one.row for one in seen], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:

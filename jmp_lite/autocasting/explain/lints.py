@@ -6,6 +6,7 @@ was seen to lints, and all checks are in one table.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from jmp_lite.autocasting.rules.op_table import (
     PRODUCTS,
     group_of,
 )
-from jmp_lite.autocasting.rules.precision import Precision
+from jmp_lite.autocasting.rules.precision import Precision, RuleSource
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 
 
@@ -143,7 +144,7 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
         # The result of a norm is 16 bits too.
         match = record.decision.match
         is_norm = match is not None and match.precision is Precision.FULL_INSIDE
-        if record.decision.run is Run.LOW or is_norm:
+        if record.decision.run.lowers or is_norm:
             hard = (o for o in record.operands if o.state is State.HARD)
             is_cast_back.update(id(o.origin) for o in hard)
     for name, seen in first.items():
@@ -247,7 +248,7 @@ def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
 
 def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
     for seen in looked.seen:
-        if seen.record.decision.run is not Run.LOW:
+        if not seen.record.decision.run.lowers:
             continue
         sizes = cost.product_sizes(seen.record.eqn)
         if 1 in sizes:  # A vector's, or channel by channel: not for tensor cores.
@@ -264,13 +265,66 @@ def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
             )
 
 
+def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
+    """Float8 was asked for, and a product does not gain by it or should not have it."""
+    found = Counter[Reason]()
+    for seen in looked.seen:
+        decision = seen.record.decision
+        is_named = decision.match and decision.match.source is RuleSource.SCOPE
+        if decision.run is Run.FLOAT8 or decision.reason in _NOT_IN_FLOAT8:
+            found[decision.reason] += 1
+        if decision.reason is Reason.FLOAT8_SIZE:
+            yield _at(
+                seen,
+                "float8 sizes",
+                seen.row.reason,
+                "Float8 needs multiples of 16: pad, or choose another width",
+            )
+        if decision.reason is Reason.FLOAT8_SMALL and is_named:
+            yield _at(
+                seen,
+                "small float8 product",
+                seen.row.reason,
+                'Leave it out of the scope, or a smaller jmp_lite.Float8(smallest=...)',
+            )
+        if decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32:
+            yield _at(
+                seen,
+                "last float8 product",
+                "a product in float8 makes logits, a loss or what else is read in "
+                "float32",
+                'rules.scope(..., "low") before the scope that asks for float8',
+            )
+    if found and not any(r not in _NOT_IN_FLOAT8 for r in found):
+        most = found.most_common(1)[0][0].name.removeprefix("FLOAT8_").lower()
+        yield Lint(
+            "no float8 product",
+            f"none of {found.total()} products is in float8, mostly because of: "
+            f"{most.replace('_', ' ')}",
+            'The preset "mixed" does the same',
+            scope="all of it",
+        )
+
+
+_NOT_IN_FLOAT8 = frozenset(
+    [
+        Reason.FLOAT8_COMPUTE_DTYPE,
+        Reason.FLOAT8_NO_WEIGHT,
+        Reason.FLOAT8_BATCH,
+        Reason.FLOAT8_SIZE,
+        Reason.FLOAT8_SMALL,
+        Reason.FLOAT8_READ_IN_FLOAT32,
+    ]
+)
+
+
 def _lost_digits(looked: Looked) -> Iterator[Lint]:
     """A 16-bit product is read by what needs more of its digits."""
     readers = ProductReaders()
     readers.outputs(looked.jaxpr, [Made()] * len(compat.parts(looked.jaxpr).invars))
     for seen in looked.seen:
         name = id(seen.record.eqn)
-        if seen.record.decision.run is not Run.LOW:
+        if not seen.record.decision.run.lowers:
             continue
         if name in readers.phases:
             yield _at(
@@ -457,6 +511,7 @@ _CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
     _float32_carry,
     _asked_for_float32,
     _off_tensor_cores,
+    _unfit_for_float8,
     _lost_digits,
     _opaque,
     _literal,

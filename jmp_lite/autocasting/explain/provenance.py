@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import Forward
-from jmp_lite.autocasting.jaxprs.types import Eqn
+from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn
 from jmp_lite.autocasting.rules.op_table import (
     ADDED_UP,
     ADDING,
@@ -70,6 +71,47 @@ class Addends(Forward[From]):
 
 
 _MOVING_ONCE = MOVING - ADDED_UP
+
+
+class Dequantized(Forward[Dtype | None]):
+    """Finds the products of which both operands are float8 numbers times a scale.
+
+    A fact is the float8 dtype that a value was quantized to; None for any other value.
+
+    Attributes:
+      formats: for each such product, by id, the dtype of its operands; of two the one
+        of the larger range, which is that of the cotangent.
+    """
+
+    def __init__(self) -> None:
+        self.formats: dict[int, Dtype] = {}
+
+    def nothing(self) -> Dtype | None:
+        """A number is not quantized."""
+        return None
+
+    def join(self, one: Dtype | None, other: Dtype | None) -> Dtype | None:
+        """Returns what both were quantized to."""
+        return one if one == other else None
+
+    def through(
+        self, eqn: Eqn, facts: Sequence[Dtype | None], path: str
+    ) -> Sequence[Dtype | None]:
+        """Returns what the results of an op were quantized to."""
+        del path
+        op, found = compat.op_of(eqn), None
+        if op == "convert_element_type":
+            given = compat.dtype_of(eqn.invars[0])
+            is_float8 = given.itemsize == 1 and compat.is_float(eqn.invars[0])
+            found = given if is_float8 else facts[0]
+        elif op == "mul":
+            found = next(filter(None, facts), None)
+        elif op in _MOVING_ONCE:
+            found = facts[0]
+        elif op in PRODUCTS and facts[0] is not None and facts[1] is not None:
+            both = (facts[0], facts[1])
+            self.formats[id(eqn)] = max(both, key=lambda d: float(jnp.finfo(d).max))
+        return [found] * len(eqn.outvars)
 
 
 class Made(NamedTuple):

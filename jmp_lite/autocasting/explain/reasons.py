@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeGuard
 
+from jmp_lite.autocasting.interpreter.decide import fits_float8, harmonic_mean
 from jmp_lite.autocasting.interpreter.decisions import DecisionRecord, Reason, Run
 from jmp_lite.autocasting.interpreter.values import (
     Argument,
@@ -14,6 +15,7 @@ from jmp_lite.autocasting.interpreter.values import (
     RangeEnd,
     State,
 )
+from jmp_lite.autocasting.jaxprs import cost
 from jmp_lite.autocasting.jaxprs.types import Eqn
 from jmp_lite.autocasting.rules.op_table import GROUPS
 from jmp_lite.autocasting.rules.precision import RuleMatch, RuleSource
@@ -24,12 +26,18 @@ from jmp_lite.autocasting.rules.rules import (
     LOW_SCOPE,
 )
 
+_ASKED = "LOW: float8 was asked for, but"
+
 _WORDS: Mapping[Reason, str] = MappingProxyType(
     {
         Reason.HIGHEST_PRECISION: "FULL: it asks for the highest precision",
         Reason.CAST_TO_INTEGERS: "FULL: a cast to integers reads it",
         Reason.SOLVED: "FULL: a factorization or a solver reads it",
         Reason.PHASE: "FULL: a sine or a cosine reads it, and no operand is 16-bit",
+        Reason.FLOAT8_COMPUTE_DTYPE: f"{_ASKED} the compute dtype is not bfloat16",
+        Reason.FLOAT8_NO_WEIGHT: f"{_ASKED} no operand is a weight",
+        Reason.FLOAT8_BATCH: f"{_ASKED} it has batch axes",
+        Reason.FLOAT8_READ_IN_FLOAT32: f"{_ASKED} all that read it are float32",
         Reason.NOT_FLOAT32: "nothing in it is float32",
         Reason.EFFECTS: "KEEP: it has effects",
         Reason.OTHER_FLOATS: ("KEEP: another float than float32 is among its operands"),
@@ -82,6 +90,10 @@ def reason_in_words(record: DecisionRecord) -> str:
         return f"inside of {decision.within}, which is run as traced"
     if decision.reason is Reason.RULE and decision.match is not None:
         words = f"{decision.match.precision.name}: {_rule_in_words(decision.match)}"
+    elif decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32 and decision.match:
+        words = f"FLOAT8: {_rule_in_words(decision.match)}, though float32 ops read it"
+    elif decision.reason in (Reason.FLOAT8_SIZE, Reason.FLOAT8_SMALL):
+        words = f"{_ASKED} {_of_sizes(decision.reason, record.eqn)}"
     else:
         words = _WORDS[decision.reason]
     if record.result is not None:
@@ -90,6 +102,17 @@ def reason_in_words(record: DecisionRecord) -> str:
     if decision.run is Run.FULL and decision.state is State.LOW:
         return f"in float32 for its derivative, then cast; {words}"
     return words
+
+
+def _of_sizes(reason: Reason, product: Eqn) -> str:
+    """Returns why a product of such sizes is not in float8."""
+    sizes = dict(zip("MNK", cost.product_sizes(product), strict=True))
+    if reason is Reason.FLOAT8_SIZE:
+        name, size = next(item for item in sizes.items() if not fits_float8(item[1]))
+        return f"{name} = {size} is no multiple of 16"
+    text = " x ".join(map(str, sizes.values()))
+    mean = harmonic_mean([*sizes.values()])
+    return f"{text} is too small to gain (harmonic mean {mean:.0f})"
 
 
 def code_of(record: DecisionRecord) -> str:

@@ -27,7 +27,12 @@ from jmp_lite.autocasting.interpreter.values import Input, Origin, State
 from jmp_lite.autocasting.jaxprs import compat, cost
 from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER, PRODUCTS
-from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, FULL_SCOPE, LOW_SCOPE
+from jmp_lite.autocasting.rules.rules import (
+    AUTOCAST_SCOPE,
+    FULL_SCOPE,
+    LOW_SCOPE,
+    Rules,
+)
 
 
 class Row(NamedTuple):
@@ -37,7 +42,9 @@ class Row(NamedTuple):
       scope: the path that it stands in, such as ``"LM/Block_0/Dense_0"``.
       op: the name of its primitive; for a carry of a loop that of the loop.
       precision: the dtype that it runs in: ``"bfloat16"``, ``"float16"``,
-        ``"float32"`` or another; ``"as traced"`` where nothing in it is a float.
+        ``"float32"`` or another; ``"as traced"`` where nothing in it is a float. Of a
+        float8 product the format of its operands, in the backward pass that of the
+        cotangent.
       code: why, as a name that code may compare: the id of the group of ops that
         decided, such as ``"product"``; or what kind of rule did: ``"op"``,
         ``"scope"``, ``"mark"``, ``"default"``; or what the equation itself or its
@@ -71,10 +78,10 @@ class Row(NamedTuple):
     is_backward: bool = False
 
 
-def is_low(row: Row) -> bool:
-    """Whether an equation runs in 16 bits or fewer."""
+def is_low(row: Row, bits: int = 16) -> bool:
+    """Whether an equation runs in 16 bits or fewer, or in another number of bits."""
     is_float = row.precision != "as traced"
-    return is_float and np.dtype(row.precision).itemsize <= 2
+    return is_float and 8 * np.dtype(row.precision).itemsize <= bits
 
 
 def is_decided_inside(row: Row) -> bool:
@@ -127,21 +134,21 @@ def counted(times: int | None) -> int:
 
 
 def seen_in(
-    records: Sequence[DecisionRecord | RecordsInside], low: Dtype
+    records: Sequence[DecisionRecord | RecordsInside], rules: Rules
 ) -> Iterator[Seen]:
     """Yields the rows of decisions, in the order in which they run."""
-    return _Seeing(low).along(records, Place(), [])
+    return _Seeing(rules).along(records, Place(), [])
 
 
 class _Seeing:
     """Makes rows; of what is called often most is made once.
 
     Args:
-      low: the compute dtype.
+      rules: the rules that decided.
     """
 
-    def __init__(self, low: Dtype) -> None:
-        self._low = low
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self._rows: dict[int, Row] = {}
         self._sources: dict[int, str] = {}
 
@@ -175,7 +182,7 @@ class _Seeing:
                 )
                 there = item._replace(origin=outside(item.origin), operands=operands)
             if id(item) not in self._rows:
-                self._rows[id(item)] = _row(item, self._low)
+                self._rows[id(item)] = _row(item, self._rules)
             yield self._seen(self._rows[id(item)], there, place)
             if item.decision.run is Run.AS_TRACED:
                 yield from self._kept(there, place)
@@ -188,7 +195,7 @@ class _Seeing:
         for jaxpr in compat.inner_jaxprs(record.eqn):
             for eqn in compat.parts(jaxpr).eqns:
                 inner = DecisionRecord(eqn, kept)
-                yield self._seen(_row(inner, self._low), inner, there)
+                yield self._seen(_row(inner, self._rules), inner, there)
                 yield from self._kept(inner, there)
 
     def _seen(self, row: Row, record: DecisionRecord, place: Place) -> Seen:
@@ -218,15 +225,16 @@ _MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
 """What the user has written, by the name that stands in the program."""
 
 
-def _row(record: DecisionRecord, low: Dtype) -> Row:
+def _row(record: DecisionRecord, rules: Rules) -> Row:
     """Returns a row that knows nothing of what its equation stands in."""
+    low = np.dtype(rules.compute_dtype)
     eqn, decision = record.eqn, record.decision
     results = eqn.outvars if record.result is None else [eqn.outvars[record.result]]
     is_low = decision.state is State.LOW
     return Row(
         scope=compat.join(*compat.scopes(eqn)),
         op=compat.op_of(eqn),
-        precision=_precision(eqn, decision, low),
+        precision=_precision(eqn, decision, rules),
         code=code_of(record),
         reason=reason_in_words(record),
         source="",
@@ -239,8 +247,11 @@ def _row(record: DecisionRecord, low: Dtype) -> Row:
     )
 
 
-def _precision(eqn: Eqn, decision: Decision, low: Dtype) -> str:
-    return low.name if decision.run is Run.LOW else precision_as_traced(eqn)
+def _precision(eqn: Eqn, decision: Decision, rules: Rules) -> str:
+    if decision.run is Run.FLOAT8:
+        return rules.float8_format.dtype_of("forward").name
+    is_low = decision.run is Run.LOW
+    return np.dtype(rules.compute_dtype).name if is_low else precision_as_traced(eqn)
 
 
 def precision_as_traced(eqn: Eqn) -> str:

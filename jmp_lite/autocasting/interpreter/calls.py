@@ -15,6 +15,7 @@ from jmp_lite.autocasting.interpreter.conversion import (
 from jmp_lite.autocasting.interpreter.values import Input, Value
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.types import Array
+from jmp_lite.casting.quantize import SCALE_NAME
 
 
 def run_jit(walk: Walk, call: Call) -> list[Value]:
@@ -32,10 +33,14 @@ def run_jit(walk: Walk, call: Call) -> list[Value]:
 
 
 def run_remat(walk: Walk, call: Call) -> list[Value]:
-    """Runs a rematerialized function under its own policy."""
+    """Runs a rematerialized function under its own policy.
+
+    The scales of float8 products are kept too: one number for each operand.
+    """
     eqn, operands, wanted, path = call
     inside = convert(walk, compat.body_of(eqn), operands, wanted, path, is_call=True)
-    arrays = compat.bind_remat(eqn, arrays_of(operands), inside.jaxpr)
+    saved = SCALE_NAME if walk.rules.asks_for_float8 else ""
+    arrays = compat.bind_remat(eqn, arrays_of(operands), inside.jaxpr, saved)
     return results_of_call(walk, call, arrays, inside)
 
 

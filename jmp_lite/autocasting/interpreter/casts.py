@@ -11,6 +11,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.interpreter.float8 import (
+    QuantizedOperand,
+    quantize_operand,
+)
 from jmp_lite.autocasting.interpreter.values import (
     Constant,
     Kind,
@@ -22,6 +26,7 @@ from jmp_lite.autocasting.interpreter.values import (
 )
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.types import Array, Dtype, Literal, Var
+from jmp_lite.autocasting.rules.precision import Float8
 
 
 class Casts:
@@ -29,14 +34,17 @@ class Casts:
 
     Args:
       low_dtype: the compute dtype.
+      float8_format: the formats of products in float8.
 
     Attributes:
       low_dtype: the same.
+      float8_format: the same.
       bound: the ops that were bound to values of it; see ``compat.bind``.
     """
 
-    def __init__(self, low_dtype: DTypeLike) -> None:
+    def __init__(self, low_dtype: DTypeLike, float8_format: Float8) -> None:
         self.low_dtype = np.dtype(low_dtype)
+        self.float8_format = float8_format
         self.bound: set[object] = set()
 
     def given(self, var: Var, array: Array, origin: Origin) -> Value:
@@ -92,6 +100,15 @@ class Casts:
         if value.cast is None:  # Once for all uses: each would be kept for backward.
             value.cast = self.cast(value.array)
         return value.cast
+
+    def quantized(self, value: Value) -> QuantizedOperand:
+        """Returns a value as an operand of a float8 product."""
+        dtype = self.float8_format.dtype_of("forward")
+        if value.kind is not Kind.COMPUTED:
+            return quantize_operand(self.low(value), dtype)
+        if value.quantized is None:  # Once for all uses, as its cast.
+            value.quantized = quantize_operand(self.low(value), dtype)
+        return value.quantized
 
     def cast(self, array: Array, saturates: bool = False) -> Array:
         """Returns an array in the compute dtype."""

@@ -29,7 +29,7 @@ from jmp_lite.autocasting.interpreter.values import (
     State,
 )
 from jmp_lite.autocasting.interpreter.while_predicate import ends_by_a_float
-from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs import compat, cost
 from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn
 from jmp_lite.autocasting.rules.op_table import (
     ADDED_UP,
@@ -88,15 +88,16 @@ def decide(
         readers |= Readers.OTHER
     floats = [o for o in operands if o.state is not None]
     special = decide_product(rules, eqn, floats, readers, path)
-    return special or _by_class(
-        op, rules.match(op, path), floats, readers, rules.low_dtype
-    )
+    match = rules.match(op, path)
+    if special is None and match.precision is Precision.FLOAT8:
+        return _in_float8(rules, eqn, floats, readers, match)
+    return special or _by_class(op, match, floats, readers, rules.low_dtype)
 
 
 def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
     """Whether the rules run an equation low, whatever its operands are."""
     op = rules.op_decided_as(eqn, path)
-    if rules.match(op, path).precision is not Precision.LOW:
+    if not rules.match(op, path).precision.lowers:
         return False
     return decide_product(rules, eqn, (), Readers.OTHER, path) is None
 
@@ -302,7 +303,7 @@ def decide_product(
     if params is None or op not in PRODUCTS:
         return None
     match = rules.match(op, path)
-    if match.precision is not Precision.LOW or match.source is RuleSource.MARK:
+    if not match.precision.lowers or match.source is RuleSource.MARK:
         return None
     if _asks_for_float32(params):
         return Decision(Run.FULL, State.HARD, Reason.HIGHEST_PRECISION)
@@ -343,6 +344,58 @@ _IN_16_BITS = (
     lax.DotAlgorithmPreset.F16_F16_F32,
     lax.DotAlgorithmPreset.F16_F16_F16,
 )
+
+
+def _in_float8(
+    rules: RuleLookup,
+    eqn: Eqn,
+    operands: Sequence[Operand],
+    readers: Readers,
+    match: RuleMatch,
+) -> Decision:
+    """Decides of a product for which float8 was asked; one that cannot be is low."""
+    reason = _not_in_float8(rules, eqn, operands)
+    if reason is None and readers.want_float32:
+        # A scope names the very product, where an op rule means all of them.
+        if match.source is RuleSource.SCOPE:
+            reason = Reason.FLOAT8_THOUGH_READ_IN_FLOAT32
+            return Decision(Run.FLOAT8, State.LOW, reason, match=match)
+        reason = Reason.FLOAT8_READ_IN_FLOAT32
+    if reason is not None:
+        return Decision(Run.LOW, State.LOW, reason, match=match)
+    return Decision(Run.FLOAT8, State.LOW, Reason.RULE, match=match)
+
+
+def _not_in_float8(
+    rules: RuleLookup, eqn: Eqn, operands: Sequence[Operand]
+) -> Reason | None:
+    """Returns why a product cannot be in float8 or does not gain; None if it does."""
+    if rules.low_dtype != jnp.bfloat16:
+        return Reason.FLOAT8_COMPUTE_DTYPE
+    if not any(operand.kind is Kind.GIVEN for operand in operands):
+        return Reason.FLOAT8_NO_WEIGHT
+    _, (batch, _) = compat.dot_dimensions(eqn)
+    if batch:
+        return Reason.FLOAT8_BATCH
+    sizes = cost.product_sizes(eqn)
+    if not all(map(fits_float8, sizes)):
+        return Reason.FLOAT8_SIZE
+    is_small = harmonic_mean(sizes) < rules.rules.float8_format.smallest
+    return Reason.FLOAT8_SMALL if is_small else None
+
+
+def fits_float8(size: object) -> bool:
+    """Whether matrix units take a size in float8. Of a symbolic one that is unknown."""
+    return isinstance(size, int) and size > 0 and size % 16 == 0
+
+
+def harmonic_mean(sizes: Sequence[int]) -> float:
+    """Returns the harmonic mean of sizes.
+
+    Of the sizes of a product it is three times its multiplications divided by the
+    numbers in its operands and its result: what it computes for what it moves.
+    """
+    return len(sizes) / sum(1 / size for size in sizes)
 
 
 # -------------------------------------------------------------------------- casts

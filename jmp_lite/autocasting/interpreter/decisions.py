@@ -17,13 +17,20 @@ class Run(enum.Enum):
     """The dtype that an equation runs in.
 
     ``LOW``: the compute dtype. ``FULL``: float32. ``AS_TRACED``: those it was traced
-    in. ``PASS``: each result is its operand, in whatever that is held.
+    in. ``PASS``: each result is its operand, in whatever that is held. ``FLOAT8``: on
+    quantized operands, with a result in the compute dtype.
     """
 
     LOW = "low"
+    FLOAT8 = "float8"
     FULL = "full"
     AS_TRACED = "as traced"
     PASS = "pass"
+
+    @property
+    def lowers(self) -> bool:
+        """Whether it takes 16 bits, or fewer, of each operand."""
+        return self in (Run.LOW, Run.FLOAT8)
 
 
 class Reason(enum.Enum):
@@ -35,6 +42,15 @@ class Reason(enum.Enum):
     CAST_TO_INTEGERS = enum.auto()
     SOLVED = enum.auto()
     PHASE = enum.auto()
+    # Why a product is 16-bit although float8 was asked for.
+    FLOAT8_COMPUTE_DTYPE = enum.auto()
+    FLOAT8_NO_WEIGHT = enum.auto()
+    FLOAT8_BATCH = enum.auto()
+    FLOAT8_SIZE = enum.auto()
+    FLOAT8_SMALL = enum.auto()
+    FLOAT8_READ_IN_FLOAT32 = enum.auto()
+    # One that is in float8 because a scope names it.
+    FLOAT8_THOUGH_READ_IN_FLOAT32 = enum.auto()
     # What an equation is.
     NOT_FLOAT32 = enum.auto()
     EFFECTS = enum.auto()

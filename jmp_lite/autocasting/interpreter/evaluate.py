@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp_lite.autocasting.interpreter import float8
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.decisions import Decision, Run
 from jmp_lite.autocasting.interpreter.values import Kind, Origin, State, Value
@@ -38,12 +39,16 @@ def evaluate(
     if decision.run is Run.PASS:
         arrays = compat.bind(eqn, [value.array for value in operands], casts.bound)
         return [
-            dataclasses.replace(value, array=array, cast=None, raised=None)
+            dataclasses.replace(
+                value, array=array, cast=None, raised=None, quantized=None
+            )
             for array, value in zip(arrays, operands, strict=True)
         ]
     kind = _kind_of_result(op, operands)
     if decision.run is Run.LOW:
         arrays = _in_low(casts, eqn, operands)
+    elif decision.run is Run.FLOAT8:
+        arrays = [_in_float8(casts, eqn, operands)]
     elif decision.run is Run.FULL and decision.state is State.LOW:
         arrays = _in_full_then_low(casts, eqn, operands)
     else:
@@ -109,6 +114,17 @@ def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
     return compat.bind(eqn, arrays, casts.bound, **changed)
 
 
+def _in_float8(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> Array:
+    lhs, rhs = map(casts.quantized, operands)
+    if operands[1].kind is Kind.GIVEN:
+        lhs = float8.apart(lhs, rhs)
+    else:
+        rhs = float8.apart(rhs, lhs)
+    backward = casts.float8_format.dtype_of("backward")
+    dimensions = compat.dot_dimensions(eqn)
+    return float8.product(lhs, rhs, dimensions, casts.low_dtype, backward)
+
+
 def _is_of_matrices(eqn: Eqn) -> bool:
     """Whether a product and both of its derivatives have more than one number.
 
@@ -160,6 +176,9 @@ def _cast(
 
 def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
     kinds = {value.kind for value in operands}
+    if _takes_one_slice(op, operands):
+        # One layer's weights of a stack; many rows of a table are activations.
+        kinds = {operands[0].kind}
     if op == "iota":
         return Kind.INTEGER
     if Kind.COMPUTED in kinds or not kinds:
@@ -170,6 +189,12 @@ def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
         if kind in kinds:
             return kind
     return Kind.EXACT
+
+
+def _takes_one_slice(op: str, operands: Sequence[Value]) -> bool:
+    """Whether an op takes one slice of its first operand, wherever that is."""
+    is_one = op == "gather" and jnp.ndim(operands[1].array) == 1
+    return op == "dynamic_slice" or is_one
 
 
 _SCALING = frozenset(["add", "sub", "mul", "div", "neg"])

@@ -111,7 +111,7 @@ class UseAnalysis(Backward[Readers]):
             return Readers.FULL
         if not any(map(compat.is_float32, eqn.outvars)):
             return Readers.OTHER
-        if op in PRODUCTS and match.precision is Precision.LOW:
+        if op in PRODUCTS and match.precision.lowers:
             decided = decide_product(self._rules, eqn, (), wanted, path)
             # Its operands decide whether one that makes phases is float32.
             keeps = decided is not None and decided.reason is not Reason.PHASE

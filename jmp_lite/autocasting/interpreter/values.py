@@ -153,6 +153,7 @@ class Value:
       is_from_low: whether something low that entered that scope is in it.
       cast: the array in the compute dtype, once a use has asked for it.
       raised: the array in float32, likewise, where ``state`` is LOW.
+      quantized: the array as an operand of a float8 product, likewise.
       origin: what made it what it is held in.
       lineage: what it is a function of; None for what its state says alone.
       root: the object that represents it in the lineages of other values, made on first
@@ -166,6 +167,7 @@ class Value:
     is_from_low: bool = False
     cast: Any = None
     raised: Any = None
+    quantized: Any = None
     origin: Origin = None
     lineage: Lineage | None = None
     root: object = None

@@ -57,7 +57,7 @@ class Interpreter:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.at = RuleLookup(rules)
-        self.casts = Casts(self.at.low_dtype)
+        self.casts = Casts(self.at.low_dtype, rules.float8_format)
         self.uses = UseAnalysis(self.at)
         self.memo: dict[object, tuple[Jaxpr, dict[Given, Converted]]] = {}
         self.records: list[DecisionRecord | RecordsInside] = []

@@ -17,7 +17,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax._src.ad_util import Zero
-from jax._src.interpreters import ad, partial_eval
+from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
 from jax._src.source_info_util import user_frames
 from jax._src.util import weakref_lru_cache
@@ -420,13 +420,30 @@ def _is_being_linearized(operand: Any) -> bool:
     return is_tracer(operand.primal)
 
 
-def bind_remat(eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Array]:
-    """Binds a rematerialized function to other operands, with another closed jaxpr."""
-    if eqn.primitive.name == _HIGH:
-        primitive = eqn.params["_prim"]
-        params = {**primitive.params, "jaxpr": jaxpr}
-        return list(type(primitive)(**params)(*operands))
-    return bind(eqn, operands, jaxpr=without_consts(jaxpr))
+def bind_remat(
+    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, saved: str = ""
+) -> list[Array]:
+    """Binds a rematerialized function to other operands, with another closed jaxpr.
+
+    Args:
+      eqn: the equation.
+      operands: what to bind it to.
+      jaxpr: what to run.
+      saved: a ``checkpoint_name`` of what is kept besides what its policy keeps.
+    """
+    is_high = eqn.primitive.name == _HIGH
+    primitive = eqn.params["_prim"] if is_high else eqn.primitive
+    params = primitive.params if is_high else eqn.params
+    changed: dict[str, Any] = {}
+    if saved:
+        policies = jax.checkpoint_policies
+        changed["policy"] = policies.save_from_both_policies(
+            params["policy"] or policies.nothing_saveable,
+            policies.save_only_these_names(saved),
+        )
+    if is_high:
+        return list(type(primitive)(**{**params, **changed, "jaxpr": jaxpr})(*operands))
+    return bind(eqn, operands, jaxpr=without_consts(jaxpr), **changed)
 
 
 def bind_custom(eqn: Eqn, operands: Sequence[Any], replace: Function) -> list[Array]:
@@ -688,6 +705,41 @@ def shard_map_arguments(eqn: Eqn) -> dict[str, Any]:
         "axis_names": set(params["newly_manual_axes"]),
         "check_vma": params["check_vma"],
     }
+
+
+def elementwise_primitive(name: str, fun: Callable[[Any], Any]) -> Any:
+    """Returns a primitive of one operand, whose result has the type of that.
+
+    It has no derivative yet: see ``set_jvp`` and ``set_transpose``.
+
+    Args:
+      name: of the primitive.
+      fun: computes its result.
+    """
+    primitive = core.Primitive(name)
+    primitive.def_impl(fun)
+    primitive.def_abstract_eval(lambda aval: aval)
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+
+    def batch(operands: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
+        return primitive.bind(*operands), axes[0]
+
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def set_jvp(primitive: Any, jvp: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Sets the derivative of a primitive, from an operand and its tangent."""
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        return jvp(*primals, *tangents)
+
+    ad.primitive_jvps[primitive] = rule
+
+
+def set_transpose(primitive: Any, transpose: Callable[[Any], Any]) -> None:
+    """Makes a primitive linear, with a function of its cotangent as its transpose."""
+    ad.deflinear2(primitive, lambda cotangent, _: [transpose(cotangent)])
 
 
 def ambient_precision() -> Any:

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jmp_lite.autocasting.jaxprs.types import Array, Aval, Var
 
 
-def zeros(aval: Aval, length: int) -> Any:
-    """Returns zeros of a type with one more axis in front."""
-    zero, shape = jnp.zeros((), aval.dtype), (length, *aval.shape)
+def zeros(aval: Aval, length: int | None = None) -> Any:
+    """Returns zeros of a type; with a length, with an axis of that in front."""
+    more = () if length is None else (length,)
+    zero, shape = jnp.zeros((), aval.dtype), (*more, *aval.shape)
     sharding = None
     if _is_sharded(aval):
-        sharding = aval.sharding.update(spec=jax.P(None, *aval.sharding.spec))
+        spec = (*(None for _ in more), *aval.sharding.spec)
+        sharding = aval.sharding.update(spec=jax.P(*spec))
     array = jax.lax.broadcast(zero, shape, out_sharding=sharding)
     return as_varying(array, aval.manual_axis_type.varying)
 

@@ -233,6 +233,9 @@ def _ops_in(*ids: str) -> frozenset[str]:
 PRODUCTS = _ops_in("product")
 """Matrix products: what is low in every preset that lowers anything."""
 
+FLOAT8_OPS = ("dot_general",)
+"""The products that XLA has float8 kernels for."""
+
 MOVING = _ops_in("moving", "sending")
 """Each number of the result is a number of an operand, whatever those are."""
 
@@ -262,8 +265,8 @@ PICKING = frozenset(["argmax", "argmin", "top_k", "approx_top_k"])
 COMPARING = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
 """Comparisons of two."""
 
-DISCERNING = COMPARING | PICKING
-"""Their results differ where 16 bits round two numbers to one."""
+DISCERNING = COMPARING | PICKING | {"is_finite"}
+"""Their results differ where 16 bits round two numbers to one, or one to infinity."""
 
 INSIDE_OF_FUNCTIONS = _ops_in("arithmetic", "moving")
 """What norms are made of, beside sums and roots: scales, shifts, reshapes."""

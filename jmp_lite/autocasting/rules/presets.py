@@ -22,7 +22,8 @@ def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
     """Returns the rules of a preset.
 
     Args:
-      name: ``"mixed"``, MindSpore's levels ``"O0"`` to ``"O3"``, ``"torch"``, or one of
+      name: ``"mixed"``, ``"float8"`` (``"mixed"`` with matrix products in float8, see
+        ``Float8``), MindSpore's levels ``"O0"`` to ``"O3"``, ``"torch"``, or one of
         Ascend's modes ``"must_keep_origin_dtype"``, ``"allow_fp32_to_fp16"``,
         ``"allow_mix_precision"``, ``"force_fp16"``.
       compute_dtype: the dtype of low ops; None for the preset's own, which is bfloat16,
@@ -85,6 +86,7 @@ ALL_FOLLOW = Rules(compute_dtype="float16").follow(
 PRESETS: Mapping[str, Rules] = MappingProxyType(
     {
         "mixed": _MIXED,
+        "float8": _MIXED.float8("dot_general"),
         "O0": _O0,
         "O1": Rules(default=Precision.FULL),
         "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),

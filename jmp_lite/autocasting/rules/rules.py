@@ -17,11 +17,13 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.op_table import (
     EDITABLE,
+    FLOAT8_OPS,
     GROUPS,
     HIGHER_ORDER,
     group_of,
 )
 from jmp_lite.autocasting.rules.precision import (
+    Float8,
     Precision,
     RuleMatch,
     RuleSource,
@@ -86,6 +88,7 @@ class Rules:
         weight of a scan is one product after it. ``"upcasts"``: an input that a jitted
         call only raises to float32 is raised outside of it, and a call that decides
         alike for float32 and 16-bit inputs is lowered once.
+      float8_format: the formats of products that are ``FLOAT8``, and which qualify.
 
     Raises:
       ValueError: an op, a precision, a dtype, a pattern or a pass is unknown.
@@ -105,16 +108,18 @@ class Rules:
     scopes: tuple[Scope, ...] = ()
     carries: tuple[Carry, ...] = ()
     passes: tuple[str, ...] = PASSES
+    float8_format: Float8 = Float8()
 
     def __post_init__(self) -> None:
         ops = {op: _check_op(op, parse_precision(p)) for op, p in self.ops}
         canonical = {
             "compute_dtype": _check_compute_dtype(self.compute_dtype),
             "ops": tuple(sorted(ops.items())),
-            "default": parse_precision(self.default),
+            "default": _check_default(parse_precision(self.default)),
             "scopes": tuple(map(_check_scope, self.scopes)),
             "carries": tuple(map(_check_carry, self.carries)),
             "passes": _check_passes(self.passes),
+            "float8_format": _check_float8(self.float8_format),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
@@ -139,13 +144,22 @@ class Rules:
         """Returns rules in which these ops ``KEEP`` the dtypes they were traced in."""
         return self._with_ops(ops, Precision.KEEP)
 
+    def float8(self, *ops: str) -> "Rules":
+        """Returns rules in which these matrix products are ``FLOAT8``.
+
+        Args:
+          *ops: ``"dot_general"``, of which there are matrix products alone.
+        """
+        return self._with_ops(ops, Precision.FLOAT8)
+
     def scope(self, pattern: str, precision: "Precision | str") -> "Rules":
         """Returns rules with one more scope, behind yours and before the preset's.
 
         Args:
           pattern: a regular expression that is searched in the path of an op, such as
             ``"LM/Block_0/LayerNorm_0"``.
-          precision: a ``Precision`` or its name.
+          precision: a ``Precision`` or its name. ``"float8"`` is for the matrix
+            products in the scope; other ops in it are decided as if it did not match.
         """
         mine = [scope for scope in self.scopes if scope != NORM_LAYERS]
         preset = [scope for scope in self.scopes if scope == NORM_LAYERS]
@@ -191,7 +205,7 @@ class Rules:
         of_table = RuleMatch(group.precision, RuleSource.TABLE, group.id)
         if group.precision is Precision.KEEP:
             return of_table
-        match = self.match_scope(path)
+        match = self.match_scope(path, op)
         if match and (group.has_low_form or match.precision is not Precision.LOW):
             return match
         precision = self.precision_of(op)
@@ -201,22 +215,28 @@ class Rules:
             return RuleMatch(precision, RuleSource.DEFAULT, op)
         return of_table
 
-    def match_scope(self, path: str) -> RuleMatch | None:
-        """Returns the mark or the scope rule that holds for all ops in a path."""
+    def match_scope(self, path: str, op: str = "") -> RuleMatch | None:
+        """Returns the mark or the scope rule that holds in a path.
+
+        Args:
+          path: the path.
+          op: of one op; without it, of all ops there.
+        """
         for name in reversed(path.split("/")):
             if name in _MARKS:
                 return RuleMatch(_MARKS[name], RuleSource.MARK, name)
         for pattern, precision in self.scopes:
-            if re.search(pattern, path):
+            is_of_others = precision is Precision.FLOAT8 and op not in FLOAT8_OPS
+            if not is_of_others and re.search(pattern, path):
                 return RuleMatch(precision, RuleSource.SCOPE, pattern)
         return None
 
     def region_in(self, path: str) -> str | None:
         """Returns the path of the ``FULL_INSIDE`` scope that a path is in, or None."""
-        if self.precision_in(path) is not Precision.FULL_INSIDE:
+        match = self.match_scope(path)
+        if match is None or match.precision is not Precision.FULL_INSIDE:
             return None
-        pattern = next(p for p, _ in self.scopes if re.search(p, path))
-        found = re.search(pattern, path)
+        found = re.search(match.name, path)
         # A pattern may end with the slash behind a name, or with the end of the path.
         end = path.find("/", max(found.end() - 1, 0)) if found else -1
         return path if end < 0 else path[:end]
@@ -237,10 +257,16 @@ class Rules:
     @property
     def is_identity(self) -> bool:
         """Whether no op is run in any other precision than its own."""
-        changing = {Precision.LOW, Precision.FULL_INSIDE}
+        changing = {Precision.LOW, Precision.FLOAT8, Precision.FULL_INSIDE}
         of_user = {precision for _, precision in (*self.ops, *self.scopes)}
         table = {self.precision_of(op) for group in GROUPS for op in group.ops}
         return not changing & (of_user | table)
+
+    @property
+    def asks_for_float8(self) -> bool:
+        """Whether some product may run in float8."""
+        of_user = (precision for _, precision in (*self.ops, *self.scopes))
+        return Precision.FLOAT8 in of_user
 
     def to_json(self) -> str:
         """Returns these rules as JSON, which ``Rules.from_json`` reads back."""
@@ -252,6 +278,7 @@ class Rules:
                 "scopes": [[pattern, p.value] for pattern, p in self.scopes],
                 "carries": [list(carry) for carry in self.carries],
                 "passes": list(self.passes),
+                "float8_format": dataclasses.asdict(self.float8_format),
             },
             indent=2,
         )
@@ -324,6 +351,11 @@ def _check_op(op: str, precision: Precision) -> Precision:
         raise _unknown_op(op)
     if precision is Precision.FULL_INSIDE:
         raise ValueError(f"FULL_INSIDE is for scopes; expected another one for {op!r}.")
+    if precision is Precision.FLOAT8 and op not in FLOAT8_OPS:
+        raise ValueError(
+            f"{op!r} cannot be FLOAT8: expected {' or '.join(map(repr, FLOAT8_OPS))}. "
+            "Convolutions and ragged products have no float8 kernels that XLA calls."
+        )
     cannot = not group.has_low_form and precision is Precision.LOW
     if cannot or (
         group.precision is Precision.KEEP and precision is not Precision.KEEP
@@ -333,6 +365,20 @@ def _check_op(op: str, precision: Precision) -> Precision:
             f"{group.precision.name}."
         )
     return precision
+
+
+def _check_default(precision: Precision) -> Precision:
+    if precision in (Precision.FULL_INSIDE, Precision.FLOAT8):
+        raise ValueError(
+            f"{precision.name} is for {_IS_FOR[precision]}; expected another default."
+        )
+    return precision
+
+
+_IS_FOR = {
+    Precision.FULL_INSIDE: "scopes",
+    Precision.FLOAT8: "matrix products, see Rules.float8",
+}
 
 
 def _unknown_op(op: str) -> ValueError:
@@ -382,6 +428,20 @@ def _check_compute_dtype(dtype: DTypeLike) -> "np.dtype[Any] | str":
 
 def _name_of(dtype: DTypeLike) -> str:
     return HALF_OF_DEVICE if isinstance(dtype, str) else np.dtype(dtype).name
+
+
+def _check_float8(given: Any) -> Float8:
+    if isinstance(given, Mapping):  # From JSON.
+        names = [field.name for field in dataclasses.fields(Float8)]
+        for name in cast("Mapping[str, Any]", given):
+            if name not in names:
+                raise unknown_name("field of float8_format", str(name), names)
+        return Float8(**given)
+    if not isinstance(given, Float8):
+        raise ValueError(
+            f"Expected float8_format as jmp_lite.Float8(...), got {given!r}."
+        )
+    return given
 
 
 def _check_scope(scope: Scope) -> Scope:

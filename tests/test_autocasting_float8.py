@@ -1,0 +1,364 @@
+"""Matrix products in float8: which ones, what they compute, and their derivatives."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from helpers import equations, live_equations
+from jax import lax
+
+import jmp_lite as jmp
+
+EVERY_SIZE = jmp.Float8(smallest=0)
+RULES = dataclasses.replace(jmp.get_rules("float8"), float8_format=EVERY_SIZE)
+E4, E5 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (32, 48))
+W = jax.random.normal(KEYS[1], (48, 64)) / 7
+V = jax.random.normal(KEYS[2], (64, 48)) / 8
+LAYERS = jnp.stack([W[:, :48], W[:, 16:], V[:48]])
+
+
+def net(x, w, v):
+    return jnp.tanh(x @ w) @ v
+
+
+def block(x, w, v):
+    """A product whose result a later product reads, and one that a norm reads."""
+    return jnp.sum(jnp.tanh(net(x, w, v) @ w) ** 2)
+
+
+def autocast(fun, rules=RULES):
+    return jmp.autocast(fun, rules)
+
+
+def codes(fun, *args, rules=RULES):
+    rows = jmp.explain(fun, rules)(*args).rows
+    return [row.code for row in rows if row.op == "dot_general"]
+
+
+def precisions(fun, *args, rules=RULES):
+    rows = jmp.explain(fun, rules)(*args).rows
+    return [row.precision for row in rows if row.op == "dot_general"]
+
+
+# ------------------------------------------------------------------------------ rules
+
+
+def test_float8_is_for_matrix_products_alone():
+    rules = jmp.get_rules("mixed").float8("dot_general")
+    assert rules.precision_of("dot_general") is jmp.Precision.FLOAT8
+    assert rules == jmp.get_rules("float8")
+    with pytest.raises(ValueError, match="'conv_general_dilated' cannot be FLOAT8"):
+        jmp.Rules().float8("conv_general_dilated")
+    with pytest.raises(ValueError, match="'tanh' cannot be FLOAT8: .* 'dot_general'"):
+        jmp.Rules(ops=(("tanh", "float8"),))
+
+
+def test_a_float8_scope_decides_of_matrix_products_and_of_nothing_else():
+    rules = jmp.get_rules("mixed").scope("mlp", "float8").scope("mlp/out", "full")
+    assert rules.match("dot_general", "mlp").precision is jmp.Precision.FLOAT8
+    assert rules.match("exp", "mlp").precision is jmp.Precision.FULL
+    assert rules.match("conv_general_dilated", "mlp").precision is jmp.Precision.LOW
+    assert rules.match("tanh", "mlp/out").precision is jmp.Precision.FULL
+    assert rules.precision_in("mlp") is None
+    # A norm inside of it is a norm.
+    assert rules.precision_in("mlp/LayerNorm_0") is jmp.Precision.FULL_INSIDE
+    assert rules.region_in("mlp/LayerNorm_0/var") == "mlp/LayerNorm_0"
+
+
+def test_rules_with_float8_travel_as_json():
+    rules = dataclasses.replace(
+        jmp.Rules().float8("dot_general").scope("a", "float8"),
+        float8_format=jmp.Float8(backward="e4m3fn", smallest=100.5),
+    )
+    assert jmp.Rules.from_json(rules.to_json()) == rules
+    assert hash(rules) == hash(jmp.Rules.from_json(rules.to_json()))
+    old = '{"compute_dtype": "bfloat16", "ops": {"tanh": "low"}}'
+    assert jmp.Rules.from_json(old).float8_format == jmp.Float8()
+    with pytest.raises(ValueError, match="float8_format 'forwards'. Did you mean"):
+        jmp.Rules.from_json('{"float8_format": {"forwards": "e4m3fn"}}')
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forward": "e5m2"}, "Unknown forward format 'e5m2'.*e4m3fn"),
+        ({"forward": "e4m3"}, "Did you mean 'e4m3fn'"),
+        ({"backward": "bfloat16"}, "Unknown backward format 'bfloat16'"),
+        ({"smallest": -1}, "at least 0, got -1"),
+        ({"smallest": "large"}, "at least 0, got 'large'"),
+        ({"smallest": True}, "at least 0, got True"),
+        ({"smallest": float("nan")}, "at least 0, got nan"),
+    ],
+)
+def test_formats_that_matrix_units_do_not_have_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        jmp.Float8(**options)
+
+
+def test_rules_take_their_formats_as_a_value():
+    with pytest.raises(ValueError, match=r"as jmp_lite.Float8\(...\), got 'e4m3fn'"):
+        jmp.Rules(float8_format="e4m3fn")
+    with pytest.raises(ValueError, match="FLOAT8 is for matrix products"):
+        jmp.Rules(default="float8")
+    assert not jmp.Rules().keep("dot_general").float8("dot_general").is_identity
+
+
+# -------------------------------------------------------------------------- decisions
+
+
+def test_what_a_later_product_reads_is_float8_and_the_last_product_is_not():
+    assert codes(net, X, W, V) == ["op", "float8_read_in_float32"]
+    assert precisions(net, X, W, V) == ["float8_e4m3fn", "bfloat16"]
+    assert codes(block, X, W, V) == ["op", "op", "float8_read_in_float32"]
+
+
+def test_a_router_and_logits_are_not_float8_and_gates_are():
+    def mixture(x, gate, router, w):
+        probabilities = jax.nn.softmax(x @ router)
+        _, chosen = lax.top_k(x @ router, 2)
+        h = jax.nn.silu(x @ gate) * (x @ w)
+        return jax.nn.log_softmax(h @ w.T), probabilities, chosen
+
+    found = codes(mixture, X, W, W[:, :16], W)
+    last = "float8_read_in_float32"
+    assert found == [last, last, "op", "op", last]
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "code", "words"),
+    [
+        (
+            lambda x, w: (x @ w) @ w.T,
+            (X, W[:, :50]),
+            "float8_size",
+            "float8 was asked for, but N = 50 is no multiple of 16",
+        ),
+        (
+            lambda x, w: (x @ w) @ w.T,
+            (X[:20], W),
+            "float8_size",
+            "M = 20 is no multiple of 16",
+        ),
+        (
+            lambda x, w: (x[:, :40] @ w[:40]) @ w.T,
+            (X, W),
+            "float8_size",
+            "K = 40 is no multiple of 16",
+        ),
+        (
+            lambda x, w: (jnp.tanh(x) @ jnp.tanh(w)) @ w.T,
+            (X, W),
+            "float8_no_weight",
+            "no operand is a weight",
+        ),
+        (
+            lambda x, w: jnp.einsum("bij,bjk->bik", x, w).sum(0) @ w[0].T,
+            (jnp.stack([X, X]), jnp.stack([W, W])),
+            "float8_batch",
+            "it has batch axes",
+        ),
+        (
+            lambda x, w: (x[0] @ w) @ w.T,
+            (X, W),
+            "float8_size",
+            "M = 1 is no multiple",
+        ),
+    ],
+)
+def test_what_cannot_be_float8_is_16_bit_and_explain_says_why(fun, args, code, words):
+    row = next(r for r in jmp.explain(fun, RULES)(*args).rows if r.op == "dot_general")
+    assert (row.code, row.precision) == (code, "bfloat16")
+    assert words in row.reason
+    alike = jmp.autocast(fun, "mixed")
+    a, b = jax.make_jaxpr(autocast(fun))(*args), jax.make_jaxpr(alike)(*args)
+    assert str(a) == str(b)
+
+
+def test_what_is_too_small_to_gain_is_16_bit():
+    rules = dataclasses.replace(RULES, float8_format=jmp.Float8(smallest=45))
+    assert codes(net, X, W, V, rules=rules)[0] == "float8_small"
+    rules = dataclasses.replace(RULES, float8_format=jmp.Float8(smallest=44))
+    assert codes(net, X, W, V, rules=rules)[0] == "op"
+    assert codes(net, X, W, V, rules="float8")[0] == "float8_small"
+
+
+def test_products_as_wide_as_2048_are_float8_by_default_and_those_of_768_are_not():
+    def two(x, w):
+        return jnp.tanh(x @ w) @ w.T
+
+    def of(width):
+        x = jax.ShapeDtypeStruct((8192, width), jnp.float32)
+        w = jax.ShapeDtypeStruct((width, 4 * width), jnp.float32)
+        return codes(two, x, w, rules="float8")[0]
+
+    assert (of(768), of(1024), of(2048)) == ("float8_small", "op", "op")
+
+
+def test_float8_is_for_bfloat16_alone():
+    rules = dataclasses.replace(RULES, compute_dtype="float16")
+    assert codes(net, X, W, V, rules=rules)[0] == "float8_compute_dtype"
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [jmp.full_precision, jmp.low_precision, functools.partial(jmp.autocast, rules="O0")],
+)
+def test_marks_and_inner_autocasts_come_before_float8(mark):
+    found = jax.make_jaxpr(autocast(lambda x, w: mark(jnp.dot)(x, w) @ w.T))(X, W)
+    assert "f8_" not in str(found)
+
+
+def test_products_that_need_digits_are_float32_whatever_asks_for_float8():
+    def lookup(x, w):
+        return jnp.round(x @ w).astype(jnp.int32)
+
+    assert codes(lookup, X, W) == ["cast_to_integers"]
+    assert codes(lookup, X, W, rules=RULES.scope("", "float8")) == ["cast_to_integers"]
+    highest = functools.partial(jnp.dot, precision="highest")
+    assert codes(lambda x, w: highest(x, w) @ w.T, X, W)[0] == "highest_precision"
+
+
+def test_a_scope_has_its_last_product_in_float8_and_a_lint_says_so():
+    def scoped(x, w, v):
+        with jax.named_scope("mlp"):
+            return net(x, w, v)
+
+    rules = jmp.get_rules("mixed").scope("mlp", "float8")
+    rules = dataclasses.replace(rules, float8_format=EVERY_SIZE)
+    explanation = jmp.explain(scoped, rules)(X, W, V)
+    assert explanation.precision_of(op="dot_general") == "float8_e4m3fn"
+    (lint,) = explanation.lints
+    assert lint.name == "last float8 product"
+    assert "logits" in str(lint)
+
+
+def test_jitting_a_part_changes_no_decision():
+    def jitted(x, w, v):
+        return jnp.sum(jnp.tanh(jax.jit(net)(x, w, v) @ w) ** 2)
+
+    assert codes(jitted, X, W, V) == codes(block, X, W, V)
+    results = [jax.jit(autocast(f))(X, W, V) for f in (jitted, block)]
+    np.testing.assert_array_equal(*results)
+
+
+def test_weights_of_scans_jits_branches_and_remat_are_weights():
+    def loop(x, ws):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] @ ws[0]
+
+    def branches(x, ws):
+        return lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w.T, ws[0]) @ ws[1]
+
+    def again(x, ws):
+        return jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, ws[0]) @ ws[1]
+
+    def indexed(x, ws):
+        return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ ws[i]), x) @ ws[0]
+
+    def taken(x, ws):
+        def step(h, i):
+            return jnp.tanh(h @ jnp.take(ws, i, axis=0)), None
+
+        return lax.scan(step, x, jnp.arange(3))[0] @ ws[0]
+
+    x = X @ W[:, :48]
+    for fun in (loop, branches, again, indexed, taken):
+        assert codes(fun, x, LAYERS)[0] == "op", fun
+
+
+# ------------------------------------------------------------------------ what it runs
+
+
+def rounded(array, dtype):
+    """Returns what a quantized array stands for, by NumPy, in float32."""
+    array = np.asarray(jnp.asarray(array, jnp.bfloat16), np.float32)
+    ratio = np.abs(array).max() / float(ml_dtypes.finfo(dtype).max)
+    scale = np.float32(2.0) ** np.ceil(np.log2(ratio))
+    return (array / scale).astype(dtype).astype(np.float32) * scale
+
+
+def by_hand(x, w):
+    """Returns a product and its gradients for a cotangent of 2 * y, by NumPy."""
+    low, high = rounded(x, E4), rounded(w, E4)
+    y = np.asarray(jnp.asarray(low @ high, jnp.bfloat16), np.float32)
+    cotangent = rounded(2 * y, E5)
+    return y, cotangent @ high.T, low.T @ cotangent
+
+
+@jax.jit
+def product_and_gradients(x, w):
+    def product(x, w):
+        # A product reads it, so that it is not the last one.
+        return (x @ w) @ jnp.eye(w.shape[1])
+
+    y, back = jax.vjp(autocast(product), x, w)
+    return y, *back(2 * y)
+
+
+def test_a_product_and_its_gradients_are_those_by_hand():
+    for found, expected in zip(product_and_gradients(X, W), by_hand(X, W), strict=True):
+        # But for the order of sums, and one rounding to bfloat16.
+        np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**-20, 2.0**30])
+def test_values_that_float8_has_give_the_results_of_float32_bit_for_bit(factor):
+    # Sums of few small integers are exact in bfloat16 too.
+    x = factor * (jnp.arange(16.0 * 32).reshape(16, 32) % 3 - 1)
+    w = (jnp.arange(32 * 16).reshape(32, 16) % 16 == 3).astype(jnp.float32)
+
+    def loss(x, w):
+        return jnp.sum((x @ w) @ jnp.eye(16))
+
+    both = [
+        jax.jit(jax.value_and_grad(f, (0, 1)))(x, w) for f in (autocast(loss), loss)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *both)
+
+
+def test_both_operands_and_both_backward_products_are_float8():
+    def numbers(fun):
+        eqns = live_equations(fun, X, W, V)
+        casts = (e for e in eqns if e.primitive.name == "convert_element_type")
+        return Counter(str(eqn.outvars[0].aval.dtype) for eqn in casts)
+
+    assert numbers(autocast(block))["float8_e4m3fn"] == 4
+    gradient = numbers(jax.grad(autocast(block), (0, 1, 2)))
+    assert (gradient["float8_e4m3fn"], gradient["float8_e5m2"]) == (4, 2)
+
+
+def test_backward_products_add_up_in_full():
+    eqns = live_equations(jax.grad(autocast(block), (0, 1, 2)), X, W, V)
+    asked = Counter(
+        str(e.params["precision"]) for e in eqns if e.primitive.name == "dot_general"
+    )
+    highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    assert asked[str(highest)] == 4
+
+
+def test_what_several_products_read_is_quantized_once():
+    def three(x, w):
+        h = jnp.tanh(x)
+        return (h @ w + h @ (2 * w) + h @ w) @ w.T
+
+    found = str(jax.make_jaxpr(autocast(three))(X, W))
+    # Once what three products read, and a weight at each of its two uses.
+    assert found.count("jit[name=quantize") == 3
+
+
+def test_other_formats_may_be_chosen():
+    rules = dataclasses.replace(
+        RULES,
+        float8_format=jmp.Float8(forward="e4m3fnuz", backward="e4m3fnuz", smallest=0),
+    )
+    found = str(jax.make_jaxpr(jax.grad(autocast(block, rules)))(X, W, V))
+    assert "f8_e4m3fnuz" in found
+    assert "f8_e5m2" not in found
+    assert "f8_e4m3fn[" not in found

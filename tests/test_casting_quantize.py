@@ -1,0 +1,69 @@
+"""Arrays in float8: scales, and what comes back."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jmp_lite.casting.quantize import dequantize, quantize, scale_for
+
+FORMATS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+scale_of = jax.jit(scale_for, static_argnums=1)
+
+
+@given(largest=st.floats(2.0**-80, 2.0**120, width=32), dtype=st.sampled_from(FORMATS))
+def test_a_scale_is_the_least_power_of_two_that_brings_numbers_into_the_format(
+    largest, dtype
+):
+    scale = float(scale_of(jnp.float32(largest), dtype))
+    end = float(jnp.finfo(dtype).max)
+    assert np.frexp(scale)[0] == 0.5
+    # A division in float32 may round up to the end.
+    assert largest / scale <= end * (1 + 2.0**-20)
+    assert largest / scale > end / 2
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    ("largest", "expected"),
+    [(0.0, 1.0), (1e-33, 2.0**-100), (np.inf, np.nan), (np.nan, np.nan)],
+)
+def test_zeros_tiny_numbers_and_what_is_not_finite_have_scales(
+    largest, expected, dtype
+):
+    np.testing.assert_equal(float(scale_of(jnp.float32(largest), dtype)), expected)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("of", ["bfloat16", "float32"])
+def test_numbers_are_divided_by_the_scale_and_rounded_to_nearest(dtype, of):
+    array = (jax.random.normal(jax.random.key(0), (16, 3, 5)) * 1000).astype(of)
+    numbers, scale = jax.jit(quantize, static_argnums=1)(array, dtype)
+    assert (numbers.dtype, numbers.shape, scale.dtype) == (dtype, (16, 3, 5), "float32")
+    expected = np.asarray(array, np.float32) / float(scale)
+    expected = expected.astype(getattr(ml_dtypes, dtype)).astype(np.float32)
+    np.testing.assert_array_equal(numbers.astype(jnp.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_numbers_that_the_format_has_come_back_bit_for_bit(dtype):
+    every = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype))
+    every = np.asarray(every, np.float32)
+    numbers = jnp.asarray(every[np.isfinite(every)], jnp.bfloat16)
+    for factor in (1, 2.0**40, 2.0**-60):
+        back = dequantize(quantize(numbers * factor, dtype), jnp.bfloat16)
+        np.testing.assert_array_equal(back, numbers * factor)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_never_clipped(bad):
+    array = jnp.array([1.0, bad, 2.0])
+    assert not np.isfinite(dequantize(quantize(array, FORMATS[0]), "float32")).any()
+
+
+def test_an_array_may_be_empty_or_a_scalar():
+    assert quantize(jnp.zeros((0, 4)), FORMATS[0]).numbers.shape == (0, 4)
+    assert float(quantize(jnp.float32(3), FORMATS[0]).scale) == 2.0**-7
