@@ -72,9 +72,9 @@ def quantize(array: jax.Array, dtype: DTypeLike) -> Quantized:
     round nothing by themselves.
 
     Example:
-      >>> quantized = quantize(jnp.array([0.0, 1.0, 960.0]), "float8_e4m3fn")
+      >>> quantized = quantize(jnp.array([0.0, 1.0, 896.0]), "float8_e4m3fn")
       >>> quantized.numbers.astype(jnp.float32), float(quantized.scale)
-      (Array([  0. ,   0.5, 480. ], dtype=float32), 2.0)
+      (Array([  0. ,   0.5, 448. ], dtype=float32), 2.0)
     """
     largest = jnp.max(jnp.abs(array), initial=0)
     scale = checkpoint_name(scale_for(largest, dtype), SCALE_NAME)

@@ -18,7 +18,9 @@ from jmp_lite.autocasting.explain.rows import (
     equations,
     precision_as_traced,
 )
+from jmp_lite.autocasting.interpreter.float8 import DEQUANTIZE, TANGENT_OF
 from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.jaxprs.dataflow import Backward as BackwardAnalysis
 from jmp_lite.autocasting.jaxprs.types import (
     Array,
     Aval,
@@ -26,7 +28,6 @@ from jmp_lite.autocasting.jaxprs.types import (
     Eqn,
     Jaxpr,
     PyTree,
-    Var,
 )
 from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER
 from jmp_lite.autocasting.rules.rules import of_the_user
@@ -40,7 +41,7 @@ class Backward(NamedTuple):
       forward: what is run instead of it: to its results, and to what is kept.
       backward: from what was kept and from cotangents to gradients.
       kept: bytes of its residuals, but for the arguments, which exist anyway, and for
-        constants, which the compiler makes where they are read.
+        what nothing reads once it is compiled.
     """
 
     program: Jaxpr
@@ -86,19 +87,38 @@ def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
     there = {*of_forward.invars, *of_forward.constvars}
     n_kept = len(jax.tree.leaves(kept[0]))
     returned = of_forward.outvars[len(results) :][:n_kept]
-    residuals = {v for v in returned if not compat.is_literal(v)} - there
-    residuals &= _computed_from_inputs(of_forward)
     backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
+    is_read = _Reads().inputs(backward, [True] * len(compat.parts(backward).outvars))
+    residuals = {
+        var
+        for var, read in zip(returned, is_read[:n_kept], strict=True)
+        if read and not compat.is_literal(var)
+    } - there
     return Backward(program, traced, backward, sum(map(bytes_of, residuals)))
 
 
-def _computed_from_inputs(parts: compat.Parts) -> set[Var]:
-    """Returns the variables of a jaxpr whose values depend on what it is given."""
-    found = {*parts.invars, *parts.constvars}
-    for eqn in parts.eqns:
-        if not found.isdisjoint(a for a in eqn.invars if not compat.is_literal(a)):
-            found.update(eqn.outvars)
-    return found
+class _Reads(BackwardAnalysis[bool]):
+    """Finds what anything is read of, when a program is compiled."""
+
+    def nothing(self) -> bool:
+        """Nothing reads it."""
+        return False
+
+    def join(self, one: bool, other: bool) -> bool:
+        """Returns whether one of two reads it."""
+        return one or other
+
+    def of_predicate(self) -> bool:
+        """A predicate is read."""
+        return True
+
+    def through(self, eqn: Eqn, facts: Sequence[bool], path: str) -> Sequence[bool]:
+        """Returns which operands an op reads."""
+        del path
+        are_read = [any(facts) or bool(eqn.effects)] * len(eqn.invars)
+        if compat.op_of(eqn) in (TANGENT_OF, DEQUANTIZE):
+            are_read[-1] = False
+        return are_read
 
 
 def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:

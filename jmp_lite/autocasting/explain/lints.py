@@ -285,7 +285,7 @@ def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
                 seen,
                 "small float8 product",
                 seen.row.reason,
-                'Leave it out of the scope, or a smaller jmp_lite.Float8(smallest=...)',
+                "Leave it out of the scope, or a smaller jmp_lite.Float8(smallest=...)",
             )
         if decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32:
             yield _at(

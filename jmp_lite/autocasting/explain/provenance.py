@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite.autocasting.interpreter.float8 import DEQUANTIZE
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import Forward
 from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn
@@ -74,7 +75,7 @@ _MOVING_ONCE = MOVING - ADDED_UP
 
 
 class Dequantized(Forward[Dtype | None]):
-    """Finds the products of which both operands are float8 numbers times a scale.
+    """Finds the products of which both operands are dequantized numbers.
 
     A fact is the float8 dtype that a value was quantized to; None for any other value.
 
@@ -100,12 +101,8 @@ class Dequantized(Forward[Dtype | None]):
         """Returns what the results of an op were quantized to."""
         del path
         op, found = compat.op_of(eqn), None
-        if op == "convert_element_type":
-            given = compat.dtype_of(eqn.invars[0])
-            is_float8 = given.itemsize == 1 and compat.is_float(eqn.invars[0])
-            found = given if is_float8 else facts[0]
-        elif op == "mul":
-            found = next(filter(None, facts), None)
+        if op == DEQUANTIZE:
+            found = compat.dtype_of(eqn.invars[0])
         elif op in _MOVING_ONCE:
             found = facts[0]
         elif op in PRODUCTS and facts[0] is not None and facts[1] is not None:

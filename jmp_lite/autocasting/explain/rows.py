@@ -249,7 +249,7 @@ def _row(record: DecisionRecord, rules: Rules) -> Row:
 
 def _precision(eqn: Eqn, decision: Decision, rules: Rules) -> str:
     if decision.run is Run.FLOAT8:
-        return rules.float8_format.dtype_of("forward").name
+        return rules.float8_format.forward_dtype.name
     is_low = decision.run is Run.LOW
     return np.dtype(rules.compute_dtype).name if is_low else precision_as_traced(eqn)
 

@@ -103,7 +103,7 @@ class Casts:
 
     def quantized(self, value: Value) -> QuantizedOperand:
         """Returns a value as an operand of a float8 product."""
-        dtype = self.float8_format.dtype_of("forward")
+        dtype = self.float8_format.forward_dtype
         if value.kind is not Kind.COMPUTED:
             return quantize_operand(self.low(value), dtype)
         if value.quantized is None:  # Once for all uses, as its cast.

@@ -120,9 +120,9 @@ def _in_float8(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> Array:
         lhs = float8.apart(lhs, rhs)
     else:
         rhs = float8.apart(rhs, lhs)
-    backward = casts.float8_format.dtype_of("backward")
+    backward = casts.float8_format.backward_dtype
     dimensions = compat.dot_dimensions(eqn)
-    return float8.product(lhs, rhs, dimensions, casts.low_dtype, backward)
+    return float8.product(lhs, rhs, dimensions, backward)
 
 
 def _is_of_matrices(eqn: Eqn) -> bool:

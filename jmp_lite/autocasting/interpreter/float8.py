@@ -1,15 +1,14 @@
-"""Matrix products in float8, made of parts that JAX can differentiate any number of times.
+"""Matrix products in float8, which JAX can differentiate any number of times.
 
 An operand is quantized (e4m3), and the product reads the numbers that it then stands
-for, in bfloat16: ``dot(q * scale, ...)``. XLA for a GPU with float8 matrix units makes
-one float8 kernel of that; elsewhere the same numbers are multiplied in bfloat16. The
-cotangent of the result is quantized too (e5m2), so that both products of the backward
-pass are float8. Rounding counts as the identity in derivatives.
+for, in bfloat16: ``dot(numbers * scale, ...)``. XLA for a GPU with float8 matrix units
+makes one float8 kernel of that; elsewhere the same numbers are multiplied in bfloat16.
+The cotangent of the result is quantized too (e5m2), so that both products of the
+backward pass are float8. In derivatives, rounding counts as the identity.
 
-What a product keeps for its backward pass is the quantized operands, a byte a number.
-For that the dequantized ones are computed again, and derivatives go another way than
-numbers do: beside the numbers and their scale an operand has a zero, which no op ever
-reads, and whose tangent is that of the operand.
+A product keeps its quantized operands for the backward pass, a byte a number, and
+dequantizes them again. Their numbers have no derivative. An operand has zeros beside
+them, which no compiled program reads, and whose tangent is that of the operand.
 """
 
 import functools
@@ -59,27 +58,24 @@ def apart(operand: QuantizedOperand, weight: QuantizedOperand) -> QuantizedOpera
     return operand._replace(quantized=quantized._replace(scale=scale))
 
 
-@functools.partial(jax.jit, static_argnames=["dimensions", "dtype", "backward"])
+@functools.partial(jax.jit, static_argnames=["dimensions", "backward"])
 def product(
     lhs: QuantizedOperand,
     rhs: QuantizedOperand,
     dimensions: Any,
-    dtype: Dtype,
     backward: Dtype,
 ) -> Array:
-    """Returns a product of matrices.
+    """Returns a product of matrices, in the 16-bit dtype of its operands.
 
     Args:
       lhs: the left operand.
       rhs: the right operand.
       dimensions: the dimension numbers of ``dot_general``.
-      dtype: the 16-bit dtype of the result.
       backward: the float8 dtype of cotangents.
     """
 
     def of_quantized(lhs: QuantizedOperand, rhs: QuantizedOperand) -> Array:
-        operands = (_dequantized(*operand, dtype) for operand in (lhs, rhs))
-        return _dot(*operands, dimensions, backward)
+        return _dot(_dequantized(lhs), _dequantized(rhs), dimensions, backward)
 
     return jax.checkpoint(of_quantized, prevent_cse=False)(lhs, rhs)
 
@@ -91,20 +87,23 @@ def _zeros(array: Array) -> Array:
     return sharding.zeros(jax.typeof(array))
 
 
-_tangent_of = compat.elementwise_primitive("tangent_of", _zeros)
-compat.set_jvp(_tangent_of, lambda array, tangent: (_zeros(array), tangent))
+def _stands_for(numbers: Array, scale: Array, tangent: Array) -> Array:
+    scale = scale.reshape(*scale.shape, *[1] * (numbers.ndim - scale.ndim))
+    return dequantize(Quantized(numbers, scale), tangent.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _dequantized(quantized: Quantized, tangent: Array, dtype: Dtype) -> Array:
+TANGENT_OF, DEQUANTIZE = "tangent_of", "dequantize"
+"""Primitives that read nothing of their last operand."""
+
+_tangent_of = compat.primitive(TANGENT_OF, _zeros)
+_dequantize = compat.primitive(DEQUANTIZE, _stands_for)
+compat.pass_last_tangent(_tangent_of)
+compat.pass_last_tangent(_dequantize)
+
+
+def _dequantized(operand: QuantizedOperand) -> Array:
     """Returns the numbers of an operand, whose tangent is that of the operand."""
-    del tangent
-    return dequantize(quantized, dtype)
-
-
-@_dequantized.defjvp
-def _(dtype: Dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _dequantized(*primals, dtype), tangents[1]
+    return _dequantize.bind(*operand.quantized, operand.tangent)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
@@ -137,15 +136,8 @@ def _plain_dot(
 @functools.cache
 def _received_in(dtype: Dtype) -> Callable[[Array], Array]:
     """Returns the identity, whose transpose quantizes to a float8 dtype."""
-    primitive = compat.elementwise_primitive(f"cotangent_in_{dtype.name}", lambda x: x)
-
-    @jax.custom_jvp
-    def rounded(cotangent: Array) -> Array:
-        return dequantize(_quantize(cotangent, dtype), cotangent.dtype)
-
-    @rounded.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        return rounded(*primals), primitive.bind(*tangents)
-
-    compat.set_transpose(primitive, rounded)
-    return primitive.bind
+    received = compat.primitive(f"cotangent_in_{dtype.name}", lambda array: array)
+    compat.set_transpose(
+        received, lambda cotangent: _dequantized(quantize_operand(cotangent, dtype))
+    )
+    return received.bind

@@ -431,9 +431,8 @@ def bind_remat(
       jaxpr: what to run.
       saved: a ``checkpoint_name`` of what is kept besides what its policy keeps.
     """
-    is_high = eqn.primitive.name == _HIGH
-    primitive = eqn.params["_prim"] if is_high else eqn.primitive
-    params = primitive.params if is_high else eqn.params
+    high = eqn.params["_prim"] if eqn.primitive.name == _HIGH else None
+    params = high.params if high else eqn.params
     changed: dict[str, Any] = {}
     if saved:
         policies = jax.checkpoint_policies
@@ -441,8 +440,8 @@ def bind_remat(
             params["policy"] or policies.nothing_saveable,
             policies.save_only_these_names(saved),
         )
-    if is_high:
-        return list(type(primitive)(**{**params, **changed, "jaxpr": jaxpr})(*operands))
+    if high:
+        return list(type(high)(**{**params, **changed, "jaxpr": jaxpr})(*operands))
     return bind(eqn, operands, jaxpr=without_consts(jaxpr), **changed)
 
 
@@ -707,39 +706,50 @@ def shard_map_arguments(eqn: Eqn) -> dict[str, Any]:
     }
 
 
-def elementwise_primitive(name: str, fun: Callable[[Any], Any]) -> Any:
-    """Returns a primitive of one operand, whose result has the type of that.
+def primitive(name: str, fun: Callable[..., Any]) -> Any:
+    """Returns a primitive whose result has the type of its last operand.
 
-    It has no derivative yet: see ``set_jvp`` and ``set_transpose``.
+    Unlike a ``custom_jvp``, whose rule JAX may drop where a loop is differentiated
+    twice, it keeps its derivative, which ``set_tangent`` or ``set_transpose`` sets.
 
     Args:
       name: of the primitive.
-      fun: computes its result.
+      fun: computes its result. Under ``vmap`` its operands have more axes in front,
+        all as many.
     """
-    primitive = core.Primitive(name)
-    primitive.def_impl(fun)
-    primitive.def_abstract_eval(lambda aval: aval)
-    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    made = core.Primitive(name)
+    made.def_impl(fun)
+    made.def_abstract_eval(lambda *avals: avals[-1])
+    mlir.register_lowering(made, mlir.lower_fun(fun, multiple_results=False))
 
     def batch(operands: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
-        return primitive.bind(*operands), axes[0]
+        size = next(
+            operand.shape[axis]
+            for operand, axis in zip(operands, axes, strict=True)
+            if axis is not None
+        )
+        in_front = (
+            batching.bdim_at_front(operand, axis, size)
+            for operand, axis in zip(operands, axes, strict=True)
+        )
+        return made.bind(*in_front), 0
 
-    batching.primitive_batchers[primitive] = batch
-    return primitive
+    batching.primitive_batchers[made] = batch
+    return made
 
 
-def set_jvp(primitive: Any, jvp: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    """Sets the derivative of a primitive, from an operand and its tangent."""
+def pass_last_tangent(made: Any) -> None:
+    """Sets the derivative of a primitive: its tangent is that of its last operand."""
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        return jvp(*primals, *tangents)
+        return made.bind(*primals), tangents[-1]
 
-    ad.primitive_jvps[primitive] = rule
+    ad.primitive_jvps[made] = rule
 
 
-def set_transpose(primitive: Any, transpose: Callable[[Any], Any]) -> None:
+def set_transpose(made: Any, transpose: Callable[[Any], Any]) -> None:
     """Makes a primitive linear, with a function of its cotangent as its transpose."""
-    ad.deflinear2(primitive, lambda cotangent, _: [transpose(cotangent)])
+    ad.deflinear2(made, lambda cotangent, _: [transpose(cotangent)])
 
 
 def ambient_precision() -> Any:

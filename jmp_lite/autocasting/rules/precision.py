@@ -84,15 +84,22 @@ class Float8:
     def __post_init__(self) -> None:
         _check_format("forward", self.forward, _FORWARD)
         _check_format("backward", self.backward, _BACKWARD)
-        is_number = isinstance(self.smallest, int | float) and self.smallest >= 0
-        if not is_number or isinstance(self.smallest, bool):
+        smallest: Any = self.smallest
+        is_number = isinstance(smallest, int | float) and smallest >= 0
+        if not is_number or isinstance(smallest, bool):
             raise ValueError(
                 f"Expected smallest as a size, at least 0, got {self.smallest!r}."
             )
 
-    def dtype_of(self, name: str) -> np.dtype[Any]:
-        """Returns the dtype of ``"forward"`` or ``"backward"``."""
-        return parse_dtype(f"float8_{getattr(self, name)}")
+    @property
+    def forward_dtype(self) -> np.dtype[Any]:
+        """The dtype of operands."""
+        return parse_dtype(f"float8_{self.forward}")
+
+    @property
+    def backward_dtype(self) -> np.dtype[Any]:
+        """The dtype of cotangents."""
+        return parse_dtype(f"float8_{self.backward}")
 
 
 _FORWARD = ("e4m3fn", "e4m3fnuz")

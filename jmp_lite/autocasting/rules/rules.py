@@ -68,6 +68,9 @@ NORM_LAYERS: Scope = (
 )
 
 
+_FLOAT8 = Float8()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
     """Which precision each op, scope and loop carry gets. Frozen, hashable, a value.
@@ -108,7 +111,7 @@ class Rules:
     scopes: tuple[Scope, ...] = ()
     carries: tuple[Carry, ...] = ()
     passes: tuple[str, ...] = PASSES
-    float8_format: Float8 = Float8()
+    float8_format: Float8 = _FLOAT8
 
     def __post_init__(self) -> None:
         ops = {op: _check_op(op, parse_precision(p)) for op, p in self.ops}
