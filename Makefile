@@ -60,6 +60,7 @@ benchmarks: $(VENV)/.peers
 	  JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.$$each --json benchmarks/results $(ARGS) \
 	  || exit 1; done
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.growth --json benchmarks/results --picture docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.float8 --json benchmarks/results --picture docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables
 
 lint: $(VENV)/.dev

@@ -38,7 +38,48 @@ class Target:
     compiler_options: Mapping[str, Any]
     bandwidth: float  # bytes per second
     flops: Mapping[tuple[str, str], float]  # by dtype and precision, per second
+    gpu: str = ""  # XLA's description of a GPU, where it is one
 
+
+# XLA's description of an H100 SXM5, which it asks the driver for where there is one.
+_H100_GPU = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+# The same of a B200, from its data sheet; what XLA reads of the older one stays.
+_B200_GPU = (
+    _H100_GPU.replace("core_count: 132", "core_count: 148")
+    .replace("bandwidth: 3352320000000", "bandwidth: 8000000000000")
+    .replace("l2_cache_size: 52428800", "l2_cache_size: 132644864")
+    .replace("clock_rate_ghz: 1.98", "clock_rate_ghz: 1.965")
+    .replace("device_memory_size: 84929347584", "device_memory_size: 191514017792")
+    .replace("major: 9 }", "major: 10 }")
+    .replace("NVIDIA H100 80GB HBM3", "NVIDIA B200")
+)
 
 H100 = Target(
     topology="1x1x1",
@@ -63,6 +104,24 @@ H100 = Target(
         ("f32", "highest"): 67e12,
         ("f64", "default"): 67e12,
     },
+    gpu=_H100_GPU,
+)
+_B200 = Target(
+    topology="1x1x1",
+    needs=H100.needs,
+    compiler_options=H100.compiler_options,
+    bandwidth=8000e9,
+    # Dense, of one GPU of a DGX B200.
+    flops={
+        ("f8", "default"): 4500e12,
+        ("s8", "default"): 4500e12,
+        ("bf16", "default"): 2250e12,
+        ("f16", "default"): 2250e12,
+        ("f32", "default"): 1125e12,
+        ("f32", "highest"): 75e12,
+        ("f64", "default"): 37e12,
+    },
+    gpu=_B200_GPU,
 )
 _V5E = Target(
     topology="v5e:2x2",
@@ -80,8 +139,9 @@ _V5E = Target(
         ("f32", "highest"): 197e12 / 6,
     },
 )
-_TARGETS = {"h100": H100, "v5e": _V5E}
-TARGETS = tuple(_TARGETS)
+_TARGETS = {"h100": H100, "v5e": _V5E, "b200": _B200}
+TARGETS = ("h100", "v5e")
+"""Those that every table has a column of; "b200" is compiled for where it is named."""
 
 
 @dataclass(frozen=True)
@@ -297,13 +357,14 @@ def devices(target: str, topology: str | None = None) -> tuple[jax.Device, ...]:
     if reason:
         raise RuntimeError(reason)
     topology = topology or _target(target).topology
-    if target == "v5e":
+    gpu = _target(target).gpu
+    if not gpu:
         _prepare_libtpu()
         found = topologies.get_topology_desc(topology, platform="tpu")
     else:
         try:
             found = topologies.get_topology_desc(
-                target, platform="cuda", topology=topology, target_config=_H100_CONFIG
+                target, platform="cuda", topology=topology, target_config=gpu
             )
         except NotImplementedError as error:
             raise RuntimeError(
@@ -311,35 +372,6 @@ def devices(target: str, topology: str | None = None) -> tuple[jax.Device, ...]:
                 " on the CPU (JAX_PLATFORMS=cpu) before it starts, and it will compile"
             ) from error
     return tuple(found.devices)
-
-
-# XLA's description of an H100 SXM5, which it asks the driver for where there is one.
-_H100_CONFIG = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584
-  cuda_compute_capability { major: 9 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 7 }
-runtime_version { major: 12 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 # Where each instruction was written: else moving a line would change the program.
@@ -370,7 +402,7 @@ def _prepare_libtpu() -> None:
 
 def _target(name: str) -> Target:
     if name not in _TARGETS:
-        raise ValueError(f"no target {name!r}: there are {', '.join(TARGETS)}")
+        raise ValueError(f"no target {name!r}: there are {', '.join(_TARGETS)}")
     return _TARGETS[name]
 
 

@@ -81,8 +81,22 @@ def transformer(
     vocabulary: int = 50304,
     batch: tuple[int, int] = (16, 1024),
     wrap: Callable[..., Any] = lambda block: block,
+    ahead: int = 0,
 ) -> Model:
-    """Returns a language model; ``wrap`` is put around each block."""
+    """Returns a language model.
+
+    Args:
+      dtype: the dtype that its precision is written in by hand; None for float32.
+      layout: one of ``LAYOUTS``.
+      depth: how many blocks it has.
+      width: of the blocks.
+      heads: how many of them share the width.
+      vocabulary: how many tokens there are.
+      batch: sequences, and the length of each.
+      wrap: put around each block.
+      ahead: how many places after a token the one stands that it predicts. What is
+        compiled alone predicts the token itself, which costs the same.
+    """
     block = Block(heads, dtype)
     norm = nn.LayerNorm(dtype=dtype)
     x = jax.ShapeDtypeStruct((*batch, width), jnp.float32)
@@ -108,7 +122,10 @@ def transformer(
         apply = jax.checkpoint(apply)
 
     def loss(params: Any, tokens: Any) -> Any:
-        x = params["embed"][tokens] + params["positions"]
+        given, labels = (
+            (tokens[:, :-ahead], tokens[:, ahead:]) if ahead else [tokens] * 2
+        )
+        x = params["embed"][given] + params["positions"]
         x = cast_low(x, dtype)
         if "scan" in layout:
             x, _ = lax.scan(lambda x, p: (apply(p, x), None), x, params["blocks"])
@@ -119,10 +136,10 @@ def transformer(
         logits = (cast_low(x, dtype) @ cast_low(params["head"], dtype)).astype(
             jnp.float32
         )
-        chosen = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+        chosen = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
 
-    tokens = jax.ShapeDtypeStruct(batch, jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch[0], batch[1] + ahead), jnp.int32)
     return Model(loss, shapes_of(init), tokens)
 
 

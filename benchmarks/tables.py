@@ -13,11 +13,24 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import accuracy, autocast, gpu, growth, insight, loss_scaling, steps
+from benchmarks import (
+    accuracy,
+    autocast,
+    float8,
+    gpu,
+    growth,
+    insight,
+    loss_scaling,
+    steps,
+)
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-TEXTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+TEXTS = (
+    ROOT / "README.md",
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "float8.md",
+)
 
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
 _NOT_MEASURED = "Not measured on a device yet."
@@ -61,6 +74,19 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "autocast": lambda told: autocast.table(_rows(told, "rows", autocast.Row)),
     "autocast.mixed": lambda told: against_hand(_rows(told, "rows", autocast.Row)),
+    **{
+        f"float8.{name}": lambda told, name=name: float8.models_table(
+            _rows(told, name, float8.Compared)
+        )
+        for name in ("models", "widths", "lengths")
+    },
+    "float8.recipes": lambda told: float8.recipes_table(
+        _rows(told, "recipes", float8.Recipe)
+    ),
+    "float8.sent": lambda told: float8.sent_table(_rows(told, "sent", float8.Sent)),
+    "float8.trained": lambda told: float8.trained_table(
+        _rows(told, "trained", float8.Trained)
+    ),
     "gpu": _gpu,
     "growth.depths": lambda told: growth.depth_table(
         _rows(told, "depths", growth.Depth)

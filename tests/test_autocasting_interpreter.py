@@ -704,6 +704,16 @@ def test_rotary_positions_keep_their_digits(angles):
         assert relative_error(actual, rotate(X)) < TOLERANCE[dtype]
 
 
+def test_scaled_positions_end_where_16_bits_end():
+    def places(x, w):
+        return (x @ w) @ (w * (jnp.arange(8).astype(jnp.float32) * 20000.0))
+
+    actual = autocast(places, compute_dtype="float16")(jnp.ones((4, 8)), jnp.eye(8))
+    largest = float(jnp.finfo(jnp.float16).max)
+    expected = [0, 20000, 40000, 60000, *[largest] * 4]
+    np.testing.assert_allclose(actual[0], expected)
+
+
 def test_results_are_arrays_of_the_types_that_were_traced_weak_ones_too():
     def fun(x, weak):
         return x @ W, jnp.float32(0.5), 3, weak * 2, weak.astype(int), x

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.tune.candidates import ways_to_keep
+from jmp_lite.autocasting.tune.candidates import (
+    Units,
+    ways_to_keep,
+    without_numbers,
+)
 from jmp_lite.autocasting.tune.measure import Error
 
 WEIGHTS = [jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i in range(5)]
@@ -209,6 +213,185 @@ def test_a_tighter_tolerance_keeps_more():
     assert low == sorted(set(low), reverse=True)
     assert low[0] == jmp.explain(blocks, "O3")(*args).share_low()
     assert low[-1] == 0
+
+
+# ------------------------------------------------------------------------------ float8
+
+MIXED_8 = dataclasses.replace(
+    jmp.get_rules("mixed"), float8_format=jmp.Float8(smallest=0)
+)
+FLOAT8 = MIXED_8.float8("dot_general")
+ROWS = jax.random.normal(jax.random.key(8), (32, 16))
+LAYERS = (ROWS, WEIGHTS[:4])
+
+
+def with_outliers(x, w):
+    """Returns operands of one product, of which one number rounds all others away.
+
+    In float8 their scale is that of the largest; it is multiplied by zeros.
+    """
+    return x.at[:, 0].set(2.0**20), w.at[0].set(0)
+
+
+def layers(x, weights, outliers=1):
+    *weights, head = weights
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"layer_{i}"):
+            if i == outliers:
+                x, w = with_outliers(x, w)
+            x = jnp.tanh(x @ w)
+    with jax.named_scope("head"):
+        return x @ head
+
+
+@pytest.fixture(scope="module")
+def found_8():
+    """Rules for three layers and a head, where one layer has outliers."""
+    return tune(layers, LAYERS, 0.3, FLOAT8)
+
+
+def products(fun, rules, *args):
+    rows = jmp.explain(fun, rules)(*args).rows
+    return [row.precision for row in rows if row.op == "dot_general"]
+
+
+def test_a_layer_with_outliers_stays_out_of_float8_and_no_other(found_8):
+    in_8, low = "float8_e4m3fn", "bfloat16"
+    assert products(layers, FLOAT8, *LAYERS) == [in_8, in_8, in_8, low]
+    assert products(layers, found_8, *LAYERS) == [in_8, low, in_8, low]
+    assert found_8 == MIXED_8.scope(r"^(?!layer_1$)layer_\d+(/|$)", "float8")
+    assert jmp.explain(layers, found_8)(*LAYERS).unused == ()
+
+
+def test_what_stays_out_of_float8_is_reported_with_its_error(found_8):
+    report = found_8.report
+    assert kept(found_8) == [("scope", "^layer_1$", jmp.Precision.LOW)]
+    assert report.kept[0].without.largest > 0.3 >= report.error.largest
+    np.testing.assert_allclose(
+        errors_of(layers, found_8, *LAYERS), report.error[:2], rtol=0.1
+    )
+    (line,) = (line.split() for line in str(report).splitlines() if "layer_1" in line)
+    assert line[:3] == ["scope", "^layer_1$", "LOW"]
+    _, *steps = report.table().splitlines()
+    assert sum("not float8, or in part" in line for line in steps) == sum(
+        not step.is_tolerated for step in report.steps
+    )
+    assert steps[-1].endswith("  float8")
+    data = json.loads(report.to_json())
+    assert data["kept"][0]["precision"] == "low"
+    assert data["steps"][0]["precision"] == "float8"
+
+
+def test_the_other_ops_of_a_layer_run_as_without_float8(found_8):
+    def others(rules):
+        rows = jmp.explain(layers, rules)(*LAYERS).rows
+        return [(r.op, r.precision, r.code) for r in rows if r.op != "dot_general"]
+
+    assert others(found_8) == others("mixed")
+
+
+def test_a_tolerance_that_float8_keeps_leaves_the_rules_as_they_are():
+    lines = []
+    found = jmp.tune(layers, LAYERS, 10.0, FLOAT8, progress=lines.append)
+    assert found == FLOAT8
+    assert found.report.kept == found.report.steps == ()
+    assert len(lines) == 1
+
+
+def test_a_tolerance_that_16_bits_just_keep_leaves_no_product_in_float8():
+    args = (ROWS, WEIGHTS[:3])
+    found = tune(lambda *args: layers(*args, outliers=None), args, 0.02, FLOAT8)
+    assert found == MIXED_8
+    ((kind, _, precision),) = kept(found)
+    assert (kind, precision) == ("scope", jmp.Precision.LOW)
+    assert found.report.kept[0].without.largest > 0.02
+
+
+def test_products_in_no_scope_are_all_in_float8_or_none_is():
+    def fun(x, w, v):
+        return jnp.tanh(x @ w) @ v
+
+    args = (ROWS, *WEIGHTS[:2])
+    found = tune(fun, args, 0.02, FLOAT8)
+    assert found == MIXED_8
+    assert kept(found) == [("op", "dot_general", jmp.Precision.LOW)]
+    assert found.report.kept[0].without == found.report.error_before
+
+
+def test_a_product_that_float32_alone_reads_is_not_put_in_float8():
+    """A scope rule would be obeyed for the last product; "float8" leaves it out."""
+
+    def fun(x, w, v, head):
+        with jax.named_scope("outliers"):
+            x = jnp.tanh(jnp.matmul(*with_outliers(x, w)))
+        with jax.named_scope("rest"):
+            return jnp.tanh(x @ v) @ head
+
+    args = (ROWS, *WEIGHTS[:3])
+    found = tune(fun, args, 0.3, FLOAT8)
+    assert products(fun, FLOAT8, *args) == ["float8_e4m3fn"] * 2 + ["bfloat16"]
+    assert products(fun, found, *args) == ["bfloat16"] * 3
+    low = jmp.Precision.LOW
+    assert kept(found) == [("scope", "^outliers$", low), ("op", "dot_general", low)]
+
+
+@pytest.mark.slow
+def test_float32_is_found_first_and_float8_is_given_to_the_rest():
+    def fun(x, weights):
+        *weights, head = weights
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"layer_{i}"):
+                if i == 0:
+                    x, w = with_outliers(x, w)
+                h = x @ w
+                if i == 1:
+                    h = (h + 300) - 300
+                x = jnp.tanh(h)
+        with jax.named_scope("head"):
+            return x @ head
+
+    args = (ROWS, WEIGHTS[:5])
+    found, again = (tune(fun, args, 0.15, FLOAT8) for _ in range(2))
+    in_8 = "float8_e4m3fn"
+    assert [p == in_8 for p in products(fun, found, *args)] == [0, 0, 1, 1, 0]
+    (*_, precision), last = kept(found)
+    assert precision in (jmp.Precision.FULL, jmp.Precision.FULL_INSIDE)
+    assert last == ("scope", "^layer_0$", jmp.Precision.LOW)
+    assert all(one.without.largest > 0.15 for one in found.report.kept)
+    assert max(errors_of(fun, found, *args)) <= 0.15
+    assert (found, found.report) == (again, again.report)
+
+
+def test_where_no_product_qualifies_the_search_is_that_without_float8(found):
+    in_8 = tune(blocks, (X, WEIGHTS[:3]), 0.05, "float8")
+    assert in_8 == found.float8("dot_general")
+    assert in_8.report == found.report
+
+
+def test_from_rules_without_float8_the_rules_are_the_same_to_the_byte(found):
+    mixed = jmp.get_rules("mixed")
+    scopes = (("^block_1$", "full_inside"), *mixed.scopes)
+    assert found.to_json() == dataclasses.replace(mixed, scopes=scopes).to_json()
+    assert {step.precision for step in found.report.steps} == {jmp.Precision.LOW}
+
+
+def test_patterns_for_float8_match_what_they_are_for_and_nothing_else():
+    names = [f"b_{i}/{name}" for i in range(4) for name in ("in", "out")]
+    costs = dict.fromkeys(names, (1, 1))
+    units = Units(
+        "scope",
+        jmp.Precision.FLOAT8,
+        costs,
+        lambda name: without_numbers(name).split("/"),
+        ("head", "b_3/out/last", ""),
+    )
+    for bits in range(2 ** len(names)):
+        given = [name for i, name in enumerate(names) if bits >> i & 1]
+        patterns = [rule.name for rule in units.rules(given)]
+        matched = {name for pattern in patterns for name in units.matched(pattern)}
+        assert matched == set(given)
+        assert len(patterns) <= 4
+    assert len(units.rules(names[:3] + names[4:])) == 2
 
 
 # ------------------------------------------------------------------- what it returns

@@ -818,7 +818,7 @@ def test_what_is_not_installed_is_said_in_words(monkeypatch):
 
 
 def test_a_target_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(ValueError, match="no target 'a100': there are h100, v5e"):
+    with pytest.raises(ValueError, match="no target 'a100': there are h100, v5e, b200"):
         missing("a100")
 
 

@@ -138,3 +138,17 @@ def test_with_the_option_products_are_added_up_in_float32_on_a_cpu():
 def test_every_file_that_a_guide_links_exists(guide):
     for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / guide).read_text()):
         assert (DOCS / link).exists()
+
+
+def test_the_guide_to_float8_shows_what_explain_says(capsys):
+    names = run_blocks("float8.md")
+    reason = names["rows"][0].reason
+    assert f"# {reason}\n" in (DOCS / "float8.md").read_text()
+    explanation = names["explanation"]
+    assert explanation.totals.products == {
+        "float8_e4m3fn": 4,
+        "float8_e5m2": 8,
+        "bfloat16": 3,
+    }
+    assert explanation.lints == ()
+    assert "float8_e5m2" in capsys.readouterr().out

@@ -109,7 +109,8 @@ def _of_sizes(reason: Reason, product: Eqn) -> str:
     sizes = dict(zip("MNK", cost.product_sizes(product), strict=True))
     if reason is Reason.FLOAT8_SIZE:
         name, size = next(item for item in sizes.items() if not fits_float8(item[1]))
-        return f"{name} = {size} is no multiple of 16"
+        what = "no" if isinstance(size, int) else "not known to be a"
+        return f"{name} = {size} is {what} multiple of 16"
     text = " x ".join(map(str, sizes.values()))
     mean = harmonic_mean([*sizes.values()])
     return f"{text} is too small to gain (harmonic mean {mean:.0f})"

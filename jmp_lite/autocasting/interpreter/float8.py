@@ -43,7 +43,6 @@ def quantize_operand(array: Array, dtype: Dtype) -> QuantizedOperand:
       dtype: a float8 dtype.
     """
     quantized = _quantize(lax.stop_gradient(array), dtype)
-    # Not inside of the jitted function: a loop would stack its zeros step by step.
     return QuantizedOperand(quantized, _tangent_of.bind(array))
 
 

@@ -1,29 +1,35 @@
-"""What can be kept in float32, and by which rules: ops, blocks, kinds of layers.
+"""What rules can name: ops, blocks, kinds of layers, and the scopes of float8 products.
 
-This module knows names and costs, and measures nothing. A rule keeps the units that it
-was made for, and no other.
+This module knows names and costs, and measures nothing. A rule holds for the units that
+it was made for, and for no other.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_lite.autocasting.explain.rows import Row, counted, is_low
-from jmp_lite.autocasting.rules.op_table import EXACT, group_of
+from jmp_lite.autocasting.rules.op_table import EXACT, FLOAT8_OPS, group_of
 from jmp_lite.autocasting.rules.precision import Precision
-from jmp_lite.autocasting.rules.rules import AS_WRITTEN_SCOPE, LOW_SCOPE, Rules
+from jmp_lite.autocasting.rules.rules import (
+    AS_WRITTEN_SCOPE,
+    LOW_SCOPE,
+    Rules,
+    fields_of,
+)
 
 NUMBER = "\0"
 """Stands for a number in names that are alike but for it; no name holds it."""
 
 
 class Rule(NamedTuple):
-    """A rule that keeps something in float32.
+    """A rule that keeps something in float32, or has products in float8.
 
     Attributes:
       kind: ``"scope"`` or ``"op"``.
       name: the scope's pattern, or the op.
-      precision: ``FULL`` or ``FULL_INSIDE``.
+      precision: ``FULL``, ``FULL_INSIDE`` or ``FLOAT8``.
     """
 
     kind: str
@@ -32,19 +38,21 @@ class Rule(NamedTuple):
 
 
 class Units(NamedTuple):
-    """What can be kept in float32: scopes, or ops.
+    """What rules can name, one by one: scopes, or ops.
 
     Attributes:
       kind: which.
-      precision: how they are kept.
-      costs: what each one costs in float32, in the order in which they are run.
+      precision: what rules give them.
+      costs: the operations and bytes of each one, in the order in which they are run.
       kind_of: what puts units together that are alike: names from the widest on.
+      others: more scopes, which no pattern may match.
     """
 
     kind: str
     precision: Precision
     costs: Mapping[str, tuple[int, int]]
     kind_of: Callable[[str], Sequence[str]]
+    others: tuple[str, ...] = ()
 
     def ordered(self, names: Iterable[str]) -> list[str]:
         """Returns units in the order in which they are run."""
@@ -65,7 +73,7 @@ class Units(NamedTuple):
         return [[name for part in half for name in part] for half in halves]
 
     def rules(self, kept: Iterable[str]) -> list[Rule]:
-        """Returns rules that keep these, and none of the others."""
+        """Returns rules that name these, and none of the others."""
         kept = set(kept)
         if self.kind == "op":
             named = self.ordered(kept)
@@ -74,20 +82,31 @@ class Units(NamedTuple):
             named = min(by_place, self._patterns_of_kinds(kept), key=len)
         return [Rule(self.kind, name, self.precision) for name in named]
 
+    def matched(self, pattern: str) -> list[str]:
+        """Returns the scopes that a pattern matches, and which it may not match."""
+        return [n for n in (*self.costs, *self.others) if re.search(pattern, n)]
+
     def _patterns_of_kinds(self, kept: set[str]) -> list[str]:
         """Returns one pattern for each group of scopes that differ in numbers alone.
 
-        Scopes have patterns of their own if one of their group is not kept.
+        Scopes have patterns of their own if one of their group is not kept. Where most
+        of a group are in float8, the pattern names its exceptions instead.
         """
         kinds = dict.fromkeys(map(without_numbers, self.ordered(kept)))
         patterns: list[str] = []
         for kind in kinds:
             inside = re.escape(kind).replace(NUMBER, r"\d+")
             pattern = f"^{inside}(/|$)"
-            matched = {name for name in self.costs if re.search(pattern, name)}
             own = [name for name in self.ordered(kept) if without_numbers(name) == kind]
             one_by_one = [f"^{re.escape(name)}$" for name in own]
-            patterns += [pattern] if matched <= kept else one_by_one
+            left_out = [name for name in self.matched(pattern) if name not in kept]
+            if left_out and self.precision is Precision.FLOAT8:
+                names = "|".join(f"{re.escape(name)}$" for name in left_out)
+                pattern = f"^(?!{names}){inside}(/|$)"
+                is_short = len(left_out) < len(own)
+            else:
+                is_short = not left_out
+            patterns += [pattern] if is_short else one_by_one
         return patterns
 
     def _patterns(self, group: Sequence[str], kept: set[str]) -> list[str]:
@@ -100,8 +119,7 @@ class Units(NamedTuple):
             shared = kinds[0][: _shared(kinds)]
             inside = re.escape("/".join(shared)).replace(NUMBER, r"\d+")
             pattern = f"^{inside}(/|$)" if shared else ""
-            matched = {name for name in self.costs if re.search(pattern, name)}
-            if matched <= kept:
+            if kept.issuperset(self.matched(pattern)):
                 return [pattern]
         return [p for part in self.parts(group) for p in self._patterns(part, kept)]
 
@@ -129,6 +147,33 @@ def ways_to_keep(rows: Iterable[Row], rules: Rules) -> list[Units]:
     ]
 
 
+def products_in_float8(rows: Iterable[Row], others: Iterable[str]) -> Units:
+    """Returns the scopes of products that are in float8.
+
+    Args:
+      rows: of a function under the rules.
+      others: scopes of products that rules may not name.
+    """
+    others = tuple(others)
+    named = (r for r in rows if is_in_float8(r) and r.scope not in others)
+    costs = _costs(named, _scope_of)
+    return Units("scope", Precision.FLOAT8, costs, _kind_of_scope, others)
+
+
+def is_in_float8(row: Row) -> bool:
+    """Whether an equation is a product in float8."""
+    return row.op in FLOAT8_OPS and is_low(row, bits=8)
+
+
+def rules_with(rules: Rules, kept: Iterable[Rule]) -> Rules:
+    """Returns rules that keep more in float32 than others do."""
+    kept = list(kept)
+    scopes = tuple((r.name, r.precision) for r in kept if r.kind == "scope")
+    ops = [rule.name for rule in kept if rule.kind == "op"]
+    plain = Rules(**fields_of(rules)).full(*ops)
+    return dataclasses.replace(plain, scopes=(*scopes, *plain.scopes))
+
+
 def without_numbers(name: str) -> str:
     """Returns what names have in common that differ in a number alone."""
     return re.sub(r"\d+", NUMBER, name)
@@ -146,7 +191,7 @@ def _rounds(row: Row, rules: Rules) -> bool:
     group = group_of(row.op)
     if group is None or group.precision is Precision.KEEP:
         return False
-    return rules.precision_of(row.op) is Precision.LOW or row.op not in EXACT
+    return rules.precision_of(row.op).lowers or row.op not in EXACT
 
 
 def _costs(

@@ -5,7 +5,7 @@ itself does not determine are not judged.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.explain.backward import losses_of
+from jmp_lite.autocasting.explain.explanation import explain
+from jmp_lite.autocasting.explain.rows import Row
 from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.jaxprs import compat
@@ -174,6 +176,53 @@ class Sample:
                     "function (jax.lax.stop_gradient), and give the loss rather than a "
                     "whole training step."
                 )
+
+
+class Trials:
+    """The errors of rules on a sample, each of which is measured once.
+
+    Args:
+      sample: what measures.
+      tolerance: the largest error.
+      progress: is called with a line at each new measurement.
+
+    Attributes:
+      sample: what measures.
+      tolerance: the largest error.
+    """
+
+    def __init__(
+        self, sample: Sample, tolerance: float, progress: Callable[[str], None]
+    ) -> None:
+        self.sample, self.tolerance = sample, tolerance
+        self._progress = progress
+        self._errors: dict[Rules, Error] = {}
+
+    def error(self, rules: Rules) -> Error:
+        """Returns the error under some rules."""
+        if rules not in self._errors:
+            error = Error(0.0, 0.0, "")
+            for options in WAYS_TO_COMPILE:
+                error = error.joined(self.sample.error(rules, options))
+                if error.largest > self.tolerance:
+                    break
+            self._errors[rules] = error
+            n = len(self._errors)
+            self._progress(f"tune: {n} tried, error {in_words(error)}")
+        return self._errors[rules]
+
+    def is_enough(self, rules: Rules) -> bool:
+        """Whether the error under some rules is tolerated."""
+        return self.error(rules).largest <= self.tolerance
+
+    def rows(self, rules: Rules) -> Sequence[Row]:
+        """Returns how each equation runs under some rules."""
+        return explain(self.sample.fun, rules)(*self.sample.args).rows
+
+
+def in_words(error: Error) -> str:
+    """Returns an error on one line."""
+    return f"{error.outputs:.2g} (results), {error.gradients:.2g} (gradients)"
 
 
 def _check_arguments(args: PyTree) -> None:

@@ -14,17 +14,21 @@ from jmp_lite.autocasting.explain.tables import text_table
 from jmp_lite.autocasting.rules.precision import Precision
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
 from jmp_lite.autocasting.tune.candidates import NUMBER, without_numbers
-from jmp_lite.autocasting.tune.measure import Error
+from jmp_lite.autocasting.tune.measure import Error, in_words
 
 
 class Kept(NamedTuple):
-    """A rule that keeps something in float32.
+    """Something that is kept in a wider precision than at the start.
 
     Attributes:
       kind: ``"scope"`` or ``"op"``.
       name: the scope's pattern, or the op.
-      precision: ``FULL``; or ``FULL_INSIDE``, where that is enough.
-      without: the error of the rules without this one.
+      precision: of a rule that keeps it in float32, ``FULL``; or ``FULL_INSIDE``, where
+        that is enough. ``LOW`` of products that are kept out of float8, in 16 bits: no
+        rule names them, since the rules found name the products that are in float8.
+      without: the error of the rules without this one; of ``LOW`` that of the rules in
+        which these products are in float8 too. Where the op is ``LOW``, some products
+        cannot be named by scopes: that is the error with all of them in float8.
     """
 
     kind: str
@@ -34,17 +38,19 @@ class Kept(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Something that was tried: to take ``lowered`` out of float32 too.
+    """Something that was tried: to lower ``lowered`` too.
 
     Attributes:
       lowered: the scopes or ops.
       error: of the rules in which they, and all that was lowered before, are low.
       is_tolerated: whether they stay low.
+      precision: ``LOW``, from float32; or ``FLOAT8``, from 16 bits.
     """
 
     lowered: tuple[str, ...]
     error: Error
     is_tolerated: bool
+    precision: Precision = Precision.LOW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +61,8 @@ class TuningReport:
       tolerance: the largest error that was allowed.
       error: of the rules found.
       error_before: of the rules that the search started from.
-      kept: what the rules found keep in float32 besides, and what each one is for.
+      kept: what the rules found keep in float32, or out of float8, besides, and what
+        each one is for.
       steps: what was tried, in order.
       not_judged: results and gradients that float32 itself does not know: the last bit
         of the arguments changes them by more than a tenth.
@@ -72,11 +79,7 @@ class TuningReport:
         """Returns what was tried as text."""
         headers = ("lowered", "error", "of", "")
         rows = [
-            (
-                _names(step.lowered),
-                *_cells(step.error),
-                "" if step.is_tolerated else "kept, or in part",
-            )
+            (_names(step.lowered), *_cells(step.error), _outcome(step))
             for step in self.steps
         ]
         return text_table(headers, [("", rows)], right=(1,))
@@ -123,13 +126,14 @@ _SHOWN = 3
 """How many names one line shows."""
 
 
-def in_words(error: Error) -> str:
-    """Returns an error on one line."""
-    return f"{error.outputs:.2g} (results), {error.gradients:.2g} (gradients)"
-
-
 def _cells(error: Error) -> tuple[str, str]:
     return f"{error.largest:.2g}", error.worst
+
+
+def _outcome(step: Step) -> str:
+    if step.precision is Precision.FLOAT8:
+        return "float8" if step.is_tolerated else "not float8, or in part"
+    return "" if step.is_tolerated else "kept, or in part"
 
 
 def _names(names: Sequence[str]) -> str:

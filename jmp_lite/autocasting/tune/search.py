@@ -4,7 +4,6 @@ A rule is dropped, and rules are returned, only if the remaining rules were meas
 themselves, and their error is tolerated.
 """
 
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,15 +17,15 @@ from jmp_lite.autocasting.interpreter.validation import check_function, choose_r
 from jmp_lite.autocasting.jaxprs.types import Function
 from jmp_lite.autocasting.rules.precision import Precision
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
-from jmp_lite.autocasting.tune.candidates import Rule, Units, ways_to_keep
-from jmp_lite.autocasting.tune.measure import WAYS_TO_COMPILE, Error, Sample
-from jmp_lite.autocasting.tune.report import (
-    Kept,
-    Step,
-    TunedRules,
-    TuningReport,
-    in_words,
+from jmp_lite.autocasting.tune.candidates import (
+    Rule,
+    Units,
+    rules_with,
+    ways_to_keep,
 )
+from jmp_lite.autocasting.tune.float8 import Float8Search, has_float8, without_float8
+from jmp_lite.autocasting.tune.measure import Error, Sample, Trials, in_words
+from jmp_lite.autocasting.tune.report import Kept, Step, TunedRules, TuningReport
 
 
 def _to_stderr(line: str) -> None:
@@ -51,6 +50,14 @@ def tune(
     step compiles and runs the function and its gradient; on the same machine the same
     rules are found again.
 
+    From ``"float8"``, the same search first finds what is float32, with all products in
+    16 bits. Then the dearer half of the products, its dearer half, and so on, is in
+    float8 as long as the error is tolerated; the others stay in 16 bits. The rules name
+    the scopes of the products in float8. A scope in which ``"float8"`` leaves a product
+    in 16 bits because float32 reads it, such as logits, cannot be named: its other
+    products are in float8 only if all products of the function are. If k of n scopes
+    cannot bear float8, that takes some k * log2(n) more steps.
+
     Gradients are those of the result, or of the first of several, where that is a
     scalar (a loss and what comes with it), otherwise of a fixed random combination of
     all results. They are measured as they are: if the loss is scaled in training, let
@@ -67,7 +74,8 @@ def tune(
       progress: called with a line of text at each step.
 
     Returns:
-      Rules, with a ``report`` of what each kept scope or op contributes.
+      Rules, with a ``report`` of what each kept scope or op contributes: kept in
+      float32, or kept out of float8.
 
     Raises:
       TypeError: ``args`` is no tuple of concrete arguments.
@@ -94,24 +102,39 @@ def tune(
     Precimonious (Rubio-Gonzalez et al., 2013) brought to floating-point precision.
     """
     check_function(fun)
-    start = choose_rules(rules, None)()
+    start = Rules(**fields_of(choose_rules(rules, None)()))
     tolerance = _positive(tolerance)
     sample = Sample(fun, args)
     _check_not_autocast(sample)
-    search = _Search(sample, start, tolerance, progress)
-    before = search.error(())
-    kept = [] if search.is_enough(()) else search.kept()
+    return _found(Trials(sample, tolerance, progress), start)
+
+
+def _found(trials: Trials, start: Rules) -> TunedRules:
+    """Returns what a search from some rules finds."""
+    before = trials.error(start)
+    base, kept, not_float8 = start, list[Rule](), list[Kept]()
+    steps: list[Step] = []
+    if not trials.is_enough(start):
+        asks_for_float8 = has_float8(trials, start)
+        search = _Search(trials, without_float8(start) if asks_for_float8 else start)
+        kept = [] if search.is_enough(()) else search.kept()
+        steps += search.steps
+        if asks_for_float8:
+            products = Float8Search(trials, start, kept)
+            base, not_float8 = products.found(), products.left_out()
+            steps += products.steps
+    rules = rules_with(base, kept)
+    without = (trials.error(rules_with(base, _without(kept, one))) for one in kept)
+    in_float32 = [Kept(*one, error) for one, error in zip(kept, without, strict=True)]
     report = TuningReport(
-        tolerance=tolerance,
-        error=search.error(kept),
+        tolerance=trials.tolerance,
+        error=trials.error(rules),
         error_before=before,
-        kept=tuple(
-            Kept(*one, without=search.error(_without(kept, one))) for one in kept
-        ),
-        steps=tuple(search.steps),
-        not_judged=search.sample.not_judged,
+        kept=(*in_float32, *not_float8),
+        steps=tuple(steps),
+        not_judged=trials.sample.not_judged,
     )
-    return TunedRules(**fields_of(search.rules_with(kept)), report=report)
+    return TunedRules(**fields_of(rules), report=report)
 
 
 def _positive(tolerance: Any) -> float:
@@ -139,65 +162,36 @@ class _Search:
     """The search for what has to stay in float32.
 
     Args:
-      sample: what measures.
+      trials: what measures.
       start: the rules that it starts from.
-      tolerance: the largest error.
-      progress: is called with a line at each step.
 
     Attributes:
       steps: what was tried.
     """
 
-    def __init__(
-        self,
-        sample: Sample,
-        start: Rules,
-        tolerance: float,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.sample = sample
+    def __init__(self, trials: Trials, start: Rules) -> None:
         self.steps: list[Step] = []
+        self._trials = trials
         self._start = start
-        self._tolerance = tolerance
-        self._progress = progress
-        self._errors: dict[Rules, Error] = {}
-
-    def rules_with(self, kept: Iterable[Rule]) -> Rules:
-        """Returns the rules with which the search has begun, and some more before."""
-        kept = list(kept)
-        scopes = tuple((r.name, r.precision) for r in kept if r.kind == "scope")
-        ops = [rule.name for rule in kept if rule.kind == "op"]
-        plain = Rules(**fields_of(self._start)).full(*ops)
-        return dataclasses.replace(plain, scopes=(*scopes, *plain.scopes))
 
     def error(self, kept: Iterable[Rule]) -> Error:
         """Returns the error of the rules with some more."""
-        rules = self.rules_with(kept)
-        if rules not in self._errors:
-            error = Error(0.0, 0.0, "")
-            for options in WAYS_TO_COMPILE:
-                error = error.joined(self.sample.error(rules, options))
-                if error.largest > self._tolerance:
-                    break
-            self._errors[rules] = error
-            n = len(self._errors)
-            self._progress(f"tune: {n} tried, error {in_words(error)}")
-        return self._errors[rules]
+        return self._trials.error(rules_with(self._start, kept))
 
     def is_enough(self, kept: Iterable[Rule]) -> bool:
         """Whether the error of the rules with some more is tolerated."""
-        return self.error(kept).largest <= self._tolerance
+        return self._trials.is_enough(rules_with(self._start, kept))
 
     def kept(self) -> list[Rule]:
         """Returns the fewest rules that are enough."""
         everything = [Rule("scope", "", Precision.FULL)]
         if not self.is_enough(everything):
             raise ValueError(
-                f"The tolerance of {self._tolerance:.2g} is out of reach. With all in "
-                f"float32 the error is {in_words(self.error(everything))}, against "
-                "products in the highest precision. What stays low is marked in the "
-                "function (as_low, low_precision, low_call), or is what the device "
-                "makes of float32 products (jax_default_matmul_precision)."
+                f"The tolerance of {self._trials.tolerance:.2g} is out of reach. "
+                f"With all in float32 the error is {in_words(self.error(everything))}, "
+                "against products in the highest precision. What stays low is marked "
+                "in the function (as_low, low_precision, low_call), or is what the "
+                "device makes of float32 products (jax_default_matmul_precision)."
             )
         ways = ways_to_keep(self._explained(()), self._start)
         found = [rules for way in ways if (rules := self._smallest(way)) is not None]
@@ -235,7 +229,7 @@ class _Search:
         return step.is_tolerated
 
     def _explained(self, kept: Iterable[Rule]) -> Sequence[Row]:
-        return explain(self.sample.fun, self.rules_with(kept))(*self.sample.args).rows
+        return self._trials.rows(rules_with(self._start, kept))
 
     def _in_float32(self, kept: Sequence[Rule]) -> tuple[int, ...]:
         """Returns how much runs in float32: equations, then products, then rules."""
