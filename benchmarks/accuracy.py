@@ -1,17 +1,19 @@
 """What precision costs in accuracy: two models, trained on real data, over seeds.
 
 A residual network with BatchNorm reads handwritten digits (scikit-learn ships them), a
-small transformer writes Python (the text of the standard library), each in float32 and
-by the presets in bfloat16 and float16. It prints the loss and the accuracy on data
-that was not trained on, mean and deviation over the seeds, and whether a loss is above
-float32's by more than two deviations of float32's own seeds. Nothing is downloaded; the
-text, and with it the losses, depends on the version of Python.
+small transformer writes Python (the text of the standard library), each in float32, by
+the presets in bfloat16 and float16, and with float8 products. It prints the loss and
+the accuracy on data that was not trained on, mean and deviation over the seeds, and
+whether a loss is above float32's by more than two deviations of float32's own seeds.
+Nothing is downloaded; the text, and with it the losses, depends on the version of
+Python.
 
     .venv/bin/python -m benchmarks.accuracy --json benchmarks/results
     .venv/bin/python -m benchmarks.accuracy --quick
 """
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 import sysconfig
@@ -40,6 +42,10 @@ VARIANTS: Mapping[str, jmp.Rules] = {
         for dtype in ("bfloat16", "float16")
         for preset in PRESETS
     },
+    # Of every product, however small: the networks here are.
+    "float8": dataclasses.replace(
+        jmp.get_rules("float8"), float8_format=jmp.Float8(smallest=0)
+    ),
 }
 
 

@@ -11,7 +11,6 @@ seeds, and prints the gaps of their losses and the errors of their first gradien
 """
 
 import argparse
-import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,9 +26,7 @@ from benchmarks.autocast import fill
 from benchmarks.compiled import Program, compile_for, missing
 from benchmarks.report import stamp, write
 
-EVERY_SIZE = dataclasses.replace(
-    jmp.get_rules("float8"), float8_format=jmp.Float8(smallest=0)
-)
+EVERY_SIZE = accuracy.VARIANTS["float8"]
 TOKENS = 8192
 
 
@@ -233,15 +230,17 @@ def measure_sent(layout: str, rules: str) -> Sent:
 
 
 class Trained(NamedTuple):
-    """One training of a character transformer: 2 blocks of width 128, heads of 32.
+    """One training of a character transformer of two blocks.
 
     Attributes:
+      width: of its blocks.
       rules: the preset, or "float32".
       seed: of the parameters and of the data.
       error: of the gradient before the first step, relative to float32's by norms.
       loss: on the training data, the mean of the last 200 steps.
     """
 
+    width: int
     rules: str
     seed: int
     error: float
@@ -257,22 +256,40 @@ STEPS = 1000
 _LAST = 200
 
 
-def train(seed: int, steps: int = STEPS) -> list[Trained]:
+class Task(NamedTuple):
+    """A character transformer to train.
+
+    Attributes:
+      width: of its blocks.
+      context: how many characters it reads.
+      rate: the largest learning rate.
+    """
+
+    width: int
+    context: int
+    rate: float
+
+
+TASKS = (Task(accuracy.WIDTH, accuracy.CONTEXT, 1e-2), Task(128, 64, 3e-3))
+
+
+def train(task: Task, seed: int, steps: int = STEPS) -> list[Trained]:
     """Trains one character transformer under each of the rules."""
     text = accuracy.read_text(accuracy.MODULES)
     model = models.transformer(
         depth=2,
-        width=128,
+        width=task.width,
         heads=4,
         vocabulary=accuracy.CHARACTERS,
-        batch=(16, 64),
+        batch=(16, task.context),
         ahead=1,
     )
     params = jax.tree.map_with_path(_as_flax_starts, fill(model.params, seed))
     rng = np.random.default_rng(seed)
-    at = rng.integers(0, len(text) - 65, (steps, 16, 1)) + np.arange(65)
+    length = task.context + 1
+    at = rng.integers(0, len(text) - length, (steps, 16, 1)) + np.arange(length)
     batches = jnp.asarray(text[at], jnp.int32)
-    schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, steps // 10, steps)
+    schedule = optax.warmup_cosine_decay_schedule(0, task.rate, steps // 10, steps)
     optimizer = optax.adamw(schedule)
 
     def gradient(rules: jmp.Rules | str) -> Callable[..., Any]:
@@ -298,6 +315,7 @@ def train(seed: int, steps: int = STEPS) -> list[Trained]:
     size = optax.tree.norm(full)
     return [
         Trained(
+            task.width,
             name,
             seed,
             float(optax.tree.norm(optax.tree.sub(grads, full)) / size),
@@ -315,17 +333,19 @@ def _as_flax_starts(path: Any, leaf: jax.Array) -> jax.Array:
 
 def trained_table(rows: Sequence[Trained]) -> str:
     """Returns losses, seed by seed, and how far they are from float32's, as text."""
-    full = {row.seed: row.loss for row in rows if row.rules == "float32"}
-    seeds = "".join(f"{f'seed {seed}':>17}" for seed in full)
-    lines = [f"{'training loss':16}{'gradient error':>15}{seeds}{'mean gap':>11}"]
-    for name in dict.fromkeys(row.rules for row in rows):
-        own = [row for row in rows if row.rules == name]
-        gaps = [row.loss - full[row.seed] for row in own]
+    full = {row[:1] + row[2:3]: row.loss for row in rows if row.rules == "float32"}
+    seeds = "".join(
+        f"{f'seed {row.seed}':>17}" for row in rows if row[:2] == rows[0][:2]
+    )
+    lines = [f"{'training loss':20}{'gradient error':>15}{seeds}{'mean gap':>11}"]
+    for width, name in dict.fromkeys(row[:2] for row in rows):
+        own = [row for row in rows if row[:2] == (width, name)]
+        gaps = [row.loss - full[width, row.seed] for row in own]
         cells = "".join(
             f"{row.loss:>8.4f} {gap:>+8.4f}" for row, gap in zip(own, gaps, strict=True)
         )
-        error = np.mean([row.error for row in own])
-        lines.append(f"{name:16}{error:>15.4f}{cells}{np.mean(gaps):>+11.4f}")
+        error, what = np.mean([row.error for row in own]), f"width {width}, {name}"
+        lines.append(f"{what:20}{error:>15.4f}{cells}{np.mean(gaps):>+11.4f}")
     return "\n".join(lines)
 
 
@@ -432,7 +452,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for rules in ("mixed", "float8")
     ]
     print("\n" + sent_table(sent), flush=True)
-    trained = [row for n in range(options.seeds) for row in train(n, options.steps)]
+    trained = [
+        row
+        for task in TASKS
+        for seed in range(options.seeds)
+        for row in train(task, seed, options.steps)
+    ]
     print("\n" + trained_table(trained))
     write(
         options.json,

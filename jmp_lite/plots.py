@@ -3,6 +3,7 @@
 Each function draws what a report contains, on the host, and returns the figure.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 
 from jmp_lite.casting.dtypes import is_floating, parse_dtype
+from jmp_lite.casting.quantize import scale_for
 
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MARGIN = 24
@@ -24,7 +26,10 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
     """Draws how large the numbers of a pytree are, above what dtypes can hold.
 
     For each array a row: the darker, the more of its numbers are of that size. Below,
-    for each dtype what it holds with all its digits (wide) and with fewer (thin).
+    for each dtype what it holds with all its digits (wide) and with fewer (thin). An
+    array is divided by a scale of its own before it is rounded to 8 bits: in its row a
+    line shows for each such format where that loses digits, and the format is drawn
+    below as the array with the largest number has it.
 
     Args:
       tree: gradients, activations or parameters, concrete; its arrays of real floats.
@@ -73,21 +78,41 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
     upper.set_yticks(range(n_rows), [_label(*item) for item in sizes.items()])
     upper.invert_yaxis()
 
-    for i, info in enumerate(named.values()):
-        smallest, normal, largest = (
-            math.log2(float(end))
+    largest = [
+        float(np.exp2(row.max())) if row.size else 0 for row in exponents.values()
+    ]
+    scaled = {name: info for name, info in named.items() if info.bits == 8}
+    for (name, info), style in zip(scaled.items(), itertools.cycle(_STYLES)):
+        normal = [math.log2(_scale(size, name) * float(info.tiny)) for size in largest]
+        at = [place for i in range(n_rows) for place in (i - 0.5, i + 0.5)]
+        upper.plot(np.repeat(normal, 2), at, style, color="tab:red", lw=1, label=name)
+    if scaled:
+        upper.legend(
+            title="all digits from", fontsize="small", loc="lower left", ncols=2
+        ).set_bbox_to_anchor((0, 1))
+
+    for i, (name, info) in enumerate(named.items()):
+        scale = _scale(max(largest), name) if name in scaled else 1.0
+        smallest, normal, end = (
+            math.log2(scale * float(end))
             for end in (info.smallest_subnormal, info.tiny, info.max)
         )
         lower.plot((smallest, normal), (i, i), color="black", lw=2)
-        lower.plot(
-            (normal, largest), (i, i), color="black", lw=8, solid_capstyle="butt"
-        )
-    lower.set_yticks(range(n_dtypes), list(named))
+        lower.plot((normal, end), (i, i), color="black", lw=8, solid_capstyle="butt")
+    labels = [f"{name}, scaled" if name in scaled else name for name in named]
+    lower.set_yticks(range(n_dtypes), labels)
     lower.set(ylim=(n_dtypes - 0.5, -0.5), xlabel="log2 of the size")
     lower.set_xlim(edges[0] - _MARGIN, edges[-1] + _MARGIN)
     for axes in (upper, lower):
         axes.grid(axis="x", alpha=0.3)
     return figure
+
+
+_STYLES = ("-", ":", "--", "-.")
+
+
+def _scale(largest: float, dtype: str) -> float:
+    return float(scale_for(jnp.float32(largest), dtype))
 
 
 def _name(path: Any) -> str:

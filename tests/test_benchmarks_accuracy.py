@@ -22,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_every_preset_is_trained_in_both_dtypes_beside_float32():
-    assert len(VARIANTS) == 1 + 2 * len(PRESETS)
+    assert len(VARIANTS) == 2 + 2 * len(PRESETS)
+    assert VARIANTS["float8"].asks_for_float8
     assert VARIANTS["float32"].is_identity
     assert VARIANTS["float16, O2"].compute_dtype == np.float16
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 
 import jmp_lite as jmp
+from jmp_lite.casting.quantize import scale_for
 from jmp_lite.numerics.statistics import Count, added, on_host
 
 F8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -36,7 +37,10 @@ def line_with(text):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", *F8])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_what_is_counted_is_what_a_cast_would_do(dtype, wrap):
-    """A cast by NumPy, which rounds to the nearest and flushes nothing."""
+    """A cast by NumPy, which rounds to the nearest and flushes nothing.
+
+    To 8 bits it is a cast of what is divided by the scale.
+    """
     dtype = np.dtype(dtype)
     info = jnp.finfo(dtype)
     rng = np.random.default_rng(0)
@@ -47,8 +51,9 @@ def test_what_is_counted_is_what_a_cast_would_do(dtype, wrap):
     sizes = np.float32([*near, 0.0, *(2.0 ** rng.uniform(low, high, 5000))])
     sizes = sizes[(sizes == 0) | (sizes > 1e-37)]  # CPUs flush what is smaller.
     x = sizes * rng.choice([-1, 1], sizes.size).astype(np.float32)
+    scale = 1 if dtype.itemsize > 1 else np.asarray(scale_for(jnp.abs(x).max(), dtype))
     with np.errstate(over="ignore"):
-        cast = np.abs(x.astype(dtype).astype(np.float32))
+        cast = np.abs((x / scale).astype(dtype).astype(np.float32))
     (row,) = wrap(functools.partial(jmp.numerics_report, dtype=dtype))(x).rows
     total = x.size
     assert round(row.overflow * total) == np.sum(~np.isfinite(cast))
@@ -58,6 +63,42 @@ def test_what_is_counted_is_what_a_cast_would_do(dtype, wrap):
     assert row.max_abs == np.abs(x).max()
     assert row.min_abs == np.abs(x[x != 0]).min()
     assert (row.nan, row.inf, row.elements) == (0, 0, total)
+
+
+@pytest.mark.parametrize("bits", [np.float32, np.float64, jnp.float32, jnp.bfloat16])
+def test_float8_is_judged_by_each_arrays_own_scale(bits):
+    numbers = np.array([1.0, 0.25, -0.75, 2.0**-20])
+    array = jnp.asarray(numbers, bits) if bits in (jnp.bfloat16,) else bits(numbers)
+    tree = {"a": array, "b": array * bits(2.0**60), "c": array * bits(2.0**-60)}
+    report = jmp.numerics_report(tree, "float8_e4m3fn")
+    for row in report.rows:
+        assert (row.overflow, row.underflow, row.subnormal) == (0, 0.25, 0)
+    assert [row.max_abs for row in report.rows] == [1, 2.0**60, 2.0**-60]
+    assert "underflow in float8_e4m3fn, scaled" in str(report)
+
+
+def test_what_is_not_finite_does_not_count_for_a_scale():
+    array = jnp.array([jnp.inf, jnp.nan, 1.0, 0.5])
+    (row,) = jmp.numerics_report(array, "float8_e5m2").rows
+    assert (row.inf, row.nan, row.overflow, row.underflow) == (1, 1, 0, 0)
+
+
+def test_an_array_that_is_float8_is_judged_as_it_is():
+    array = jnp.array([1e-3, 1.0, 400.0], jnp.float8_e4m3fn)
+    (row,) = jmp.numerics_report(array).rows
+    assert (row.max_abs, row.subnormal) == (384, pytest.approx(1 / 3))
+    assert "scaled" not in str(jmp.numerics_report(array))
+
+
+def test_watch_judges_float8_op_by_op():
+    def fun(x):
+        return jnp.sum(x * 2.0**40) + jnp.sum(x * 2.0**-40)
+
+    x = jnp.array([1.0, 2.0**-25])
+    _, stats = jax.jit(jmp.watch(fun, "float8_e4m3fn"))(x)
+    rows = [row for row in stats.rows if row.op == "mul"]
+    assert [row.underflow for row in rows] == [0.5, 0.5]
+    assert "underflow in float8_e4m3fn, scaled" in str(stats)
 
 
 def test_a_report_names_the_leaves_and_counts_what_is_not_finite():

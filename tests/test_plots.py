@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jmp_lite import plots
+from jmp_lite.casting.quantize import scale_for
 
 GRADS = {
     "dense": {"kernel": jnp.array([2.0**-30, 2.0**-30, 1.0, 0.0])},
@@ -37,15 +38,32 @@ def test_the_shares_stand_where_the_numbers_are():
 
 @pytest.mark.parametrize("dtype", plots.DTYPES)
 def test_a_dtype_s_range_is_that_of_the_dtype(dtype):
+    """Of 8 bits that of the array with the largest number, under its scale."""
     lower = plots.magnitudes(GRADS, [dtype]).axes[1]
-    info = jnp.finfo(dtype)
+    info, is_scaled = jnp.finfo(dtype), "float8" in dtype
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(GRADS))
+    scale = float(scale_for(jnp.float32(largest), dtype)) if is_scaled else 1.0
     subnormal, normal = (np.exp2(line.get_xdata()) for line in lower.get_lines())
     np.testing.assert_allclose(
-        subnormal, [float(info.smallest_subnormal), float(info.tiny)]
+        subnormal, [scale * float(info.smallest_subnormal), scale * float(info.tiny)]
     )
-    np.testing.assert_allclose(normal, [float(info.tiny), float(info.max)])
-    assert labels(lower) == [dtype]
+    np.testing.assert_allclose(
+        normal, [scale * float(info.tiny), scale * float(info.max)]
+    )
+    assert labels(lower) == [f"{dtype}, scaled" if is_scaled else dtype]
     assert lower.get_xlabel() == "log2 of the size"
+
+
+def test_in_the_row_of_an_array_a_line_shows_where_its_scale_ends():
+    arrays = {"a": jnp.ones(3), "b": jnp.full(3, 2.0**20), "c": jnp.zeros(2)}
+    upper = plots.magnitudes(arrays, ["bfloat16", "float8_e4m3fn"]).axes[0]
+    (line,) = upper.get_lines()
+    assert line.get_label() == "float8_e4m3fn"
+    at, rows = line.get_data()
+    # 2**-8 brings 1 up to 256, and the smallest number with all digits is 2**-6.
+    np.testing.assert_array_equal(at, np.repeat([-14, 6, -6], 2))
+    np.testing.assert_array_equal(rows, [-0.5, 0.5, 0.5, 1.5, 1.5, 2.5])
+    assert not plots.magnitudes(arrays, ["bfloat16"]).axes[0].get_lines()
 
 
 def test_a_single_array_and_one_of_one_size_are_drawn(tmp_path):

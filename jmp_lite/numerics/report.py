@@ -110,6 +110,8 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
       tree: gradients, activations, parameters, an optimizer's state: its floats are
         counted, of complex numbers the larger part.
       dtype: what they might be held in, such as ``"float16"``; None for what they are.
+        In a format of 8 bits, each array is judged after division by the scale that a
+        float8 product has for it; infinite numbers do not count for the scale.
 
     Returns:
       A report. It is a pytree of arrays, so that a jitted function may return it;

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.host import fetched
+from jmp_lite.casting.quantize import scale_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Count(NamedTuple):
         return cls(np.uint32(number % 2**32), np.uint32(number // 2**32))
 
 
+def is_scaled(dtype: DTypeLike) -> bool:
+    """Whether arrays are divided by a scale before they are rounded to a dtype."""
+    return jnp.finfo(dtype).bits == 8
+
+
 _SHARES = ("overflow", "underflow", "subnormal")
 
 _COUNTED = ("nan", "inf", *_SHARES, "elements")
@@ -109,13 +115,18 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
     """Returns what there is to know of some numbers.
 
     Arrays of JAX are counted in the graph, in which subnormal numbers may be zeros;
-    those of NumPy, and the numbers of Python, on the host.
+    those of NumPy, and the numbers of Python, on the host. In a format of 8 bits the
+    numbers are divided by a scale for the largest of them that is finite.
     """
     xp, sizes = jnp if isinstance(array, jax.Array) else np, sizes_of(array)
     is_finite, is_zero = xp.isfinite(sizes), sizes == 0
-    with np.errstate(over="ignore"):  # An end may be infinite in float32.
-        overflow, underflow, normal = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
     largest = xp.max(xp.where(is_finite, sizes, 0), initial=0)
+    with np.errstate(over="ignore"):  # An end may be infinite in float32.
+        ends = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
+    if is_scaled(dtype) and np.dtype(dtype) != np.dtype(getattr(array, "dtype", float)):
+        scale = scale_for(jnp.asarray(largest, jnp.float32), dtype)
+        ends = ends * xp.asarray(scale, sizes.dtype)
+    overflow, underflow, normal = ends
     smallest = xp.min(xp.where(is_finite & ~is_zero, sizes, np.inf), initial=np.inf)
     widest = np.dtype(np.float64) if xp is np else _widest()
     return {
@@ -203,6 +214,7 @@ def numbers(columns: Mapping[str, Any], i: int) -> Numbers:
 def headers(dtype: str | None) -> Sequence[str]:
     """Returns the titles of the columns that ``cells`` fills."""
     suffix = f" in {dtype}" if dtype else ""
+    suffix += ", scaled" if dtype and is_scaled(dtype) else ""
     ends = [f"{name}{suffix}" for name in ("overflow", "underflow", "subnormal")]
     return ("nan", "inf", "max |x|", "min |x|", *ends)
 

@@ -111,7 +111,9 @@ def watch(
         a kernel, or in a custom derivative rule's function that has effects is seen
         from outside; so is a ``while`` under ``vmap`` whose lanes end by themselves
         (``vmap`` the watched function instead).
-      dtype: what the numbers might be held in.
+      dtype: what the numbers might be held in. In a format of 8 bits, what an op makes
+        at one call is judged after division by the scale that a float8 product has for
+        it.
 
     Returns:
       A function that returns ``(fun(...), stats)``.
