@@ -24,6 +24,7 @@ from sklearn.datasets import load_digits
 import jmp_lite as jmp
 import jmp_lite.plots
 
+plt.switch_backend(plt.get_backend())  # So that the first figure is shown.
 WIDTH, BATCH, STEPS = 64, 128, 300
 BLOCKS = [f"block_{i}" for i in range(4)]
 
@@ -122,9 +123,9 @@ def inputs(params, x):
 operands = jax.jit(inputs)(start, x)
 report = jmp.numerics_report(operands, "float8_e4m3fn")
 print(report)
-jmp_lite.plots.magnitudes(operands, ["bfloat16", "float8_e4m3fn"])
 lost = {row.path: row.underflow + row.subnormal for row in report.rows}
 assert max(lost, key=lost.get) == "['block_2']"
+jmp_lite.plots.magnitudes(operands, ["bfloat16", "float8_e4m3fn"])
 
 # %% [markdown]
 # In `block_2` nearly all numbers vanish beside the one large channel. That costs the
