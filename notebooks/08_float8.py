@@ -205,9 +205,11 @@ assert max(ends) - min(ends) < 0.02
 
 # %% [markdown]
 # All four learn alike, the one with the lossy block too: the others do its work. An
-# error of a gradient is not an error of a training, and a short training on a sample
-# says more than either.
+# error of a gradient is not an error of a training.
 #
-# In a network of your own, start from `"float8"` as it is, look at `explain` on the
-# real shapes, and let `tune` decide on a sample. [When it pays](../docs/float8.md) is
-# another question: of the width, of the length of sequences, and of the GPU.
+# **Answer.** Those that are large, have a weight, and whose results a later product
+# reads: the preset `"float8"` chooses them, and `explain` says why it leaves the others
+# out. What it cannot know is which operands have outliers. `numerics_report` shows
+# them, and `tune` finds on a sample which products they spoil. Whether float8 pays is
+# another question, of the width, of the length of sequences and of the GPU: see
+# docs/float8.md.
