@@ -536,6 +536,10 @@ def test_a_loop_keeps_one_byte_a_number():
     assert kept(by_op) - kept(RULES) == 3 * SMALL.size + LAYERS.size - 3 * 2 * 4
 
 
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_remat3", False),
+    reason="JAX's coming checkpoint has no forward mode for what is saved by name",
+)
 def test_remat_computes_no_scale_twice():
     def maxima(fun):
         found = jax.make_jaxpr(jax.grad(fun, (0, 1)))(SMALL, LAYERS)

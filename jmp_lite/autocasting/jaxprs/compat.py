@@ -431,17 +431,17 @@ def bind_remat(
       jaxpr: what to run.
       saved: a ``checkpoint_name`` of what is kept besides what its policy keeps.
     """
-    high = eqn.params["_prim"] if eqn.primitive.name == _HIGH else None
-    params = high.params if high else eqn.params
+    if eqn.primitive.name == _HIGH:
+        # Forward mode does not know what its policies save by name (jax 0.12).
+        high = eqn.params["_prim"]
+        return list(type(high)(**{**high.params, "jaxpr": jaxpr})(*operands))
     changed: dict[str, Any] = {}
     if saved:
         policies = jax.checkpoint_policies
         changed["policy"] = policies.save_from_both_policies(
-            params["policy"] or policies.nothing_saveable,
+            eqn.params["policy"] or policies.nothing_saveable,
             policies.save_only_these_names(saved),
         )
-    if high:
-        return list(type(high)(**{**params, **changed, "jaxpr": jaxpr})(*operands))
     return bind(eqn, operands, jaxpr=without_consts(jaxpr), **changed)
 
 
