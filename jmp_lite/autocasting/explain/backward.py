@@ -3,6 +3,7 @@
 The rows are read from the program that JAX makes of the gradient; nothing of it is run.
 """
 
+import enum
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -41,7 +42,7 @@ class Backward(NamedTuple):
       forward: what is run instead of it: to its results, and to what is kept.
       backward: from what was kept and from cotangents to gradients.
       kept: bytes of its residuals, but for the arguments, which exist anyway, and for
-        what nothing reads once it is compiled.
+        zeros that carry a tangent, which no compiled program reads.
     """
 
     program: Jaxpr
@@ -88,37 +89,46 @@ def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
     n_kept = len(jax.tree.leaves(kept[0]))
     returned = of_forward.outvars[len(results) :][:n_kept]
     backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
-    is_read = _Reads().inputs(backward, [True] * len(compat.parts(backward).outvars))
+    n_out = len(compat.parts(backward).outvars)
+    uses = _Uses().inputs(backward, [_Use.NUMBERS] * n_out)
     residuals = {
         var
-        for var, read in zip(returned, is_read[:n_kept], strict=True)
-        if read and not compat.is_literal(var)
+        for var, use in zip(returned, uses[:n_kept], strict=True)
+        if use is not _Use.TANGENT and not compat.is_literal(var)
     } - there
     return Backward(program, traced, backward, sum(map(bytes_of, residuals)))
 
 
-class _Reads(BackwardAnalysis[bool]):
-    """Finds what anything is read of, when a program is compiled."""
+class _Use(enum.IntEnum):
+    """What a residual is used for: of several uses, the largest."""
 
-    def nothing(self) -> bool:
+    NONE = 0
+    TANGENT = 1
+    NUMBERS = 2
+
+
+class _Uses(BackwardAnalysis[_Use]):
+    """Finds what the numbers of are read, and what carries a tangent alone."""
+
+    def nothing(self) -> _Use:
         """Nothing reads it."""
-        return False
+        return _Use.NONE
 
-    def join(self, one: bool, other: bool) -> bool:
-        """Returns whether one of two reads it."""
-        return one or other
+    def join(self, one: _Use, other: _Use) -> _Use:
+        """Returns the larger of two uses."""
+        return max(one, other)
 
-    def of_predicate(self) -> bool:
+    def of_predicate(self) -> _Use:
         """A predicate is read."""
-        return True
+        return _Use.NUMBERS
 
-    def through(self, eqn: Eqn, facts: Sequence[bool], path: str) -> Sequence[bool]:
-        """Returns which operands an op reads."""
-        del path
-        are_read = [any(facts) or bool(eqn.effects)] * len(eqn.invars)
+    def through(self, eqn: Eqn, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
+        """Returns what an op uses its operands for."""
+        del facts, path
+        uses = [_Use.NUMBERS] * len(eqn.invars)
         if compat.op_of(eqn) in (TANGENT_OF, DEQUANTIZE):
-            are_read[-1] = False
-        return are_read
+            uses[-1] = _Use.TANGENT
+        return uses
 
 
 def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:
