@@ -26,10 +26,12 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
     """Draws how large the numbers of a pytree are, above what dtypes can hold.
 
     For each array a row: the darker, the more of its numbers are of that size. Below,
-    for each dtype what it holds with all its digits (wide) and with fewer (thin). An
-    array is divided by a scale of its own before it is rounded to 8 bits: in its row a
-    line shows for each such format where that loses digits, and the format is drawn
-    below as the array with the largest number has it.
+    for each dtype what it holds with all its digits (wide) and with fewer (thin).
+
+    Float8 products divide each array by a scale before they round it, so formats of 8
+    bits are drawn with scales. A mark in the row of an array shows the smallest number
+    that keeps all its digits under the scale of that array. The bar below is that of
+    the array with the largest number.
 
     Args:
       tree: gradients, activations or parameters, concrete; its arrays of real floats.
@@ -46,6 +48,8 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
       >>> figure = magnitudes({"w": jnp.array([1e-9, 1.0]), "b": jnp.zeros(2)})
       >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
       ['b: 100% zero', 'w']
+      >>> [label.get_text() for label in figure.axes[1].get_yticklabels()][1:3]
+      ['bfloat16', 'float8_e4m3fn, scaled']
     """
     named = {np.dtype(d).name: jnp.finfo(d) for d in map(parse_dtype, dtypes)}
     sizes = {
@@ -78,21 +82,23 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
     upper.set_yticks(range(n_rows), [_label(*item) for item in sizes.items()])
     upper.invert_yaxis()
 
-    largest = [
-        float(np.exp2(row.max())) if row.size else 0 for row in exponents.values()
-    ]
+    largest = {
+        i: float(np.exp2(row.max()))
+        for i, row in enumerate(exponents.values())
+        if row.size
+    }
     scaled = {name: info for name, info in named.items() if info.bits == 8}
     for (name, info), style in zip(scaled.items(), itertools.cycle(_STYLES)):
-        normal = [math.log2(_scale(size, name) * float(info.tiny)) for size in largest]
-        at = [place for i in range(n_rows) for place in (i - 0.5, i + 0.5)]
-        upper.plot(np.repeat(normal, 2), at, style, color="tab:red", lw=1, label=name)
+        scales = np.array([_scale(size, name) for size in largest.values()])
+        normal, at = np.log2(scales * float(info.tiny)), np.array(list(largest))
+        upper.vlines(normal, at - 0.5, at + 0.5, "tab:red", style, label=name)
     if scaled:
         upper.legend(
             title="all digits from", fontsize="small", loc="lower left", ncols=2
         ).set_bbox_to_anchor((0, 1))
 
     for i, (name, info) in enumerate(named.items()):
-        scale = _scale(max(largest), name) if name in scaled else 1.0
+        scale = _scale(max(largest.values()), name) if name in scaled else 1.0
         smallest, normal, end = (
             math.log2(scale * float(end))
             for end in (info.smallest_subnormal, info.tiny, info.max)
@@ -112,7 +118,10 @@ _STYLES = ("-", ":", "--", "-.")
 
 
 def _scale(largest: float, dtype: str) -> float:
-    return float(scale_for(jnp.float32(largest), dtype))
+    # No scale is larger than that of the end of float32.
+    end = float(jnp.finfo(jnp.float32).max)
+    with jax.ensure_compile_time_eval():
+        return float(scale_for(jnp.float32(min(largest, end)), dtype))
 
 
 def _name(path: Any) -> str:

@@ -5,6 +5,8 @@ import functools
 import pathlib
 
 import chex
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,11 +85,52 @@ def test_what_is_not_finite_does_not_count_for_a_scale():
     assert (row.inf, row.nan, row.overflow, row.underflow) == (1, 1, 0, 0)
 
 
-def test_an_array_that_is_float8_is_judged_as_it_is():
-    array = jnp.array([1e-3, 1.0, 400.0], jnp.float8_e4m3fn)
-    (row,) = jmp.numerics_report(array).rows
-    assert (row.max_abs, row.subnormal) == (384, pytest.approx(1 / 3))
-    assert "scaled" not in str(jmp.numerics_report(array))
+REPORTS_IN_FLOAT8 = {
+    dtype: jax.jit(functools.partial(jmp.numerics_report, dtype=dtype)) for dtype in F8
+}
+FLOATS = st.floats(width=32, allow_subnormal=False)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(st.lists(FLOATS, min_size=4, max_size=4), st.sampled_from(F8))
+def test_float8_is_judged_the_same_on_the_host_and_in_the_graph(values, dtype):
+    array = np.float32(values)
+    with np.errstate(invalid="ignore"):
+        on_host = [array, array.astype(np.float64)]
+    in_graph = REPORTS_IN_FLOAT8[dtype](jnp.asarray(array)).rows
+    for each in on_host:
+        (row,) = jmp.numerics_report(each, dtype).rows
+        assert (dataclasses.replace(row, dtype="float32"),) == in_graph
+        assert row.overflow == 0
+
+
+def test_arrays_of_numpy_are_judged_in_float8_under_jit():
+    arrays = {"a": np.array([1.0, 2.0**-20]), "b": np.float32([0.0, 2.0**-20])}
+    report = lambda: jmp.numerics_report(arrays, "float8_e4m3fn")
+    a, b = jax.jit(report)().rows
+    assert (a.dtype, b.dtype) == ("float64", "float32")
+    assert (a.underflow, b.underflow) == (0.5, 0)
+    assert (a, b) == report().rows
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_is_beyond_float32_overflows_under_the_largest_scale(in_graph):
+    array = np.array([1e300, -1.0, 1e38, 0.0])
+    with jax.enable_x64(in_graph):
+        given = jnp.asarray(array) if in_graph else array
+        (row,) = jmp.numerics_report(given, "float8_e4m3fn").rows
+    assert (row.dtype, row.max_abs) == ("float64", 1e300)
+    assert (row.overflow, row.underflow, row.subnormal) == (0.25, 0.25, 0)
+
+
+@pytest.mark.parametrize("dtype", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_an_array_that_is_float8_is_judged_as_it_is(dtype, on_host):
+    array = jnp.array([2.0**-8, 1.0, 4.0], jnp.float8_e4m3fn)
+    report = jmp.numerics_report(np.asarray(array) if on_host else array, dtype)
+    (row,) = report.rows
+    assert (row.max_abs, row.subnormal) == (4, pytest.approx(1 / 3))
+    assert ("scaled" in str(report)) == (dtype is not None)
 
 
 def test_watch_judges_float8_op_by_op():

@@ -26,7 +26,7 @@ def test_each_array_of_floats_is_a_row_with_what_cannot_be_drawn_beside_it():
 
 def test_the_shares_stand_where_the_numbers_are():
     upper = plots.magnitudes(GRADS).axes[0]
-    (mesh,) = upper.collections
+    mesh, *_ = upper.collections
     shares = np.asarray(mesh.get_array())
     lows = mesh.get_coordinates()[0, :-1, 0]
     expected = np.zeros_like(shares)
@@ -54,16 +54,28 @@ def test_a_dtype_s_range_is_that_of_the_dtype(dtype):
     assert lower.get_xlabel() == "log2 of the size"
 
 
-def test_in_the_row_of_an_array_a_line_shows_where_its_scale_ends():
+def test_in_the_row_of_an_array_a_mark_shows_where_its_scale_ends():
     arrays = {"a": jnp.ones(3), "b": jnp.full(3, 2.0**20), "c": jnp.zeros(2)}
     upper = plots.magnitudes(arrays, ["bfloat16", "float8_e4m3fn"]).axes[0]
-    (line,) = upper.get_lines()
-    assert line.get_label() == "float8_e4m3fn"
-    at, rows = line.get_data()
-    # 2**-8 brings 1 up to 256, and the smallest number with all digits is 2**-6.
-    np.testing.assert_array_equal(at, np.repeat([-14, 6, -6], 2))
-    np.testing.assert_array_equal(rows, [-0.5, 0.5, 0.5, 1.5, 1.5, 2.5])
-    assert not plots.magnitudes(arrays, ["bfloat16"]).axes[0].get_lines()
+    _, marks = upper.collections
+    assert marks.get_label() == "float8_e4m3fn"
+    assert upper.get_legend().get_title().get_text() == "all digits from"
+    # 2**-8 brings 1 up to 256, and the smallest number with all digits is 2**-6. Zeros
+    # have no mark.
+    expected = [[(-14, -0.5), (-14, 0.5)], [(6, 0.5), (6, 1.5)]]
+    np.testing.assert_array_equal(marks.get_segments(), expected)
+    upper = plots.magnitudes(arrays, ["bfloat16"]).axes[0]
+    assert len(upper.collections) == 1
+    assert upper.get_legend() is None
+
+
+def test_numbers_beyond_float32_are_drawn_above_float8():
+    array = np.array([1e300, 1.0])
+    lower = plots.magnitudes(array, ["float8_e5m2"]).axes[1]
+    (subnormal, normal) = (line.get_xdata() for line in lower.get_lines())
+    # The largest scale is 2**113.
+    np.testing.assert_allclose(subnormal, [97, 99])
+    np.testing.assert_allclose(normal, [99, 113 + np.log2(57344)])
 
 
 def test_a_single_array_and_one_of_one_size_are_drawn(tmp_path):

@@ -110,8 +110,10 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
       tree: gradients, activations, parameters, an optimizer's state: its floats are
         counted, of complex numbers the larger part.
       dtype: what they might be held in, such as ``"float16"``; None for what they are.
-        In a format of 8 bits, each array is judged after division by the scale that a
-        float8 product has for it; infinite numbers do not count for the scale.
+        Float8 products divide an array by a scale before they round it. A format of 8
+        bits is therefore judged with scales: each array is divided by the scale for its
+        largest finite number, so that none overflows. ``max_abs`` and ``min_abs`` are
+        of the array itself. An array of that very format is judged as it is.
 
     Returns:
       A report. It is a pytree of arrays, so that a jitted function may return it;
@@ -127,6 +129,12 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
       >>> b, w = numerics_report(grads, "float16").rows
       >>> b.nan, w.overflow, w.underflow, w.max_abs
       (1, 0.25, 0.25, 1000000.0)
+
+      With the scale 4096, the largest number fits, and 1.0 vanishes too:
+
+      >>> b, w = numerics_report(grads, "float8_e4m3fn").rows
+      >>> w.overflow, w.underflow, w.max_abs
+      (0.0, 0.5, 1000000.0)
     """
     wanted = None if dtype is None else dtype_that_overflows(dtype)
     counts: list[Mapping[str, Any]] = []
@@ -229,7 +237,9 @@ def suggest_loss_scale(
 
     Args:
       grads: unscaled gradients, concrete.
-      dtype: what the backward pass computes in.
+      dtype: what the backward pass computes in. A format of 8 bits is judged as it is,
+        without a scale for each array. Float8 products have such scales, and need no
+        loss scale.
       headroom: how many times larger than the largest of them a number may get, 1 or
         more.
 

@@ -115,8 +115,11 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
     """Returns what there is to know of some numbers.
 
     Arrays of JAX are counted in the graph, in which subnormal numbers may be zeros;
-    those of NumPy, and the numbers of Python, on the host. In a format of 8 bits the
-    numbers are divided by a scale for the largest of them that is finite.
+    those of NumPy, and the numbers of Python, on the host.
+
+    A format of 8 bits is judged as float8 products use it: the numbers are divided by
+    the scale for the largest finite one. An array of that very format has been divided
+    already, and is judged as it is.
     """
     xp, sizes = jnp if isinstance(array, jax.Array) else np, sizes_of(array)
     is_finite, is_zero = xp.isfinite(sizes), sizes == 0
@@ -124,8 +127,7 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
     with np.errstate(over="ignore"):  # An end may be infinite in float32.
         ends = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
     if is_scaled(dtype) and np.dtype(dtype) != np.dtype(getattr(array, "dtype", float)):
-        scale = scale_for(jnp.asarray(largest, jnp.float32), dtype)
-        ends = ends * xp.asarray(scale, sizes.dtype)
+        ends = ends * _scale(largest, dtype).astype(sizes.dtype)
     overflow, underflow, normal = ends
     smallest = xp.min(xp.where(is_finite & ~is_zero, sizes, np.inf), initial=np.inf)
     widest = np.dtype(np.float64) if xp is np else _widest()
@@ -139,6 +141,16 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
         "subnormal": _count((sizes > underflow) & (sizes < normal)),
         "elements": Count.of(sizes.size),
     }
+
+
+def _scale(largest: Any, dtype: DTypeLike) -> Any:
+    """Returns the scale of an array, on the host if its largest number is there."""
+    # A float64 beyond float32 overflows under the largest scale.
+    end = float(jnp.finfo(jnp.float32).max)
+    if isinstance(largest, jax.Array):
+        return scale_for(jnp.minimum(largest, end), dtype)
+    with jax.ensure_compile_time_eval():  # Under jit it would be traced.
+        return np.asarray(scale_for(jnp.float32(min(largest, end)), dtype))
 
 
 def _count(is_so: Any) -> Count:

@@ -111,9 +111,9 @@ def watch(
         a kernel, or in a custom derivative rule's function that has effects is seen
         from outside; so is a ``while`` under ``vmap`` whose lanes end by themselves
         (``vmap`` the watched function instead).
-      dtype: what the numbers might be held in. In a format of 8 bits, what an op makes
-        at one call is judged after division by the scale that a float8 product has for
-        it.
+      dtype: what the numbers might be held in. A format of 8 bits is judged with
+        scales, as in ``numerics_report``: each result of an op is divided by its own
+        scale, at each call.
 
     Returns:
       A function that returns ``(fun(...), stats)``.
@@ -127,6 +127,10 @@ def watch(
       >>> first = first_nonfinite(stats)
       >>> first.op, first.inf
       ('exp', 1)
+      >>> x = jnp.array([1e-9, 1e6])
+      >>> _, stats = watch(jnp.negative, "float8_e4m3fn")(x)
+      >>> [(row.op, row.overflow, row.underflow) for row in stats.rows]
+      [('neg', 0.0, 0.5)]
     """
     check_function(fun)
     wanted = dtype_that_overflows(dtype)

@@ -356,6 +356,13 @@ FAULTS = (
         "test_numerics.py::test_float8_is_judged_by_each_arrays_own_scale",
     ),
     Fault(
+        "numerics/statistics.py",
+        "return scale_for(jnp.minimum(largest, end), dtype)",
+        "return scale_for(largest, dtype)",
+        "one number beyond float32 leaves an array without a scale",
+        "test_numerics.py::test_what_is_beyond_float32_overflows_under_the_largest_scale",
+    ),
+    Fault(
         "autocasting/interpreter/evaluate.py",
         "is_spread = op in BROADCASTING and not value.is_number",
         "is_spread = False",
@@ -1069,6 +1076,13 @@ FAULTS = (
         "name: np.log10(array[np.isfinite(array) & (array > 0)])",
         "the picture counts powers of ten",
         "test_plots.py::test_the_shares_stand_where_the_numbers_are",
+    ),
+    Fault(
+        "plots.py",
+        "normal, at = np.log2(scales * float(info.tiny)), np.array(list(largest))",
+        "normal, at = np.log2(scales**0 * float(info.tiny)), np.array(list(largest))",
+        "arrays are marked where float8 ends without their scale",
+        "test_plots.py::test_in_the_row_of_an_array_a_mark_shows_where_its_scale_ends",
     ),
     Fault(
         "__main__.py",
