@@ -44,8 +44,8 @@ class Compared(NamedTuple):
       peak: the same of the memory that is held at most.
       kernels: the same of the number of kernels.
       products: how many products run in float8.
-      raised: how many kernels cast float8 to 16 bits, which is none where every
-        product has a float8 kernel.
+      raised: how many instructions cast float8 to a wider dtype; 0 if every product has
+        a float8 kernel.
     """
 
     model: str
@@ -292,11 +292,8 @@ def train(task: Task, seed: int, steps: int = STEPS) -> list[Trained]:
     schedule = optax.warmup_cosine_decay_schedule(0, task.rate, steps // 10, steps)
     optimizer = optax.adamw(schedule)
 
-    def gradient(rules: jmp.Rules | str) -> Callable[..., Any]:
-        return jax.value_and_grad(jmp.autocast(model.loss, rules))
-
     def run(rules: jmp.Rules | str) -> tuple[Any, Any]:
-        loss_and_grad = gradient(rules)
+        loss_and_grad = jax.value_and_grad(jmp.autocast(model.loss, rules))
 
         def step(state: Any, batch: Any) -> Any:
             params, opt_state = state

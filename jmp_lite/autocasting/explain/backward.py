@@ -108,7 +108,7 @@ class _Use(enum.IntEnum):
 
 
 class _Uses(BackwardAnalysis[_Use]):
-    """Finds what the numbers of are read, and what carries a tangent alone."""
+    """Finds which residuals are read as numbers, and which carry a tangent alone."""
 
     def nothing(self) -> _Use:
         """Nothing reads it."""

@@ -291,8 +291,8 @@ def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
             yield _at(
                 seen,
                 "last float8 product",
-                "a product in float8 makes logits, a loss or what else is read in "
-                "float32",
+                "a float8 product makes logits, a loss, or something else that float32 "
+                "ops alone read",
                 'rules.scope(..., "low") before the scope that asks for float8',
             )
     if found and not any(r not in _NOT_IN_FLOAT8 for r in found):

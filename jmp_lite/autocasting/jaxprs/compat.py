@@ -710,7 +710,7 @@ def primitive(name: str, fun: Callable[..., Any]) -> Any:
     """Returns a primitive whose result has the type of its last operand.
 
     Unlike a ``custom_jvp``, whose rule JAX may drop where a loop is differentiated
-    twice, it keeps its derivative, which ``set_tangent`` or ``set_transpose`` sets.
+    twice, it keeps its derivative: see ``pass_last_tangent`` and ``set_transpose``.
 
     Args:
       name: of the primitive.

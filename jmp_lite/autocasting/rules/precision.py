@@ -53,8 +53,8 @@ class Float8:
     - it has no batch axes,
     - its sizes are multiples of 16,
     - it is large enough to gain, see ``smallest``,
-    - and its result is not only read in float32: not the logits, a router's or a loss.
-      (A scope that asks for float8 by name is obeyed here.)
+    - and an op that takes 16 bits reads its result. Logits and the result of a router
+      are read in float32 alone. (Only a scope that asks for float8 has these in it.)
 
     Attributes:
       forward: the format of both operands: ``"e4m3fn"``, or ``"e4m3fnuz"`` on AMD's
