@@ -54,7 +54,7 @@ class Float8:
     - its sizes are multiples of 16,
     - it is large enough to gain, see ``smallest``,
     - and an op that takes 16 bits reads its result. Logits and the result of a router
-      are read in float32 alone. (Only a scope that asks for float8 has these in it.)
+      are read in float32 alone. (A scope that asks for float8 includes these.)
 
     Attributes:
       forward: the format of both operands: ``"e4m3fn"``, or ``"e4m3fnuz"`` on AMD's
