@@ -25,9 +25,13 @@ from benchmarks import accuracy, collectives, models
 from benchmarks.autocast import fill
 from benchmarks.compiled import Program, compile_for, missing
 from benchmarks.report import stamp, write
+from jmp_lite.autocasting.interpreter.float8 import apart, quantize_operand
+from jmp_lite.autocasting.interpreter.float8 import product as quantized_product
 
 EVERY_SIZE = accuracy.VARIANTS["float8"]
 TOKENS = 8192
+STACK = "24 in a scan, remat"
+E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 
 
 class Compared(NamedTuple):
@@ -62,13 +66,14 @@ class Compared(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The gradient of two MLP blocks of width 2,048 under one recipe.
+    """The gradient of MLP blocks of width 2,048 under one recipe.
 
     Attributes:
-      recipe: "mixed", "float8" or "mxfp8".
+      recipe: "mixed", "float8", "mxfp8" or "float8, weights first".
       target: what it is compiled for.
       gigabytes: what is moved.
       milliseconds: the least time.
+      peak: what is held at most, in gigabytes.
       kernels: how many run.
       products: how many products run in float8.
     """
@@ -77,6 +82,7 @@ class Recipe(NamedTuple):
     target: str
     gigabytes: float
     milliseconds: float
+    peak: float
     kernels: int
     products: int
 
@@ -172,15 +178,42 @@ MODELS: Sequence[dict[str, Any]] = (
 )
 
 
-def mlp(product: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def mlp(product: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     """Returns the loss of residual MLP blocks with one kind of product."""
 
-    def loss(blocks: Any, x: Any) -> Any:
+    def loss(blocks: Any, head: Any, x: Any) -> Any:
         for up, down in blocks:
             x = x + product(jax.nn.gelu(product(x, up)), down)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
+        return jnp.mean((x @ head.astype(x.dtype)).astype(jnp.float32) ** 2)
 
     return loss
+
+
+def stack(product: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Returns the loss of residual MLP blocks in a loop, which keeps only its carry."""
+
+    @jax.checkpoint
+    def block(x: Any, weights: Any) -> tuple[Any, None]:
+        up, down = weights
+        return x + product(jax.nn.gelu(product(x, up)), down), None
+
+    def loss(blocks: Any, head: Any, x: Any) -> Any:
+        x, _ = jax.lax.scan(block, x, blocks)
+        return jnp.mean((x @ head.astype(x.dtype)).astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def stack_quantized_first(blocks: Any, head: Any, x: Any) -> Any:
+    """Returns the loss of ``stack`` with weights quantized before the loop."""
+    quantize = jax.vmap(lambda w: quantize_operand(w, E4M3))
+    operands = jax.tree.map(lambda w: quantize(w.astype(jnp.bfloat16)), blocks)
+
+    def product(x: Any, weight: Any) -> Any:
+        lhs = apart(quantize_operand(x, E4M3), weight)
+        return quantized_product(lhs, weight, (((1,), (0,)), ((), ())), E5M2)
+
+    return stack(product)(operands, head, x.astype(jnp.bfloat16))
 
 
 def _in_blocks(x: Any, w: Any) -> Any:
@@ -200,19 +233,42 @@ RECIPES = {
     "float8": jmp.autocast(mlp(jnp.dot), "float8"),
     "mxfp8": mlp(_in_blocks),
 }
+STACKED = {
+    "mixed": jmp.autocast(stack(jnp.dot)),
+    "float8": jmp.autocast(stack(jnp.dot), "float8"),
+    "float8, weights first": stack_quantized_first,
+}
 
 
 def measure_recipe(recipe: str, target: str, width: int = 2048) -> Recipe:
-    """Compiles two MLP blocks."""
-    up = jax.ShapeDtypeStruct((width, 4 * width), jnp.float32)
-    down = jax.ShapeDtypeStruct((4 * width, width), jnp.float32)
+    """Compiles two MLP blocks that are written out."""
+    weights = [_mlp_block(width)] * 2
+    return _measured(recipe, RECIPES[recipe], target, weights, width)
+
+
+def measure_stacked(recipe: str, width: int = 2048, depth: int = 24) -> Recipe:
+    """Compiles MLP blocks in a scan for an H100."""
+    weights = _mlp_block(width, (depth,))
+    return _measured(recipe, STACKED[recipe], "h100", weights, width)
+
+
+def _mlp_block(width: int, depth: tuple[int, ...] = ()) -> Any:
+    shapes = (width, 4 * width), (4 * width, width)
+    return tuple(jax.ShapeDtypeStruct((*depth, *s), jnp.float32) for s in shapes)
+
+
+def _measured(
+    recipe: str, loss: Callable[..., Any], target: str, weights: Any, width: int
+) -> Recipe:
+    head = jax.ShapeDtypeStruct((width, 256), jnp.float32)
     x = jax.ShapeDtypeStruct((TOKENS, width), jnp.float32)
-    program = compile_for(target, jax.grad(RECIPES[recipe]), [(up, down)] * 2, x)
+    program = compile_for(target, jax.grad(loss, (0, 1)), weights, head, x)
     return Recipe(
         recipe,
         target,
         program.bytes_moved / 1e9,
         1e3 * program.roofline_seconds,
+        program.peak_memory / 1e9,
         program.kernels,
         float8_products(program),
     )
@@ -364,15 +420,15 @@ def models_table(rows: Sequence[Compared]) -> str:
     return "\n".join(lines)
 
 
-def recipes_table(rows: Sequence[Recipe]) -> str:
+def recipes_table(rows: Sequence[Recipe], blocks: str = "two MLP blocks") -> str:
     """Returns what recipes cost as text."""
     lines = [
-        f"{'two MLP blocks':16}{'target':>7}{'GB moved':>10}{'ms':>8}{'kernels':>9}"
+        f"{blocks:25}{'target':>7}{'GB moved':>10}{'ms':>8}{'GB held':>9}{'kernels':>9}"
         f"{'float8':>8}"
     ]
     lines += [
-        f"{row.recipe:16}{row.target:>7}{row.gigabytes:>10.2f}{row.milliseconds:>8.2f}"
-        f"{row.kernels:>9}{row.products:>8}"
+        f"{row.recipe:25}{row.target:>7}{row.gigabytes:>10.2f}{row.milliseconds:>8.2f}"
+        f"{row.peak:>9.2f}{row.kernels:>9}{row.products:>8}"
         for row in rows
     ]
     return "\n".join(lines)
@@ -443,6 +499,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n" + models_table(long), flush=True)
     recipes = [measure_recipe(name, at) for at in ("h100", "b200") for name in RECIPES]
     print("\n" + recipes_table(recipes), flush=True)
+    stacked = [measure_stacked(name) for name in STACKED]
+    print("\n" + recipes_table(stacked, STACK), flush=True)
     sent = [
         measure_sent(layout, rules)
         for layout in collectives.LAYOUTS
@@ -464,6 +522,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         widths=wide,
         lengths=long,
         recipes=recipes,
+        stacked=stacked,
         sent=sent,
         trained=trained,
     )

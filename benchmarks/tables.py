@@ -83,6 +83,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "float8.recipes": lambda told: float8.recipes_table(
         _rows(told, "recipes", float8.Recipe)
     ),
+    "float8.stacked": lambda told: float8.recipes_table(
+        _rows(told, "stacked", float8.Recipe), float8.STACK
+    ),
     "float8.sent": lambda told: float8.sent_table(_rows(told, "sent", float8.Sent)),
     "float8.trained": lambda told: float8.trained_table(
         _rows(told, "trained", float8.Trained)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from benchmarks import float8
-from benchmarks.compiled import missing
+from benchmarks.compiled import compile_for, missing
 
 EVERY_SIZE = jmp.Float8(smallest=0)
 RULES = dataclasses.replace(jmp.get_rules("float8"), float8_format=EVERY_SIZE)
@@ -726,3 +726,25 @@ def test_what_devices_send_each_other_of_weights_is_float8():
     # Two blocks of two weights, forward and backward, of which a device has an eighth.
     gathered = 2 * 4 * (2048 * 8192) * 7 / 8
     assert found["f8e4m3fn"] == pytest.approx(gathered / 1e6, rel=0.01)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["h100", "b200"])
+def test_a_kernel_need_not_compute_a_gelu_and_keep_the_product(target):
+    """XLA moves a gelu into the kernel of a product, and fails if both are needed."""
+    if missing(target):
+        pytest.skip(missing(target))
+
+    def loss(weights, x):
+        def layer(x, weights):
+            up, down = weights
+            return x + jax.nn.gelu(x @ up) @ down, None
+
+        x, _ = jax.lax.scan(layer, x, weights)
+        return jnp.mean((x @ weights[0][0]) ** 2)
+
+    shapes = (2, 2048, 2048), (2, 2048, 2048)
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    program = compile_for(target, jax.grad(autocast(loss, "float8")), weights, x)
+    assert float8.float8_products(program) == 12

@@ -49,6 +49,7 @@ def test_the_tables_are_written_and_drawn(tmp_path, monkeypatch):
         pytest.skip(missing("h100"))
     monkeypatch.setattr(float8, "MODELS", ())
     monkeypatch.setattr(float8, "RECIPES", {"mixed": float8.RECIPES["mixed"]})
+    monkeypatch.setattr(float8, "STACKED", {})
     monkeypatch.setattr(float8, "TASKS", (Task(32, 16, 1e-2),))
     monkeypatch.setattr(float8.collectives, "LAYOUTS", ())
     options = ["--widths", "128", "--lengths", "--seeds", "1", "--steps", "10"]

@@ -109,7 +109,12 @@ def _dequantized(operand: QuantizedOperand) -> Array:
 def _dot(lhs: Array, rhs: Array, dimensions: Any, backward: Dtype) -> Array:
     """Returns a product whose cotangent is quantized."""
     del backward
-    return _plain_dot(lhs, rhs, dimensions, None)
+    result = _plain_dot(lhs, rhs, dimensions, None)
+    # XLA would compute a gelu in the product's kernel and keep the product beside it,
+    # which its float8 kernels cannot do: it fails. This op changes no number, and
+    # hides the one from the other.
+    finfo = jax.numpy.finfo(result.dtype)
+    return lax.reduce_precision(result, finfo.nexp, finfo.nmant)
 
 
 @_dot.defjvp
