@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.jaxprs import sharding
 from jmp_lite.casting.host import fetched
 from jmp_lite.casting.quantize import scale_for
 
@@ -121,25 +123,70 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
     the scale for the largest finite one. An array of that very format has been divided
     already, and is judged as it is.
     """
-    xp, sizes = jnp if isinstance(array, jax.Array) else np, sizes_of(array)
-    is_finite, is_zero = xp.isfinite(sizes), sizes == 0
-    largest = xp.max(xp.where(is_finite, sizes, 0), initial=0)
+    sizes = sizes_of(array)
     with np.errstate(over="ignore"):  # An end may be infinite in float32.
         ends = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
     if is_scaled(dtype) and np.dtype(dtype) != np.dtype(getattr(array, "dtype", float)):
+        xp = jnp if isinstance(array, jax.Array) else np
+        largest = xp.max(xp.where(xp.isfinite(sizes), sizes, 0), initial=0)
         ends = ends * _scale(largest, dtype).astype(sizes.dtype)
+    parts = [sizes]
+    if isinstance(array, jax.Array) and sizes.size >= 2**32:  # Beyond one half's range.
+        n = -(-sizes.size // 2**31)
+        parts = jnp.array_split(sizes, n, int(np.argmax(sizes.shape)))
+    counts = [_joined_all(_looked_at(part, ends)) for part in parts]
+    return {**functools.reduce(added, counts), "elements": Count.of(sizes.size)}
+
+
+def _looked_at(sizes: Any, ends: Any) -> dict[str, Any]:
+    """Returns what is counted of each number, and how large it is."""
+    xp = jnp if isinstance(sizes, jax.Array) else np
     overflow, underflow, normal = ends
-    smallest = xp.min(xp.where(is_finite & ~is_zero, sizes, np.inf), initial=np.inf)
-    widest = np.dtype(np.float64) if xp is np else _widest()
+    is_finite, is_zero = xp.isfinite(sizes), sizes == 0
     return {
-        "nan": _count(xp.isnan(sizes)),
-        "inf": _count(xp.isinf(sizes)),
-        "max_abs": largest.astype(widest),
-        "min_abs": smallest.astype(widest),
-        "overflow": _count(is_finite & (sizes >= overflow)),
-        "underflow": _count(~is_zero & (sizes <= underflow)),
-        "subnormal": _count((sizes > underflow) & (sizes < normal)),
-        "elements": Count.of(sizes.size),
+        "nan": xp.isnan(sizes),
+        "inf": xp.isinf(sizes),
+        "overflow": is_finite & (sizes >= overflow),
+        "underflow": ~is_zero & (sizes <= underflow),
+        "subnormal": (sizes > underflow) & (sizes < normal),
+        "max_abs": xp.where(is_finite, sizes, 0),
+        "min_abs": xp.where(is_finite & ~is_zero, sizes, np.inf),
+    }
+
+
+def _joined_all(each: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the counts, the largest and the smallest of all numbers."""
+    *counted_names, largest, smallest = each
+    if not isinstance(each[largest], jax.Array):
+        return {
+            **{n: Count.of(int(np.count_nonzero(each[n]))) for n in counted_names},
+            largest: np.max(each[largest], initial=0).astype(np.float64),
+            smallest: np.min(each[smallest], initial=np.inf).astype(np.float64),
+        }
+    # One reduction of several arrays is one kernel, where XLA makes one for each of
+    # several reductions. What it starts from is hidden: XLA would compute those of
+    # constants itself, number by number, for minutes.
+    zero, start = lax.optimization_barrier((np.uint32(0), each[largest].dtype.type(0)))
+    operands = [each[name].astype(np.uint32) for name in counted_names]
+    operands += [each[largest], each[smallest]]
+    starts = [zero] * len(counted_names) + [start, start + np.inf]
+    axes = sharding.axes_of(each[largest])
+    starts = [sharding.as_varying(x, axes) for x in starts]
+
+    def join(some: Any, others: Any) -> Any:
+        *sums, _, _ = (a + b for a, b in zip(some, others, strict=True))
+        ends = lax.max(some[-2], others[-2]), lax.min(some[-1], others[-1])
+        return (*sums, *ends)
+
+    dimensions = range(each[largest].ndim)
+    *sums, most, least = lax.reduce(tuple(operands), tuple(starts), join, dimensions)
+    return {
+        **{
+            name: Count(x, np.uint32(0))
+            for name, x in zip(counted_names, sums, strict=True)
+        },
+        largest: most.astype(_widest()),
+        smallest: least.astype(_widest()),
     }
 
 
@@ -151,15 +198,6 @@ def _scale(largest: Any, dtype: DTypeLike) -> Any:
         return scale_for(jnp.minimum(largest, end), dtype)
     with jax.ensure_compile_time_eval():  # Under jit it would be traced.
         return np.asarray(scale_for(jnp.float32(min(largest, end)), dtype))
-
-
-def _count(is_so: Any) -> Count:
-    if not isinstance(is_so, jax.Array):
-        return Count.of(int(np.count_nonzero(is_so)))
-    if is_so.size >= 2**32:  # The sum might not fit into one half.
-        halves = jnp.array_split(is_so, 2, int(np.argmax(is_so.shape)))
-        return _plus(*map(_count, halves))
-    return Count(jnp.sum(is_so, dtype=jnp.uint32), np.uint32(0))
 
 
 def _plus(a: Count, b: Count) -> Count:
@@ -179,6 +217,12 @@ def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         else _plus(a[name], b[name])
         for name in a
     }
+
+
+def are_finite(counts: Mapping[str, Any]) -> Any:
+    """Whether all numbers that were counted are finite."""
+    halves = [half for name in ("nan", "inf") for half in counts[name]]
+    return functools.reduce(jnp.bitwise_or, halves) == 0
 
 
 def nothing(n: int) -> dict[str, Any]:

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.explain.rows import short
 from jmp_lite.autocasting.explain.tables import text_table
 from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.validation import check_function
+from jmp_lite.autocasting.jaxprs.sharding import gathered
 from jmp_lite.casting.mutables import returning_changes, write_changes
-from jmp_lite.numerics.report import (
-    dtype_that_overflows,
-    of_all_devices,
-)
+from jmp_lite.numerics.report import dtype_that_overflows
 from jmp_lite.numerics.statistics import (
     Numbers,
     cells,
@@ -24,7 +23,7 @@ from jmp_lite.numerics.statistics import (
     numbers,
     on_host,
 )
-from jmp_lite.numerics.watcher import Op, Watcher
+from jmp_lite.numerics.watcher import Op, Seen, Watcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ class WatchedNumerics:
         return tuple(
             OpNumerics(
                 **vars(numbers(columns, i)),
-                **op._asdict(),
+                **{name: getattr(op, name) for name in ("scope", "op", "source")},
                 is_first=bool(columns["is_first"][i]),
             )
             for i, op in enumerate(self.ops)
@@ -139,11 +138,12 @@ def watch(
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
         traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
         watcher = Watcher(wanted)
-        results = watcher.run(traced, arrays, "")
-        stats = WatchedNumerics(
-            of_all_devices(watcher.counts), tuple(watcher.ops), wanted.name
-        )
-        out, changes = jax.tree.unflatten(treedef, results)
+        results = watcher.run(traced, list(map(Seen, arrays)), "")
+        ops, counts = watcher.found()
+        order = np.argsort([op.number for op in ops])
+        counts = jax.tree.map(lambda column: gathered(column[order]), counts)
+        stats = WatchedNumerics(counts, tuple(ops[i] for i in order), wanted.name)
+        out, changes = jax.tree.unflatten(treedef, [x.array for x in results])
         write_changes(args, kwargs, changes)
         return out, stats
 

@@ -1,10 +1,13 @@
 """Runs a jaxpr as it is, and counts the numbers of each op beside it.
 
 Results and derivatives are those of the function. Counts add up over a loop's steps.
+Whether a value is finite goes with it, into loops and out of them, so that no number is
+looked at twice.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,23 +16,98 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.jaxprs import compat, sharding
+from jmp_lite.autocasting.jaxprs.dataflow import has_lanes
 from jmp_lite.autocasting.rules.rules import of_the_user
-from jmp_lite.numerics.statistics import added, counted, nothing, stacked
+from jmp_lite.numerics.statistics import (
+    added,
+    are_finite,
+    counted,
+    nothing,
+    stacked,
+)
 
 
 class Op(NamedTuple):
-    """An op, and where it stands."""
+    """An op, and where it stands.
+
+    Attributes:
+      scope: the path that it stands in.
+      op: the name of its primitive.
+      source: where it stands in the code: file, line and function.
+      number: its place among all ops.
+    """
 
     scope: str
     op: str
     source: str
+    number: int
+
+
+class Seen:
+    """A value, and whether all its numbers are finite.
+
+    Args:
+      array: the value.
+      is_finite: a boolean; None where it is not known yet.
+      of_steps: the same of each element of the first axis, if a loop has stacked them.
+      note: the note of the op that made it.
+    """
+
+    def __init__(
+        self,
+        array: Any,
+        is_finite: Any = None,
+        of_steps: Any = None,
+        note: "Note | None" = None,
+    ) -> None:
+        self.array = array
+        self.note = note
+        self._is_finite = is_finite
+        self._of_steps = of_steps
+
+    @property
+    def is_finite(self) -> Any:
+        """Whether all its numbers are finite, as those are that are no floats."""
+        if self._is_finite is None and self.note is not None:
+            self._is_finite = are_finite(self.note.counts)
+        if self._is_finite is None and self._of_steps is not None:
+            self._is_finite = self._of_steps.all()
+        if self._is_finite is None:
+            self._is_finite = _all_finite(self.array)
+        return self._is_finite
+
+    def of_steps(self) -> Any:
+        """Whether the numbers of each element of its first axis are finite."""
+        if self._of_steps is None:
+            array = jnp.asarray(self.array)
+            self._of_steps = _all_finite(array, tuple(range(1, array.ndim)))
+        return self._of_steps
+
+    def with_array(self, array: Any) -> "Seen":
+        """Returns another array of the same numbers."""
+        return Seen(array, self._is_finite, note=self.note)
+
+
+class Note(NamedTuple):
+    """What was counted of one op.
+
+    Attributes:
+      op: the op.
+      counts: the counts of its results, but for whether it is the first.
+      operands: what it was given.
+    """
+
+    op: Op
+    counts: dict[str, Any]
+    operands: Sequence[Seen]
 
 
 class Watched(NamedTuple):
     """A jaxpr that counts.
 
     Attributes:
-      jaxpr: it, closed, with the counts behind its results.
+      jaxpr: it, closed. It is given arrays, and then whether they are finite, and
+        returns the same and then the counts.
       ops: the ops that are counted.
       axes: the mapped axes over which the counts differ.
     """
@@ -38,15 +116,15 @@ class Watched(NamedTuple):
     ops: Sequence[Op]
     axes: frozenset[str]
 
-    def __call__(self, *arrays: Any) -> tuple[list[Any], dict[str, Any]]:
+    def __call__(self, values: Sequence[Seen]) -> tuple[list[Seen], dict[str, Any]]:
         """Returns the results and the counts."""
-        return self.apart(compat.evaluate(self.jaxpr, arrays))
+        return self.apart(compat.evaluate(self.jaxpr, _flat(values)))
 
-    def apart(self, results: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def apart(self, results: Sequence[Any]) -> tuple[list[Seen], dict[str, Any]]:
         """Returns what it has returned as results and counts."""
         structure = jax.tree.structure(jax.eval_shape(lambda: nothing(0)))
         n = len(results) - structure.num_leaves
-        return list(results[:n]), jax.tree.unflatten(structure, results[n:])
+        return _values(results[:n]), jax.tree.unflatten(structure, results[n:])
 
     def nothing(self) -> dict[str, Any]:
         """Returns the counts of its ops before it is run."""
@@ -58,151 +136,215 @@ class Watcher:
 
     Args:
       dtype: what the numbers might be held in.
-
-    Attributes:
-      ops: what was run, in order.
-      counts: the counts of all ops, some of one op and some of several.
+      numbers: numbers the ops.
     """
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, dtype: np.dtype[Any], numbers: Iterator[int] | None = None
+    ) -> None:
         self._dtype = dtype
-        self.ops: list[Op] = []
-        self.counts: list[dict[str, Any]] = []
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._notes: list[Note] = []
+        self._inside: list[tuple[Sequence[Op], dict[str, Any]]] = []
+
+    def found(self) -> tuple[list[Op], dict[str, Any]]:
+        """Returns the ops that were run, and their counts."""
+        parts = list(self._inside)
+        if self._notes:
+            columns = stacked([note.counts for note in self._notes])
+            columns["is_first"] = self._are_first(are_finite(columns))
+            parts.insert(0, ([note.op for note in self._notes], columns))
+        ops = [op for ops, _ in parts for op in ops]
+        return ops, stacked([columns for _, columns in parts])
+
+    def _are_first(self, is_finite: Any) -> Any:
+        """Returns which ops have made something else of finite numbers.
+
+        All at once: a kernel for each of them would cost more than what it computes.
+        """
+        rows = {id(note): i for i, note in enumerate(self._notes)}
+        outside: dict[int, Any] = {}
+        reads: list[tuple[int, int]] = []
+        for i, note in enumerate(self._notes):
+            for value in note.operands:
+                column = rows.get(id(value.note))
+                if column is None:
+                    flag = value.is_finite
+                    if flag is np.True_:
+                        continue
+                    known = outside.setdefault(id(flag), (len(outside), flag))
+                    column = len(rows) + known[0]
+                reads.append((i, column))
+        flags = [jnp.reshape(flag, 1) for _, flag in outside.values()]
+        known = jnp.concatenate([is_finite, *flags])
+        is_read = np.zeros((len(rows), len(known)), bool)
+        is_read[tuple(zip(*reads, strict=True)) or ()] = bool(reads)
+        return ~is_finite & jnp.all(known | ~is_read, axis=1)
 
     def run(
-        self, jaxpr: Any, arrays: Sequence[Any], path: str, source: str = ""
-    ) -> list[Any]:
+        self, jaxpr: Any, values: Sequence[Seen], path: str, source: str = ""
+    ) -> list[Seen]:
         """Returns the results of a jaxpr.
 
         Args:
           jaxpr: the jaxpr.
-          arrays: what it is given.
+          values: what it is given.
           path: the scopes that it stands in.
           source: where it is called, for the ops of which nothing better is known.
         """
         parts = compat.parts(jaxpr)
-        env = dict(zip(parts.constvars, parts.consts, strict=True))
-        env.update(zip(parts.invars, arrays, strict=True))
+        env = dict(zip(parts.constvars, map(Seen, parts.consts), strict=True))
+        env.update(zip(parts.invars, values, strict=True))
+
+        def read(atom: Any) -> Seen:
+            is_literal = compat.is_literal(atom)
+            return Seen(compat.as_array(atom.val)) if is_literal else env[atom]
+
         for eqn in parts.eqns:
-            operands = [compat.read(env, atom) for atom in eqn.invars]
+            operands = list(map(read, eqn.invars))
             with compat.context_of(eqn):
                 results = self._equation(eqn, operands, path, source)
             env.update(zip(eqn.outvars, results, strict=True))
-        return [compat.read(env, atom) for atom in parts.outvars]
+        return list(map(read, parts.outvars))
 
     def _equation(
-        self, eqn: Any, operands: Sequence[Any], path: str, source: str
-    ) -> list[Any]:
+        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
+    ) -> list[Seen]:
         name, inside = compat.op_of(eqn), compat.path_of(eqn, path)
         source = compat.source(eqn, source)
         if name == "jit":
             return self.run(compat.called(eqn), operands, inside, source)
+        arrays = [value.array for value in operands]
         is_custom = name in ("custom_jvp_call", "custom_vjp_call")
         if is_custom and compat.has_only_axis_effects(eqn):
             # Its own derivative is kept; what is inside is run once more, to be seen.
-            seen = [lax.stop_gradient(array) for array in operands]
-            self.run(compat.called(eqn), seen, inside, source)
-            return compat.bind_custom(eqn, list(operands), lambda *funs: funs)
+            seen = [_stopped(value) for value in operands]
+            inner = self.run(compat.called(eqn), seen, inside, source)
+            results = compat.bind_custom(eqn, arrays, lambda *funs: funs)
+            return [
+                Seen(array, value.is_finite)
+                for array, value in zip(results, inner, strict=True)
+            ]
         if name in compat.REMAT:
             return self._remat(eqn, operands, inside, source)
         if name == "scan":
             return self._scan(eqn, operands, inside, source)
-        if name == "while" and not _has_lanes(eqn):
+        if name == "while" and not has_lanes(eqn):
             return self._while(eqn, operands, inside, source)
         if name == "cond":
             return self._cond(eqn, operands, inside, source)
-        results = compat.bind(eqn, operands)
-        scope = compat.join(path, *compat.scopes(eqn))
-        self._note(eqn, operands, results, Op(of_the_user(scope), name, source))
-        return results
+        results = compat.bind(eqn, arrays)
+        if name in _SAME_NUMBERS or _is_cast_in_range(eqn):
+            return [operands[0].with_array(results[0])]
+        scope = of_the_user(compat.join(path, *compat.scopes(eqn)))
+        return self._noted(operands, results, (scope, name, source))
 
-    def _note(
-        self, eqn: Any, operands: Sequence[Any], results: Sequence[Any], op: Op
-    ) -> None:
-        given = _floats(eqn.invars, operands)
-        made = [lax.stop_gradient(x) for x in _floats(eqn.outvars, results)]
+    def _noted(
+        self, operands: Sequence[Seen], results: Sequence[Any], op: tuple[str, str, str]
+    ) -> list[Seen]:
+        """Counts the numbers of results, and returns those with what is then known."""
+        each = [
+            counted(lax.stop_gradient(jnp.asarray(array)), self._dtype)
+            if _is_float(array)
+            else None
+            for array in results
+        ]
+        made = [counts for counts in each if counts is not None]
         if not made:
-            return
-        counts = functools.reduce(added, [counted(x, self._dtype) for x in made])
-        counts["is_first"] = _are_finite(given) & ~_are_finite(made)
-        self._add([op], counts)
+            return [Seen(array, np.True_) for array in results]
+        total = functools.reduce(added, made)
+        note = Note(Op(*op, next(self._numbers)), total, operands)
+        self._notes.append(note)
+        if len(made) == len(results) == 1:
+            return [Seen(results[0], note=note)]
+        return [
+            Seen(array, np.True_ if counts is None else are_finite(counts))
+            for array, counts in zip(results, each, strict=True)
+        ]
 
     def _add(self, ops: Sequence[Op], counts: dict[str, Any]) -> None:
-        self.ops += ops
-        self.counts.append(counts)
+        self._inside.append((ops, counts))
 
     def _watched(self, jaxpr: Any, path: str, source: str) -> Watched:
         ops: list[Op] = []
 
         def run(*arrays: Any) -> list[Any]:
-            inner = Watcher(self._dtype)
-            results = inner.run(jaxpr, arrays, path, source)
-            ops[:] = inner.ops
-            return [*results, *jax.tree.leaves(stacked(inner.counts))]
+            inner = Watcher(self._dtype, self._numbers)
+            results = inner.run(jaxpr, _values(arrays), path, source)
+            ops[:], counts = inner.found()
+            return [*_flat(results), *jax.tree.leaves(counts)]
 
         avals = [var.aval for var in compat.parts(jaxpr).invars]
-        traced = compat.trace(run, avals, jaxpr)
-        n_results = len(compat.parts(jaxpr).outvars)
+        flags = list(map(compat.flag_beside, avals))
+        traced = compat.trace(run, [*avals, *flags], jaxpr)
+        n_results = 2 * len(compat.parts(jaxpr).outvars)
         axes = sharding.varying_axes(compat.parts(traced).outvars[n_results:])
         return Watched(traced, ops, axes)
 
     def _remat(
-        self, eqn: Any, operands: Sequence[Any], path: str, source: str
-    ) -> list[Any]:
+        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
+    ) -> list[Seen]:
         body = self._watched(compat.called(eqn), path, source)
-        results, counts = body.apart(compat.bind_remat(eqn, operands, body.jaxpr))
+        jaxpr, consts = compat.with_consts_as_inputs(body.jaxpr)
+        out = compat.bind_remat(eqn, [*consts, *_flat(operands)], jaxpr)
+        results, counts = body.apart(out)
         self._add(body.ops, counts)
         return results
 
     def _scan(
-        self, eqn: Any, operands: Sequence[Any], path: str, source: str
-    ) -> list[Any]:
+        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
+    ) -> list[Seen]:
         n_consts, n_carry = compat.scan_counts(eqn)
         n, body = n_consts + n_carry, self._watched(compat.body_of(eqn), path, source)
         consts, carry, xs = operands[:n_consts], operands[n_consts:n], operands[n:]
+        known = [Seen(value.array, value.is_finite) for value in consts]
 
         def step(carry: Any, xs: Any) -> Any:
             arrays, counts = carry
-            results, new = body(*consts, *arrays, *xs)
-            return (results[:n_carry], added(counts, new)), results[n_carry:]
+            results, new = body([*known, *_values(arrays), *_values(xs)])
+            after = _flat(results[:n_carry]), added(counts, new)
+            return after, _flat(results[n_carry:])
 
-        (carry, counts), ys = lax.scan(
+        (last, counts), ys = lax.scan(
             step,
-            (list(carry), body.nothing()),
-            list(xs),
+            (_flat(carry), body.nothing()),
+            [*(x.array for x in xs), *(x.of_steps() for x in xs)],
             **compat.scan_options(eqn),
         )
         self._add(body.ops, counts)
-        return [*carry, *ys]
+        half = len(ys) // 2
+        stacks = zip(ys[:half], ys[half:], strict=True)
+        return [*_values(last), *(Seen(y, of_steps=flags) for y, flags in stacks)]
 
     def _while(
-        self, eqn: Any, operands: Sequence[Any], path: str, source: str
-    ) -> list[Any]:
+        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
+    ) -> list[Seen]:
         loop = compat.while_parts(eqn)
         n_test, n_consts = loop.n_cond, loop.n_cond + loop.n_body
         test = self._watched(loop.cond, path, source)
         body = self._watched(loop.body, path, source)
+        known = [Seen(value.array, value.is_finite) for value in operands[:n_consts]]
 
-        def tested(arrays: Sequence[Any], counts: dict[str, Any]) -> Any:
-            (goes_on,), new = test(*operands[:n_test], *arrays)
-            return goes_on, added(counts, new)
+        def tested(values: Sequence[Seen], counts: dict[str, Any]) -> Any:
+            (goes_on,), new = test([*known[:n_test], *values])
+            return goes_on.array, added(counts, new)
 
         def step(carry: Any) -> Any:
             arrays, counts, (_, of_test) = carry
-            results, new = body(*operands[n_test:n_consts], *arrays)
-            return results, added(counts, new), tested(results, of_test)
+            results, new = body([*known[n_test:], *_values(arrays)])
+            return _flat(results), added(counts, new), tested(results, of_test)
 
-        arrays = list(operands[n_consts:])
+        values = list(operands[n_consts:])
         # What the condition says is carried along, so that it runs as often as it did.
-        start = (arrays, body.nothing(), tested(arrays, test.nothing()))
-        results, counts, (_, of_test) = lax.while_loop(lambda c: c[2][0], step, start)
+        start = (_flat(values), body.nothing(), tested(values, test.nothing()))
+        last, counts, (_, of_test) = lax.while_loop(lambda c: c[2][0], step, start)
         self._add(test.ops, of_test)
         self._add(body.ops, counts)
-        return results
+        return _values(last)
 
     def _cond(
-        self, eqn: Any, operands: Sequence[Any], path: str, source: str
-    ) -> list[Any]:
+        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
+    ) -> list[Seen]:
         branches = [
             self._watched(branch, path, source) for branch in compat.branches_of(eqn)
         ]
@@ -210,39 +352,73 @@ class Watcher:
 
         def taken(i: int) -> Callable[..., list[Any]]:
             def run(*arrays: Any) -> list[Any]:
-                results, new = branches[i](*arrays)
+                results, new = branches[i](_values(arrays))
                 counts = [branch.nothing() for branch in branches]
                 counts[i] = new
                 total = _varying(stacked(counts), axes)
-                return [*results, *jax.tree.leaves(total)]
+                return [*_flat(results), *jax.tree.leaves(total)]
 
             return run
 
-        avals = [atom.aval for atom in eqn.invars[1:]]
+        index, *given = operands
+        arrays = _flat(given)
+        avals = [jax.typeof(array) for array in arrays]
         jaxprs = tuple(
             compat.trace(taken(i), avals, branch.jaxpr)
             for i, branch in enumerate(branches)
         )
-        out = compat.bind(eqn, operands, branches=jaxprs)
+        out = compat.bind(eqn, [index.array, *arrays], branches=jaxprs)
         results, counts = branches[0].apart(out)
         self._add([op for branch in branches for op in branch.ops], counts)
         return results
 
 
-def _floats(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    pairs = zip(atoms, arrays, strict=True)
-    # A number that is written into the jaxpr is no array of JAX yet.
-    return [jnp.asarray(array) for atom, array in pairs if compat.is_float(atom)]
+_SAME_NUMBERS = frozenset(
+    ["reshape", "transpose", "squeeze", "expand_dims", "rev", "broadcast_in_dim"]
+)
+"""Ops that make no number: what was counted of their operand is known already."""
 
 
-def _are_finite(arrays: Sequence[Any]) -> Any:
-    each = [jnp.all(jnp.isfinite(array)) for array in arrays]
-    return functools.reduce(jnp.logical_and, each, np.True_)
+def _is_cast_in_range(eqn: Any) -> bool:
+    """Whether an op casts floats to floats whose exponents reach as far."""
+    if compat.op_of(eqn) != "convert_element_type":
+        return False
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    if not compat.is_float(atom) or not compat.is_float(var):
+        return False
+    before, after = (jnp.finfo(compat.dtype_of(x)) for x in (atom, var))
+    return after.maxexp >= before.maxexp and after.minexp <= before.minexp
 
 
-def _has_lanes(loop: Any) -> bool:
-    """Whether vmap has made one condition for each lane of a while loop."""
-    return bool(compat.parts(compat.while_parts(loop).cond).outvars[0].aval.shape)
+def _values(arrays: Sequence[Any]) -> list[Seen]:
+    """Returns values of arrays, behind which it stands whether they are finite."""
+    half = len(arrays) // 2
+    pairs = zip(arrays[:half], arrays[half:], strict=True)
+    return [Seen(array, is_finite) for array, is_finite in pairs]
+
+
+def _flat(values: Sequence[Seen]) -> list[Any]:
+    """Returns the arrays of values, and then whether they are finite."""
+    flags = [
+        sharding.as_varying(jnp.asarray(v.is_finite), sharding.axes_of(v.array))
+        for v in values
+    ]
+    return [*(value.array for value in values), *flags]
+
+
+def _stopped(value: Seen) -> Seen:
+    return Seen(lax.stop_gradient(value.array), value.is_finite)
+
+
+def _is_float(array: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
+
+
+def _all_finite(array: Any, axes: tuple[int, ...] | None = None) -> Any:
+    if not _is_float(array):
+        shape = np.shape(array)[:1] if axes is not None else ()
+        return jnp.ones(shape, bool)
+    return jnp.all(jnp.isfinite(lax.stop_gradient(array)), axis=axes)
 
 
 def _varying(counts: dict[str, Any], axes: frozenset[str]) -> dict[str, Any]:

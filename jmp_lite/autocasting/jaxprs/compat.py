@@ -281,6 +281,15 @@ def retyped(aval: Aval, dtype: Any) -> Aval:
     return aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
+def flag_beside(aval: Aval) -> Any:
+    """Returns the type of a boolean that varies as an array of some type does."""
+    dtype = np.dtype(bool)
+    if not isinstance(aval, jax.core.ShapedArray):  # A reference.
+        return jax.core.ShapedArray((), dtype)
+    sharding = aval.sharding.update(spec=jax.P())
+    return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
+
+
 def scopes(eqn: Eqn) -> tuple[str, ...]:
     """Returns the names of the scopes that an equation stands in, outermost first."""
     stack = eqn.source_info.name_stack.stack

@@ -42,6 +42,12 @@ def readers_of(parts: compat.Parts) -> Mapping[Var, list[Eqn | None]]:
     return readers
 
 
+def has_lanes(loop: Eqn) -> bool:
+    """Whether vmap has made one predicate for each lane of a while loop."""
+    (predicate,) = compat.parts(compat.while_parts(loop).cond).outvars
+    return bool(predicate.aval.shape)
+
+
 _ONE_BODY = frozenset([*compat.CALLED, "shard_map"])
 """Ops whose operands and results are those of the one jaxpr that they contain."""
 

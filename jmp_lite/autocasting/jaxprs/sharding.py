@@ -43,6 +43,11 @@ def as_varying(array: Array, axes: Iterable[str]) -> Any:
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying")
 
 
+def axes_of(array: Array) -> frozenset[str]:
+    """Returns the mapped axes over which an array may differ."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
 def gathered(array: Array) -> Any:
     """Returns what all devices of a ``shard_map`` have, stacked up, the same on each.
 
