@@ -1,10 +1,12 @@
-"""What it costs to look: ``explain`` before training, ``watch`` while training.
+"""What it costs to look: ``explain``, ``watch`` and ``compare``.
 
 ``explain`` runs nothing: its cost is the time to trace, beside that of the function, of
 its gradient, and of both under autocast. ``watch`` counts in the program: its cost is
 what the program that XLA compiles for an H100 and a TPU v5e moves, runs and takes more,
-beside the same program that is not watched. The programs are exact; times are medians
-of runs that take turns, and their ratios are what to read.
+beside the same program that is not watched. ``compare`` runs mixed precision and
+float32 in one program: its cost is what that moves more than mixed precision alone, and
+beside it stands what float32 alone moves. The programs are exact; times are medians of
+runs that take turns, and their ratios are what to read.
 
     .venv/bin/python -m benchmarks.insight --json benchmarks/results
 """
@@ -27,7 +29,8 @@ EXPLAINED = (
     *("transformer 4, unrolled", "transformer 24, jit", "transformer 24, scan"),
     *("resnet", "lstm", "mlp"),
 )
-WATCHED = ("transformer 24, scan", "lstm", "mlp")
+WATCHED = ("transformer 24, scan", "resnet", "lstm", "mlp")
+COMPARED = ("transformer 4, unrolled", "resnet", "lstm", "mlp")
 
 
 class Explained(NamedTuple):
@@ -72,6 +75,28 @@ class Watched(NamedTuple):
     peak: float
     kernels: float
     roofline: float
+
+
+class Compared(NamedTuple):
+    """What it costs to compare a gradient with float32's, as ratios to mixed precision.
+
+    Attributes:
+      target: what the gradient is compiled for.
+      model: its name.
+      ops: how many ops are compared, once for each that is written.
+      moved: bytes that are moved.
+      peak: the memory that is held at most.
+      kernels: how many kernels run.
+      float32: the bytes that the gradient in float32 alone moves.
+    """
+
+    target: str
+    model: str
+    ops: int
+    moved: float
+    peak: float
+    kernels: float
+    float32: float
 
 
 def explained(name: str, runs: int) -> Explained:
@@ -125,6 +150,27 @@ def watched(name: str, target: str) -> Watched:
     )
 
 
+def compared(name: str, target: str) -> Compared:
+    """Compares the program of a compared gradient with that of the same gradient."""
+    make, _ = MODELS[name]
+    model = make(None)
+    both = jmp.compare(model.loss, backward=True)
+    gradients = (jax.grad(jmp.autocast(model.loss)), jax.grad(model.loss))
+    mixed, full, two = (
+        compile_for(target, fun, model.params, model.batch)
+        for fun in (*gradients, both)
+    )
+    return Compared(
+        target=target,
+        model=name,
+        ops=len(jax.eval_shape(both, model.params, model.batch).ops),
+        moved=two.bytes_moved / mixed.bytes_moved,
+        peak=two.peak_memory / mixed.peak_memory,
+        kernels=two.kernels / mixed.kernels,
+        float32=full.bytes_moved / mixed.bytes_moved,
+    )
+
+
 def explained_table(rows: Sequence[Explained]) -> str:
     """Returns what it costs to explain, as text."""
     lines = [
@@ -155,31 +201,60 @@ def watched_table(rows: Sequence[Watched]) -> str:
     return "\n".join(lines)
 
 
+def compared_table(rows: Sequence[Compared]) -> str:
+    """Returns what it costs to compare, as text."""
+    lines = [
+        f"{'compare, with the gradient':33}{'ops':>6}{'moved':>8}{'peak':>8}"
+        f"{'kernels':>9}{'float32 alone moves':>21}"
+    ]
+    lines += [
+        f"{f'{r.model}, {r.target}':33}{r.ops:>6}{r.moved:>8.2f}{r.peak:>8.2f}"
+        f"{r.kernels:>9.2f}{r.float32:>21.2f}"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the tables, and writes them as JSON where that is wanted."""
     parser = argparse.ArgumentParser("python -m benchmarks.insight")
     parser.add_argument("--explained", nargs="*", choices=MODELS, default=EXPLAINED)
     parser.add_argument("--watched", nargs="*", choices=MODELS, default=WATCHED)
+    parser.add_argument("--compared", nargs="*", choices=MODELS, default=COMPARED)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
     options = parser.parse_args(argv)
     for target in options.targets:
-        if options.watched and missing(target):
+        if (options.watched or options.compared) and missing(target):
             raise SystemExit(missing(target))
     # Flax promotes by itself.
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     told = stamp(runs=options.runs)
     explanations = [explained(name, options.runs) for name in options.explained]
     print(explained_table(explanations), flush=True)
-    programs = [
-        watched(name, target)
-        for name in options.watched
-        for target in options.targets
-        if name in ON_TARGET[target]
-    ]
-    print("\n" + watched_table(programs))
-    write(options.json, "insight", told, explained=explanations, watched=programs)
+    watches, comparisons = (
+        [
+            measure(name, target)
+            for name in names
+            for target in options.targets
+            if name in ON_TARGET[target]
+        ]
+        for measure, names in (
+            (watched, options.watched),
+            (compared, options.compared),
+        )
+    )
+    print("\n" + watched_table(watches))
+    print("\n" + compared_table(comparisons))
+    write(
+        options.json,
+        "insight",
+        told,
+        explained=explanations,
+        watched=watches,
+        compared=comparisons,
+    )
 
 
 if __name__ == "__main__":

@@ -103,6 +103,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "insight.watched": lambda told: insight.watched_table(
         _rows(told, "watched", insight.Watched)
     ),
+    "insight.compared": lambda told: insight.compared_table(
+        _rows(told, "compared", insight.Compared)
+    ),
     "loss_scaling.skipping": lambda told: loss_scaling.skipping_table(
         _rows(told, "skipping", loss_scaling.Skipping)
     ),

@@ -5,6 +5,7 @@
 
 # Imported for what it registers.
 from jmp_lite import serialization as serialization
+from jmp_lite.autocasting.compare.comparison import Comparison, OpError, compare
 from jmp_lite.autocasting.explain.explanation import Explanation, explain
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import (
@@ -70,6 +71,7 @@ from jmp_lite.train import TrainingState, build_train_step
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "CompensatedState",
     "DtypeSummary",
     "DtypeTotals",
@@ -82,6 +84,7 @@ __all__ = [
     "MasterWeightsState",
     "NoOpLossScale",
     "NumericsReport",
+    "OpError",
     "Policy",
     "Precision",
     "Rules",
@@ -100,6 +103,7 @@ __all__ = [
     "cast_to_half",
     "cast_tree",
     "check_loss_scale",
+    "compare",
     "compensated",
     "compress_residuals",
     "default_loss_scale",

@@ -6,7 +6,15 @@ import jax
 import pytest
 
 from benchmarks.compiled import missing
-from benchmarks.insight import Explained, Watched, explained_table, main, watched_table
+from benchmarks.insight import (
+    Compared,
+    Explained,
+    Watched,
+    compared_table,
+    explained_table,
+    main,
+    watched_table,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -23,8 +31,14 @@ def test_what_watch_costs_is_told_as_ratios_to_not_watching():
     assert line.split() == ["m,", "h100", "7", "1.50", "1.25", "3.00", "2.00"]
 
 
+def test_what_compare_costs_is_told_as_ratios_to_mixed_precision():
+    row = Compared("h100", "m", 7, 2.5, 1.25, 3.0, 1.3)
+    line = compared_table([row]).splitlines()[1]
+    assert line.split() == ["m,", "h100", "7", "2.50", "1.25", "3.00", "1.30"]
+
+
 def test_explaining_is_measured_beside_tracing(tmp_path, capsys):
-    options = ["--runs", "1", "--explained", "mlp", "--watched", "--json"]
+    options = ["--runs", "1", "--explained", "mlp", "--watched", "--compared", "--json"]
     main([*options, str(tmp_path)])
     assert "mlp" in capsys.readouterr().out
     told = json.loads((tmp_path / "insight.json").read_text())
@@ -39,9 +53,12 @@ def test_watching_costs_more_kernels_and_little_memory(tmp_path):
     if missing("h100"):
         pytest.skip(missing("h100"))
     options = ["--runs", "1", "--explained", "--watched", "mlp", "--targets", "h100"]
-    main([*options, "--json", str(tmp_path)])
-    (row,) = json.loads((tmp_path / "insight.json").read_text())["watched"]
-    assert row["ops"] > 50
-    assert 1 < row["moved"] < 2.5
-    assert 1 < row["roofline"] < 2
+    main([*options, "--compared", "mlp", "--json", str(tmp_path)])
+    told = json.loads((tmp_path / "insight.json").read_text())
+    (row,), (both,) = told["watched"], told["compared"]
+    assert row["ops"] > 30
+    assert 1 < row["moved"] < 1.1
+    assert 1 < row["kernels"] < 4
+    assert 1 < row["roofline"] < 1.1
     assert row["peak"] < 1.1
+    assert 1 + both["float32"] < both["moved"] < 4

@@ -28,7 +28,7 @@ ROOMS = {
 # The same inside of autocasting: each imports from itself and those before it.
 AUTOCASTING = (
     *("rules", "jaxprs", "passes", "interpreter"),
-    *("marks", "residuals", "explain", "tune"),
+    *("marks", "residuals", "explain", "compare", "tune"),
 )
 FLAX_ROOMS = {"linen", "nnx", "__main__"}
 MORE = {"plots": {"matplotlib"}}

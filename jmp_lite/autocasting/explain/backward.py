@@ -27,6 +27,7 @@ from jmp_lite.autocasting.jaxprs.types import (
     Aval,
     Dtype,
     Eqn,
+    Function,
     Jaxpr,
     PyTree,
 )
@@ -65,11 +66,7 @@ def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
     avals = [var.aval for var in parts.invars]
     floats = [i for i, aval in enumerate(avals) if _is_float(aval)]
     losses = losses_of([var.aval for var in parts.outvars], structure)
-    if not floats or not losses:
-        raise ValueError(
-            "There is no backward pass: no float among the arguments, or none among "
-            "the results."
-        )
+    check_backward(floats, losses)
 
     def forward(*arrays: Array) -> PyTree:
         def of_floats(*given: Array) -> PyTree:
@@ -97,6 +94,54 @@ def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
         if use is not _Use.TANGENT and not compat.is_literal(var)
     } - there
     return Backward(program, traced, backward, sum(map(bytes_of, residuals)))
+
+
+def with_gradients(
+    fun: Function,
+    arrays: Sequence[Array],
+    floats: Sequence[int],
+    losses: Sequence[int],
+    cotangents: Sequence[Array],
+) -> list[Array]:
+    """Returns the results of a function of arrays, and then its gradients.
+
+    Args:
+      fun: the function; it returns a list of arrays.
+      arrays: what it is given.
+      floats: which of them it is differentiated by.
+      losses: which of its results are differentiated.
+      cotangents: their cotangents.
+    """
+
+    def of_floats(*given: Array) -> PyTree:
+        merged = list(arrays)
+        for i, array in zip(floats, given, strict=True):
+            merged[i] = array
+        results = fun(*merged)
+        return [results[i] for i in losses], results
+
+    _, back, results = jax.vjp(of_floats, *(arrays[i] for i in floats), has_aux=True)
+    return [*results, *back(list(cotangents))]
+
+
+def check_backward(floats: Sequence[int], losses: Sequence[int]) -> None:
+    """Refuses a program that has no gradient."""
+    if not floats or not losses:
+        raise ValueError(
+            "There is no backward pass: no float among the arguments, or none among "
+            "the results."
+        )
+
+
+def cotangents_of(losses: Sequence[Aval]) -> list[Array]:
+    """Returns what gradients are taken of: the loss, or a mixture of all results."""
+    if len(losses) == 1 and not losses[0].shape:
+        return [jax.numpy.ones((), losses[0].dtype)]
+    generator = np.random.default_rng(0)
+    return [
+        jax.numpy.asarray(generator.standard_normal(x.shape)).astype(x.dtype)
+        for x in losses
+    ]
 
 
 class _Use(enum.IntEnum):

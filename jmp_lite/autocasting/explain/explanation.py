@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.explain.arguments import argument_name, arrays_in
 from jmp_lite.autocasting.explain.backward import backward_of, rows_of_backward
 from jmp_lite.autocasting.explain.difference import Difference
 from jmp_lite.autocasting.explain.grouping import depth_that_fits, grouped
@@ -33,9 +34,9 @@ from jmp_lite.autocasting.explain.unused import nearest, unused
 from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
 from jmp_lite.autocasting.interpreter.walk import Interpreter
-from jmp_lite.autocasting.jaxprs.types import Array, PyTree
+from jmp_lite.autocasting.jaxprs.types import PyTree
 from jmp_lite.autocasting.rules.rules import Rules, check_pattern
-from jmp_lite.casting.dtypes import is_traceable, unknown_name
+from jmp_lite.casting.dtypes import unknown_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +255,7 @@ def explain(
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         walk = Interpreter(chosen())
         traced, arrays, structure = trace(fun, args, kwargs)
-        names = [_argument_name(path) for path, _ in _arrays_in(args, kwargs)]
+        names = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
         run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs, names))(*arrays)
         low = walk.at.low_dtype
         seen = list(seen_in(walk.records, walk.rules))
@@ -292,20 +293,9 @@ def explain(
     return explained
 
 
-def _arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[PyTree, Array]]:
-    """Returns the arrays among the arguments of a function, each with its path."""
-    leaves, _ = jax.tree.flatten_with_path((args, kwargs))
-    return [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
-
-
-def _argument_name(path: PyTree) -> str:
-    (place, *inside) = path
-    return ("args", "kwargs")[place.idx] + jax.tree_util.keystr(tuple(inside))
-
-
 def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
     """Returns which of the arrays are float32, and arguments by themselves."""
-    arrays = _arrays_in(args, kwargs)
+    arrays = arrays_in(args, kwargs)
     is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
     return frozenset(i for i, yes in enumerate(is_alone) if yes)
 

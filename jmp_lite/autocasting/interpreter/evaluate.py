@@ -99,8 +99,8 @@ def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
             arrays.append(casts.cast(full, value.saturates))
         else:
             arrays.append(casts.low(value))
-    if op in _SCATTERS:
-        return [_scatter(eqn, arrays)]
+    if op in SCATTERS:
+        return [scatter(eqn, arrays)]
     params = compat.params_named(eqn, DTYPE_PARAMS)
     changed: dict[str, Any] = {
         name: casts.low_dtype if is_dtype else None
@@ -206,15 +206,15 @@ def _spread(array: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(array, shape, tuple(dims))
 
 
-_SCATTERS: dict[str, Function] = {
+SCATTERS: dict[str, Function] = {
     "scatter-add": lax.scatter_add,
     "scatter-sub": lax.scatter_sub,
     "scatter-mul": lax.scatter_mul,
 }
 
 
-def _scatter(eqn: Eqn, arrays: Sequence[Array]) -> Array:
-    """Builds a scatter anew: its combiner is typed."""
+def scatter(eqn: Eqn, arrays: Sequence[Array]) -> Array:
+    """Binds a scatter anew, whose combiner is typed, to operands of another dtype."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     params = compat.params_named(eqn, names)
-    return _SCATTERS[compat.op_of(eqn)](*arrays, **params)
+    return SCATTERS[compat.op_of(eqn)](*arrays, **params)

@@ -100,6 +100,14 @@ compat.pass_last_tangent(_tangent_of)
 compat.pass_last_tangent(_dequantize)
 
 
+def is_of_float8(op: str) -> bool:
+    """Whether an op is one of this module, which takes operands of any dtype."""
+    return op in (TANGENT_OF, DEQUANTIZE) or op.startswith(_RECEIVED)
+
+
+_RECEIVED = "cotangent_in_"
+
+
 def _dequantized(operand: QuantizedOperand) -> Array:
     """Returns the numbers of an operand, whose tangent is that of the operand."""
     return _dequantize.bind(*operand.quantized, operand.tangent)
@@ -140,7 +148,7 @@ def _plain_dot(
 @functools.cache
 def _received_in(dtype: Dtype) -> Callable[[Array], Array]:
     """Returns the identity, whose transpose quantizes to a float8 dtype."""
-    received = compat.primitive(f"cotangent_in_{dtype.name}", lambda array: array)
+    received = compat.primitive(f"{_RECEIVED}{dtype.name}", lambda array: array)
     compat.set_transpose(
         received, lambda cotangent: _dequantized(quantize_operand(cotangent, dtype))
     )

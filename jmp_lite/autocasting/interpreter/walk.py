@@ -42,6 +42,7 @@ class Interpreter:
 
     Args:
       rules: the rules, with the compute dtype of a device.
+      casts: the class of what makes and casts values.
 
     Attributes:
       rules: the same.
@@ -54,10 +55,10 @@ class Interpreter:
       passes: how many loops or calls each pass has changed.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, casts: type[Casts] = Casts) -> None:
         self.rules = rules
         self.at = RuleLookup(rules)
-        self.casts = Casts(self.at.low_dtype, rules.float8_format)
+        self.casts = casts(self.at.low_dtype, rules.float8_format)
         self.uses = UseAnalysis(self.at)
         self.memo: dict[object, tuple[Jaxpr, dict[Given, Converted]]] = {}
         self.records: list[DecisionRecord | RecordsInside] = []

@@ -59,6 +59,18 @@ class Units(NamedTuple):
         wanted = set(names)
         return [name for name in self.costs if name in wanted]
 
+    def by_growth(self, growth: Mapping[tuple[str, str], float]) -> list[str]:
+        """Returns the units, those first in which an error grows most.
+
+        Args:
+          growth: by how much errors grow, by scope and op.
+        """
+        index = 0 if self.kind == "scope" else 1
+        largest: dict[str, float] = {}
+        for key, by in growth.items():
+            largest[key[index]] = max(by, largest.get(key[index], 0.0))
+        return sorted(self.costs, key=lambda name: -largest.get(name, 0.0))
+
     def parts(self, group: Sequence[str]) -> list[list[str]]:
         """Returns the halves of a group, the dearer one first."""
         kinds = {name: tuple(self.kind_of(name)) for name in group}

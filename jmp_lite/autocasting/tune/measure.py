@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.autocasting.explain.backward import losses_of
+from jmp_lite.autocasting.compare.comparison import Compared, Comparison
+from jmp_lite.autocasting.explain.arguments import argument_name, arrays_in
+from jmp_lite.autocasting.explain.backward import (
+    cotangents_of,
+    losses_of,
+    with_gradients,
+)
 from jmp_lite.autocasting.explain.explanation import explain
 from jmp_lite.autocasting.explain.rows import Row
 from jmp_lite.autocasting.interpreter.api import trace
@@ -81,7 +87,8 @@ class Sample:
         self._outputs = _floats_in(parts.outvars)
         fetched([self._arrays[i] for i in self._floats])  # They have to be known.
         self._losses = losses_of(outs, structure)
-        self._cotangents = _cotangents([outs[i] for i in self._losses])
+        self._structure = structure
+        self._cotangents = cotangents_of([outs[i] for i in self._losses])
         self._names = self._named(structure, len(outs))
 
         def exactly(*arrays: Array) -> PyTree:
@@ -123,6 +130,13 @@ class Sample:
         outputs, gradients = errors[:n_outputs], errors[n_outputs:]
         return Error(max(outputs, default=0.0), max(gradients, default=0.0), worst)
 
+    def comparison(self, rules: Rules) -> Comparison:
+        """Returns the function and its gradients beside float32, op by op."""
+        given = [argument_name(path) for path, _ in arrays_in(self.args, {})]
+        compared = Compared(self._traced, self._structure, given, backward=True)
+        run = jax.jit(lambda *arrays: compared.run(rules, arrays))
+        return run(*self._arrays)
+
     def _run(
         self,
         fun: Function,
@@ -132,17 +146,11 @@ class Sample:
         """Returns the floating results of a function of arrays, and the gradients."""
 
         def measured(*arrays: Array) -> PyTree:
-            def of_floats(*floats: Array) -> PyTree:
-                merged = list(arrays)
-                for i, array in zip(self._floats, floats, strict=True):
-                    merged[i] = array
-                results = fun(*merged)
-                return [results[i] for i in self._losses], results
-
-            given = (arrays[i] for i in self._floats)
-            _, back, results = jax.vjp(of_floats, *given, has_aux=True)
-            outputs = [results[i] for i in self._outputs]
-            return [*outputs, *back(self._cotangents)]
+            found = with_gradients(
+                fun, arrays, self._floats, self._losses, self._cotangents
+            )
+            gradients = found[len(found) - len(self._floats) :]
+            return [*(found[i] for i in self._outputs), *gradients]
 
         try:
             results = jax.jit(measured, compiler_options=dict(options))(*arrays)
@@ -197,6 +205,7 @@ class Trials:
         self.sample, self.tolerance = sample, tolerance
         self._progress = progress
         self._errors: dict[Rules, Error] = {}
+        self._growth: Mapping[tuple[str, str], float] | None = None
 
     def error(self, rules: Rules) -> Error:
         """Returns the error under some rules."""
@@ -215,9 +224,26 @@ class Trials:
         """Whether the error under some rules is tolerated."""
         return self.error(rules).largest <= self.tolerance
 
+    def growth(self, rules: Rules) -> Mapping[tuple[str, str], float]:
+        """Returns by how much errors grow under some rules, by scope and op.
+
+        The scopes of what is computed again for the backward pass are those of what
+        computed it first.
+        """
+        if self._growth is None:
+            found: dict[tuple[str, str], float] = {}
+            for row in self.sample.comparison(rules).rows:
+                key = row.scope.replace(_AGAIN, ""), row.op
+                found[key] = max(row.error_out - row.error_in, found.get(key, 0.0))
+            self._growth = found
+        return self._growth
+
     def rows(self, rules: Rules) -> Sequence[Row]:
         """Returns how each equation runs under some rules."""
         return explain(self.sample.fun, rules)(*self.sample.args).rows
+
+
+_AGAIN = "rematted_computation/"
 
 
 def in_words(error: Error) -> str:
@@ -240,16 +266,6 @@ def _check_arguments(args: PyTree) -> None:
 def _floats_in(atoms: Sequence[Var]) -> list[int]:
     """Returns which inputs or results of a program are floats, complex ones too."""
     return [i for i, atom in enumerate(atoms) if compat.is_float(atom)]
-
-
-def _cotangents(losses: Sequence[Any]) -> list[Array]:
-    """Returns what the gradients are taken of: the loss, or a mixture of all."""
-    if len(losses) == 1 and not losses[0].shape:
-        return [jnp.ones((), losses[0].dtype)]
-    generator = np.random.default_rng(0)
-    return [
-        jnp.asarray(generator.standard_normal(x.shape)).astype(x.dtype) for x in losses
-    ]
 
 
 def _in_the_last_bit(array: Array) -> PyTree:

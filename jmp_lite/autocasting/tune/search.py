@@ -166,7 +166,7 @@ class _Search:
       start: the rules that it starts from.
 
     Attributes:
-      steps: what was tried.
+      steps: what was tried to lower.
     """
 
     def __init__(self, trials: Trials, start: Rules) -> None:
@@ -199,8 +199,8 @@ class _Search:
 
     def _smallest(self, units: Units) -> list[Rule] | None:
         """Returns rules for the units that have to be kept; None if all are too few."""
-        kept = set(units.costs)
-        if not self.is_enough(units.rules(kept)):
+        kept = self._suspects(units)
+        if kept is None:
             return None
         queue = [units.ordered(kept)]
         while queue:
@@ -211,6 +211,18 @@ class _Search:
             elif len(group) > 1:
                 queue += reversed(units.parts(group))
         return units.rules(kept)
+
+    def _suspects(self, units: Units) -> set[str] | None:
+        """Returns units that are enough: those in which errors grow most, first.
+
+        Twice as many are tried each time. None if all units are too few.
+        """
+        ordered = units.by_growth(self._trials.growth(self._start))
+        n = 1
+        while n < len(ordered) and not self.is_enough(units.rules(ordered[:n])):
+            n *= 2
+        kept = set(ordered[:n])
+        return kept if self.is_enough(units.rules(kept)) else None
 
     def _weakened(self, kept: list[Rule]) -> list[Rule]:
         """Drops what is not needed after all, and keeps the rest inside alone."""

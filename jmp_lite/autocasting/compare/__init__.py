@@ -1,0 +1,1 @@
+"""Mixed precision beside float32, op by op."""

@@ -1,0 +1,290 @@
+"""``compare``: where 16 bits depart from float32, op by op."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.compare.comparer import Comparer, Op, Sums
+from jmp_lite.autocasting.compare.twins import Error, StagedCasts, Twin, error
+from jmp_lite.autocasting.explain.arguments import argument_name, arrays_in
+from jmp_lite.autocasting.explain.backward import (
+    check_backward,
+    cotangents_of,
+    losses_of,
+    with_gradients,
+)
+from jmp_lite.autocasting.explain.rows import short
+from jmp_lite.autocasting.explain.tables import text_table
+from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.jaxprs import compat, sharding
+from jmp_lite.autocasting.jaxprs.types import Array, Jaxpr, PyTree
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.casting.host import fetched
+
+
+@dataclasses.dataclass(frozen=True)
+class OpError:
+    """How far the results of one op are from float32's, over all trips of all loops.
+
+    Errors are sums of sizes: ``sum(|x - x32|) / sum(|x32|)``. Those of integers and of
+    booleans are the share that differs.
+
+    Attributes:
+      scope: the path that it stands in.
+      op: the name of its primitive.
+      source: where it stands in the code: file, line and function.
+      dtype: what it runs in: the float of the fewest bits that it reads or makes.
+      is_backward: whether it belongs to the backward pass.
+      error_in: the relative error of what it is given: of several operands the largest.
+      error_out: the relative error of its result.
+      amplification: how many times larger the second is than the first, or than the
+        rounding of one number where that is larger.
+    """
+
+    scope: str
+    op: str
+    source: str
+    dtype: str
+    is_backward: bool
+    error_in: float
+    error_out: float
+    amplification: float
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sums", "results"],
+    meta_fields=["ops", "names"],
+)
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A function in mixed precision beside float32; a pytree, and prints as a table.
+
+    Attributes:
+      sums: arrays of one number an op.
+      results: the same of one number a result or gradient.
+      ops: the ops, in the order in which they run.
+      names: of the results and gradients.
+    """
+
+    sums: Sums
+    results: Error
+    ops: tuple[Op, ...]
+    names: tuple[str, ...]
+
+    @property
+    def errors(self) -> Mapping[str, float]:
+        """The relative error of each result and each gradient, by name."""
+        off, size = (_joined(column) for column in fetched(self.results))
+        return dict(zip(self.names, map(float, _ratio(off, size)), strict=True))
+
+    @property
+    def rows(self) -> tuple[OpError, ...]:
+        """One for each op that makes other numbers than float32, in order.
+
+        Casts and ops that move numbers are left out, and so is what was never run.
+        """
+        off, size, given = (_joined(column) for column in fetched(self.sums))
+        error_in, error_out = _ratio(given, size), _ratio(off, size)
+        rows = [
+            OpError(
+                **{name: getattr(op, name) for name in _SHARED},
+                error_in=float(before),
+                error_out=float(after),
+                amplification=_amplification(float(before), float(after), op.rounding),
+            )
+            for op, before, after in zip(self.ops, error_in, error_out, strict=True)
+        ]
+        return tuple(row for row in rows if row.error_out)
+
+    def amplified(self) -> tuple[OpError, ...]:
+        """Returns the rows, the op that amplifies its error most first."""
+        return tuple(sorted(self.rows, key=lambda row: -row.amplification))
+
+    def table(self, n: int | None = None) -> str:
+        """Returns the ops that amplify most as text, and the errors of results.
+
+        Args:
+          n: how many ops; None for all of them.
+        """
+        titles = ("amplified", "error in", "error out", "op", "runs in", "scope")
+        rows = [
+            (
+                f"{row.amplification:.3g}x",
+                f"{row.error_in:.1e}",
+                f"{row.error_out:.1e}",
+                row.op + (" (backward)" if row.is_backward else ""),
+                row.dtype,
+                row.scope,
+                short(row.source),
+            )
+            for row in self.amplified()
+        ]
+        left_out = [] if n is None else rows[n:]
+        lines = [text_table((*titles, "where"), [("", rows[:n])], right=(0, 1, 2))]
+        if left_out:
+            lines.append(f"and {len(left_out)} ops that amplify less")
+        lines += [f"{name}: {error:.1e}" for name, error in self.errors.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table(_N_SHOWN)
+
+
+_N_SHOWN = 20
+
+_SHARED = ("scope", "op", "source", "dtype", "is_backward")
+
+Params = ParamSpec("Params")
+
+_ELEMENTS = 2**16
+
+
+def compare(
+    fun: Callable[Params, Any],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
+    elements: int = _ELEMENTS,
+) -> Callable[Params, Comparison]:
+    """Returns a function that runs ``autocast(fun, rules)`` beside float32.
+
+    Both run in one program, and each op's results are compared: which op makes a small
+    error a large one? In the lane of float32 no number is rounded to fewer bits, even
+    where ``fun`` does so itself: with the rules ``"O0"``, code that was written in 16
+    bits by hand is compared to itself in float32 (but for numbers that were rounded
+    when it was traced). Both lanes take the branches, and
+    the number of steps, of the first.
+
+    A cast is no op of its own: its rounding counts for the op that reads its result.
+
+    Args:
+      fun: any function of pytrees that JAX can trace. What is under ``shard_map`` or
+        in a kernel is seen from outside, and so is a ``while`` under ``vmap`` whose
+        lanes end by themselves (``vmap`` the compared function instead). A kernel, and
+        any other op that takes 16 bits alone, takes them in both lanes.
+      rules: a preset's name or a ``Rules``.
+      compute_dtype: the dtype of low ops instead of the rules' own.
+      backward: whether to compare the backward pass too, as ``explain`` does: of a
+        loss, alone or at the head of a tuple, with the gradients of all arguments that
+        are floats; otherwise of a fixed random combination of all results.
+      elements: how many numbers of an op's result are compared, at most: evenly spread
+        rows of it. Where few rows hold all that is not zero, such as in the gradient of
+        an embedding, more may be needed. Results and gradients themselves, and what is
+        sharded on an Explicit mesh, are compared as a whole.
+
+    Returns:
+      A function of ``fun``'s arguments that returns a ``Comparison``, under ``jit``
+      too, which computes faster.
+
+    Raises:
+      ValueError: there is no such preset or dtype; in the function, nothing is there to
+        differentiate though ``backward`` says so.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def fun(x):
+      ...     y = x @ x
+      ...     return jnp.tanh((y + 100) - 100) @ x
+      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+      >>> worst = compare(fun)(x).amplified()[0]
+      >>> worst.op, worst.dtype, worst.amplification > 30
+      ('sub', 'bfloat16', True)
+    """
+    check_function(fun)
+    if elements < 1:
+        raise ValueError(f"Expected 1 or more elements, got elements={elements!r}.")
+    chosen = choose_rules(rules, compute_dtype)
+
+    @functools.wraps(fun)
+    def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
+        traced, arrays, structure = trace(fun, args, kwargs)
+        given = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
+        program = Compared(traced, structure, given, backward, elements)
+        return program.run(chosen(), arrays)
+
+    return compared
+
+
+class Compared(NamedTuple):
+    """A traced function that can be compared with float32.
+
+    Attributes:
+      traced: its jaxpr.
+      structure: that of its results.
+      given: the names of its arguments.
+      backward: whether its gradients are compared too.
+      elements: how many numbers of an op's result are compared, at most.
+    """
+
+    traced: Jaxpr
+    structure: PyTree
+    given: Sequence[str]
+    backward: bool = False
+    elements: int = _ELEMENTS
+
+    def run(self, rules: Rules, arrays: Sequence[Array]) -> Comparison:
+        """Runs it under some rules, beside float32."""
+        walk = Interpreter(rules, StagedCasts)
+        run = functools.partial(walk.run_function, self.traced)
+        program = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
+        n_results = len(compat.parts(program).outvars)
+        tree = jax.tree.unflatten(self.structure, range(n_results))
+        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        names = [f"result{jax.tree_util.keystr(path)}" for path in paths]
+        if self.backward:
+            program, floats = _with_gradients(program, self.structure)
+            names += [f"gradient of {self.given[i]}" for i in floats]
+        comparer = Comparer(self.elements)
+        results = comparer.run(program, list(map(Twin, arrays)))
+        errors = [error(twin.low, twin.full) for twin in results]
+        off, size = (jnp.asarray(c, jnp.float32) for c in _columns(errors))
+        sums: Sums = jax.tree.map(sharding.gathered, comparer.total())
+        of_results: Error = jax.tree.map(sharding.gathered, Error(off, size))
+        return Comparison(sums, of_results, tuple(comparer.ops), tuple(names))
+
+
+def _columns(errors: Sequence[Error]) -> Sequence[Any]:
+    return list(zip(*errors, strict=True)) if errors else [(), ()]
+
+
+def _with_gradients(traced: Jaxpr, structure: PyTree) -> tuple[Jaxpr, Sequence[int]]:
+    """Returns a jaxpr that returns gradients too, and of which arguments."""
+    parts = compat.parts(traced)
+    avals = [var.aval for var in parts.invars]
+    floats = [i for i, var in enumerate(parts.invars) if compat.is_float(var)]
+    losses = losses_of([var.aval for var in parts.outvars], structure)
+    check_backward(floats, losses)
+    cotangents = cotangents_of([parts.outvars[i].aval for i in losses])
+
+    def run(*arrays: Array) -> list[Array]:
+        evaluated = lambda *given: compat.evaluate(traced, given)
+        return with_gradients(evaluated, arrays, floats, losses, cotangents)
+
+    return jax.make_jaxpr(run)(*avals), floats
+
+
+def _joined(column: Any) -> np.ndarray:
+    """Returns sums over all that vmap, scan or the devices have stacked."""
+    column = np.asarray(column, np.float64)
+    return column.sum(axis=tuple(range(column.ndim - 1)))
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(whole > 0, part / whole, np.where(part > 0, np.inf, 0.0))
+
+
+def _amplification(before: float, after: float, rounding: float) -> float:
+    # What is infinitely wrong already is passed on.
+    return after / max(before, rounding) if math.isfinite(before) else 1.0

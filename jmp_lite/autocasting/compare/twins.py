@@ -1,0 +1,230 @@
+"""An op on two lanes: in the precision that it runs in, and in float32.
+
+A value has a twin in float32 once something was rounded on the way to it. A number that
+no rounding has touched has none, and nothing of it is computed twice.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.autocasting.interpreter.casts import Casts
+from jmp_lite.autocasting.interpreter.evaluate import SCATTERS, scatter
+from jmp_lite.autocasting.interpreter.float8 import is_of_float8
+from jmp_lite.autocasting.jaxprs import compat, sharding
+from jmp_lite.autocasting.jaxprs.types import Array, Eqn
+from jmp_lite.autocasting.rules.op_table import (
+    DTYPE_PARAMS,
+    EXACT,
+    PASSING,
+    group_of,
+)
+from jmp_lite.autocasting.rules.precision import Precision
+
+
+class StagedCasts(Casts):
+    """Casts the numbers of a program in the program, where each lane has its own."""
+
+    def cast(self, array: Array, saturates: bool = False) -> Array:
+        """Returns an array in the compute dtype."""
+        if not compat.is_tracer(array):
+            array = lax.optimization_barrier(compat.as_array(array))
+        return super().cast(array, saturates)
+
+
+class Error(NamedTuple):
+    """How far some numbers are from float32's.
+
+    Attributes:
+      off: the sum of the sizes of what they are off by; of integers how many differ.
+      size: the sum of the sizes of float32's; of integers how many there are.
+    """
+
+    off: Any
+    size: Any
+
+    @property
+    def relative(self) -> Any:
+        """The error in terms of the size of the numbers; infinite beside zeros."""
+        is_off = self.off > 0
+        unit = jnp.where(self.size > 0, self.size, 1)
+        return jnp.where(
+            self.size > 0, self.off / unit, jnp.where(is_off, jnp.inf, 0.0)
+        )
+
+
+NO_ERROR = Error(np.float32(0), np.float32(1))
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Twin:
+    """What stands for a value.
+
+    Attributes:
+      low: the value as it runs.
+      exact: the same in float32; None if no rounding has touched it.
+      error: how far they are apart, once that was computed.
+    """
+
+    low: Array
+    exact: Array | None = None
+    error: Error | None = None
+
+    @property
+    def full(self) -> Any:
+        """The value on the lane of float32."""
+        return widened(self.low) if self.exact is None else self.exact
+
+    def measured(self, elements: int) -> Error | None:
+        """Returns how far the lanes are apart; None if they are one, or no numbers.
+
+        Args:
+          elements: how many numbers are looked at, at most.
+        """
+        if self.error is None and self.exact is not None and _has_numbers(self.low):
+            self.error = error(*(_sample(x, elements) for x in (self.low, self.exact)))
+        return self.error
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a float of fewer than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def widened(array: Any) -> Any:
+    """Returns floats of fewer than 32 bits in float32, and all else as it is."""
+    array = compat.as_array(array)
+    return array.astype(jnp.float32) if is_narrow(array.dtype) else array
+
+
+def run_twice(eqn: Eqn, operands: Sequence[Twin]) -> list[Twin]:
+    """Runs an equation that contains no jaxpr to be looked into, on both lanes."""
+    low = compat.bind(eqn, [twin.low for twin in operands])
+    if not _departs(eqn, operands) or not compat.has_only_axis_effects(eqn):
+        # What an effect depends on, such as a callback, has to happen once.
+        return list(map(Twin, low))
+    exact = _in_float32(eqn, operands)
+    return list(map(Twin, low, exact))
+
+
+def keeps_errors(eqn: Eqn) -> bool:
+    """Whether each result of an op is off by as much as an operand, for its size.
+
+    A cast has the error of its operand: its own rounding counts as that of the op which
+    reads its result.
+    """
+    return compat.op_of(eqn) in _KEEPING_ERRORS | PASSING
+
+
+def dtype_it_runs_in(eqn: Eqn) -> np.dtype[Any]:
+    """Returns the float of the fewest bits that an equation reads or makes."""
+    atoms = [*eqn.invars, *eqn.outvars]
+    floats = [np.dtype(compat.dtype_of(a)) for a in atoms if compat.is_float(a)]
+    return min(floats, key=lambda d: jnp.finfo(d).bits, default=np.dtype("float32"))
+
+
+_KEEPING_ERRORS = frozenset(
+    [
+        *("convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"),
+        *("rev", "neg", "abs", "copy", "copy_p", "broadcast_in_dim", "real", "imag"),
+        *("stop_gradient", "sharding_constraint", "reduce_precision"),
+    ]
+)
+
+
+def _departs(eqn: Eqn, operands: Sequence[Twin]) -> bool:
+    """Whether an equation has another result in float32."""
+    if any(twin.exact is not None for twin in operands):
+        return True
+    if compat.op_of(eqn) == "convert_element_type":
+        return is_narrow(compat.dtype_of(eqn.outvars[0])) and not _is_exact_cast(eqn)
+    if compat.op_of(eqn) in EXACT | PASSING:
+        return False
+    return any(is_narrow(compat.dtype_of(a)) for a in eqn.outvars if compat.is_float(a))
+
+
+def _is_exact_cast(eqn: Eqn) -> bool:
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    if not compat.is_float(atom):
+        return compat.dtype_of(atom) == np.bool_
+    before, after = (jnp.finfo(compat.dtype_of(x)) for x in (atom, var))
+    return after.nmant >= before.nmant and after.nexp >= before.nexp
+
+
+def _in_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
+    """Returns the results of an equation on the lane of float32."""
+    op, full = compat.op_of(eqn), [twin.full for twin in operands]
+    dtypes = [compat.dtype_of(a) for a in (*eqn.invars, *eqn.outvars)]
+    if op == "convert_element_type":
+        return [_cast(full[0], dtypes[-1])]
+    if not any(map(is_narrow, dtypes)):
+        return compat.bind(eqn, full, **_highest(eqn))
+    if op == "reduce_precision":
+        return full[:1]
+    if op in SCATTERS:
+        return [scatter(eqn, full)]
+    group = group_of(op)
+    is_known = group is not None and group.precision is not Precision.KEEP
+    if not (is_known or is_of_float8(op)) or any(compat.inner_jaxprs(eqn)):
+        # It is bound to the dtypes that it was traced in: both lanes round alike.
+        pairs = zip(full, eqn.invars, strict=True)
+        given = [lax.convert_element_type(x, compat.dtype_of(a)) for x, a in pairs]
+        return [widened(x) for x in compat.bind(eqn, given)]
+    wide = {
+        name: np.dtype("float32")
+        for name, value in compat.params_named(eqn, DTYPE_PARAMS).items()
+        if DTYPE_PARAMS[name] and value is not None
+    }
+    return compat.bind(eqn, full, **wide, **_highest(eqn))
+
+
+def _highest(eqn: Eqn) -> dict[str, Any]:
+    if compat.product_params(eqn) is None:
+        return {}
+    return {"precision": lax.Precision.HIGHEST}
+
+
+def _cast(array: Array, dtype: Any) -> Array:
+    if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        array = lax.real(array)
+    return array.astype(np.dtype("float32") if is_narrow(dtype) else dtype)
+
+
+def _has_numbers(array: Any) -> bool:
+    return isinstance(compat.as_array(array).dtype, np.dtype)
+
+
+def error(low: Array, exact: Array) -> Error:
+    """Returns how far numbers are from others."""
+    low = widened(low)
+    if not jnp.issubdtype(exact.dtype, jnp.inexact):
+        differ = jnp.sum(low != exact, dtype=jnp.float32)
+        return Error(differ, np.float32(low.size))
+    is_equal = (low == exact) | (jnp.isnan(low) & jnp.isnan(exact))
+    off = jnp.where(is_equal, 0, jnp.abs(low - exact))
+    # What is finite on one lane alone is infinitely far off.
+    off = jnp.where(jnp.isnan(off), jnp.inf, off)
+    size = jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0)
+    return Error(*(jnp.sum(x, dtype=jnp.float32) for x in (off, size)))
+
+
+def _sample(array: Array, elements: int) -> Array:
+    """Returns numbers of an array, evenly spread, and no more than asked for.
+
+    Rows of the last axis are left whole as long as they fit: memory is read in rows.
+    """
+    array = compat.as_array(array)
+    if sharding.is_sharded(array):  # Its parts are on several devices.
+        return array
+    sizes, strides = list(array.shape), [1] * array.ndim
+    while math.prod(sizes) > elements:
+        rows = sizes[:-1] if max(sizes[:-1], default=1) > 1 else sizes
+        axis = rows.index(max(rows))
+        strides[axis] *= 2
+        sizes[axis] = -(-array.shape[axis] // strides[axis])
+    return lax.slice(array, [0] * array.ndim, array.shape, strides)

@@ -1,0 +1,18 @@
+"""The arrays among the arguments of a function, and what they are called."""
+
+import jax
+
+from jmp_lite.autocasting.jaxprs.types import Array, PyTree
+from jmp_lite.casting.dtypes import is_traceable
+
+
+def arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[PyTree, Array]]:
+    """Returns the arrays among the arguments of a function, each with its path."""
+    leaves, _ = jax.tree.flatten_with_path((args, kwargs))
+    return [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
+
+
+def argument_name(path: PyTree) -> str:
+    """Returns the name of an argument, as ``args[0]['w']``."""
+    (place, *inside) = path
+    return ("args", "kwargs")[place.idx] + jax.tree_util.keystr(tuple(inside))
