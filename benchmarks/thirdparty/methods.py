@@ -111,17 +111,21 @@ def muon_steps() -> Program:
 
 
 def galore_steps() -> Program:
-    """optax.contrib.galore: the loss after two steps in a space of low rank."""
+    """optax.contrib.galore: the loss after four steps, its first-order gradient."""
     import optax
 
-    return _inner_training(optax.contrib.galore(0.05, rank=8), steps=2)
+    return _inner_training(
+        optax.contrib.galore(0.05, rank=8), steps=4, first_order=True
+    )
 
 
 def prodigy_steps() -> Program:
-    """optax.contrib.prodigy: the loss after two steps, from a learned start."""
+    """optax.contrib.prodigy: the loss after eight steps, its first-order gradient."""
     import optax
 
-    return _inner_training(optax.contrib.prodigy(1.0, estim_lr0=1e-2), steps=2)
+    return _inner_training(
+        optax.contrib.prodigy(estim_lr0=1e-2), steps=8, first_order=True
+    )
 
 
 def schedule_free_steps() -> Program:
@@ -1244,9 +1248,10 @@ def equilibrium() -> Program:
 
 def hopfield() -> Program:
     """A modern Hopfield network (Ramsauer et al. 2021): it descends its energy."""
+    beta = 1 / 32**0.5
 
     def energy(memories, x):
-        attraction = jax.nn.logsumexp(4.0 * x @ memories.T) / 4
+        attraction = jax.nn.logsumexp(beta * x @ memories.T) / beta
         return 0.5 * jnp.sum(x**2) - attraction
 
     def loss(params, batch):
@@ -1318,7 +1323,10 @@ def _lstm(layer: Any, xs: jax.Array) -> jax.Array:
 
 
 def _inner_training(
-    optimizer: Any, steps: int, evaluated: Callable[..., Any] | None = None
+    optimizer: Any,
+    steps: int,
+    evaluated: Callable[..., Any] | None = None,
+    first_order: bool = False,
 ) -> Program:
     """Returns the loss of a regression after some steps of an optimizer."""
     import optax
@@ -1333,6 +1341,8 @@ def _inner_training(
             params, state = carry
             gradient = jax.grad(error)(params, *data)
             updates, state = optimizer.update(gradient, state, params)
+            if first_order:
+                updates, state = lax.stop_gradient((updates, state))
             return (optax.apply_updates(params, updates), state), ()
 
         start = (params, optimizer.init(params))
