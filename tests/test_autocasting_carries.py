@@ -570,6 +570,34 @@ def test_a_float_decides_only_where_the_end_depends_on_it(wrap):
     assert products(live_equations(autocast(by_a_float), X)) == {(FULL,) * 3: 1}
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_time_that_grows_by_fixed_steps_is_no_tolerance(wrap):
+    @wrap
+    def euler(t, y):
+        dt = jnp.minimum(0.1, 1 - t)
+        return t + dt, y + dt * jnp.tanh(y @ W)
+
+    def adaptive(t, y):
+        dt = 0.01 + 0.1 * jnp.abs(jnp.mean(y @ W))
+        return t + dt, y + dt * jnp.tanh(y @ W)
+
+    def integrated(step):
+        def forward(y):
+            start = (jnp.int32(0), 0.0, y)
+            count = lambda s: (s[0] + 1, *step(*s[1:]))
+            return lax.while_loop(lambda s: s[1] < 1, count, start)
+
+        return forward
+
+    assert not decides_when_it_ends(integrated(euler))
+    assert decides_when_it_ends(integrated(adaptive))
+    assert decides_when_it_ends(lambda y: autocast(integrated(euler), "O3")(y))
+    actual, expected = autocast(integrated(euler))(X), integrated(euler)(X)
+    assert actual[0] == expected[0] == 10
+    assert actual[1] == expected[1]
+    assert relative_error(actual[2], expected[2]) < 0.01
+
+
 def ends(condition, step, *start):
     """A function that runs ``step`` on what starts from ``(0, *start, x)``."""
     return lambda x: lax.while_loop(condition, step, (0, *start, x))[-1]

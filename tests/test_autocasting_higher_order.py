@@ -177,6 +177,24 @@ def test_numbers_among_the_residuals_reach_the_backward_function_as_they_are():
         assert set(products(summing(eqns))) == {LOW}
 
 
+@pytest.mark.parametrize("symbolic_zeros", [False, True])
+def test_a_custom_jvp_rule_may_be_given_a_key(symbolic_zeros):
+    @jax.custom_jvp
+    def noisy(x, key):
+        return x @ x * jax.random.normal(key, x.shape)
+
+    @functools.partial(noisy.defjvp, symbolic_zeros=symbolic_zeros)
+    def _(primals, tangents):
+        (x, key), (dx, _) = primals, tangents
+        noise = jax.random.normal(key, x.shape)
+        return x @ x * noise, (dx @ x + x @ dx) * noise
+
+    def gradient(f):
+        return jax.grad(lambda x: f(x, jax.random.key(0)).sum())(W)
+
+    assert relative_error(gradient(autocast(noisy)), gradient(noisy)) < 0.02
+
+
 def test_a_custom_jvp_rule_is_kept_with_symbolic_zeros_and_static_arguments():
     @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
     def f(x, y, n):

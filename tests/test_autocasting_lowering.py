@@ -4,6 +4,7 @@ import collections
 import functools
 import re
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,15 @@ def test_what_has_no_algorithm_is_lowered_without_one():
         low = autocast(lambda x, y: x @ y, compute_dtype=dtype)
         assert "algorithm" not in lower(low, x, x)
         jax.jit(autocast(vectors, compute_dtype=dtype))(x, x)
+        # A compiler fuses the product with the slice: it has to compile.
+        sliced = autocast(lambda x, y: x[:8].T @ y, compute_dtype=dtype)
+        assert "algorithm" not in lower(sliced, jnp.ones((16, 4)), x)
+        chex.assert_shape(jax.jit(sliced)(jnp.ones((16, 4)), x), (4,))
+        of_many = jax.vmap(lambda x, y: x[:8].T @ y)
+        low = autocast(of_many, compute_dtype=dtype)
+        assert ("algorithm" in lower(low, jnp.ones((3, 16, 4)), jnp.ones((3, 8)))) == (
+            dtype == "bfloat16"
+        )
     low = autocast(lambda x: x @ x, compute_dtype="float16")
     assert "algorithm" not in lower(low, jnp.ones((8, 8)))
 

@@ -6,6 +6,7 @@ in, who reads its results and the path that it stands in, and returns a value.
 """
 
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -441,8 +442,9 @@ def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:
       The decision; None where what it holds is decided op by op.
     """
     op, reason = compat.op_of(eqn), None
-    if op == "while" and rules.carry(path) != "follow" and ends_by_a_float(eqn):
-        reason = Reason.ENDS_BY_A_FLOAT
+    if op == "while" and rules.carry(path) != "follow":
+        is_low = functools.partial(runs_low, rules)
+        reason = Reason.ENDS_BY_A_FLOAT if ends_by_a_float(eqn, path, is_low) else None
     if op == "custom_jvp_call" and compat.is_custom_root(eqn):
         reason = Reason.ROOT
     return Decision(Run.AS_TRACED, State.HARD, reason) if reason else None

@@ -1,6 +1,7 @@
 """Binds one equation as it was decided; nothing is decided here."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,12 +127,16 @@ def _in_float8(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> Array:
 
 
 def _is_of_matrices(eqn: Eqn) -> bool:
-    """Whether a product and both of its derivatives have more than one number.
+    """Whether a product and both of its derivatives are matrices, or many vectors.
 
-    XLA for CPUs (jax 0.10) takes no algorithm for what is one number.
+    XLA for CPUs (jax 0.10) fuses a vector's product with what makes its matrix, and
+    its fusions take no algorithm.
     """
-    sizes = cost.product_sizes(eqn) if compat.op_of(eqn) == "dot_general" else ()
-    return sum(size != 1 for size in sizes) > 1
+    if compat.op_of(eqn) != "dot_general":
+        return False
+    _, (batch, _) = compat.dot_dimensions(eqn)
+    n_copies = math.prod(eqn.invars[0].aval.shape[i] for i in batch)
+    return sum(size != 1 for size in (n_copies, *cost.product_sizes(eqn))) > 2
 
 
 def _value(

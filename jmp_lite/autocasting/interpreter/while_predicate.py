@@ -1,8 +1,8 @@
-"""Whether a float decides when a ``while`` ends.
+"""Whether a float that 16 bits would change decides when a ``while`` ends.
 
-A loop whose condition is not understood counts as one that a float ends, and is run as
-it was traced: a tolerance that float32 reaches may never be reached in 16 bits. The
-analysis compares the identity of values through calls, and goes backward from the
+A loop whose condition is not understood counts as such a one, and is run as it was
+traced: a tolerance that float32 reaches may never be reached in 16 bits. A time that
+grows by fixed steps is computed in float32 in any case. The analysis compares the identity of values through calls, and goes backward from the
 condition only as far as a comparison needs, so it has a traversal of its own.
 """
 
@@ -11,17 +11,23 @@ from typing import NamedTuple, TypeVar
 
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.compat import called
+from jmp_lite.autocasting.jaxprs.dataflow import equations
 from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.op_table import COMPARING, PICKING
 
 
-def ends_by_a_float(eqn: Eqn) -> bool:
-    """Whether a float that its body computes decides when a ``while`` ends.
+def ends_by_a_float(eqn: Eqn, path: str, runs_low: Callable[[Eqn, str], bool]) -> bool:
+    """Whether a float that its body computes in 16 bits decides when a ``while`` ends.
 
     A token that is the most likely one, and the last where it is a certain one, is no
     tolerance, if a count ends the loop at the latest.
+
+    Args:
+      eqn: the loop.
+      path: the scopes that it stands in.
+      runs_low: whether an equation that holds no jaxpr runs in 16 bits in a path.
     """
-    loop = _Loop(eqn)
+    loop = _Loop(eqn, path, runs_low)
     conditions = list(loop.conditions(loop.test.results[0]))
     is_counted = any(map(loop.is_count, conditions))
     return any(loop.reads_a_float(one, is_counted) for one in conditions)
@@ -34,6 +40,7 @@ class _Step(NamedTuple):
     """One equation; what it reads and makes is named by what is the same throughout."""
 
     eqn: Eqn
+    path: str
     operands: Sequence[object]
     results: Sequence[object]
 
@@ -52,13 +59,13 @@ class _Flat(NamedTuple):
     results: Sequence[object]
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr) -> "_Flat":
-        """Takes a jaxpr apart."""
+    def of(cls, jaxpr: Jaxpr, path: str) -> "_Flat":
+        """Takes a jaxpr apart, which stands in a path."""
         parts = compat.parts(jaxpr)
         inputs = [object() for _ in parts.invars]
         names = dict(zip(parts.invars, inputs, strict=True))
         steps: list[_Step] = []
-        results = _take_apart(parts, names, steps)
+        results = _take_apart(parts, names, steps, path)
         return cls(inputs, steps, results)
 
     def made_by(self, name: object) -> _Step | None:
@@ -70,7 +77,7 @@ class _Flat(NamedTuple):
 
 
 def _take_apart(
-    parts: compat.Parts, names: dict[Var, object], steps: list[_Step]
+    parts: compat.Parts, names: dict[Var, object], steps: list[_Step], path: str
 ) -> list[object]:
     def name(atom: Var) -> object:
         return None if compat.is_literal(atom) else names.setdefault(atom, object())
@@ -80,11 +87,11 @@ def _take_apart(
         inner = called(eqn)
         if inner is None:
             results = [object() for _ in eqn.outvars]
-            steps.append(_Step(eqn, operands, results))
+            steps.append(_Step(eqn, path, operands, results))
         else:
             inside = compat.parts(inner)
             given = dict(zip(inside.invars, operands, strict=True))
-            results = _take_apart(inside, given, steps)
+            results = _take_apart(inside, given, steps, compat.path_of(eqn, path))
         names.update(zip(eqn.outvars, results, strict=True))
     return [name(atom) for atom in parts.outvars]
 
@@ -92,9 +99,12 @@ def _take_apart(
 class _Loop:
     """The condition and the body of a ``while``."""
 
-    def __init__(self, eqn: Eqn) -> None:
+    def __init__(
+        self, eqn: Eqn, path: str, runs_low: Callable[[Eqn, str], bool]
+    ) -> None:
         loop = compat.while_parts(eqn)
-        self.test, self.body = _Flat.of(loop.cond), _Flat.of(loop.body)
+        self._runs_low = runs_low
+        self.test, self.body = _Flat.of(loop.cond, path), _Flat.of(loop.body, path)
         self._of_test = self.test.inputs[loop.n_cond :]
         self._of_body = self.body.inputs[loop.n_body :]
         outvars = compat.parts(loop.body).outvars
@@ -157,7 +167,7 @@ class _Loop:
         )
 
     def reads_a_float(self, condition: object, may_pick: bool) -> bool:
-        """Whether a condition depends on a float that the body computes.
+        """Whether a condition depends on a float that the body computes in 16 bits.
 
         Args:
           condition: a value of the condition's jaxpr.
@@ -168,19 +178,43 @@ class _Loop:
         same_in_body = lambda name: self._is_the_same(self.body, name)
         reads = _reads(self.test, {condition: False}, same_in_test, may_pick)
         deciding = _among(self._of_test, reads)
+        steps = _makers(self.test, reads)
         while True:
             wanted: dict[object, bool] = {}
             for i, is_judged in deciding.items():
                 _note(wanted, self.body.results[i], is_judged)
             more = dict(deciding)
-            for i, judged in _among(
-                self._of_body, _reads(self.body, wanted, same_in_body, may_pick)
-            ).items():
+            reads = _reads(self.body, wanted, same_in_body, may_pick)
+            for i, judged in _among(self._of_body, reads).items():
                 _note(more, i, judged)
             if more == deciding:
                 break
             deciding = more
-        return any(self._is_float[i] and self._changes[i] for i in deciding)
+        if not any(self._is_float[i] and self._changes[i] for i in deciding):
+            return False
+        return any(map(self._is_low, [*steps, *_makers(self.body, reads)]))
+
+    def _is_low(self, step: _Step) -> bool:
+        """Whether 16 bits change what a step computes, or something inside of it."""
+        eqn, inner = step.eqn, list(compat.inner_jaxprs(step.eqn))
+        if not inner:
+            path = compat.join(step.path, *compat.scopes(eqn))
+            return _has_floats(eqn) and self._runs_low(eqn, path)
+        inside = compat.path_of(eqn, step.path)
+        return any(
+            _has_floats(one) and self._runs_low(one, path)
+            for jaxpr in inner
+            for one, path in equations(jaxpr, inside)
+        )
+
+
+def _has_floats(eqn: Eqn) -> bool:
+    return any(map(compat.is_float32, (*eqn.invars, *eqn.outvars)))
+
+
+def _makers(flat: _Flat, found: Mapping[object, bool]) -> list[_Step]:
+    """Returns the steps that make any of some values."""
+    return [step for step in flat.steps if any(name in found for name in step.results)]
 
 
 def _among(names: Sequence[object], found: Mapping[object, bool]) -> dict[int, bool]:
@@ -213,7 +247,7 @@ def _reads(
     found: dict[object, bool] = {}
     for name, is_judged in wanted.items():
         _note(found, name, is_judged)
-    for eqn, operands, results in reversed(flat.steps):
+    for eqn, _, operands, results in reversed(flat.steps):
         judged = [found[name] for name in results if name in found]
         if not judged:
             continue

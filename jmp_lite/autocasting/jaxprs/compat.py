@@ -278,7 +278,9 @@ def retyped(aval: Aval, dtype: Any) -> Aval:
     """Returns a type with another dtype, or itself."""
     if getattr(aval, "dtype", None) == dtype:
         return aval
-    return aval.update(dtype=np.dtype(dtype), weak_type=False)
+    # The dtype of keys is none of NumPy's.
+    made = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+    return aval.update(dtype=made, weak_type=False)
 
 
 def flag_beside(aval: Aval) -> Any:
