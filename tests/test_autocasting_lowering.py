@@ -92,9 +92,12 @@ def test_what_has_no_algorithm_is_lowered_without_one():
         chex.assert_shape(jax.jit(sliced)(jnp.ones((16, 4)), x), (4,))
         of_many = jax.vmap(lambda x, y: x[:8].T @ y)
         low = autocast(of_many, compute_dtype=dtype)
-        assert ("algorithm" in lower(low, jnp.ones((3, 16, 4)), jnp.ones((3, 8)))) == (
-            dtype == "bfloat16"
-        )
+        has_one = "algorithm" in lower(low, jnp.ones((3, 16, 4)), jnp.ones((3, 8)))
+        assert has_one == (dtype == "bfloat16")
+        # XLA for CPUs aborts on some derivatives of it that have one.
+        of_vectors = autocast(lambda x, y: x @ y, compute_dtype=dtype)
+        arrays = [jnp.ones((8, 8, 8, *rest)) for rest in ((1, 8), (8, 5))]
+        assert "algorithm" not in lower(of_vectors, *arrays)
     low = autocast(lambda x: x @ x, compute_dtype="float16")
     assert "algorithm" not in lower(low, jnp.ones((8, 8)))
 

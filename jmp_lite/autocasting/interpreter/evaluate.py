@@ -127,16 +127,22 @@ def _in_float8(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> Array:
 
 
 def _is_of_matrices(eqn: Eqn) -> bool:
-    """Whether a product and both of its derivatives are matrices, or many vectors.
+    """Whether a product is of matrices, or of many vectors with their matrices.
 
-    XLA for CPUs (jax 0.10) fuses a vector's product with what makes its matrix, and
-    its fusions take no algorithm.
+    XLA for CPUs fuses a vector's product with what makes its matrix, and that fusion
+    takes no algorithm (jax 0.10). It aborts where a product of three batch axes that
+    adds nothing up has an algorithm (jax 0.12 too); the derivative of a vector's
+    product is such a one.
     """
     if compat.op_of(eqn) != "dot_general":
         return False
+    *sides, summed = cost.product_sizes(eqn)
+    if summed == 1 or all(side == 1 for side in sides):
+        return False
     _, (batch, _) = compat.dot_dimensions(eqn)
     n_copies = math.prod(eqn.invars[0].aval.shape[i] for i in batch)
-    return sum(size != 1 for size in (n_copies, *cost.product_sizes(eqn))) > 2
+    are_vectors = any(side == 1 for side in sides)
+    return not are_vectors or (n_copies != 1 and len(batch) < 3)
 
 
 def _value(
