@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import compiled, initialized, live_equations, products, relative_error
-from jax import lax
+from jax import export, lax
 from jax.sharding import PartitionSpec as P
 from programs import LSTM, LSTM_PARAMS, B, W, X
 
@@ -347,3 +347,13 @@ def test_it_can_be_switched_off():
     assert not adds_up_the_gradient_of_a_weight(rules)
     fewer = rules.without_pass("scan_weight_gradients")
     assert adds_up_the_gradient_of_a_weight(fewer)
+
+
+def test_a_batch_of_any_size_is_exported_with_its_gradient():
+    """Whether a weight is larger than what is stacked is not known then."""
+    loss = lambda w, h, xs: jnp.sum(recurrent(w, h, xs)[0])
+    grad_fn = jax.jit(jax.grad(autocast(loss)))
+    (n,) = export.symbolic_shape("n")
+    float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    made = export.export(grad_fn)(float32(8, 8), float32(n, 8), float32(6, n, 8))
+    assert relative_error(made.call(W, H, XS), grad_fn(W, H, XS)) < 0.01

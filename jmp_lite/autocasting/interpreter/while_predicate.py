@@ -2,8 +2,9 @@
 
 A loop whose condition is not understood counts as such a one, and is run as it was
 traced: a tolerance that float32 reaches may never be reached in 16 bits. A time that
-grows by fixed steps is computed in float32 in any case. The analysis compares the identity of values through calls, and goes backward from the
-condition only as far as a comparison needs, so it has a traversal of its own.
+grows by fixed steps is computed in float32 in any case. The analysis compares the
+identity of values through calls, and goes backward from the condition only as far as a
+comparison needs, so it has a traversal of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jmp_lite.autocasting.jaxprs.compat import (
@@ -63,6 +64,14 @@ def product_flops(eqn: Eqn) -> int:
     # The derivative of a stride spreads numbers out: what it fills in is no work.
     spread = math.prod(params_named(eqn, ["lhs_dilation"]).get("lhs_dilation", ()))
     return each * known_size(out.aval.shape) * known_size(summed) // spread
+
+
+def is_at_most(one: Any, other: Any) -> bool:
+    """Whether a size is at most another; not where a symbolic one leaves it open."""
+    try:
+        return one <= other
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def known_size(shape: Iterable[Any]) -> int:

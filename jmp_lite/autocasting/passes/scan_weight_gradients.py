@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite.autocasting.jaxprs import compat, sharding
+from jmp_lite.autocasting.jaxprs import compat, cost, sharding
 from jmp_lite.autocasting.jaxprs.dataflow import readers_of
 from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
 from jmp_lite.autocasting.rules.op_table import MOVING
@@ -112,7 +112,7 @@ def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
         if not atoms or not all(atom in made_of for atom in atoms):
             continue
         is_move = compat.op_of(eqn) in (*MOVING, "convert_element_type")
-        if is_move and _n_bytes(eqn.outvars[:1]) <= _n_bytes(atoms):
+        if is_move and cost.is_at_most(_n_bytes(eqn.outvars[:1]), _n_bytes(atoms)):
             union = frozenset[int]().union(*(made_of[atom] for atom in atoms))
             made_of[eqn.outvars[0]] = union
             eqns.append(eqn)
@@ -141,7 +141,9 @@ def _read(eqn: Eqn, jaxpr: Jaxpr) -> _Body:
 
 def _is_worth_it(use: _Use) -> bool:
     stacked = use.other.aval.size + use.eqn.outvars[0].aval.size
-    return 0 < stacked <= use.weight.aval.size
+    return cost.is_at_most(1, stacked) and cost.is_at_most(
+        stacked, use.weight.aval.size
+    )
 
 
 def _sum_of(product: Eqn, readers: Mapping[Var, list[Eqn | None]]) -> Var:
