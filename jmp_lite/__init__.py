@@ -49,6 +49,10 @@ from jmp_lite.scaling.loss_scale import (
     default_loss_scale,
     select_tree,
 )
+from jmp_lite.scaling.low_precision_state import (
+    LowPrecisionState,
+    low_precision_state,
+)
 from jmp_lite.scaling.masters import (
     CompensatedState,
     MasterWeightsState,
@@ -81,6 +85,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScalingState",
+    "LowPrecisionState",
     "MasterWeightsState",
     "NoOpLossScale",
     "NumericsReport",
@@ -120,6 +125,7 @@ __all__ = [
     "loss_scaling",
     "low_call",
     "low_precision",
+    "low_precision_state",
     "master_weights",
     "nonfinite_report",
     "numerics_report",

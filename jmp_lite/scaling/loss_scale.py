@@ -20,6 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite.casting.dtypes import (
+    is_16_bit,
     is_array,
     is_inexact,
     nearest_name,
@@ -485,6 +486,10 @@ def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
         raise TypeError(_differ(path, type_of(a), type_of(b)))
     if a.dtype == jax.dtypes.float0:
         return a
+    if is_16_bit(a):
+        # XLA for a TPU does not fuse a choice in 16 bits with what rounds to them.
+        full = (leaf.astype(jnp.float32) for leaf in (a, b))
+        return lax.select(pred, *full).astype(a.dtype)
     return lax.select(pred, jnp.asarray(a), jnp.asarray(b))
 
 

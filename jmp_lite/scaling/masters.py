@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -20,6 +19,7 @@ from jmp_lite.casting.dtypes import (
     upcast_tree,
 )
 from jmp_lite.scaling.loss_scale import type_of
+from jmp_lite.scaling.rounding import by_chance, nearest, noise
 from jmp_lite.scaling.transforms import check_grads, strongly_typed, with_extra_args
 
 
@@ -135,7 +135,7 @@ def master_weights(
         def to_master(master: Any, step: Any, param: Any) -> Any:
             if not _is_narrower(param, master):
                 return step
-            return _update_to(_nearest(master, param.dtype), param)
+            return _update_to(nearest(master, param.dtype), param)
 
         moved = jax.tree.map(to_master, masters, steps, params)
         return moved, MasterWeightsState(masters, inner_state)
@@ -233,12 +233,12 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
             if not is_16_bit(param):
                 return step, rest
             total = whole + step
-            moved = _update_to(_nearest(total, param.dtype), param)
+            moved = _update_to(nearest(total, param.dtype), param)
             # The new parameter, as optax.apply_updates makes it of this: XLA makes it
             # once for both. On a TPU it would else make two kernels of all of it.
             rounded = _full((_full(param) + moved).astype(param.dtype))
             left = jnp.where(jnp.isfinite(rounded), total - rounded, 0)
-            return moved, _nearest(left, param.dtype).astype(param.dtype)
+            return moved, nearest(left, param.dtype).astype(param.dtype)
 
         leaves, treedef = jax.tree.flatten(params)
         others = map(treedef.flatten_up_to, (state.rest, steps, whole))
@@ -330,9 +330,8 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
         def add(param: Any, step: Any, number: int) -> Any:
             if not is_16_bit(param):
                 return step
-            total = _full(param) + step
-            noise = jax.random.uniform(jax.random.fold_in(now, number), param.shape)
-            return _update_to(_by_chance(total, param.dtype, noise), param)
+            by = noise(now, number, param.shape)
+            return _update_to(by_chance(_full(param) + step, param.dtype, by), param)
 
         moved = jax.tree.map(add, params, steps, numbers)
         return moved, StochasticRoundingState(later, inner_state)
@@ -404,49 +403,3 @@ def check_key(key: Any) -> None:
             f"Expected one key of jax.random, got {type_of(key)}: pass "
             f"jax.random.key({hint})."
         )
-
-
-# Rounded by arithmetic: XLA elides a cast to 16 bits and back. A finite number out of
-# range becomes the largest one in it: no update would bring an infinity back.
-
-
-def _spacing(x: Any, dtype: Any) -> Any:
-    """Returns how far the numbers of a dtype lie apart where ``x`` is."""
-    info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
-    infinity = np.asarray(np.inf, x.dtype)
-    exponents = infinity.view(f"uint{wide.bits}")  # Its bits are those of the exponent.
-    exponent = jax.lax.bitcast_convert_type(x, exponents.dtype) & exponents
-    power = jax.lax.bitcast_convert_type(exponent, x.dtype)
-    smallest = max(float(info.smallest_subnormal), float(wide.tiny))
-    least = np.asarray(smallest, x.dtype)
-    return jnp.maximum(power * np.asarray(2.0**-info.nmant, x.dtype), least)
-
-
-def _nearest(x: Any, dtype: Any) -> Any:
-    """Returns the finite numbers of a dtype that are nearest, in the dtype of ``x``."""
-    inside = _inside(x, dtype)
-    spacing = _spacing(inside, dtype)
-    steps = jax.lax.round(inside / spacing, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-    return jnp.where(jnp.isfinite(x), steps * spacing, x)
-
-
-def _by_chance(x: Any, dtype: Any, noise: Any) -> Any:
-    """Returns one of the two neighbours in a dtype, in float32.
-
-    Args:
-      x: float32 numbers.
-      dtype: the dtype.
-      noise: uniform in [0, 1).
-    """
-    inside = _inside(x, dtype)
-    spacing = _spacing(inside, dtype)
-    steps = inside / spacing
-    below = jnp.floor(steps)
-    up = (noise < steps - below).astype(jnp.float32)
-    is_rounded = jnp.isfinite(x) & (x != 0)  # A zero keeps its sign.
-    return jnp.where(is_rounded, (below + up) * spacing, x)
-
-
-def _inside(x: Any, dtype: Any) -> Any:
-    largest = np.asarray(float(jnp.finfo(dtype).max), x.dtype)
-    return jnp.clip(x, -largest, largest)
