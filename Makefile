@@ -9,7 +9,7 @@ ARGS ?=
 BENCHMARKS ?= autocast loss_scaling steps insight accuracy
 
 .PHONY: help demo test test-benchmarks slow targets mutants notebooks docs benchmarks
-.PHONY: lint format types clean
+.PHONY: lint format types clean thirdparty
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
@@ -21,6 +21,7 @@ help:
 	@echo "make notebooks  run the notebooks from their text halves"
 	@echo "make docs     the documentation as a site, in docs/_build"
 	@echo "make benchmarks  what it costs, beside its peers, and the tables of it"
+	@echo "make thirdparty  programs of other packages under autocast (an hour)"
 	@echo "make lint     ruff; make format mends what it can"
 	@echo "make types    pyright"
 	@echo "make clean    remove the virtual environment and caches"
@@ -62,6 +63,18 @@ benchmarks: $(VENV)/.peers
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.growth --json benchmarks/results --picture docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.float8 --json benchmarks/results --picture docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables
+
+# In an environment of its own: the versions of so many packages fit together once.
+thirdparty: .venv-thirdparty/.thirdparty
+	JAX_PLATFORMS=cpu .venv-thirdparty/bin/python -m benchmarks.thirdparty \
+	  --json benchmarks/results $(ARGS)
+	JAX_PLATFORMS=cpu .venv-thirdparty/bin/python -m benchmarks.tables
+
+.venv-thirdparty/.thirdparty: pyproject.toml
+	@$(PYTHON) -m venv .venv-thirdparty
+	@.venv-thirdparty/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@.venv-thirdparty/bin/python -m pip install --quiet --editable . --group thirdparty
+	@touch $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -23,6 +23,8 @@ from benchmarks import (
     loss_scaling,
     steps,
 )
+from benchmarks.thirdparty import measure, settings
+from benchmarks.thirdparty import tables as thirdparty
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,6 +32,7 @@ TEXTS = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "float8.md",
+    ROOT / "docs" / "compatibility.md",
 )
 
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
@@ -60,6 +63,10 @@ def against_hand(rows: Sequence[autocast.Row]) -> str:
             cells = "".join(f"{ratio:>13.2f}" for ratio in ratios)
             lines.append(f"{model:28}{target:>7}{cells}")
     return "\n".join(lines)
+
+
+def _thirdparty(rows: Sequence[measure.Row]) -> str:
+    return f"{thirdparty.measured_table(rows)}\n\n{thirdparty.packages_of(rows)}"
 
 
 def _gpu(told: Mapping[str, Any]) -> str:
@@ -113,7 +120,16 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "loss_scaling.training": lambda told: loss_scaling.training_table(
         _rows(told, "training", loss_scaling.Training)
     ),
+    "settings.tried": lambda told: thirdparty.settings_table(
+        _rows(told, "tried", settings.Tried)
+    ),
     "steps": lambda told: _by_model(_rows(told, "rows", steps.Predicted), steps.table),
+    "thirdparty.measured": lambda told: _thirdparty(
+        _rows(told, "measured", measure.Row)
+    ),
+    "thirdparty_trained.trained": lambda told: thirdparty.trained_table(
+        _rows(told, "trained", measure.Trained)
+    ),
 }
 """Table -> what makes it of the file that is named before the first dot."""
 

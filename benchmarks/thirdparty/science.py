@@ -112,7 +112,7 @@ def stiff_oscillator() -> Program:
             args=stiffness,
             saveat=diffrax.SaveAt(ts=times),
             stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-4),
-            max_steps=256,
+            max_steps=1024,
         )
         return solution.ys[:, 0], solution.stats["num_accepted_steps"]
 

@@ -20,7 +20,9 @@ def graph_network() -> Program:
             return mlp(params["edge"], jnp.concatenate([edges, sent, received], -1))
 
         def nodes(nodes, _, received, __):
-            return jax.nn.relu(mlp(params["node"], jnp.concatenate([nodes, received], -1)))
+            return jax.nn.relu(
+                mlp(params["node"], jnp.concatenate([nodes, received], -1))
+            )
 
         def total(nodes, edges, _):
             return mlp(params["global"], jnp.concatenate([nodes, edges], -1))
@@ -215,7 +217,7 @@ def gaussian_process() -> Program:
         "scale": jnp.float32(0.0),
         "noise": jnp.float32(-2.0),
     }
-    return Program(loss, params, (x, y), learning_rate=3e-3)
+    return Program(loss, params, (x, y))
 
 
 def optimal_transport() -> Program:
