@@ -252,7 +252,7 @@ def test_an_opaque_op_that_16_bits_are_raised_for_is_pointed_to():
     assert lints(lambda x: inner(x @ W), X, name="opaque op") == []
 
     def until_small(x):
-        return lax.while_loop(lambda h: h.max() > 1e-3, lambda h: h / 2, x)
+        return lax.while_loop(lambda h: h.max() > 1e-3, lambda h: h @ W / 99, x)
 
     lint = only(lambda x: until_small(x @ W) @ W, X, name="opaque op")
     assert lint.message.startswith("while is run as it was traced")
