@@ -39,8 +39,8 @@ _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n```text\n)(.*?)(```\n)", re.DOTALL
 _NOT_MEASURED = "Not measured on a device yet."
 
 
-def _rows(told: Mapping[str, Any], name: str, row: Callable[..., Any]) -> list[Any]:
-    return [row(**one) for one in told[name]]
+def _rows(results: Mapping[str, Any], name: str, row: Callable[..., Any]) -> list[Any]:
+    return [row(**one) for one in results[name]]
 
 
 def _by_model(rows: Sequence[Any], table: Callable[[Sequence[Any]], str]) -> str:
@@ -69,95 +69,101 @@ def _thirdparty(rows: Sequence[measure.Row]) -> str:
     return f"{thirdparty.measured_table(rows)}\n\n{thirdparty.packages_of(rows)}"
 
 
-def _gpu(told: Mapping[str, Any]) -> str:
-    ceilings = gpu.ceilings_table(gpu.Ceilings(**told["ceilings"]))
-    rows = _by_model(_rows(told, "rows", gpu.Measured), gpu.table)
-    return f"{told['device']}\n{ceilings}\n\n{rows}"
+def _gpu(results: Mapping[str, Any]) -> str:
+    ceilings = gpu.ceilings_table(gpu.Ceilings(**results["ceilings"]))
+    rows = _by_model(_rows(results, "rows", gpu.Measured), gpu.table)
+    return f"{results['device']}\n{ceilings}\n\n{rows}"
 
 
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "accuracy": lambda told: accuracy.table(
-        accuracy.summarize(_rows(told, "rows", accuracy.Trained))
+    "accuracy": lambda results: accuracy.table(
+        accuracy.summarize(_rows(results, "rows", accuracy.Trained))
     ),
-    "autocast": lambda told: autocast.table(_rows(told, "rows", autocast.Row)),
-    "autocast.mixed": lambda told: against_hand(_rows(told, "rows", autocast.Row)),
+    "autocast": lambda results: autocast.table(_rows(results, "rows", autocast.Row)),
+    "autocast.mixed": lambda results: against_hand(
+        _rows(results, "rows", autocast.Row)
+    ),
     **{
-        f"float8.{name}": lambda told, name=name: float8.models_table(
-            _rows(told, name, float8.Compared)
+        f"float8.{name}": lambda results, name=name: float8.models_table(
+            _rows(results, name, float8.Compared)
         )
         for name in ("models", "widths", "lengths")
     },
-    "float8.recipes": lambda told: float8.recipes_table(
-        _rows(told, "recipes", float8.Recipe)
+    "float8.recipes": lambda results: float8.recipes_table(
+        _rows(results, "recipes", float8.Recipe)
     ),
-    "float8.stacked": lambda told: float8.recipes_table(
-        _rows(told, "stacked", float8.Recipe), float8.STACK
+    "float8.stacked": lambda results: float8.recipes_table(
+        _rows(results, "stacked", float8.Recipe), float8.STACK
     ),
-    "float8.sent": lambda told: float8.sent_table(_rows(told, "sent", float8.Sent)),
-    "float8.trained": lambda told: float8.trained_table(
-        _rows(told, "trained", float8.Trained)
+    "float8.sent": lambda results: float8.sent_table(
+        _rows(results, "sent", float8.Sent)
+    ),
+    "float8.trained": lambda results: float8.trained_table(
+        _rows(results, "trained", float8.Trained)
     ),
     "gpu": _gpu,
-    "growth.depths": lambda told: growth.depth_table(
-        _rows(told, "depths", growth.Depth)
+    "growth.depths": lambda results: growth.depth_table(
+        _rows(results, "depths", growth.Depth)
     ),
-    "growth.widths": lambda told: growth.width_table(
-        _rows(told, "widths", growth.Width)
+    "growth.widths": lambda results: growth.width_table(
+        _rows(results, "widths", growth.Width)
     ),
-    "insight.explained": lambda told: insight.explained_table(
-        _rows(told, "explained", insight.Explained)
+    "insight.explained": lambda results: insight.explained_table(
+        _rows(results, "explained", insight.Explained)
     ),
-    "insight.watched": lambda told: insight.watched_table(
-        _rows(told, "watched", insight.Watched)
+    "insight.watched": lambda results: insight.watched_table(
+        _rows(results, "watched", insight.Watched)
     ),
-    "insight.compared": lambda told: insight.compared_table(
-        _rows(told, "compared", insight.Compared)
+    "insight.compared": lambda results: insight.compared_table(
+        _rows(results, "compared", insight.Compared)
     ),
-    "loss_scaling.skipping": lambda told: loss_scaling.skipping_table(
-        _rows(told, "skipping", loss_scaling.Skipping)
+    "loss_scaling.skipping": lambda results: loss_scaling.skipping_table(
+        _rows(results, "skipping", loss_scaling.Skipping)
     ),
-    "loss_scaling.times": lambda told: loss_scaling.times_table(told["step_ms"]),
-    "loss_scaling.training": lambda told: loss_scaling.training_table(
-        _rows(told, "training", loss_scaling.Training)
+    "loss_scaling.times": lambda results: loss_scaling.times_table(results["step_ms"]),
+    "loss_scaling.training": lambda results: loss_scaling.training_table(
+        _rows(results, "training", loss_scaling.Training)
     ),
-    "settings.tried": lambda told: thirdparty.settings_table(
-        _rows(told, "tried", settings.Tried)
+    "settings.tried": lambda results: thirdparty.settings_table(
+        _rows(results, "tried", settings.Tried)
     ),
-    "steps": lambda told: _by_model(_rows(told, "rows", steps.Predicted), steps.table),
-    "thirdparty.measured": lambda told: _thirdparty(
-        _rows(told, "measured", measure.Row)
+    "steps": lambda results: _by_model(
+        _rows(results, "rows", steps.Predicted), steps.table
     ),
-    "thirdparty_trained.trained": lambda told: thirdparty.trained_table(
-        _rows(told, "trained", measure.Trained)
+    "thirdparty.measured": lambda results: _thirdparty(
+        _rows(results, "measured", measure.Row)
+    ),
+    "thirdparty_trained.trained": lambda results: thirdparty.trained_table(
+        _rows(results, "trained", measure.Trained)
     ),
 }
 """Table -> what makes it of the file that is named before the first dot."""
 
 
-def table(name: str, results: pathlib.Path = RESULTS) -> str:
+def table(name: str, folder: pathlib.Path = RESULTS) -> str:
     """Returns a table as text, and below it what its figures belong to.
 
     Args:
       name: one of ``TABLES``.
-      results: the folder that the benchmarks wrote to.
+      folder: the folder that the benchmarks wrote to.
 
     Raises:
       KeyError: there is no such table.
       FileNotFoundError: its benchmark wrote nothing (but for the one that needs a GPU:
         its table says so).
     """
-    path = results / f"{name.partition('.')[0]}.json"
+    path = folder / f"{name.partition('.')[0]}.json"
     if path.stem == "gpu" and not path.exists():
         return _NOT_MEASURED
-    told = json.loads(path.read_text())
-    versions = ", ".join(f"{package} {v}" for package, v in told["versions"].items())
-    lines = TABLES[name](told).strip("\n")
-    return f"{lines}\n\n{told['date']}: {versions}"
+    results = json.loads(path.read_text())
+    versions = ", ".join(f"{package} {v}" for package, v in results["versions"].items())
+    lines = TABLES[name](results).strip("\n")
+    return f"{lines}\n\n{results['date']}: {versions}"
 
 
-def filled(text: str, results: pathlib.Path = RESULTS) -> str:
+def filled(text: str, folder: pathlib.Path = RESULTS) -> str:
     """Returns Markdown with its tables made anew."""
-    return _BLOCK.sub(lambda m: f"{m[1]}{table(m[2], results)}\n{m[4]}", text)
+    return _BLOCK.sub(lambda m: f"{m[1]}{table(m[2], folder)}\n{m[4]}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -140,6 +140,11 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     trained = json.loads((tmp_path / "thirdparty_trained.json").read_text())["trained"]
     assert [row["program"] for row in trained] == ["CTC", "CTC"]
     assert "optax" in printed
+    # One program is measured anew; the other's rows stay.
+    main(["--programs", "CTC", *run[3:], "--only", "measured"])
+    again = json.loads((tmp_path / "thirdparty.json").read_text())["measured"]
+    assert [row["program"] for row in again] == [row["program"] for row in measured]
+    assert again[2:] == measured[2:]
 
 
 @pytest.mark.slow

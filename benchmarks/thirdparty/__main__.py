@@ -1,8 +1,10 @@
 """Runs programs that others wrote under autocast, and prints what it makes of them.
 
-python -m benchmarks.thirdparty                    # All: about an hour on two cores.
-python -m benchmarks.thirdparty --programs GPT-2 "ring attention"
-python -m benchmarks.thirdparty --only settings    # On another version of JAX, too.
+Their packages are those of the dependency group ``thirdparty``.
+
+    python -m benchmarks.thirdparty                  # All: about an hour on two cores.
+    python -m benchmarks.thirdparty --programs GPT-2 "ring attention"
+    python -m benchmarks.thirdparty --only settings  # On another version of JAX, too.
 """
 
 import argparse
@@ -114,14 +116,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "measured" in options.only:
         rows: list[Any] = _each(entries, lambda e: measure(e, runs=options.runs))
         rows = _joined(options.json, "thirdparty", "measured", rows)
-        told = stamp(runs=options.runs)
-        write(options.json, "thirdparty", told, measured=rows)
+        written = stamp(runs=options.runs)
+        write(options.json, "thirdparty", written, measured=rows)
         print(f"\n{tables.measured_table(rows)}\n\n{tables.packages_of(rows)}")
     if "trained" in options.only:
         rows = _each(entries, lambda e: _trained(e, options.steps))
         rows = _joined(options.json, "thirdparty_trained", "trained", rows)
-        told = stamp(steps=options.steps)
-        write(options.json, "thirdparty_trained", told, trained=rows)
+        written = stamp(steps=options.steps)
+        write(options.json, "thirdparty_trained", written, trained=rows)
         print(f"\n{tables.trained_table(rows)}")
     if "settings" in options.only:
         rows = _each(chosen(options.programs or settings.PROGRAMS), settings.try_all)

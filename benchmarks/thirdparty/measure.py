@@ -94,7 +94,7 @@ def measure(entry: Entry, dtypes: Sequence[str] = DTYPES, runs: int = 3) -> list
 
 
 def _measured(row: Row, program: Program, expected: Any, runs: int) -> Row:
-    rules = jmp.get_rules("mixed")
+    rules = _rules(program)
     low = jmp.autocast(program.loss, rules, compute_dtype=row.dtype)
     actual, scale = _scaled(low, program, row.dtype)
     own = program.by_hand is not None
@@ -106,7 +106,7 @@ def _measured(row: Row, program: Program, expected: Any, runs: int) -> Row:
     )
     return row._replace(
         is_finite=_is_finite(actual),
-        error=_error(actual, expected),
+        error=relative_error(actual[1], expected[1]),
         by_hand=_error_by_hand(by_hand, program, row.dtype, expected),
         option=own,
         share=_share(explanation),
@@ -148,7 +148,7 @@ def _error_by_hand(
         found, _ = _scaled(loss, program, dtype)
     except Exception:  # Whatever it fails with, it does not run.
         return None
-    return _error(found, expected) if _is_finite(found) else float("nan")
+    return relative_error(found[1], expected[1]) if _is_finite(found) else float("nan")
 
 
 def _share(explanation: jmp.Explanation) -> float | None:
@@ -173,7 +173,7 @@ def _trace(program: Program, low: Loss, runs: int) -> float:
 def train(entry: Entry, dtype: str, steps: int = 200) -> Trained:
     """Trains a program in float32 and under autocast, from the same start."""
     program = entry.make()
-    low = jmp.autocast(program.loss, compute_dtype=dtype)
+    low = jmp.autocast(program.loss, _rules(program), compute_dtype=dtype)
     exact, mixed = (
         _losses(loss, program, dtype, steps) for loss in (program.loss, low)
     )
@@ -210,6 +210,11 @@ def _losses(loss: Loss, program: Program, dtype: str, steps: int) -> np.ndarray:
 # ----------------------------------------------------------------------------- parts
 
 
+def _rules(program: Program) -> jmp.Rules:
+    rules = jmp.get_rules("mixed")
+    return program.rules(rules) if program.rules else rules
+
+
 def _floats(tree: Any) -> list[Any]:
     leaves = jax.tree.leaves(tree)
     return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -220,8 +225,9 @@ def _is_finite(found: Any) -> bool:
     return all(bool(jnp.isfinite(x).all()) for x in [value, *gradient])
 
 
-def _error(actual: Any, expected: Any) -> float:
-    pairs = list(zip(_floats(actual[1]), _floats(expected[1]), strict=True))
+def relative_error(actual: Any, expected: Any) -> float:
+    """Returns how far the floats of a tree are from another's, all of them together."""
+    pairs = list(zip(_floats(actual), _floats(expected), strict=True))
     off = sum(float(jnp.sum((_wide(a) - _wide(e)) ** 2)) for a, e in pairs)
     size = sum(float(jnp.sum(_wide(e) ** 2)) for _, e in pairs)
     return (off / size) ** 0.5

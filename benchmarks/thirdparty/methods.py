@@ -1044,6 +1044,11 @@ def deep_kernel() -> Program:
     return Program(loss, params, (x, y), learning_rate=1e-2)
 
 
+def deep_kernel_in_float32() -> Program:
+    """The same, with all products in float32."""
+    return deep_kernel()._replace(rules=lambda rules: rules.full("dot_general"))
+
+
 def maml() -> Program:
     """MAML (Finn et al. 2017): regression of sine waves, through two inner steps."""
 
@@ -1435,6 +1440,7 @@ ENTRIES = (
     Entry("NeRF", [], nerf),
     Entry("diffusion U-Net", [], diffusion),
     Entry("deep kernel GP", [], deep_kernel),
+    Entry("deep kernel GP, float32 products", [], deep_kernel_in_float32),
     Entry("MAML", [], maml),
     Entry("RealNVP", [], real_nvp),
     Entry("quantization-aware training", [], quantization_aware),

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+import jmp_lite as jmp
+
 Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
 """``loss(params, batch) -> (number, what no precision may change)``."""
 
@@ -22,6 +24,7 @@ class Program(NamedTuple):
       batch: what else it is given.
       by_hand: returns the same loss in the 16-bit option that the library itself has,
         for a dtype; None where it has none.
+      rules: what the default rules become for it; as they are, if it is None.
       learning_rate: of the steps of Adam that are trained, where the task is to learn
         something; None where it is not.
     """
@@ -30,6 +33,7 @@ class Program(NamedTuple):
     params: Any
     batch: Any
     by_hand: Callable[[DTypeLike], Loss] | None = None
+    rules: Callable[[jmp.Rules], jmp.Rules] | None = None
     learning_rate: float | None = None
 
 

@@ -202,6 +202,12 @@ def levenberg_marquardt() -> Program:
     return Program(loss, layers(1, 16, 48, 16), batch)
 
 
+def fitted_in_float32() -> Program:
+    """The same, with the fit in float32 and the features in 16 bits."""
+    fit_in_full = lambda rules: rules.scope("least_squares", "full")
+    return levenberg_marquardt()._replace(rules=fit_in_full)
+
+
 def kepler() -> Program:
     """optimistix: orbits fitted through Newton's method for Kepler's equation."""
     import optimistix as optx
@@ -530,6 +536,7 @@ ENTRIES = (
     Entry("Van der Pol, implicit", ["diffrax"], stiff_oscillator),
     Entry("neural SDE", ["diffrax"], neural_sde),
     Entry("Levenberg-Marquardt", ["optimistix"], levenberg_marquardt),
+    Entry("Levenberg-Marquardt in float32", ["optimistix"], fitted_in_float32),
     Entry("Kepler's equation", ["optimistix"], kepler),
     Entry("fixed point", ["optimistix"], fixed_point),
     Entry("linear systems", ["lineax"], linear_systems),

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export
 
 import jmp_lite as jmp
+from benchmarks.thirdparty.measure import relative_error
 from benchmarks.thirdparty.program import Entry, Loss, Program
 
 NOT_IN_FLOAT32 = "not in float32"
@@ -48,7 +48,9 @@ def try_all(entry: Entry) -> list[Tried]:
     """Tries a program under all settings that this version of JAX has."""
     program = entry.make()
     low = program._replace(loss=jmp.autocast(program.loss))
-    usual = _error(*(_gradient(p.loss)(p.params, p.batch) for p in (low, program)))
+    usual = relative_error(
+        *(_gradient(p.loss)(p.params, p.batch) for p in (low, program))
+    )
     return [
         Tried(entry.name, name, _outcome(run, program, low, usual))
         for name, run in SETTINGS.items()
@@ -66,7 +68,7 @@ def _outcome(
     except Exception:  # Whatever it is, the program itself does not bear it.
         return NOT_IN_FLOAT32
     try:
-        error = _error(run(low), expected)
+        error = relative_error(run(low), expected)
     except Exception as failure:
         return f"{type(failure).__name__}: {failure}".split("\n")[0]
     return "yes" if error <= 1.5 * usual + 0.005 else f"off by {error:.2g}"
@@ -74,14 +76,6 @@ def _outcome(
 
 def _gradient(loss: Loss) -> Callable[..., Any]:
     return jax.jit(jax.grad(lambda *args: loss(*args)[0]))
-
-
-def _error(found: Any, expected: Any) -> float:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    wide = [[np.asarray(x, np.float64) for x in pair] for pair in pairs]
-    off = sum(float(np.sum((a - b) ** 2)) for a, b in wide)
-    size = sum(float(np.sum(b**2)) for _, b in wide)
-    return (off / size) ** 0.5
 
 
 # -------------------------------------------------------------------------- settings

@@ -55,7 +55,8 @@ def low_precision_state(
     is above the lower neighbour: an average that moves by less than the spacing of the
     dtype still moves as it should, on average. Without it they are rounded to the
     nearest, which is refused for averages that would stand still: in bfloat16, a
-    ``b2`` of 0.999 takes a thousandth off a number whose neighbours are a 256th apart.
+    ``b2`` of 0.999 takes a thousandth off a number, and the next number below it is at
+    least a 256th of it away.
 
     Put it directly around the optimizer whose moments are meant:
     ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``.
@@ -191,7 +192,7 @@ def _check_moments(inner: Any, params: Any, dtype: Any, is_by_chance: bool) -> N
     try:
         decays, powers = _tried(inner, params)
     except Exception:
-        return  # It needs more than gradients, so nothing is known of it.
+        return  # It needs more than gradients, so it cannot be tried.
     if dtype == jnp.float16 and 2 in powers:
         raise ValueError(
             "float16 cannot store averages of squared gradients: a gradient of 1e-4 "

@@ -130,9 +130,9 @@ def _is_of_matrices(eqn: Eqn) -> bool:
     """Whether a product is of matrices, or of many vectors with their matrices.
 
     XLA for CPUs fuses a vector's product with what makes its matrix, and that fusion
-    takes no algorithm (jax 0.10). It aborts where a product of three batch axes that
-    adds nothing up has an algorithm (jax 0.12 too); the derivative of a vector's
-    product is such a one.
+    takes no algorithm (jax 0.10). XLA also aborts on some products with an algorithm
+    that have three batch axes and a contracted size of 1 (jax 0.12 too). The derivative
+    of a product with a vector has such a size.
     """
     if compat.op_of(eqn) != "dot_general":
         return False

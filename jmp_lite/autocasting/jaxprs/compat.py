@@ -278,7 +278,7 @@ def retyped(aval: Aval, dtype: Any) -> Aval:
     """Returns a type with another dtype, or itself."""
     if getattr(aval, "dtype", None) == dtype:
         return aval
-    # The dtype of keys is none of NumPy's.
+    # NumPy does not know the dtype of keys.
     made = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
     return aval.update(dtype=made, weak_type=False)
 
