@@ -165,6 +165,8 @@ def value_and_grad(
     loss_scale: LossScale,
     argnums: Any = 0,
     has_aux: bool = False,
+    *,
+    grad_dtype: DTypeLike = "float32",
 ) -> Callable[_Params, tuple[Any, Any]]:
     """Returns a function that evaluates ``fun`` and its gradient under a loss scale.
 
@@ -178,11 +180,12 @@ def value_and_grad(
         ``get_loss_scale(optimizer.opt_state)``.
       argnums: which arguments to differentiate: numbers, or a ``nnx.DiffState``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
+      grad_dtype: the dtype of the gradients: ``"float32"``, or ``"bfloat16"``.
 
     Returns:
       A function of ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss,
       aux), grads)`` with ``has_aux``; ``grads`` is what ``nnx.value_and_grad`` returns,
-      in float32.
+      in ``grad_dtype``.
 
     Raises:
       TypeError: ``loss_scale`` is not a ``LossScale``; ``fun`` does not return a pair
@@ -199,7 +202,7 @@ def value_and_grad(
       Array([8.], dtype=float32)
     """
     transform = functools.partial(nnx.value_and_grad, argnums=argnums)
-    found = gradients.under_scale(transform, fun, loss_scale, has_aux)
+    found = gradients.under_scale(transform, fun, loss_scale, has_aux, grad_dtype)
     # Flax reads its mode when a function is transformed, not when it is called.
     is_graph = nnx.set_graph_mode.current_value()
     if is_graph and nnx.set_graph_updates.current_value():

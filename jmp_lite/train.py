@@ -21,7 +21,11 @@ from jmp_lite.autocasting.interpreter.validation import check_function, choose_r
 from jmp_lite.autocasting.jaxprs.sharding import as_varying, is_sharded
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
-from jmp_lite.scaling.gradients import value_and_grad
+from jmp_lite.scaling.gradients import (
+    parse_grad_dtype,
+    rounded_gradients,
+    value_and_grad,
+)
 from jmp_lite.scaling.loss_scale import (
     AxisName,
     LossScale,
@@ -85,6 +89,7 @@ def build_train_step(
     batch_axes: Any = 0,
     ema: float | None = None,
     axis_name: AxisName | None = None,
+    grad_dtype: DTypeLike = "float32",
 ) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
     """Builds ``init`` and ``step`` of a training loop.
 
@@ -123,6 +128,9 @@ def build_train_step(
       axis_name: the mapped axis (or axes) over which each device has a part of the
         batch: gradients, loss and the floats of the model state are averaged over it,
         each device gets a key of its own, and all skip where one has to.
+      grad_dtype: the dtype in which the gradients go to the optimizer, which computes
+        in float32: ``"float32"``, or ``"bfloat16"``, in half the memory. Averages over
+        micro-batches and devices are taken in float32, and rounded once.
 
     Returns:
       ``init(params, model_state=None, rng=None) -> TrainingState``, whose arrays are
@@ -134,9 +142,10 @@ def build_train_step(
 
     Raises:
       ValueError: ``ema`` is not in [0, 1), ``accumulate`` is not a whole number of at
-        least 1, or there is no such preset or dtype; in ``init``, the optimizer carries
-        a loss scale already; in ``step``, a batch cannot be split into ``accumulate``
-        parts, or its arrays differ in size along the axis that is split.
+        least 1, ``grad_dtype`` is neither, or there is no such preset or dtype; in
+        ``init``, the optimizer carries a loss scale already; in ``step``, a batch
+        cannot be split into ``accumulate`` parts, or its arrays differ in size along
+        the axis that is split.
       TypeError: ``loss_fn`` does not take four arguments, ``optimizer`` is not a
         transformation, ``loss_scale`` is not a ``LossScale``, or ``batch_axes`` holds
         something else than axes; in ``init``, a parameter is not a floating-point
@@ -163,7 +172,7 @@ def build_train_step(
     _check_accumulation(accumulate, batch_axes)
     if loss_scale is not None:
         check_is_loss_scale(loss_scale)
-    chosen = choose_rules(rules, compute_dtype)
+    chosen, of_grads = choose_rules(rules, compute_dtype), parse_grad_dtype(grad_dtype)
     inner = with_extra_args(optimizer)
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainingState:
@@ -220,7 +229,7 @@ def build_train_step(
                 local, state.model_state, batch, rng
             )
             loss, model_state, grads = _averaged((loss, model_state, grads), axis_name)
-            return loss, model_state, aux, grads
+            return loss, model_state, aux, rounded_gradients(grads, of_grads)
 
         loss, model_state, aux, grads = evaluate(params)
         value_fn, grad_fn = _at_other_params(evaluate, params)
@@ -256,7 +265,7 @@ def build_train_step(
 
         metrics = {
             "loss": upcast_tree(loss),
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": optax.tree.norm(upcast_tree(grads)),
             "grads_finite": finite,
             "loss_scale": jnp.asarray(opt_state.loss_scale.loss_scale),
             "skipped": new_opt_state.skipped,
@@ -454,7 +463,7 @@ def _at_other_params(
     def evaluate_like(others: Any) -> Any:
         cast = jax.tree.map(lambda new, old: new.astype(old.dtype), others, params)
         loss, _, _, grads = evaluate(cast)
-        return upcast_tree(loss), grads
+        return upcast_tree((loss, grads))
 
     @jax.custom_jvp
     def loss_of(others: Any) -> Any:

@@ -158,6 +158,12 @@ def test_an_overflow_is_an_infinite_error():
     assert comparison.errors == {"result": np.inf}
 
 
+def test_a_nan_on_one_lane_is_an_infinite_error():
+    fun = lambda x: (square := jnp.dot(x, x)) - 0.5 * square
+    comparison = jmp.compare(fun, "O3", compute_dtype="float16")(jnp.full(4, 300.0))
+    assert comparison.errors == {"result": np.inf}
+
+
 def test_numbers_that_float32_has_no_use_for_have_no_error():
     fun = lambda x: jnp.exp(jnp.where(x > 0, x @ W, -jnp.inf))
     rows = {row.op: row for row in jmp.compare(fun)(X).rows}
@@ -187,6 +193,9 @@ def test_a_loop_is_one_row_an_op_however_often_it_runs():
     rows = [row for row in unrolled(X, LAYERS).rows if row.op == "dot_general"]
     found = comparison.rows[0].error_out
     assert min(r.error_out for r in rows) <= found <= max(r.error_out for r in rows)
+    last_is_exact = LAYERS.at[-1].set(0)
+    of_all = jmp.compare(PROGRAMS["scanned_layers"][0])(X, last_is_exact)
+    assert of_all.rows[0].op == "dot_general", "of the steps before"
 
 
 def test_the_backward_pass_is_compared_too():
@@ -204,7 +213,7 @@ def test_the_backward_pass_is_compared_too():
 
 
 def test_few_numbers_of_a_large_result_are_looked_at():
-    x = jax.random.normal(jax.random.key(0), (1000, 256))
+    x = jax.random.normal(jax.random.key(0), (1000, 256)).at[:50].set(0)
     of_all, of_few = (
         jmp.compare(lambda x: jnp.tanh(x @ x.T), elements=n)(x) for n in (10**9, 2**12)
     )

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -190,3 +191,15 @@ def test_importing_loads_no_flax_and_wakes_no_backend(statement, complaint):
         assert result.returncode == 0, result.stderr
     else:
         assert complaint in result.stderr
+
+
+TESTS = pathlib.Path(__file__).parent
+FAULTS = runpy.run_path(str(TESTS / "mutations" / "faults.py"))["FAULTS"]
+
+
+def test_each_fault_can_be_planted():
+    package = TESTS.parent / "jmp_lite"
+    for fault in FAULTS:
+        assert (package / fault.path).read_text().count(fault.old) == 1, fault.does
+        file, _, name = fault.caught_by.partition("::")
+        assert f"\ndef {name}" in (TESTS / file).read_text(), fault.does

@@ -403,6 +403,16 @@ def test_a_derivative_of_its_own_stays_its_own():
     assert "exp" in ops, "what is inside is seen"
 
 
+def test_what_is_run_once_more_to_be_seen_needs_no_derivative():
+    @jax.custom_vjp
+    def fun(x):
+        return jax.pure_callback(np.sin, jax.typeof(x), x)
+
+    fun.defvjp(lambda x: (fun(x), x), lambda x, cotangent: (cotangent * jnp.cos(x),))
+    watched = lambda x: jnp.sum(jmp.watch(fun)(x)[0])
+    chex.assert_trees_all_close(jax.grad(watched)(X), jnp.cos(X))
+
+
 @pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
 def test_effects_happen_as_often_as_they_did(kind):
     seen = []
@@ -717,3 +727,15 @@ def test_the_scopes_of_what_autocast_made_are_those_of_the_user():
     assert {row.scope for row in stats.rows} == {"block"}
     _, stats = jmp.watch(jmp.autocast(lambda x: x @ x))(jnp.ones((4, 4)))
     assert {row.scope for row in stats.rows} == {""}
+
+
+def test_a_stack_of_which_one_step_is_not_finite_is_not_finite():
+    """What is read of it is not the first op that stops being finite."""
+
+    def fun(xs):
+        _, stack = lax.scan(lambda c, x: (c, jnp.sqrt(x)), 0, xs)
+        return jnp.cos(stack)
+
+    _, stats = jmp.watch(fun)(jnp.float32([1, -1, 4]))
+    first = {row.op: row.is_first for row in stats.rows}
+    assert first == {"sqrt": True, "cos": False}

@@ -44,6 +44,46 @@ def test_the_value_keeps_its_dtype_and_gradients_are_float32(scale, dtype):
     assert value == loss_fn(params, x)
 
 
+@each_scale
+def test_gradients_in_bfloat16_are_those_of_float32_rounded_once(scale):
+    params, x = problem()
+    params["z"] = jnp.ones(2, jnp.complex64)
+    fun = lambda params, x: loss_fn(params, x) + jnp.sum(jnp.abs(params["z"]) ** 2)
+    full = jmp.grad(fun, scale)(params, x)
+    low = jmp.grad(fun, scale, grad_dtype="bfloat16")(params, x)
+    for name in ("w", "b"):
+        assert low[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(low[name], full[name].astype(jnp.bfloat16))
+    assert low["z"].dtype == jnp.complex64
+    value, of_both = jmp.value_and_grad(fun, scale, grad_dtype=jnp.bfloat16)(params, x)
+    assert value == fun(params, x)
+    np.testing.assert_array_equal(of_both["w"], low["w"])
+
+
+def test_gradients_of_a_module_in_bfloat16():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    loss_of = lambda model, x: jnp.mean(model(x) ** 2)
+    get = functools.partial(jmp.nnx.value_and_grad, loss_of, SCALES[1])
+    _, full = get()(model, jnp.ones((4, 2)))
+    _, low = get(grad_dtype="bfloat16")(model, jnp.ones((4, 2)))
+    expected = full.kernel[...].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(low.kernel[...], expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        ("float16", "vanish below 6e-08.*'bfloat16'"),
+        ("float8_e5m2", "got 'float8_e5m2'"),
+    ],
+)
+def test_gradients_in_other_dtypes_are_refused(dtype, words):
+    with pytest.raises(ValueError, match=words):
+        jmp.grad(loss_fn, SCALES[0], grad_dtype=dtype)
+    with pytest.raises(ValueError, match=words):
+        jmp.build_train_step(lambda *args: args, optax.sgd(0.1), grad_dtype=dtype)
+
+
 def test_a_gradient_that_underflows_float16_is_recovered():
     def tiny(w):
         return (w * jnp.float16(2.0**-14) * jnp.float16(2.0**-14)).sum()

@@ -1,4 +1,4 @@
-"""Optimizer state in 16 bits: what is stored, what is not, and that nothing is lost."""
+"""Optimizer state in 16 and 8 bits: what is stored, and that nothing else is lost."""
 
 import functools
 import pickle
@@ -17,7 +17,8 @@ from optimizers import OPTIMIZERS, each_optimizer, lenient
 import jmp_lite as jmp
 from benchmarks.compiled import TARGETS
 from benchmarks.loss_scaling import by_optimizer, compile_step
-from jmp_lite.scaling.rounding import nearest
+from jmp_lite.scaling.rounding import grid_of, nearest
+from jmp_lite.scaling.storage import SQUARES, Stored, restore, spacing_of, store
 from jmp_lite.scaling.transforms import strongly_typed
 
 KEY = jax.random.key(0)
@@ -27,6 +28,7 @@ PARAMS = {
     "deep": jax.random.normal(jax.random.key(2), (2, 64, 64)),
 }
 GRADS = jax.tree.map(lambda p: jnp.cos(3 * p), PARAMS)
+DTYPES = ("bfloat16", "float8_e4m3fn")
 
 
 def adam(**options):
@@ -61,41 +63,68 @@ def assert_same_bits(actual, expected):
 # ---------------------------------------------------------------------- every optimizer
 
 
+def in_float32(state):
+    """Returns the inner state as the optimizer is given it, and what is stored."""
+    leaves, structure = jax.tree.flatten(state.inner_state)
+    scales = state.scales or [None] * len(leaves)
+    is_low = [
+        scale is not None or (state.scales is None and x.dtype == jnp.bfloat16)
+        for x, scale in zip(leaves, scales, strict=True)
+    ]
+    full = [
+        restore(Stored(x, scale)) if low else x
+        for x, scale, low in zip(leaves, scales, is_low, strict=True)
+    ]
+    return jax.tree.unflatten(structure, full), is_low
+
+
 @each_optimizer
 def test_large_arrays_of_parameters_are_stored_and_what_they_are_is_float32_s(name):
     case = OPTIMIZERS[name]
     bare = lenient(case.make())
-    optimizer, extra_args = low(bare), case.extra_args(PARAMS, GRADS)
-    full, state = strongly_typed(bare.init(PARAMS)), optimizer.init(PARAMS)
-    chex.assert_trees_all_equal_structs(state.inner_state, full)
-    shapes = {PARAMS["w"].shape, PARAMS["deep"].shape}
-    for a, e in zip(*map(jax.tree.leaves, (state.inner_state, full)), strict=True):
-        is_stored = e.shape in shapes and e.dtype == jnp.float32
-        assert a.dtype == (jnp.bfloat16 if is_stored else e.dtype)
-    step, bare_step = (
-        jax.jit(functools.partial(each.update, **extra_args))
-        for each in (optimizer, bare)
+    extra_args = case.extra_args(PARAMS, GRADS)
+    fresh, other = (
+        strongly_typed(bare.init(jax.tree.map(lambda x, by=by: by * x, PARAMS)))
+        for by in (1, 2)
     )
-    before = dtypes(state)
-    for _ in range(2):
-        # From what is stored, it does what the optimizer itself does.
-        full = jax.tree.map(
-            lambda a, e: a if a.dtype == e.dtype else a.astype(e.dtype),
-            state.inner_state,
-            full,
-        )
-        updates, state = step(GRADS, state, PARAMS)
-        expected, full = bare_step(GRADS, full, PARAMS)
-        # One that keeps 16 bits itself is given its state in float32.
-        rtol = 0.02 if "bfloat16" in name else 1e-4
-        chex.assert_trees_all_close(updates, expected, rtol=rtol, atol=1e-6)
-        assert dtypes(state) == before
-        pairs = zip(*map(jax.tree.leaves, (state.inner_state, full)), strict=True)
-        for a, e in pairs:
-            if a.dtype == jnp.bfloat16:
-                a, e = (np.asarray(x, np.float64) for x in (a, e))
-                assert np.all(np.abs(a - e) <= 2.0**-7 * np.abs(e) + 1e-37)
-    assert step._cache_size() == 1
+    shapes = {PARAMS["w"].shape, PARAMS["deep"].shape}
+    is_moment = [
+        e.shape in shapes and e.dtype == jnp.float32 and np.array_equal(e, o)
+        for e, o in zip(*map(jax.tree.leaves, (fresh, other)), strict=True)
+    ]
+    bare_step = jax.jit(functools.partial(bare.update, **extra_args))
+    for dtype in DTYPES:
+        optimizer = low(bare, dtype=dtype)
+        if any(is_moment) and extra_args and dtype != "bfloat16":
+            with pytest.raises(ValueError, match=r"tried.*Take dtype='bfloat16'"):
+                optimizer.init(PARAMS)
+            continue
+        state = optimizer.init(PARAMS)
+        chex.assert_trees_all_equal_structs(state.inner_state, fresh)
+        full, is_low = in_float32(state)
+        own = "bfloat16" in name and dtype == "bfloat16"
+        assert own or is_low == is_moment, "or it keeps 16 bits itself"
+        step = jax.jit(functools.partial(optimizer.update, **extra_args))
+        before = dtypes(state)
+        for _ in range(2):
+            # From what is stored, it does what the optimizer itself does.
+            updates, state = step(GRADS, state, PARAMS)
+            given = jax.tree.map(
+                lambda a, e: a.astype(e.dtype) if a.dtype != e.dtype else a, full, fresh
+            )
+            expected, after = bare_step(GRADS, given, PARAMS)
+            rtol = 0.02 if own else 1e-4  # It is given its state in float32.
+            chex.assert_trees_all_close(updates, expected, rtol=rtol, atol=1e-6)
+            assert dtypes(state) == before
+            full, is_low = in_float32(state)
+            leaves = map(jax.tree.leaves, (full, after, state.inner_state))
+            for a, e, x, is_rounded in zip(*leaves, is_low, strict=True):
+                if is_rounded:
+                    largest = np.max(np.abs(e))
+                    a, e = (np.asarray(x, np.float64) for x in (a, e))
+                    rtol = spacing_of(x.dtype) * (1 + 1e-5)
+                    np.testing.assert_allclose(a, e, rtol, 2.0**-16 * largest)
+        assert step._cache_size() == 1
 
 
 # ---------------------------------------------------------------------------- by chance
@@ -105,7 +134,7 @@ def test_an_average_that_would_stand_still_moves_by_chance_and_is_refused_withou
     decay = 0.999
     stored = jnp.full(5000, 1.0)
     for _ in range(100):
-        stored = nearest(decay * stored, jnp.bfloat16)
+        stored = nearest(decay * stored, grid_of(jnp.bfloat16))
     assert np.all(stored == 1.0)  # So it would stand still.
     params = jnp.ones(5000)
     optimizer = low(lenient(optax.rmsprop(0.1, decay=decay)))
@@ -138,35 +167,133 @@ def test_float16_is_refused_for_averages_of_squares_in_words():
     assert sum(x.dtype == jnp.float16 for x in jax.tree.leaves(state)) == 2
 
 
+def test_of_an_optimizer_that_cannot_be_tried_all_but_masters_is_stored():
+    """It needs more than gradients, so nothing is known of its moments."""
+
+    def update(grads, state, params=None, *, value):
+        del params, value
+        return adam().update(grads, state)
+
+    inner = optax.GradientTransformationExtraArgs(adam().init, update)
+    params = jmp.cast_tree(PARAMS, "bfloat16")
+    state = low(jmp.master_weights(inner)).init(params).inner_state
+    assert set(dtypes(state.masters)) == {np.dtype("float32")}
+    assert state.inner_state[0].nu["w"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"squares.*value.*dtype='bfloat16'"):
+        low(inner, dtype="float8_e4m3fn").init(PARAMS)
+
+
+# ------------------------------------------------------------------------------- 8 bits
+
+E4M3 = np.dtype("float8_e4m3fn")
+ROWS = jax.random.normal(jax.random.key(3), (64, 256)) ** 5
+
+
+def test_moments_are_float8_squares_have_no_sign_and_each_row_has_a_scale():
+    state = low(adam(), dtype="float8_e4m3fn").init(PARAMS)
+    moments = state.inner_state[0]
+    assert [x.name for x in dtypes(moments.mu)] == ["float32", *["float8_e4m3fn"] * 2]
+    assert [x.name for x in dtypes(moments.nu)] == ["float32", "uint8", "uint8"]
+    assert moments.nu["w"].shape == PARAMS["w"].shape
+    shapes = [None if x is None else x.shape for x in state.scales]
+    assert shapes == [None, *[None, (2, 64, 1), (64, 1)] * 2]
+    held = sum(x.nbytes for x in jax.tree.leaves(jax.tree.map(jnp.asarray, state[0])))
+    small = 2 * 4 * PARAMS["b"].size
+    assert held < 2 * (PARAMS["w"].size + PARAMS["deep"].size) + small + 16
+    tall = low(adam(), dtype="float8_e4m3fn").init(jnp.ones((5000, 3)))
+    assert tall.scales[1].shape == (1, 3), "along the longest axis"
+
+
+@pytest.mark.parametrize("dtype", [E4M3, SQUARES])
+def test_what_is_stored_in_8_bits_is_within_its_spacing(dtype):
+    x = jnp.abs(ROWS) if dtype == SQUARES else ROWS
+    x = x.at[0].set(0).at[1].multiply(1e-20).at[2].multiply(1e20)
+    largest = np.max(np.abs(x), axis=1, keepdims=True)
+    for noise, share in ((None, 0.5), (jax.random.uniform(KEY, x.shape), 1.0)):
+        stored = store(x, dtype, noise)
+        assert stored.numbers.dtype == dtype
+        assert stored.numbers.shape == x.shape
+        off = np.abs(restore(stored) - x)
+        assert np.all(off <= share * 2.0**-3 * np.abs(x) + 2.0**-16 * largest)
+        assert np.all(restore(stored)[0] == 0)
+    again = store(restore(store(x, dtype)), dtype)
+    assert_same_bits(restore(again), restore(store(x, dtype)))
+
+
+def test_each_code_of_a_square_is_a_number_of_its_own():
+    codes = jnp.arange(256, dtype=jnp.uint8)
+    numbers = restore(Stored(codes, jnp.ones(1)))
+    assert numbers[0] == 0
+    assert np.all(np.diff(numbers) > 0)
+    assert_same_bits(store(numbers, SQUARES).numbers, codes)
+
+
+def test_a_square_that_is_not_zero_is_never_stored_as_zero():
+    x = jnp.float32([1.0, 0.0, 1e-30, 1e-12])
+    for noise in (None, jnp.full(4, 0.999)):
+        full = restore(store(x, SQUARES, noise))
+        np.testing.assert_array_less(0, full[jnp.array([0, 2, 3])])
+        assert full[1] == 0
+        assert full[2] < 2.0**-30
+
+
+@pytest.mark.parametrize("dtype", [E4M3, SQUARES])
+def test_a_row_that_is_not_finite_is_nan_and_no_other_one(dtype):
+    for bad in (jnp.nan, jnp.inf):
+        x = jnp.abs(ROWS).at[3, 5].set(bad)
+        for noise in (None, jax.random.uniform(KEY, x.shape)):
+            full = restore(store(x, dtype, noise))
+            assert np.all(np.isnan(full[3]))
+            assert np.all(np.isfinite(np.delete(full, 3, axis=0)))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, SQUARES])
+def test_numbers_are_stored_in_8_bits_without_a_bias(dtype):
+    x = jnp.float32([[0.3, 1.7, 0.0123, 1.0]])
+    noises = jax.random.uniform(KEY, (4096, *x.shape))
+    full = jax.vmap(lambda noise: restore(store(x, dtype, noise)))(noises)
+    np.testing.assert_allclose(np.mean(full, axis=0), x, rtol=4e-3)
+
+
+def test_moments_that_8_bits_would_keep_standing_are_refused_without_a_key():
+    momentum = lambda decay: lenient(optax.sgd(0.1, momentum=decay))
+    make = functools.partial(low, key=None, dtype="float8_e4m3fn")
+    make(momentum(0.9)).init(PARAMS)
+    for inner in (momentum(0.95), adam(b2=0.95), lenient(optax.adagrad(0.1))):
+        with pytest.raises(ValueError, match=r"stands still in float8_e4m3fn.*0.125"):
+            make(inner).init(PARAMS)
+
+
 # ------------------------------------------------------------------------------ nesting
 
 
 LABELS = {"w": "low", "b": "full", "deep": "low"}
 IS_LOW = {"w": True, "b": False, "deep": True}
 NESTED = {
-    "inside": lambda: jmp.loss_scaling(low(adam())),
-    "around": lambda: low(jmp.loss_scaling(adam())),
-    "chain": lambda: jmp.loss_scaling(optax.chain(optax.clip(1.0), low(adam()))),
-    "MultiSteps": lambda: jmp.loss_scaling(low(optax.MultiSteps(adam(), 2))),
-    "masked": lambda: jmp.loss_scaling(optax.masked(low(adam()), IS_LOW)),
-    "partition": lambda: jmp.loss_scaling(
+    "inside": lambda low: jmp.loss_scaling(low(adam())),
+    "around": lambda low: low(jmp.loss_scaling(adam())),
+    "chain": lambda low: jmp.loss_scaling(optax.chain(optax.clip(1.0), low(adam()))),
+    "MultiSteps": lambda low: jmp.loss_scaling(low(optax.MultiSteps(adam(), 2))),
+    "masked": lambda low: jmp.loss_scaling(optax.masked(low(adam()), IS_LOW)),
+    "partition": lambda low: jmp.loss_scaling(
         optax.partition({"low": low(adam()), "full": adam()}, LABELS)
     ),
-    "inject_hyperparams": lambda: jmp.loss_scaling(
+    "inject_hyperparams": lambda low: jmp.loss_scaling(
         low(lenient(optax.inject_hyperparams(optax.adam)(1e-2)))
     ),
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", NESTED)
-def test_a_skipped_step_leaves_every_stored_bit(place):
-    optimizer = NESTED[place]()
+def test_a_skipped_step_leaves_every_stored_bit(place, dtype):
+    optimizer = NESTED[place](functools.partial(low, dtype=dtype))
     params, state = run(optimizer, steps=3)
     bad = {**GRADS, "b": GRADS["b"].at[3].set(jnp.nan)}
     after, skipped = run(optimizer, params, bad, 1, state)
     assert_same_bits(after, params)
     stored = [
-        [x for x in jax.tree.leaves(tree) if x.dtype == jnp.bfloat16]
+        [x for x in jax.tree.leaves(tree) if x.dtype.itemsize < 4 and x.size >= 4096]
         for tree in (skipped, state)
     ]
     assert len(stored[0]) == 4
@@ -174,12 +301,14 @@ def test_a_skipped_step_leaves_every_stored_bit(place):
     assert float(jmp.get_loss_scale(skipped).loss_scale) == 2.0**14
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["master_weights", "compensated"])
-def test_masters_and_rests_keep_their_digits_on_either_side(name):
+def test_masters_and_rests_keep_their_digits_on_either_side(name, dtype):
     wrap = getattr(jmp, name)
     params = jmp.cast_tree(PARAMS, "bfloat16")
     expected, full = run(wrap(adam()), params, steps=4)
-    for optimizer in (wrap(low(adam())), low(wrap(adam()))):
+    small = functools.partial(low, dtype=dtype)
+    for optimizer in (wrap(small(adam())), small(wrap(adam()))):
         trained, state = run(optimizer, params, steps=4)
         chex.assert_trees_all_close(
             *map(jmp.cast_to_full, (trained, expected)), atol=0.02
@@ -189,11 +318,9 @@ def test_masters_and_rests_keep_their_digits_on_either_side(name):
         assert dtypes(ours[0]) == dtypes(full[0])
         stored = ours.inner_state
         stored = getattr(stored, "inner_state", stored)[0]
-        assert [x.name for x in dtypes(stored.nu)] == [
-            "float32",
-            "bfloat16",
-            "bfloat16",
-        ]
+        of_squares = "bfloat16" if dtype == "bfloat16" else "uint8"
+        names = [x.name for x in dtypes(stored.nu)]
+        assert names == ["float32", of_squares, of_squares]
 
 
 def test_sums_of_gradients_over_steps_are_float32():
@@ -221,8 +348,9 @@ def test_a_train_step_takes_it_and_learns():
 # ------------------------------------------------------------------- where state goes
 
 
-def test_the_state_is_saved_and_restored_bit_for_bit():
-    optimizer = low(adam(), key=jax.random.PRNGKey(3))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_state_is_saved_and_restored_bit_for_bit(dtype):
+    optimizer = low(adam(), key=jax.random.PRNGKey(3), dtype=dtype)
     params, state = run(optimizer, steps=2)
     blank = optimizer.init(PARAMS)
     for restored in (
@@ -235,27 +363,35 @@ def test_the_state_is_saved_and_restored_bit_for_bit():
         assert_same_bits(resumed, run(optimizer, params, GRADS, 2, state))
 
 
-def test_what_is_stored_lies_where_its_parameter_lies():
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d")])
+def test_what_is_stored_lies_where_its_parameter_lies(spec, dtype):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = NamedSharding(mesh, P("d"))
+    sharded = NamedSharding(mesh, spec)
     params, grads = (
         {"w": jax.device_put(tree["w"], sharded)} for tree in (PARAMS, GRADS)
     )
-    optimizer = low(adam())
+    optimizer = low(adam(), dtype=dtype)
     state = jax.jit(optimizer.init)(params)
     _, state = jax.jit(optimizer.update)(grads, state, params)
-    stored = [x for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16]
-    assert [x.sharding.spec for x in stored] == [P("d"), P("d")]
+    stored = [x for x in jax.tree.leaves(state) if x.size >= 4096]
+    assert [x.sharding.spec for x in stored] == [spec, spec]
     _, alone = run(optimizer, {"w": PARAMS["w"]}, {"w": GRADS["w"]})
-    chex.assert_trees_all_close(stored[0], alone.inner_state[0].mu["w"], rtol=0.01)
+    (full, _), (expected, _) = map(in_float32, (state, alone))
+    rtol = spacing_of(stored[0].dtype)
+    chex.assert_trees_all_close(full[0].mu, expected[0].mu, rtol=rtol, atol=1e-4)
+    if state.scales:  # Those of a row that lies on two devices as well.
+        chex.assert_trees_all_equal(state.scales[1:], alone.scales[1:])
 
 
-def test_the_parts_of_parameters_in_the_state_are_found_by_optax():
-    optimizer = low(adam())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_parts_of_parameters_in_the_state_are_found_by_optax(dtype):
+    optimizer = low(adam(), dtype=dtype)
     state = optimizer.init(PARAMS)
     moved = optax.tree.map_params(
-        optimizer, lambda x, p: x + jnp.asarray(1, x.dtype), state, PARAMS
+        optimizer, lambda x, p: jnp.ones_like(x), state, PARAMS
     )
+    chex.assert_trees_all_equal(moved.scales, state.scales)
     assert dtypes(moved) == dtypes(state)
     moments = moved.inner_state[0]
     assert np.all(moments.mu["w"] == 1)
@@ -263,8 +399,9 @@ def test_the_parts_of_parameters_in_the_state_are_found_by_optax():
     assert moments.count == 0
 
 
-def test_donated_state_is_used_in_place_and_traced_once():
-    optimizer = low(adam())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_donated_state_is_used_in_place_and_traced_once(dtype):
+    optimizer = low(adam(), dtype=dtype)
     step = jax.jit(optimizer.update, donate_argnums=(1,))
     state = optimizer.init(PARAMS)
     for _ in range(3):
@@ -272,8 +409,9 @@ def test_donated_state_is_used_in_place_and_traced_once():
     assert step._cache_size() == 1
 
 
-def test_an_empty_tree_and_integers_pass():
-    optimizer = low(lenient(optax.sgd(0.1, momentum=0.9)))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_empty_tree_and_integers_pass(dtype):
+    optimizer = low(lenient(optax.sgd(0.1, momentum=0.9)), dtype=dtype)
     assert optimizer.update({}, optimizer.init({}), {})[0] == {}
     assert optimizer.init({"n": jnp.arange(3)}).key is not None
 
@@ -284,8 +422,8 @@ def test_an_empty_tree_and_integers_pass():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: low(adam(), dtype="float32"), ValueError, "16 bits.*'float32'"),
-        (lambda: low(adam(), dtype="float8_e4m3fn"), ValueError, "16 bits"),
+        (lambda: low(adam(), dtype="float32"), ValueError, "bfloat16.*got 'float32'"),
+        (lambda: low(adam(), dtype="float8"), ValueError, "Unknown.*float8_e4m3fn"),
         (lambda: low(optax.adam), TypeError, r"Did you mean adam\(...\)"),
         (lambda: low(adam(), key=3), TypeError, r"jax.random.key\(3\)"),
         (
@@ -302,22 +440,29 @@ def test_bad_input_is_refused_at_the_door(call, error, words):
 
 # --------------------------------------------------------------------------------- cost
 
+WRAPPERS = {
+    "plain": ("float32", lambda inner: inner),
+    "loss_scaling": ("float32", jmp.loss_scaling),
+    "compensated": ("bfloat16", jmp.compensated),
+    "master_weights": ("bfloat16", jmp.master_weights),
+}
+# Bytes a parameter, by target: of an adamw step in float32, 28, 32, 26 and 30.
 MOVED = {
-    "plain": ("float32", 20, lambda inner: inner),
-    "loss_scaling": ("float32", 24, jmp.loss_scaling),
-    "compensated": ("bfloat16", 18, jmp.compensated),
-    "master_weights": ("bfloat16", 22, jmp.master_weights),
+    "bfloat16": {"h100": (20, 24, 18, 22), "v5e": (20, 24, 18, 22)},
+    "float8_e4m3fn": {"h100": (22, 26, 18, 22), "v5e": (26, 29, 20, 24)},
 }
 
 
 @pytest.mark.targets
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", MOVED)
-def test_a_step_moves_half_of_the_moments_and_holds_nothing_else(name, target):
-    dtype, expected, wrap = MOVED[name]
-    optimizer = wrap(jmp.low_precision_state(optax.adamw(1e-3), key=KEY))
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("state", DTYPES)
+def test_a_step_moves_fewer_bytes_and_holds_nothing_else(state, name, target):
+    dtype, wrap = WRAPPERS[name]
+    optimizer = wrap(low(optax.adamw(1e-3), dtype=state))
     with jax.numpy_dtype_promotion("standard"):
         program = compile_step(target, by_optimizer(optimizer), dtype=dtype)
     n = 8192 * 8192
-    assert program.bytes_moved / n == pytest.approx(expected, abs=0.01)
+    expected = MOVED[state][target][list(WRAPPERS).index(name)]
+    assert program.bytes_moved / n == pytest.approx(expected, abs=0.02)
     assert program.temporaries / n < 0.02

@@ -630,6 +630,51 @@ def test_gradients_of_16_bit_parameters_are_added_up_in_float32():
     assert float(metrics["grad_norm"]) == pytest.approx((512 + 64) / 65)
 
 
+def gradients_given():
+    """Returns an optimizer whose state is the gradients that it was given."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(jnp.zeros_like, grads), grads
+
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape), params), update
+    )
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_gradients_in_bfloat16_are_averages_in_float32_that_are_rounded_once(times):
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        init, step = jmp.build_train_step(
+            loss_fn, gradients_given(), "O0", accumulate=times, grad_dtype=dtype
+        )
+        state, metrics = jax.jit(step)(init(PARAMS, start()), X)
+        found[dtype] = state.opt_state.inner_state["w"]
+        assert found[dtype].dtype == jnp.float32, "the optimizer computes in float32"
+        assert metrics["grad_norm"].dtype == jnp.float32
+    rounded = found["float32"].astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(found["bfloat16"], rounded)
+    assert np.any(found["float32"] != rounded)
+
+
+def test_a_step_with_gradients_in_bfloat16_skips_and_learns():
+    init, step = jmp.build_train_step(
+        loss_fn,
+        lenient(optax.adam(0.1)),
+        compute_dtype="float16",
+        grad_dtype="bfloat16",
+    )
+    state = init(PARAMS, start())
+    skipped, metrics = step(state, bad_gradient(X))
+    chex.assert_trees_all_equal(skipped.params, state.params)
+    assert not metrics["grads_finite"]
+    losses = [0.0] * 100
+    for i in range(100):
+        state, metrics = jax.jit(step)(state, X)
+        losses[i] = float(metrics["loss"])
+    assert losses[-1] < 0.1 * losses[0]
+
+
 def test_what_is_no_array_with_an_axis_reaches_every_micro_batch():
     def fun(params, model_state, batch, rng):
         assert batch["name"] == "a"

@@ -24,17 +24,17 @@ class Program(NamedTuple):
       batch: what else it is given.
       by_hand: returns the same loss in the 16-bit option that the library itself has,
         for a dtype; None where it has none.
-      rules: what the default rules become for it; as they are, if it is None.
       learning_rate: of the steps of Adam that are trained, where the task is to learn
         something; None where it is not.
+      rules: what the default rules become for it; as they are, if it is None.
     """
 
     loss: Loss
     params: Any
     batch: Any
     by_hand: Callable[[DTypeLike], Loss] | None = None
-    rules: Callable[[jmp.Rules], jmp.Rules] | None = None
     learning_rate: float | None = None
+    rules: Callable[[jmp.Rules], jmp.Rules] | None = None
 
 
 class Entry(NamedTuple):

@@ -50,7 +50,20 @@ def scale_for(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
       >>> float(scale_for(jnp.float32(449), "float8_e4m3fn"))
       2.0
     """
-    ratio = largest.astype(jnp.float32) / float(jnp.finfo(dtype).max)
+    return power_of_two_for(largest, float(jnp.finfo(dtype).max))
+
+
+def power_of_two_for(largest: jax.Array, limit: float) -> jax.Array:
+    """Returns the powers of two that bring numbers below a limit.
+
+    Args:
+      largest: the largest absolute values, of any shape.
+      limit: what each of them is at most, divided by its scale.
+
+    Returns:
+      Float32 scales, as those of ``scale_for``.
+    """
+    ratio = largest.astype(jnp.float32) / limit
     bits = lax.bitcast_convert_type(ratio, jnp.uint32)
     up = (bits + _MANTISSA) & ~_MANTISSA  # A power of two has no mantissa.
     scale = lax.bitcast_convert_type(up, jnp.float32)

@@ -1,7 +1,6 @@
 """Gradients under a loss scale.
 
-This is the only module in which a scaled gradient exists: it returns the true gradient
-in float32.
+This is the only module in which a scaled gradient exists: it returns the true gradient.
 """
 
 import functools
@@ -10,8 +9,17 @@ from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
-from jmp_lite.casting.dtypes import is_array, is_inexact, is_number, upcast_tree
+from jmp_lite.casting.dtypes import (
+    is_array,
+    is_floating,
+    is_inexact,
+    is_number,
+    parse_dtype,
+    upcast_tree,
+)
 from jmp_lite.casting.mutables import refusing_modules
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
@@ -26,6 +34,7 @@ def value_and_grad(
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
+    grad_dtype: DTypeLike = "float32",
 ) -> Callable[Params, tuple[Any, Any]]:
     """Returns a function that evaluates ``fun`` and its gradient under a loss scale.
 
@@ -40,12 +49,15 @@ def value_and_grad(
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as in ``jax.value_and_grad``.
       allow_int: as in ``jax.value_and_grad``.
+      grad_dtype: the dtype of the gradients: ``"float32"``, or ``"bfloat16"``, which
+        takes half the memory of float32 parameters' gradients. They are unscaled in
+        float32 and rounded once.
 
     Returns:
       A function of ``fun``'s arguments, keyword arguments too, that returns
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``loss`` has the
       dtype that ``fun`` gave it. ``grads`` has the structure and shapes of the
-      arguments, in float32 where those are 32 bits or narrower (under
+      arguments, in ``grad_dtype`` where those are real and have 32 bits or fewer (under
       ``NoOpLossScale`` too), else in their dtype. Where the arguments hold inexact
       arrays and leaves without a derivative, such as the functions in an Equinox
       module, ``fun`` is differentiated with respect to the arrays, and the gradient of
@@ -55,6 +67,7 @@ def value_and_grad(
       TypeError: ``loss_scale`` is not a ``LossScale``, ``fun`` does not return a pair
         though ``has_aux`` says so, or an argument is an nnx module, whose changes
         would be lost.
+      ValueError: ``grad_dtype`` is neither.
 
     Source: steps 3 to 6 of MindSpore's mixed-precision training;
     ``jax.value_and_grad``; ``equinox.filter_value_and_grad``.
@@ -74,7 +87,7 @@ def value_and_grad(
         holomorphic=holomorphic,
         allow_int=allow_int,
     )
-    found = under_scale(transform, fun, loss_scale, has_aux)
+    found = under_scale(transform, fun, loss_scale, has_aux, grad_dtype)
     return refusing_modules(found, "jmp_lite.nnx.value_and_grad")
 
 
@@ -83,6 +96,7 @@ def under_scale(
     fun: Callable[..., Any],
     loss_scale: LossScale,
     has_aux: bool,
+    grad_dtype: DTypeLike,
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns ``value_and_grad`` by a transformation that is given.
 
@@ -91,8 +105,10 @@ def under_scale(
       fun: see ``value_and_grad``.
       loss_scale: see ``value_and_grad``.
       has_aux: see ``value_and_grad``.
+      grad_dtype: see ``value_and_grad``.
     """
     check_is_loss_scale(loss_scale)
+    dtype = parse_grad_dtype(grad_dtype)
 
     @functools.wraps(fun)  # nnx looks keywords up in the signature.
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -104,10 +120,39 @@ def under_scale(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         (_, (value, aux)), scaled_grads = scaled_value_and_grad(*args, **kwargs)
-        grads = upcast_tree(loss_scale.unscale(scaled_grads))
+        grads = rounded_gradients(loss_scale.unscale(scaled_grads), dtype)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_fun
+
+
+def parse_grad_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """Returns the dtype that gradients are asked for in.
+
+    Raises:
+      ValueError: it is neither float32 nor bfloat16.
+    """
+    parsed = parse_dtype(dtype)
+    if parsed == jnp.float16:
+        raise ValueError(
+            "Gradients in float16 would be without their loss scale, and vanish below "
+            f"{jnp.finfo(parsed).smallest_subnormal:.0e}: take grad_dtype='bfloat16'."
+        )
+    if parsed not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"Expected 'float32' or 'bfloat16' for grad_dtype, got {parsed.name!r}."
+        )
+    return parsed
+
+
+def rounded_gradients(grads: Any, dtype: np.dtype[Any]) -> Any:
+    """Returns gradients, of which those of 32 bits or fewer have a dtype."""
+
+    def rounded(leaf: Any) -> Any:
+        is_wide = not is_floating(leaf) or jnp.finfo(leaf.dtype).bits > 32
+        return leaf if is_wide else leaf.astype(dtype)
+
+    return jax.tree.map(rounded, upcast_tree(grads))
 
 
 def grad(
@@ -118,6 +163,7 @@ def grad(
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
+    grad_dtype: DTypeLike = "float32",
 ) -> Callable[Params, Any]:
     """Returns a function that evaluates the gradient of ``fun`` under a loss scale.
 
@@ -130,6 +176,7 @@ def grad(
       has_aux: see ``value_and_grad``.
       holomorphic: see ``value_and_grad``.
       allow_int: see ``value_and_grad``.
+      grad_dtype: see ``value_and_grad``.
 
     Returns:
       A function that returns ``grads``, or ``(grads, aux)`` with ``has_aux``.
@@ -146,6 +193,7 @@ def grad(
         has_aux,
         holomorphic=holomorphic,
         allow_int=allow_int,
+        grad_dtype=grad_dtype,
     )
 
     @functools.wraps(fun)

@@ -1,21 +1,30 @@
-"""An optax transformation that stores the state of another one in 16 bits.
+"""An optax transformation that stores the state of another one in 16 or 8 bits.
 
 After autocast and ``master_weights``, the moments of Adam are the largest arrays of a
 training: 8 of 16 bytes a parameter in float32.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.dtypes import is_array, is_floating, parse_dtype, upcast_tree
+from jmp_lite.casting.dtypes import (
+    dtype_names,
+    is_array,
+    is_floating,
+    parse_dtype,
+    unknown_name,
+    upcast_tree,
+)
 from jmp_lite.scaling.masters import CompensatedState, MasterWeightsState, check_key
-from jmp_lite.scaling.rounding import by_chance, nearest, noise
+from jmp_lite.scaling.rounding import noise
+from jmp_lite.scaling.storage import SQUARES, Stored, restore, spacing_of, store
 from jmp_lite.scaling.transforms import check_grads, strongly_typed, with_extra_args
 
 SMALLEST = 4096
@@ -27,9 +36,12 @@ class LowPrecisionState(NamedTuple):
 
     Attributes:
       inner_state: the state of the wrapped transformation, with its large arrays in 16
-        bits.
+        or 8 bits.
       key: the key of the next update, where it rounds by chance; None where it rounds
         to the nearest.
+      scales: in 8 bits, what arrays are multiplied by: for each array of
+        ``inner_state`` a number for each row, or None where it is not in 8 bits. None
+        in 16 bits.
 
     Example:
       >>> optimizer = low_precision_state(optax.sgd(0.1, momentum=0.9))
@@ -40,16 +52,18 @@ class LowPrecisionState(NamedTuple):
 
     inner_state: Any
     key: Any
+    scales: Any
 
 
 def low_precision_state(
     inner: Any, dtype: DTypeLike = "bfloat16", *, key: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that its moments are stored in 16 bits.
+    """Wraps an optimizer so that its moments are stored in 16 or 8 bits.
 
     What is stored: the float32 arrays of the inner state that have the shape of a
     parameter and at least 4,096 elements. ``inner`` is given them in float32, and what
-    it makes of them is rounded. Memory: 4 bytes a parameter for Adam, where it is 8.
+    it makes of them is rounded. Memory: 4 bytes a parameter for Adam in 16 bits and
+    just over 2 in 8 bits, where it is 8.
 
     With ``key`` they are rounded up or down by chance, up with the probability of what
     is above the lower neighbour: an average that moves by less than the spacing of the
@@ -58,14 +72,23 @@ def low_precision_state(
     ``b2`` of 0.999 takes a thousandth off a number, and the next number below it is at
     least a 256th of it away.
 
+    In 8 bits, each row of an array has a scale: the numbers along its last axis, or
+    along its longest one if the last is shorter than 128. First moments are float8.
+    What does not depend on the sign of the gradient, such as an average of its squares,
+    is stored without a sign, in 5 bits of exponent and 3 of mantissa; what is smaller
+    than 2**-31 of the largest number in its row is stored as that, and not as zero. A
+    row that contains a NaN or an infinity becomes NaN as a whole.
+
     Put it directly around the optimizer whose moments are meant:
     ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``.
-    Around them it leaves masters, rests and sums of gradients as they are.
+    Around them it leaves masters, rests and sums of gradients as they are, and so it
+    does with copies of the parameters in the inner state.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
         ``optax.MultiSteps``. It sees float32 gradients.
-      dtype: ``"bfloat16"``; or ``"float16"``, for first moments alone.
+      dtype: ``"bfloat16"``; ``"float16"``, for first moments alone; or
+        ``"float8_e4m3fn"``, which is for first moments: squares have their own format.
       key: a key of ``jax.random``, such as ``jax.random.key(0)``, or None.
 
     Returns:
@@ -74,11 +97,14 @@ def low_precision_state(
     Raises:
       TypeError: ``inner`` is no transformation or ``key`` no key, or ``update`` is
         given a pair ``(loss, grads)``.
-      ValueError: ``dtype`` has not 16 bits; or, in ``init``, a moment would stand still
-        without ``key``, or is one of squares in float16.
+      ValueError: ``dtype`` is another one; or, in ``init``, a moment would stand
+        still without ``key``, or is one of squares in float16; or, in 8 bits, the
+        optimizer needs more than gradients, so that it cannot be tried.
 
     Source: for parameters, Gupta et al., "Deep Learning with Limited Numerical
-    Precision", 2015, and Zamirai et al., "Revisiting BFloat16 Training", 2020.
+    Precision", 2015, and Zamirai et al., "Revisiting BFloat16 Training", 2020; for
+    moments in 8 bits, Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+    2021.
 
     Example:
       >>> optimizer = low_precision_state(optax.rmsprop(0.1), key=jax.random.key(0))
@@ -87,81 +113,104 @@ def low_precision_state(
       >>> state.inner_state[0].nu.dtype, updates.dtype
       (dtype(bfloat16), dtype('float32'))
     """
-    inner, parsed = with_extra_args(inner), parse_dtype(dtype)
-    if jnp.finfo(parsed).bits != 16:
-        raise ValueError(
-            f"Expected a dtype of 16 bits for the state, got {parsed.name!r}: take "
-            "'bfloat16'."
-        )
+    inner, parsed = with_extra_args(inner), _parse(dtype)
     if key is not None:
         check_key(key)
 
     def init(params: Any) -> Any:
         state = strongly_typed(inner.init(params))
         shapes = {leaf.shape for leaf in jax.tree.leaves(params) if is_array(leaf)}
-
-        def is_stored(leaf: Any) -> bool:
-            is_full = _is_large(leaf) and leaf.dtype == jnp.float32
-            return is_full and leaf.shape in shapes
-
-        if any(map(is_stored, _leaves(state))):
-            _check_moments(inner, params, parsed, key is not None)
-        stored = _map(lambda x: x.astype(parsed) if is_stored(x) else x, state)
-        return LowPrecisionState(
-            stored, key if key is None else jnp.array(key, copy=True)
-        )
+        leaves = _leaves(state)
+        is_moment = [_is_large(x, jnp.float32) and x.shape in shapes for x in leaves]
+        formats: Sequence[Any] = [None] * len(leaves)
+        if any(is_moment):
+            formats = _formats(inner, params, is_moment, parsed, key is not None)
+        stored = [
+            Stored(x) if form is None else store(x, form)
+            for x, form in zip(leaves, formats, strict=True)
+        ]
+        scales = None if parsed.itemsize == 2 else tuple(each.scale for each in stored)
+        if scales is not None and not shapes:
+            # Optax asks for the parts of parameters with a leaf in place of them all.
+            scales = jnp.zeros(0)
+        kept = key if key is None else jnp.array(key, copy=True)
+        return LowPrecisionState(_with_leaves(state, stored), kept, scales)
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         if params is not None:
             check_grads(updates, params)
-        is_stored = lambda x: _is_large(x) and x.dtype == parsed
-        full = _map(
-            lambda x: x.astype(jnp.float32) if is_stored(x) else x, state.inner_state
+        leaves, has_scales = _leaves(state.inner_state), isinstance(state.scales, tuple)
+        scales = state.scales if has_scales else [None] * len(leaves)
+        stored = list(map(Stored, leaves, scales))
+        is_low = [x.scale is not None or _is_large(x.numbers, parsed) for x in stored]
+        pairs = zip(stored, is_low, strict=True)
+        full = [Stored(restore(x)) if low else x for x, low in pairs]
+        steps, after = inner.update(
+            upcast_tree(updates),
+            _with_leaves(state.inner_state, full),
+            params,
+            **extra_args,
         )
-        steps, full = inner.update(upcast_tree(updates), full, params, **extra_args)
         now, later = (None, None) if key is None else jax.random.split(state.key)
-        number = iter(range(len(jax.tree.leaves(state.inner_state))))
 
-        def store(before: Any, after: Any) -> Any:
-            if not is_stored(before) or not is_floating(after):
-                return after
-            after = after.astype(jnp.float32)
-            if now is None:
-                return nearest(after, parsed).astype(parsed)
-            by = noise(now, next(number), after.shape)
-            return by_chance(after, parsed, by).astype(parsed)
+        def stored_again(number: int, x: Any) -> Stored:
+            if not is_low[number] or not is_floating(x):
+                return Stored(x)
+            by = None if now is None else noise(now, number, x.shape)
+            return store(x.astype(jnp.float32), leaves[number].dtype, by)
 
-        return steps, LowPrecisionState(_map(store, state.inner_state, full), later)
+        stored = [stored_again(i, x) for i, x in enumerate(_leaves(after))]
+        scales = tuple(x.scale for x in stored) if has_scales else state.scales
+        return steps, LowPrecisionState(_with_leaves(after, stored), later, scales)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_large(leaf: Any) -> bool:
-    return is_array(leaf) and leaf.size >= SMALLEST
+_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+
+
+def _parse(dtype: DTypeLike) -> np.dtype[Any]:
+    if isinstance(dtype, str) and dtype not in dtype_names():
+        raise unknown_name("dtype of a state", dtype, _DTYPES)
+    parsed = parse_dtype(dtype)
+    if parsed.name not in _DTYPES:
+        raise ValueError(
+            f"Expected one of {', '.join(_DTYPES)} for the state, got {parsed.name!r}."
+        )
+    return parsed
+
+
+def _is_large(leaf: Any, dtype: Any) -> bool:
+    return is_array(leaf) and leaf.size >= SMALLEST and leaf.dtype == dtype
 
 
 # --------------------------------------------------------------- what is not a moment
 
 
-def _map(fun: Callable[..., Any], state: Any, *others: Any) -> Any:
+def _map(fun: Callable[[Any], Any], state: Any) -> Any:
     """Maps over all of a state but masters, rests and sums of gradients."""
 
-    def at(node: Any, *same: Any) -> Any:
-        name = _inner_field(node)
+    def at(node: Any) -> Any:
+        name = _INNER_FIELDS.get(type(node))
         if name is None:
-            return fun(node, *same)
-        inner = _map(fun, *(getattr(one, name) for one in (node, *same)))
-        return (same[-1] if same else node)._replace(**{name: inner})
+            return fun(node)
+        return node._replace(**{name: _map(fun, getattr(node, name))})
 
-    return jax.tree.map(at, state, *others, is_leaf=_is_wrapper)
+    return jax.tree.map(at, state, is_leaf=lambda node: type(node) in _INNER_FIELDS)
 
 
 def _leaves(state: Any) -> list[Any]:
     found: list[Any] = []
     _map(found.append, state)
     return found
+
+
+def _with_leaves(state: Any, stored: Iterable[Stored]) -> Any:
+    """Returns a state with other numbers in place of its leaves."""
+    each = iter(stored)
+    return _map(lambda _: next(each).numbers, state)
 
 
 _INNER_FIELDS = {
@@ -172,70 +221,117 @@ _INNER_FIELDS = {
 """States whose other fields keep their digits."""
 
 
-def _inner_field(node: Any) -> str | None:
-    return _INNER_FIELDS.get(type(node))
+# ------------------------------------------------------------- what few bits bear
 
 
-def _is_wrapper(node: Any) -> bool:
-    return _inner_field(node) is not None
+class _Moment(NamedTuple):
+    """What is known of an array of the inner state once the optimizer was tried.
 
-
-# ------------------------------------------------------------------ what 16 bits bear
-
-
-def _check_moments(inner: Any, params: Any, dtype: Any, is_by_chance: bool) -> None:
-    """Raises a ValueError for moments that a dtype cannot store.
-
-    The optimizer is tried on small parameters: how it weakens a moment where the
-    gradient is zero, and how a moment grows with the gradient.
+    Attributes:
+      kept: what is left of a one after a step without a gradient.
+      power: the power of the gradient that it grows with; None if it does not.
+      is_unsigned: whether it is positive and does not depend on the gradient's sign.
+      is_of_params: whether it is made of the parameters.
     """
+
+    kept: float
+    power: int | None
+    is_unsigned: bool
+    is_of_params: bool
+
+
+def _formats(
+    inner: Any,
+    params: Any,
+    is_moment: Sequence[bool],
+    dtype: np.dtype[Any],
+    is_by_chance: bool,
+) -> Sequence[Any]:
+    """Returns what each array of the inner state is stored in; None for float32.
+
+    Raises:
+      ValueError: the dtype cannot store a moment.
+    """
+    is_8_bit = dtype.itemsize == 1
     try:
-        decays, powers = _tried(inner, params)
-    except Exception:
-        return  # It needs more than gradients, so it cannot be tried.
-    if dtype == jnp.float16 and 2 in powers:
+        moments = _tried(inner, params)
+        if len(moments) != len(is_moment):
+            raise ValueError("the state of small parameters has other arrays")
+    except Exception as error:
+        if is_8_bit:
+            raise ValueError(
+                "8 bits need to know which moments are averages of squares, for which "
+                "the optimizer is tried on small parameters, and that failed: "
+                f"{type(error).__name__}: {error}. Take dtype='bfloat16'."
+            ) from error
+        return [dtype if each else None for each in is_moment]
+    formats: list[Any] = []
+    for is_stored, moment in zip(is_moment, moments, strict=True):
+        if not is_stored or moment.is_of_params:
+            formats.append(None)
+            continue
+        formats.append(SQUARES if is_8_bit and moment.is_unsigned else dtype)
+        _check_moment(moment, formats[-1], dtype, is_by_chance)
+    return formats
+
+
+def _check_moment(
+    moment: _Moment, stored_in: Any, dtype: np.dtype[Any], is_by_chance: bool
+) -> None:
+    if dtype == jnp.float16 and moment.power == 2:
         raise ValueError(
             "float16 cannot store averages of squared gradients: a gradient of 1e-4 "
             "has a square of 1e-8, below the smallest number of float16. Take "
             "dtype='bfloat16'."
         )
-    half = float(jnp.finfo(dtype).eps) / 2
-    still = [decay for decay in decays if 0 < 1 - decay <= half]
-    if still and not is_by_chance:
+    spacing = spacing_of(stored_in)
+    stands_still = 0 <= 1 - moment.kept <= spacing / 2 and moment.power is not None
+    if stands_still and not is_by_chance:
         raise ValueError(
-            f"An average that keeps {max(still):.6g} of itself at each step stands "
-            f"still in {dtype.name}, rounded to the nearest: what a step takes off is "
-            f"less than half of what lies between two numbers ({2 * half:.3g} of "
+            f"A moment that keeps {moment.kept:.6g} of itself at each step stands "
+            f"still in {dtype.name}, rounded to the nearest: what a step changes is "
+            f"less than half of what lies between two numbers ({spacing:.3g} of "
             "them). Round by chance: low_precision_state(..., key=jax.random.key(0))."
         )
 
 
-def _tried(inner: Any, params: Any) -> tuple[set[float], set[int]]:
-    """Returns how moments weaken at a step, and their powers of the gradient."""
+def _tried(inner: Any, params: Any) -> list[_Moment]:
+    """Tries an optimizer on small parameters, and returns what its arrays do."""
 
     def small(leaf: Any) -> Any:
-        return jnp.ones((2,) * jnp.ndim(leaf), jnp.float32)
+        dtype = leaf.dtype if is_floating(leaf) else jnp.float32
+        return jnp.ones((2,) * jnp.ndim(leaf), dtype)
 
-    with jax.ensure_compile_time_eval():
+    def numbers(state: Any) -> list[float]:
+        leaves = _leaves(state)
+        return [float(x.ravel()[0]) if _is_tried(x) else 0.0 for x in leaves]
+
+    with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
         ones = jax.tree.map(small, params)
         fresh = inner.init(ones)
 
-        def after(fill: float | None, gradient: float) -> list[float]:
-            state = fresh if fill is None else _map(lambda x: _filled(x, fill), fresh)
+        def after(state: Any, gradient: float) -> list[float]:
             grads = jax.tree.map(lambda x: gradient * x, ones)
-            _, state = inner.update(grads, state, ones)
-            return [float(x.ravel()[0]) for x in _leaves(state) if _is_moment(x)]
+            return numbers(inner.update(grads, state, ones)[1])
 
-        kept, once, twice = after(1.0, 0.0), after(None, 1.0), after(None, 2.0)
-    powers = {
-        round(math.log2(b / a)) for a, b in zip(once, twice, strict=True) if a and b > 0
-    }
-    return set(kept), powers
+        filled = _map(lambda x: jnp.ones_like(x) if _is_tried(x) else x, fresh)
+        columns = (
+            numbers(fresh),
+            numbers(inner.init(jax.tree.map(lambda x: 2 * x, ones))),
+            after(filled, 0.0),
+            *(after(fresh, gradient) for gradient in (1.0, -1.0, 2.0)),
+        )
+    return [
+        _Moment(
+            kept,
+            round(math.log2(abs(twice / once))) if once and twice != once else None,
+            once == minus and once > 0,
+            start != of_others,
+        )
+        for start, of_others, kept, once, minus, twice in zip(*columns, strict=True)
+    ]
 
 
-def _is_moment(leaf: Any) -> bool:
-    return is_array(leaf) and leaf.dtype == jnp.float32 and leaf.ndim > 0
-
-
-def _filled(leaf: Any, number: float) -> Any:
-    return jnp.full_like(leaf, number) if _is_moment(leaf) else leaf
+def _is_tried(leaf: Any) -> bool:
+    is_full = is_array(leaf) and leaf.dtype == jnp.float32
+    return is_full and leaf.ndim > 0 and leaf.size > 0

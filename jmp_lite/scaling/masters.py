@@ -19,7 +19,7 @@ from jmp_lite.casting.dtypes import (
     upcast_tree,
 )
 from jmp_lite.scaling.loss_scale import type_of
-from jmp_lite.scaling.rounding import by_chance, nearest, noise
+from jmp_lite.scaling.rounding import by_chance, grid_of, nearest, noise
 from jmp_lite.scaling.transforms import check_grads, strongly_typed, with_extra_args
 
 
@@ -135,7 +135,7 @@ def master_weights(
         def to_master(master: Any, step: Any, param: Any) -> Any:
             if not _is_narrower(param, master):
                 return step
-            return _update_to(nearest(master, param.dtype), param)
+            return _update_to(nearest(master, grid_of(param.dtype)), param)
 
         moved = jax.tree.map(to_master, masters, steps, params)
         return moved, MasterWeightsState(masters, inner_state)
@@ -233,12 +233,12 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
             if not is_16_bit(param):
                 return step, rest
             total = whole + step
-            moved = _update_to(nearest(total, param.dtype), param)
+            moved = _update_to(nearest(total, grid_of(param.dtype)), param)
             # The new parameter, as optax.apply_updates makes it of this: XLA makes it
             # once for both. On a TPU it would else make two kernels of all of it.
             rounded = _full((_full(param) + moved).astype(param.dtype))
             left = jnp.where(jnp.isfinite(rounded), total - rounded, 0)
-            return moved, nearest(left, param.dtype).astype(param.dtype)
+            return moved, nearest(left, grid_of(param.dtype)).astype(param.dtype)
 
         leaves, treedef = jax.tree.flatten(params)
         others = map(treedef.flatten_up_to, (state.rest, steps, whole))
@@ -331,7 +331,8 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
             if not is_16_bit(param):
                 return step
             by = noise(now, number, param.shape)
-            return _update_to(by_chance(_full(param) + step, param.dtype, by), param)
+            moved = by_chance(_full(param) + step, grid_of(param.dtype), by)
+            return _update_to(moved, param)
 
         moved = jax.tree.map(add, params, steps, numbers)
         return moved, StochasticRoundingState(later, inner_state)

@@ -1,10 +1,10 @@
-"""Float32 numbers rounded to a narrower dtype, to the nearest or by chance.
+"""Float32 numbers rounded to fewer bits, to the nearest or by chance.
 
 Rounded by arithmetic: XLA elides a cast to 16 bits and back. A finite number out of
 range becomes the largest one in it: no update would bring an infinity back.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +12,44 @@ import numpy as np
 from jax import lax
 
 
-def nearest(x: Any, dtype: Any) -> Any:
-    """Returns the finite numbers of a dtype that are nearest, in the dtype of ``x``."""
-    inside = _inside(x, dtype)
-    spacing = _spacing(inside, dtype)
+class Grid(NamedTuple):
+    """The numbers of a format.
+
+    Attributes:
+      mantissa_bits: the bits of a number behind its leading one.
+      least: how far its smallest numbers lie apart.
+      largest: the largest number.
+    """
+
+    mantissa_bits: int
+    least: float
+    largest: float
+
+
+def grid_of(dtype: Any) -> Grid:
+    """Returns the numbers of a floating dtype."""
+    info = jnp.finfo(dtype)
+    return Grid(info.nmant, float(info.smallest_subnormal), float(info.max))
+
+
+def nearest(x: Any, grid: Grid) -> Any:
+    """Returns the numbers of a format that are nearest, in the dtype of ``x``."""
+    inside = _inside(x, grid)
+    spacing = _spacing(inside, grid)
     steps = lax.round(inside / spacing, lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(jnp.isfinite(x), steps * spacing, x)
 
 
-def by_chance(x: Any, dtype: Any, noise: Any) -> Any:
-    """Returns one of the two neighbours in a dtype, in float32.
+def by_chance(x: Any, grid: Grid, noise: Any) -> Any:
+    """Returns one of the two neighbours in a format, in float32.
 
     Args:
       x: float32 numbers.
-      dtype: the dtype.
+      grid: the format.
       noise: uniform in [0, 1).
     """
-    inside = _inside(x, dtype)
-    spacing = _spacing(inside, dtype)
+    inside = _inside(x, grid)
+    spacing = _spacing(inside, grid)
     steps = inside / spacing
     below = jnp.floor(steps)
     up = (noise < steps - below).astype(jnp.float32)
@@ -42,18 +62,17 @@ def noise(key: Any, number: int, shape: tuple[int, ...]) -> Any:
     return jax.random.uniform(jax.random.fold_in(key, number), shape)
 
 
-def _spacing(x: Any, dtype: Any) -> Any:
-    """Returns how far the numbers of a dtype lie apart where ``x`` is."""
-    info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+def _spacing(x: Any, grid: Grid) -> Any:
+    """Returns how far the numbers of a format lie apart where ``x`` is."""
+    wide = jnp.finfo(x.dtype)
     infinity = np.asarray(np.inf, x.dtype)
     exponents = infinity.view(f"uint{wide.bits}")  # Its bits are those of the exponent.
     exponent = lax.bitcast_convert_type(x, exponents.dtype) & exponents
     power = lax.bitcast_convert_type(exponent, x.dtype)
-    smallest = max(float(info.smallest_subnormal), float(wide.tiny))
-    least = np.asarray(smallest, x.dtype)
-    return jnp.maximum(power * np.asarray(2.0**-info.nmant, x.dtype), least)
+    least = np.asarray(max(grid.least, float(wide.tiny)), x.dtype)
+    return jnp.maximum(power * np.asarray(2.0**-grid.mantissa_bits, x.dtype), least)
 
 
-def _inside(x: Any, dtype: Any) -> Any:
-    largest = np.asarray(float(jnp.finfo(dtype).max), x.dtype)
+def _inside(x: Any, grid: Grid) -> Any:
+    largest = np.asarray(grid.largest, x.dtype)
     return jnp.clip(x, -largest, largest)

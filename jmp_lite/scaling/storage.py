@@ -1,0 +1,110 @@
+"""How a float32 array is stored in 16 bits, or in 8 bits with a scale for each row.
+
+In 8 bits, numbers of both signs are float8. Averages of squares are stored in a format
+of their own, without a sign: 5 bits of exponent and 3 of mantissa, in a uint8. No such
+number but zero is stored as zero: an update that is divided by its root would be huge.
+
+A row has one scale however long it is: float formats are as exact far below the largest
+number as close to it. Blocks of 256 numbers of a row, as bitsandbytes has them, cost
+XLA for an H100 4 bytes moved a number more, and for a TPU v5e copies of all arrays.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.casting.quantize import power_of_two_for
+from jmp_lite.scaling.rounding import Grid, by_chance, grid_of, nearest
+
+SQUARES = np.dtype("uint8")
+"""What averages of squares are stored in, in 8 bits."""
+
+_ROW = 128
+"""A row of fewer numbers would have a scale that costs as much as some of them."""
+
+
+class Stored(NamedTuple):
+    """A stored array.
+
+    Attributes:
+      numbers: the numbers, in the array's shape.
+      scale: powers of two that they are multiplied by, for each row; None in 16 bits.
+    """
+
+    numbers: Any
+    scale: Any = None
+
+
+def spacing_of(dtype: Any) -> float:
+    """Returns how far numbers lie apart, at most, in terms of themselves."""
+    return 2.0 ** -_grid_of(dtype).mantissa_bits
+
+
+def store(x: Any, dtype: Any, noise: Any = None) -> Stored:
+    """Returns an array as it is stored.
+
+    Args:
+      x: a float32 array.
+      dtype: a float of 16 or 8 bits, or ``SQUARES``.
+      noise: uniform in [0, 1), in the shape of ``x``, to round by chance; None to round
+        to the nearest.
+    """
+    grid = _grid_of(dtype)
+
+    def rounded(x: Any) -> Any:
+        return nearest(x, grid) if noise is None else by_chance(x, grid, noise)
+
+    if dtype != SQUARES and jnp.finfo(dtype).bits == 16:
+        return Stored(rounded(x).astype(dtype))
+    # XLA for CPUs drops NaN from a maximum.
+    sizes = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+    largest = jnp.max(sizes, _row_axis(x.shape), keepdims=True)
+    scale = power_of_two_for(largest, grid.largest)
+    numbers = rounded(x / scale)
+    if dtype != SQUARES:
+        return Stored(numbers.astype(dtype), scale)
+    return Stored(jnp.where(x > 0, _encoded(numbers), SQUARES.type(0)), scale)
+
+
+def restore(stored: Stored) -> Any:
+    """Returns the float32 numbers of a stored array."""
+    numbers, scale = stored
+    is_square = numbers.dtype == SQUARES
+    full = _decoded(numbers) if is_square else numbers.astype(jnp.float32)
+    return full if scale is None else full * scale
+
+
+def _row_axis(shape: tuple[int, ...]) -> int:
+    """Returns the last axis; where it is short, the longest one."""
+    axes = range(len(shape))
+    return max(axes, key=lambda axis: (min(shape[axis], _ROW), axis))
+
+
+def _grid_of(dtype: Any) -> Grid:
+    return _SQUARE if dtype == SQUARES else grid_of(dtype)
+
+
+# A code is the float32 number's bits from its exponent to the third of its mantissa,
+# less those of the number that stands for zero.
+_MANTISSA_BITS, _LEAST_EXPONENT = 3, -31
+_SHIFT = np.uint32(jnp.finfo(jnp.float32).nmant - _MANTISSA_BITS)
+_ZERO = np.float32(2.0**_LEAST_EXPONENT).view(np.uint32) >> _SHIFT
+_SQUARE = Grid(
+    _MANTISSA_BITS,
+    math.ldexp(1.0, _LEAST_EXPONENT - _MANTISSA_BITS),
+    float(((_ZERO + np.uint32(255)) << _SHIFT).view(np.float32)),
+)
+
+
+def _encoded(x: Any) -> Any:
+    """Returns the codes of positive numbers; of small ones, that of the smallest."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32) >> _SHIFT
+    return (jnp.maximum(bits, _ZERO + np.uint32(1)) - _ZERO).astype(SQUARES)
+
+
+def _decoded(code: Any) -> Any:
+    bits = (code.astype(jnp.uint32) + _ZERO) << _SHIFT
+    return jnp.where(code == 0, 0.0, lax.bitcast_convert_type(bits, jnp.float32))
