@@ -2,9 +2,10 @@
 
 A residual network with BatchNorm reads handwritten digits (scikit-learn ships them), a
 small transformer writes Python (the text of the standard library), each in float32, by
-the presets in bfloat16 and float16, and with float8 products. It prints the loss and
-the accuracy on data that was not trained on, mean and deviation over the seeds, and
-whether a loss is above float32's by more than two deviations of float32's own seeds.
+the presets in bfloat16 and float16, with float8 products, and with gradients and
+moments in fewer bits. It prints the loss and the accuracy on data that was not trained
+on, mean and deviation over the seeds, and whether a loss is above float32's by more
+than two deviations of float32's own seeds.
 Nothing is downloaded; the text, and with it the losses, depends on the version of
 Python.
 
@@ -34,19 +35,56 @@ from benchmarks.models import ResNet
 from benchmarks.report import stamp, write
 from jmp_lite.__main__ import load_digits, order_of_images
 
+
+class Variant(NamedTuple):
+    """A precision to train in.
+
+    Attributes:
+      rules: those of the loss.
+      grad_dtype: the dtype of the gradients.
+      moments: the dtype that the optimizer's moments are stored in.
+    """
+
+    rules: jmp.Rules
+    grad_dtype: str = "float32"
+    moments: str = "float32"
+
+    def optimizer(self, schedule: Any) -> Any:
+        """Returns adamw that stores its moments so."""
+        adamw = optax.adamw(schedule)
+        if self.moments == "float32":
+            return adamw
+        return jmp.low_precision_state(adamw, self.moments, key=jax.random.key(0))
+
+
 PRESETS = ("mixed", "O1", "O2", "O3")
-VARIANTS: Mapping[str, jmp.Rules] = {
-    "float32": jmp.get_rules("O0"),
+VARIANTS: Mapping[str, Variant] = {
+    "float32": Variant(jmp.get_rules("O0")),
     **{
-        f"{dtype}, {preset}": jmp.get_rules(preset, dtype)
+        f"{dtype}, {preset}": Variant(jmp.get_rules(preset, dtype))
         for dtype in ("bfloat16", "float16")
         for preset in PRESETS
     },
     # Of every product, however small: the networks here are.
-    "float8": dataclasses.replace(
-        jmp.get_rules("float8"), float8_format=jmp.Float8(smallest=0)
+    "float8": Variant(
+        dataclasses.replace(
+            jmp.get_rules("float8"), float8_format=jmp.Float8(smallest=0)
+        )
+    ),
+    # Of bfloat16, mixed.
+    "16-bit gradients": Variant(jmp.get_rules("mixed"), "bfloat16"),
+    "16-bit moments": Variant(jmp.get_rules("mixed"), moments="bfloat16"),
+    "8-bit moments": Variant(jmp.get_rules("mixed"), moments="float8_e4m3fn"),
+    "8 bits, gradients 16": Variant(
+        jmp.get_rules("mixed"), "bfloat16", "float8_e4m3fn"
     ),
 }
+
+OF_MEMORY = (
+    *("float32", "bfloat16, mixed", "16-bit gradients", "16-bit moments"),
+    *("8-bit moments", "8 bits, gradients 16"),
+)
+"""Those that the page on memory shows."""
 
 
 class Trained(NamedTuple):
@@ -102,8 +140,9 @@ def _initialized(model: ResNet) -> Callable[[int], Any]:
     return jax.jit(lambda seed: model.init(jax.random.key(seed), images))
 
 
-def digits(rules: jmp.Rules, steps: int) -> Trainer:
+def digits(variant: Variant, steps: int) -> Trainer:
     """Returns a residual network of linen, trained by ``build_train_step``."""
+    rules = variant.rules
     (images, labels), (test_images, test_labels) = load_digits()
     # With the 0.99 of Flax the averages lag behind in so few steps, which the test
     # losses would show above all else. It spares O3, whose averages in bfloat16 then
@@ -118,7 +157,10 @@ def digits(rules: jmp.Rules, steps: int) -> Trainer:
         logits, new = model.apply(variables, images, mutable=["batch_stats"])
         return _loss_and_accuracy(logits, labels)[0], (new["batch_stats"], None)
 
-    init, step = jmp.build_train_step(loss_fn, optax.adamw(schedule), rules)
+    optimizer = variant.optimizer(schedule)
+    init, step = jmp.build_train_step(
+        loss_fn, optimizer, rules, grad_dtype=variant.grad_dtype
+    )
     jitted = jax.jit(step, donate_argnums=0)
 
     def start(seed: int) -> jmp.TrainingState:
@@ -215,8 +257,9 @@ def read_text(modules: Sequence[str]) -> np.ndarray:
     return np.minimum(np.frombuffer(b"".join(texts), np.uint8), CHARACTERS - 1)
 
 
-def text(rules: jmp.Rules, steps: int) -> Trainer:
+def text(variant: Variant, steps: int) -> Trainer:
     """Returns a transformer of nnx, trained by ``nnx.Optimizer``."""
+    rules = variant.rules
     written, unseen = read_text(MODULES), read_text(TEST_MODULES)
     schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 10, steps)
     dtype = "float32" if rules.is_identity else rules.compute_dtype
@@ -227,7 +270,8 @@ def text(rules: jmp.Rules, steps: int) -> Trainer:
 
     low_loss_fn = jmp_lite.nnx.autocast(loss_fn, rules)
 
-    optimizer = jmp.loss_scaling(optax.adamw(schedule), scale)  # One for all seeds.
+    # One for all seeds.
+    optimizer = jmp.loss_scaling(variant.optimizer(schedule), scale)
 
     def make(seed: Any) -> tuple[Writer, nnx.Optimizer[Any]]:
         model = Writer(nnx.Rngs(seed))
@@ -248,7 +292,9 @@ def text(rules: jmp.Rules, steps: int) -> Trainer:
     def step(state: nnx.State, tokens: Any) -> nnx.State:
         model, optimizer = nnx.merge(graph, state)
         loss_scale = jmp.get_loss_scale(optimizer.opt_state)
-        grad_fn = jmp_lite.nnx.value_and_grad(low_loss_fn, loss_scale, has_aux=True)
+        grad_fn = jmp_lite.nnx.value_and_grad(
+            low_loss_fn, loss_scale, has_aux=True, grad_dtype=variant.grad_dtype
+        )
         _, grads = grad_fn(model, tokens)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer))
@@ -271,7 +317,7 @@ def text(rules: jmp.Rules, steps: int) -> Trainer:
 
 # ------------------------------------------------------------------------------ runs
 
-MODELS: Mapping[str, Callable[[jmp.Rules, int], Trainer]] = {
+MODELS: Mapping[str, Callable[[Variant, int], Trainer]] = {
     "digits": digits,
     "text": text,
 }
@@ -365,12 +411,12 @@ def table(summaries: Sequence[Summary]) -> str:
     for i, row in enumerate(summaries):
         if not i or summaries[i - 1].model != row.model:
             lines.append(
-                f"\n{row.model:18}{'test loss':>18}{'test accuracy':>18}{'skipped':>9}"
+                f"\n{row.model:24}{'test loss':>18}{'test accuracy':>18}{'skipped':>9}"
                 f"{'deviations':>12}"
             )
         verdict = "" if row.noise <= WITHIN else "  worse than float32's seeds"
         lines.append(
-            f"  {row.variant:16}{row.loss:>9.4f} ± {row.loss_deviation:.4f}"
+            f"  {row.variant:22}{row.loss:>9.4f} ± {row.loss_deviation:.4f}"
             f"{row.accuracy:>9.2%} ± {row.accuracy_deviation:>6.2%}"
             f"{row.skipped:>9.1f}{row.noise:>+12.1f}{verdict}"
         )

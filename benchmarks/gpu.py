@@ -106,12 +106,16 @@ class Variant(NamedTuple):
       precision: the precision that products ask for.
       ceiling: the one of `PRODUCTS` that it is held against.
       is_scaled: whether it trains under a loss scale.
+      grad_dtype: the dtype of the gradients.
+      moments: the dtype that the optimizer's moments are stored in.
     """
 
     loss: Callable[[Make], Any]
     precision: str = "default"
     ceiling: str = "bfloat16"
     is_scaled: bool = False
+    grad_dtype: str = "float32"
+    moments: str = "float32"
 
 
 def _by_policy(make: Make) -> Any:
@@ -144,7 +148,18 @@ VARIANTS: Mapping[str, Variant] = {
     "float16, autocast": Variant(_by_autocast("float16"), ceiling="float16"),
     "float32 default": Variant(_as_it_is, ceiling="float32 (TF32)"),
     "bfloat16, jmp's policy": Variant(_by_policy),
+    "bfloat16, 16-bit gradients": Variant(
+        _by_autocast("bfloat16"), grad_dtype="bfloat16"
+    ),
+    "and 16-bit moments": Variant(
+        _by_autocast("bfloat16"), grad_dtype="bfloat16", moments="bfloat16"
+    ),
+    "and 8-bit moments": Variant(
+        _by_autocast("bfloat16"), grad_dtype="bfloat16", moments="float8_e4m3fn"
+    ),
 }
+LEAN = ("bfloat16, 16-bit gradients", "and 16-bit moments", "and 8-bit moments")
+"""Those of which the optimizer needs less memory."""
 BASE = "float32 highest"
 BATCHES_OF = (
     "bfloat16, autocast",
@@ -228,6 +243,9 @@ class Measured(NamedTuple):
 def make_optimizer(variant: Variant) -> Any:
     """Returns the optimizer of a variant."""
     optimizer = optax.adamw(1e-4)
+    if variant.moments != "float32":
+        key = jax.random.key(0)
+        optimizer = jmp.low_precision_state(optimizer, variant.moments, key=key)
     return jmp.loss_scaling(optimizer) if variant.is_scaled else optimizer
 
 
@@ -240,7 +258,9 @@ def make_step(variant: Variant, make: Make) -> Callable[..., Any]:
             scale = jmp.NoOpLossScale()
             if variant.is_scaled:
                 scale = jmp.get_loss_scale(opt_state)
-            value, grads = jmp.value_and_grad(loss, scale)(params, batch)
+            grad_fn = jmp.value_and_grad(loss, scale, grad_dtype=variant.grad_dtype)
+            value, grads = grad_fn(params, batch)
+        grads = jmp.cast_to_full(grads)  # The optimizer computes in float32.
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 

@@ -144,18 +144,48 @@ WAYS: Mapping[str, Callable[[], Way]] = {
 }
 PEERS = {"jmp, by hand": "jmp", "DynamicScale and where": "flax", "mpx": "mpx"}
 
-# The dtype of the parameters, and the optimizer around adamw.
-TRAINED: Mapping[str, tuple[str, Callable[[], Any]]] = {
-    "float32": ("float32", _adamw),
-    "float16, nothing else": ("float16", _adamw),
-    "bfloat16, nothing else": ("bfloat16", _adamw),
-    "bfloat16, master_weights": ("bfloat16", lambda: jmp.master_weights(_adamw())),
-    "bfloat16, compensated": ("bfloat16", lambda: jmp.compensated(_adamw())),
-    "bfloat16, stochastic_rounding": (
+
+class Kind(NamedTuple):
+    """A kind of parameters.
+
+    Attributes:
+      dtype: theirs.
+      grad_dtype: that of their gradients.
+      wrap: what wraps adamw, which may store its moments in fewer bits.
+    """
+
+    dtype: str
+    grad_dtype: str
+    wrap: Callable[[Any], Any]
+
+
+PARAMETERS: Mapping[str, Kind] = {
+    "float32": Kind("float32", "float32", lambda inner: inner),
+    "float32, with loss_scaling": Kind("float32", "float32", jmp.loss_scaling),
+    "float32, 16-bit gradients": Kind("float32", "bfloat16", lambda inner: inner),
+    "bfloat16, master_weights": Kind("bfloat16", "bfloat16", jmp.master_weights),
+    "bfloat16, compensated": Kind("bfloat16", "bfloat16", jmp.compensated),
+    "bfloat16, stochastic_rounding": Kind(
         "bfloat16",
-        lambda: jmp.stochastic_rounding(_adamw(), jax.random.key(0)),
+        "bfloat16",
+        lambda inner: jmp.stochastic_rounding(inner, jax.random.key(0)),
+    ),
+    "bfloat16, nothing else": Kind("bfloat16", "bfloat16", lambda inner: inner),
+}
+MOMENTS: Mapping[str, Callable[[Any], Any]] = {
+    "32 bits": lambda inner: inner,
+    "16 bits": lambda inner: jmp.low_precision_state(inner, key=jax.random.key(0)),
+    "8 bits": lambda inner: jmp.low_precision_state(
+        inner, "float8_e4m3fn", key=jax.random.key(0)
     ),
 }
+OF_OPTAX = "16, of optax"
+"""The moments that optax makes of 16-bit parameters."""
+TRAINED = [
+    (parameters, moments)
+    for parameters in PARAMETERS
+    for moments in ([OF_OPTAX] if "nothing" in parameters else MOMENTS)
+]
 
 
 def shapes(n_params: int, dtype: str = "float32") -> dict[str, jax.ShapeDtypeStruct]:
@@ -165,7 +195,11 @@ def shapes(n_params: int, dtype: str = "float32") -> dict[str, jax.ShapeDtypeStr
 
 
 def compile_step(
-    target: str, way: Way, n_params: int = 1, dtype: str = "float32"
+    target: str,
+    way: Way,
+    n_params: int = 1,
+    dtype: str = "float32",
+    grad_dtype: str | None = None,
 ) -> Program:
     """Compiles all from scaled gradients to new parameters, in place.
 
@@ -173,11 +207,12 @@ def compile_step(
       target: one of `compiled.TARGETS`.
       way: how the step is made.
       n_params: how many parameters of `SHAPE` there are.
-      dtype: of the parameters and the gradients.
+      dtype: of the parameters.
+      grad_dtype: of the gradients; as the parameters, if it is None.
     """
-    params = shapes(n_params, dtype)
+    params, grads = shapes(n_params, dtype), shapes(n_params, grad_dtype or dtype)
     state = jax.eval_shape(way.init, params)
-    return compile_for(target, way.step, params, state, params, donate_argnums=(0, 1))
+    return compile_for(target, way.step, params, state, grads, donate_argnums=(0, 1))
 
 
 # --------------------------------------------------------------------------- measuring
@@ -205,18 +240,20 @@ class Training(NamedTuple):
     """What training a kind of parameters costs.
 
     Attributes:
-      kind: the dtype of the parameters, and what wraps adamw.
-      target: what the step is compiled for.
-      held: bytes that lie there for a parameter: itself and the optimizer's state.
-      moved: bytes that a step moves for a parameter, its gradient included.
-      kernels: how many kernels it runs.
+      parameters: the dtype of the parameters, and what wraps adamw.
+      moments: how its moments are stored.
+      held: bytes of memory for a parameter: itself and the optimizer's state.
+      gradient: bytes of memory for its gradient.
+      moved: bytes that a step moves for a parameter, its gradient included, by target.
+      temporary: bytes that a step needs besides, by target.
     """
 
-    kind: str
-    target: str
+    parameters: str
+    moments: str
     held: float
-    moved: float
-    kernels: int
+    gradient: float
+    moved: Mapping[str, float]
+    temporary: Mapping[str, float]
 
 
 def skipping(name: str, target: str) -> Skipping:
@@ -227,16 +264,34 @@ def skipping(name: str, target: str) -> Skipping:
     return Skipping(name, target, moved, held, program.kernels)
 
 
-def training(name: str, target: str) -> Training:
+def training(parameters: str, moments: str, targets: Sequence[str]) -> Training:
     """Measures a way to train parameters."""
-    dtype, make = TRAINED[name]
-    way = by_optimizer(make())
-    program = compile_step(target, way, dtype=dtype)
-    params = shapes(1, dtype)
+    kind = PARAMETERS[parameters]
+    store = MOMENTS.get(moments, lambda inner: inner)
+    way = by_optimizer(kind.wrap(store(_adamw())))
+    # Of gradients in float32, in which an optimizer computes.
+    in_float32 = way._replace(
+        step=lambda params, state, grads: way.step(
+            params, state, grads if moments == OF_OPTAX else jmp.cast_to_full(grads)
+        )
+    )
+    params = shapes(1, kind.dtype)
     summary = jmp.dtype_summary((params, jax.eval_shape(way.init, params)))
+    programs = {
+        target: compile_step(
+            target, in_float32, dtype=kind.dtype, grad_dtype=kind.grad_dtype
+        )
+        for target in targets
+    }
     n = SHAPE[0] * SHAPE[1]
-    moved = program.bytes_moved / n
-    return Training(name, target, summary.total.bytes / n, moved, program.kernels)
+    return Training(
+        parameters,
+        moments,
+        summary.total.bytes / n,
+        jnp.dtype(kind.grad_dtype).itemsize,
+        {target: program.bytes_moved / n for target, program in programs.items()},
+        {target: program.temporaries / n for target, program in programs.items()},
+    )
 
 
 def step_times(names: Sequence[str], width: int, runs: int) -> dict[str, list[float]]:
@@ -274,11 +329,16 @@ def skipping_table(rows: Sequence[Skipping]) -> str:
 
 def training_table(rows: Sequence[Training]) -> str:
     """Returns what training some parameters costs, as text."""
-    title = "bytes for a parameter"
-    lines = [f"{title:31}{'target':>7}{'there':>7}{'moved':>8}{'kernels':>9}"]
+    targets = list(rows[0].moved)
+    moved = "".join(f"{target:>8}" for target in targets)
+    lines = [
+        f"{'bytes of memory for a parameter':46}{'with its':>10}   a step moves",
+        f"{'parameters':31}{'moments':>15}{'gradient':>10}{moved}",
+    ]
     lines += [
-        f"{r.kind:31}{r.target:>7}{r.held:>7.2f}{r.moved:>8.2f}{r.kernels:>9}"
-        for r in rows
+        f"{r.parameters:31}{r.moments:>15}{r.held + r.gradient:>10.2f}"
+        + "".join(f"{r.moved[target]:>8.2f}" for target in targets)
+        for r in sorted(rows, key=lambda r: -r.held - r.gradient)
     ]
     return "\n".join(lines)
 
@@ -316,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     skipped = [skipping(name, target) for target in options.targets for name in names]
     print(f"An adamw step on {SHAPE[0] * SHAPE[1]:,} parameters")
     print(skipping_table(skipped), flush=True)
-    trained = [training(name, t) for t in options.targets for name in TRAINED]
+    trained = [training(*names, options.targets) for names in TRAINED]
     print("\n" + training_table(trained), flush=True)
     times = step_times(names, options.width, options.runs)
     print(f"\n{4 * options.width**2:,} parameters on {told['device']}")

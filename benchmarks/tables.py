@@ -21,6 +21,7 @@ from benchmarks import (
     growth,
     insight,
     loss_scaling,
+    moments,
     steps,
 )
 from benchmarks.thirdparty import measure, settings
@@ -32,15 +33,21 @@ TEXTS = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "float8.md",
+    ROOT / "docs" / "memory.md",
     ROOT / "docs" / "compatibility.md",
 )
 
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
+_LEAN = ("float32 default", "bfloat16, autocast", *gpu.LEAN)
 _NOT_MEASURED = "Not measured on a device yet."
 
 
 def _rows(results: Mapping[str, Any], name: str, row: Callable[..., Any]) -> list[Any]:
     return [row(**one) for one in results[name]]
+
+
+def _is_lean(row: steps.Predicted) -> bool:
+    return row.model.startswith("transformer") and row.variant in _LEAN
 
 
 def _by_model(rows: Sequence[Any], table: Callable[[Sequence[Any]], str]) -> str:
@@ -78,6 +85,13 @@ def _gpu(results: Mapping[str, Any]) -> str:
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "accuracy": lambda results: accuracy.table(
         accuracy.summarize(_rows(results, "rows", accuracy.Trained))
+    ),
+    "accuracy.memory": lambda results: accuracy.table(
+        [
+            row
+            for row in accuracy.summarize(_rows(results, "rows", accuracy.Trained))
+            if row.variant in accuracy.OF_MEMORY
+        ]
     ),
     "autocast": lambda results: autocast.table(_rows(results, "rows", autocast.Row)),
     "autocast.mixed": lambda results: against_hand(
@@ -124,11 +138,22 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "loss_scaling.training": lambda results: loss_scaling.training_table(
         _rows(results, "training", loss_scaling.Training)
     ),
+    "moments.formats": lambda results: moments.table(
+        _rows(results, "formats", moments.Row)
+    ),
     "settings.tried": lambda results: thirdparty.settings_table(
         _rows(results, "tried", settings.Tried)
     ),
     "steps": lambda results: _by_model(
-        _rows(results, "rows", steps.Predicted), steps.table
+        [
+            r
+            for r in _rows(results, "rows", steps.Predicted)
+            if r.variant not in gpu.LEAN
+        ],
+        steps.table,
+    ),
+    "steps.memory": lambda results: steps.table(
+        [row for row in _rows(results, "rows", steps.Predicted) if _is_lean(row)]
     ),
     "thirdparty.measured": lambda results: _thirdparty(
         _rows(results, "measured", measure.Row)

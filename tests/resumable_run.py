@@ -1,6 +1,8 @@
 """A run that saves every step, and goes on from what it finds; it is killed in a test.
 
-python tests/resumable_run.py CHECKPOINT STEPS
+python tests/resumable_run.py CHECKPOINT STEPS MOMENTS
+
+MOMENTS is the dtype that the optimizer stores its large moments in.
 """
 
 import os
@@ -23,8 +25,11 @@ def loss_fn(params, model_state, batch, rng):
     return jnp.mean((h @ params["v"] - 1) ** 2), (seen, None)
 
 
-def main(path, steps):
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+def main(path, steps, moments):
+    # A key of numbers, which Flax can write.
+    key = jax.random.PRNGKey(3)
+    adam = jmp.low_precision_state(optax.adam(1e-2), moments, key=key)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam)
     init, step = jmp.build_train_step(
         loss_fn,
         optimizer,
@@ -35,8 +40,8 @@ def main(path, steps):
     )
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
-        "w": jax.random.normal(keys[0], (8, 16)) / 3,
-        "v": jax.random.normal(keys[1], (16, 1)) / 4,
+        "w": jax.random.normal(keys[0], (8, 512)) / 3,
+        "v": jax.random.normal(keys[1], (512, 1)) / 4,
     }
     state = init(params, {"mean": jnp.float32(0)}, jax.random.PRNGKey(7))
     if path.exists():
@@ -53,4 +58,4 @@ def main(path, steps):
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -22,10 +22,12 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_every_preset_is_trained_in_both_dtypes_beside_float32():
-    assert len(VARIANTS) == 2 + 2 * len(PRESETS)
-    assert VARIANTS["float8"].asks_for_float8
-    assert VARIANTS["float32"].is_identity
-    assert VARIANTS["float16, O2"].compute_dtype == np.float16
+    assert len(VARIANTS) == 2 + 2 * len(PRESETS) + 4
+    assert VARIANTS["float8"].rules.asks_for_float8
+    assert VARIANTS["float32"].rules.is_identity
+    assert VARIANTS["float16, O2"].rules.compute_dtype == np.float16
+    state = VARIANTS["8-bit moments"].optimizer(1e-3).init(np.ones((64, 64), "f4"))
+    assert state.inner_state[0].mu.dtype.name == "float8_e4m3fn"
 
 
 def test_text_is_that_of_the_standard_library():

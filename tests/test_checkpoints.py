@@ -19,9 +19,9 @@ import jmp_lite.nnx
 RUN = pathlib.Path(__file__).with_name("resumable_run.py")
 
 
-def run(path, steps, kill_after=None):
+def run(path, steps, moments, kill_after=None):
     """Runs the script; kills it, without warning, once it has told of a step."""
-    command = [sys.executable, str(RUN), str(path), str(steps)]
+    command = [sys.executable, str(RUN), str(path), str(steps), moments]
     told = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
@@ -32,12 +32,13 @@ def run(path, steps, kill_after=None):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_resumes_exactly(tmp_path):
+@pytest.mark.parametrize("moments", ["bfloat16", "float8_e4m3fn"])
+def test_a_run_that_is_killed_resumes_exactly(tmp_path, moments):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run(whole, 12) == (list(range(12)), 0)
-    first, status = run(killed, 12, kill_after=5)
+    assert run(whole, 12, moments) == (list(range(12)), 0)
+    first, status = run(killed, 12, moments, kill_after=5)
     assert status == -9
-    second, status = run(killed, 12)
+    second, status = run(killed, 12, moments)
     assert status == 0
     # It may have taken a step more than it could tell of.
     assert second[0] in (first[-1] + 1, first[-1] + 2)
@@ -60,22 +61,26 @@ def mse(params, model_state, batch, rng):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "scale",
+    ("scale", "moments"),
     [
-        pytest.param(jmp.NoOpLossScale(), marks=pytest.mark.slow),
-        pytest.param(jmp.StaticLossScale(128), marks=pytest.mark.slow),
-        jmp.DynamicLossScale(2.0**20, period=3, hysteresis=2),
+        pytest.param(jmp.NoOpLossScale(), "bfloat16", marks=pytest.mark.slow),
+        pytest.param(jmp.StaticLossScale(128), None, marks=pytest.mark.slow),
+        (jmp.DynamicLossScale(2.0**20, period=3, hysteresis=2), "float8_e4m3fn"),
     ],
-    ids=lambda scale: type(scale).__name__,
+    ids=["none", "static", "dynamic"],
 )
-def test_orbax_restores_a_training_state_bit_for_bit(tmp_path, scale):
+def test_orbax_restores_a_training_state_bit_for_bit(tmp_path, scale, moments):
     rules = jmp.get_rules("mixed", "bfloat16")
+    optimizer = lenient(optax.adam(0.1))
+    if moments is not None:
+        key = jax.random.key(4)
+        optimizer = jmp.low_precision_state(optimizer, moments, key=key)
     init, eager_step = jmp.build_train_step(
-        mse, lenient(optax.adam(0.1)), rules, loss_scale=scale, ema=0.9
+        mse, optimizer, rules, loss_scale=scale, ema=0.9
     )
     step = jax.jit(eager_step)
     x = jax.random.normal(jax.random.key(1), (4, 8))
-    state = init({"w": jnp.ones((8, 2))}, {"n": jnp.int32(3)}, jax.random.key(2))
+    state = init({"w": jnp.ones((8, 512))}, {"n": jnp.int32(3)}, jax.random.key(2))
     for _ in range(4):
         state, _ = step(state, x)
     with ocp.StandardCheckpointer() as checkpointer:

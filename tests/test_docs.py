@@ -102,6 +102,16 @@ def test_what_the_page_on_semantics_says_is_so():
     assert told.precision_of(op="dot_general") == "bfloat16"
 
 
+def test_the_page_on_memory_runs_and_stores_moments_in_8_bits(standard_promotion):
+    names = run_blocks("memory.md")
+    moments = names["state"].opt_state.inner_state.inner_state[0]
+    assert (moments.mu["w1"].dtype.name, moments.nu["w1"].dtype.name) == (
+        "float8_e4m3fn",
+        "uint8",
+    )
+    assert float(names["metrics"]["loss"]) < 0.5
+
+
 def test_the_tools_against_what_goes_wrong_find_it(standard_promotion, capsys):
     names = run_blocks("troubleshooting.md")
     found = names["jmp"].first_nonfinite(names["stats"])

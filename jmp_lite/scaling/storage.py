@@ -5,8 +5,8 @@ of their own, without a sign: 5 bits of exponent and 3 of mantissa, in a uint8. 
 number but zero is stored as zero: an update that is divided by its root would be huge.
 
 A row has one scale however long it is: float formats are as exact far below the largest
-number as close to it. Blocks of 256 numbers of a row, as bitsandbytes has them, cost
-XLA for an H100 4 bytes moved a number more, and for a TPU v5e copies of all arrays.
+number as close to it. Shorter blocks, as bitsandbytes has them, make XLA copy arrays
+(`benchmarks.moments`).
 """
 
 import math

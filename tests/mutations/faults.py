@@ -971,6 +971,34 @@ FAULTS = (
         "effects happen twice under watch",
         "test_numerics.py::test_effects_happen_as_often_as_they_did",
     ),
+    Fault(
+        "train.py",
+        "return loss, model_state, aux, rounded_gradients(grads, of_grads)",
+        "return loss, model_state, aux, grads",
+        "grad_dtype does nothing in a train step",
+        "test_train.py::test_gradients_in_bfloat16_are_averages_in_float32_that_are_rounded_once",
+    ),
+    Fault(
+        "scaling/gradients.py",
+        "    if parsed == jnp.float16:",
+        "    if False:",
+        "gradients in float16 get an error of no use",
+        "test_scaling_gradients.py::test_gradients_in_other_dtypes_are_refused",
+    ),
+    Fault(
+        "scaling/gradients.py",
+        "        return leaf if is_wide else leaf.astype(dtype)",
+        "        return leaf.astype(dtype)",
+        "complex gradients lose their imaginary part",
+        "test_scaling_gradients.py::test_gradients_in_bfloat16_are_those_of_float32_rounded_once",
+    ),
+    Fault(
+        "scaling/gradients.py",
+        "grads = rounded_gradients(loss_scale.unscale(scaled_grads), dtype)",
+        "grads = loss_scale.unscale(rounded_gradients(scaled_grads, dtype))",
+        "gradients are rounded before they are unscaled, and raised again",
+        "test_scaling_gradients.py::test_gradients_in_bfloat16_are_those_of_float32_rounded_once",
+    ),
     # -------------------------------------------------------------------- compare
     Fault(
         "autocasting/compare/twins.py",
@@ -1123,7 +1151,7 @@ FAULTS = (
     ),
     Fault(
         "scaling/gradients.py",
-        "grads = upcast_tree(loss_scale.unscale(scaled_grads))",
+        "grads = rounded_gradients(loss_scale.unscale(scaled_grads), dtype)",
         "grads = loss_scale.unscale(loss_scale.unscale(scaled_grads))",
         "gradients are unscaled twice",
         "test_scaling_gradients.py::test_value_and_gradients_are_those_of_the_plain_function",

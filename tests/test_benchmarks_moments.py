@@ -1,0 +1,62 @@
+"""The benchmark of formats for moments measures what it names."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.moments import (
+    E4M3,
+    FORMATS,
+    Row,
+    by_rows,
+    dynamic_map,
+    in_blocks,
+    main,
+    table,
+    update_error,
+)
+
+X = jnp.abs(jnp.sin(jnp.arange(2.0 * 512))).reshape(2, 512) + 0.1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_restores_what_it_stored_nearly(name):
+    for form in FORMATS[name]:
+        stored = form.store(X, jnp.full(X.shape, 0.5))
+        assert sum(x.nbytes for x in stored) < 1.1 * X.size
+        np.testing.assert_allclose(form.restore(stored, X.shape), X, rtol=0.15)
+
+
+def test_blocks_have_a_scale_each():
+    rows, by = by_rows(E4M3), jnp.zeros(X.shape)
+    assert [form.store(X, by)[1].size for form in (rows, in_blocks(rows))] == [2, 4]
+
+
+def test_the_dynamic_map_is_as_bitsandbytes_describes_it():
+    for is_signed in (True, False):
+        numbers = dynamic_map(is_signed)
+        assert len(numbers) == 256
+        assert numbers[-1] == 1
+        assert 0 in numbers
+    assert numbers.min() == 0
+    assert dynamic_map(True)[0] == pytest.approx(-0.9930, abs=1e-4)
+
+
+def test_squares_that_become_zero_are_seen(standard_promotion):
+    exact = FORMATS["float8 and 5+3 bits, rows"]
+    assert 0 < update_error(*exact, 150) < 0.3
+    assert update_error(*FORMATS["float8 for both, rows"], 150) > 10
+
+
+def test_what_is_measured_is_written_and_shown(
+    tmp_path, monkeypatch, capsys, standard_promotion
+):
+    names = [next(iter(FORMATS))]
+    monkeypatch.setattr("benchmarks.moments.FORMATS", {n: FORMATS[n] for n in names})
+    main(["--targets", "--steps", "120", "--json", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "moments.json").read_text())["formats"]
+    assert names[0] in capsys.readouterr().out
+    assert 0.01 < row["first"] < 0.3
+    assert "22.00" in table([Row("a", 0.1, 0.2, {"h100": 22.0})])
