@@ -249,11 +249,11 @@ def measure(name: str, targets: Sequence[str], steps: int) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as text."""
     lines = [
-        f"{'error of the update, by':32}{'first':>8}{'squares':>9}   bytes moved",
-        f"{'':49}" + "".join(f"{target:>8}" for target in rows[0].moved),
+        f"{'error of the update, by':32}{'first':>8}{'squares':>12}   bytes moved",
+        f"{'':52}" + "".join(f"{target:>8}" for target in rows[0].moved),
     ]
     lines += [
-        f"{row.format:32}{row.first:>8.1%}{row.squares:>9.1%}"
+        f"{row.format:32}{row.first:>8.1%}{row.squares:>12.1%}"
         + "".join(f"{count:>8.2f}" for count in row.moved.values())
         for row in rows
     ]

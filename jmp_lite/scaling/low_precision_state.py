@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import (
     dtype_names,
+    is_16_bit,
     is_array,
     is_floating,
     parse_dtype,
@@ -60,10 +61,10 @@ def low_precision_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its moments are stored in 16 or 8 bits.
 
-    What is stored: the float32 arrays of the inner state that have the shape of a
-    parameter and at least 4,096 elements. ``inner`` is given them in float32, and what
-    it makes of them is rounded. Memory: 4 bytes a parameter for Adam in 16 bits and
-    just over 2 in 8 bits, where it is 8.
+    What is stored: the float32 arrays of the inner state (in 8 bits those of 16 bits
+    too) that have the shape of a parameter and at least 4,096 elements. ``inner`` is
+    given them in float32, and what it makes of them is rounded. Memory: 4 bytes a
+    parameter for Adam in 16 bits and just over 2 in 8 bits, where it is 8.
 
     With ``key`` they are rounded up or down by chance, up with the probability of what
     is above the lower neighbour: an average that moves by less than the spacing of the
@@ -96,7 +97,7 @@ def low_precision_state(
 
     Raises:
       TypeError: ``inner`` is no transformation or ``key`` no key, or ``update`` is
-        given a pair ``(loss, grads)``.
+        given a pair ``(loss, grads)`` or another state than that of ``init``.
       ValueError: ``dtype`` is another one; or, in ``init``, a moment would stand
         still without ``key``, or is one of squares in float16; or, in 8 bits, the
         optimizer needs more than gradients, so that it cannot be tried.
@@ -121,12 +122,17 @@ def low_precision_state(
         state = strongly_typed(inner.init(params))
         shapes = {leaf.shape for leaf in jax.tree.leaves(params) if is_array(leaf)}
         leaves = _leaves(state)
-        is_moment = [_is_large(x, jnp.float32) and x.shape in shapes for x in leaves]
+        is_moment = [
+            _is_large(x)
+            and x.shape in shapes
+            and parsed.itemsize < x.dtype.itemsize < 8
+            for x in leaves
+        ]
         formats: Sequence[Any] = [None] * len(leaves)
         if any(is_moment):
             formats = _formats(inner, params, is_moment, parsed, key is not None)
         stored = [
-            Stored(x) if form is None else store(x, form)
+            Stored(x) if form is None else store(x.astype(jnp.float32), form)
             for x, form in zip(leaves, formats, strict=True)
         ]
         scales = None if parsed.itemsize == 2 else tuple(each.scale for each in stored)
@@ -141,10 +147,20 @@ def low_precision_state(
     ) -> tuple[Any, Any]:
         if params is not None:
             check_grads(updates, params)
+        if not isinstance(state, LowPrecisionState):
+            raise TypeError(
+                "Expected the LowPrecisionState that init returns, got "
+                f"{type(state).__name__}: pass the state of this optimizer."
+            )
         leaves, has_scales = _leaves(state.inner_state), isinstance(state.scales, tuple)
         scales = state.scales if has_scales else [None] * len(leaves)
         stored = list(map(Stored, leaves, scales))
-        is_low = [x.scale is not None or _is_large(x.numbers, parsed) for x in stored]
+        in_16_bits = state.scales is None
+        is_low = [
+            x.scale is not None
+            or (in_16_bits and is_16_bit(x.numbers) and _is_large(x.numbers))
+            for x in stored
+        ]
         pairs = zip(stored, is_low, strict=True)
         full = [Stored(restore(x)) if low else x for x, low in pairs]
         steps, after = inner.update(
@@ -182,8 +198,8 @@ def _parse(dtype: DTypeLike) -> np.dtype[Any]:
     return parsed
 
 
-def _is_large(leaf: Any, dtype: Any) -> bool:
-    return is_array(leaf) and leaf.size >= SMALLEST and leaf.dtype == dtype
+def _is_large(leaf: Any) -> bool:
+    return is_array(leaf) and is_floating(leaf) and leaf.size >= SMALLEST
 
 
 # --------------------------------------------------------------- what is not a moment
@@ -333,5 +349,5 @@ def _tried(inner: Any, params: Any) -> list[_Moment]:
 
 
 def _is_tried(leaf: Any) -> bool:
-    is_full = is_array(leaf) and leaf.dtype == jnp.float32
-    return is_full and leaf.ndim > 0 and leaf.size > 0
+    is_float = is_array(leaf) and is_floating(leaf)
+    return is_float and leaf.ndim > 0 and leaf.size > 0

@@ -749,7 +749,7 @@ FAULTS = (
     ),
     Fault(
         "scaling/low_precision_state.py",
-        "is_array(leaf) and leaf.size >= SMALLEST",
+        "is_array(leaf) and is_floating(leaf) and leaf.size >= SMALLEST",
         "is_array(leaf)",
         "small arrays are stored in 16 bits",
         "test_scaling_low_precision_state.py::test_large_arrays_of_parameters_are_stored_and_what_they_are_is_float32_s",
