@@ -28,7 +28,7 @@ from benchmarks.report import stamp, write
 from jmp_lite.autocasting.interpreter.float8 import apart, quantize_operand
 from jmp_lite.autocasting.interpreter.float8 import product as quantized_product
 
-EVERY_SIZE = accuracy.VARIANTS["float8"]
+EVERY_SIZE = accuracy.VARIANTS["float8"].rules
 TOKENS = 8192
 STACK = "24 in a scan, remat"
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")

@@ -151,14 +151,18 @@ VARIANTS: Mapping[str, Variant] = {
     "bfloat16, 16-bit gradients": Variant(
         _by_autocast("bfloat16"), grad_dtype="bfloat16"
     ),
-    "and 16-bit moments": Variant(
+    "bfloat16, 16-bit moments": Variant(
         _by_autocast("bfloat16"), grad_dtype="bfloat16", moments="bfloat16"
     ),
-    "and 8-bit moments": Variant(
+    "bfloat16, 8-bit moments": Variant(
         _by_autocast("bfloat16"), grad_dtype="bfloat16", moments="float8_e4m3fn"
     ),
 }
-LEAN = ("bfloat16, 16-bit gradients", "and 16-bit moments", "and 8-bit moments")
+LEAN = (
+    "bfloat16, 16-bit gradients",
+    "bfloat16, 16-bit moments",
+    "bfloat16, 8-bit moments",
+)
 """Those of which the optimizer needs less memory."""
 BASE = "float32 highest"
 BATCHES_OF = (
