@@ -163,7 +163,7 @@ LEAN = (
     "bfloat16, 16-bit moments",
     "bfloat16, 8-bit moments",
 )
-"""Those of which the optimizer needs less memory."""
+"""Those that need less memory for gradients and moments."""
 BASE = "float32 highest"
 BATCHES_OF = (
     "bfloat16, autocast",

@@ -191,6 +191,7 @@ def value_and_grad(
       TypeError: ``loss_scale`` is not a ``LossScale``; ``fun`` does not return a pair
         though ``has_aux`` says so; or, in Flax's tree mode, an argument to
         differentiate holds counts or keys.
+      ValueError: ``grad_dtype`` is another dtype.
 
     Example:
       >>> import jmp_lite

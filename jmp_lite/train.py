@@ -142,8 +142,8 @@ def build_train_step(
 
     Raises:
       ValueError: ``ema`` is not in [0, 1), ``accumulate`` is not a whole number of at
-        least 1, ``grad_dtype`` is neither, or there is no such preset or dtype; in
-        ``init``, the optimizer carries a loss scale already; in ``step``, a batch
+        least 1, ``grad_dtype`` is another dtype, or there is no such preset or dtype;
+        in ``init``, the optimizer carries a loss scale already; in ``step``, a batch
         cannot be split into ``accumulate`` parts, or its arrays differ in size along
         the axis that is split.
       TypeError: ``loss_fn`` does not take four arguments, ``optimizer`` is not a

@@ -438,6 +438,15 @@ def test_a_state_stays_in_the_dtype_that_it_was_stored_in():
         assert_same_bits(state, expected)
 
 
+def test_a_state_decides_whether_it_is_rounded_by_chance():
+    momentum = lenient(optax.sgd(0.1, momentum=0.9))
+    with_key, without = low(momentum), low(momentum, key=None)
+    for optimizer, other in ((with_key, without), (without, with_key)):
+        _, state = run(other, state=optimizer.init(PARAMS))
+        _, expected = run(optimizer, state=optimizer.init(PARAMS))
+        assert_same_bits(state, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_empty_tree_and_integers_pass(dtype):
     optimizer = low(lenient(optax.sgd(0.1, momentum=0.9)), dtype=dtype)

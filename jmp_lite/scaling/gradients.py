@@ -67,7 +67,7 @@ def value_and_grad(
       TypeError: ``loss_scale`` is not a ``LossScale``, ``fun`` does not return a pair
         though ``has_aux`` says so, or an argument is an nnx module, whose changes
         would be lost.
-      ValueError: ``grad_dtype`` is neither.
+      ValueError: ``grad_dtype`` is another dtype.
 
     Source: steps 3 to 6 of MindSpore's mixed-precision training;
     ``jax.value_and_grad``; ``equinox.filter_value_and_grad``.
@@ -127,7 +127,7 @@ def under_scale(
 
 
 def parse_grad_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Returns the dtype that gradients are asked for in.
+    """Returns the dtype that ``grad_dtype`` stands for.
 
     Raises:
       ValueError: it is neither float32 nor bfloat16.
@@ -146,7 +146,7 @@ def parse_grad_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def rounded_gradients(grads: Any, dtype: np.dtype[Any]) -> Any:
-    """Returns gradients, of which those of 32 bits or fewer have a dtype."""
+    """Returns gradients, with the real ones of 32 bits or fewer cast to a dtype."""
 
     def rounded(leaf: Any) -> Any:
         is_wide = not is_floating(leaf) or jnp.finfo(leaf.dtype).bits > 32

@@ -66,24 +66,25 @@ def low_precision_state(
     given them in float32, and what it makes of them is rounded. Memory: 4 bytes a
     parameter for Adam in 16 bits and just over 2 in 8 bits, where it is 8.
 
-    With ``key`` they are rounded up or down by chance, up with the probability of what
-    is above the lower neighbour: an average that moves by less than the spacing of the
-    dtype still moves as it should, on average. Without it they are rounded to the
+    With ``key`` they are rounded up or down by chance (stochastic rounding), and are
+    right on average: a moment that moves by less than the spacing of the dtype still
+    moves as it should. Without it they are rounded to the
     nearest, which is refused for averages that would stand still: in bfloat16, a
     ``b2`` of 0.999 takes a thousandth off a number, and the next number below it is at
     least a 256th of it away.
 
-    In 8 bits, each row of an array has a scale: the numbers along its last axis, or
-    along its longest one if the last is shorter than 128. First moments are float8.
+    In 8 bits, each row of an array has a scale. A row lies along the last axis, or
+    along the longest one if the last is shorter than 128. First moments are float8.
     What does not depend on the sign of the gradient, such as an average of its squares,
-    is stored without a sign, in 5 bits of exponent and 3 of mantissa; what is smaller
-    than 2**-31 of the largest number in its row is stored as that, and not as zero. A
-    row that contains a NaN or an infinity becomes NaN as a whole.
+    is stored without a sign, in 5 bits of exponent and 3 of mantissa. A square that is
+    too small for that is stored as the smallest number, and not as zero. A row that
+    contains a NaN or an infinity becomes NaN as a whole.
 
-    Put it directly around the optimizer whose moments are meant:
+    Put it directly around the optimizer:
     ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``.
-    Around them it leaves masters, rests and sums of gradients as they are, and so it
-    does with copies of the parameters in the inner state.
+    Masters, rests, sums of gradients and copies of the parameters keep their digits,
+    wherever it stands. A state that was saved keeps its dtype and its key, or goes on
+    without one.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -169,7 +170,9 @@ def low_precision_state(
             params,
             **extra_args,
         )
-        now, later = (None, None) if key is None else jax.random.split(state.key)
+        now, later = (None, None)
+        if state.key is not None:
+            now, later = jax.random.split(state.key)
 
         def stored_again(number: int, x: Any) -> Stored:
             if not is_low[number] or not is_floating(x):
@@ -340,7 +343,9 @@ def _tried(inner: Any, params: Any) -> list[_Moment]:
     return [
         _Moment(
             kept,
-            round(math.log2(abs(twice / once))) if once and twice != once else None,
+            round(math.log2(abs(twice / once)))
+            if once and twice and twice != once
+            else None,
             once == minus and once > 0,
             start != of_others,
         )

@@ -1,8 +1,8 @@
 """How a float32 array is stored in 16 bits, or in 8 bits with a scale for each row.
 
 In 8 bits, numbers of both signs are float8. Averages of squares are stored in a format
-of their own, without a sign: 5 bits of exponent and 3 of mantissa, in a uint8. No such
-number but zero is stored as zero: an update that is divided by its root would be huge.
+of their own, without a sign: 5 bits of exponent and 3 of mantissa, in a uint8. Zero
+alone is stored as zero: an update that is divided by the root of one would be huge.
 
 A row has one scale however long it is: float formats are as exact far below the largest
 number as close to it. Shorter blocks, as bitsandbytes has them, make XLA copy arrays
@@ -23,7 +23,7 @@ SQUARES = np.dtype("uint8")
 """What averages of squares are stored in, in 8 bits."""
 
 _ROW = 128
-"""A row of fewer numbers would have a scale that costs as much as some of them."""
+"""The scale of a shorter row would take more than 3 % of the memory of the row."""
 
 
 class Stored(NamedTuple):

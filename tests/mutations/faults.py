@@ -728,6 +728,13 @@ FAULTS = (
     ),
     Fault(
         "scaling/low_precision_state.py",
+        "        if state.key is not None:",
+        "        if key is not None:",
+        "a saved state is rounded as another optimizer says",
+        "test_scaling_low_precision_state.py::test_a_state_decides_whether_it_is_rounded_by_chance",
+    ),
+    Fault(
+        "scaling/low_precision_state.py",
         "if not is_stored or moment.is_of_params:",
         "if not is_stored:",
         "copies of the parameters are stored in few bits",
