@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5. Flax
+# # 6. Flax
 #
 # **How is a model of linen or nnx trained in mixed precision, how does one layer get an
 # exception, and can a float32 model be fine-tuned in float16?**

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 1. Policies
+# # 11. Policies
 #
 # **Which numbers of a model are cast to 16 bits, where, and what does it save?**
 #

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 6. Finding the NaN
+# # 3. Finding the NaN
 #
 # **A training in float16 ends in NaN. Which line is it, and what is the least that has
 # to change?**

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 8. Float8
+# # 10. Float8
 #
 # **Which of my products can be float8?**
 #

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 2. Autocast
+# # 1. Autocast
 #
 # **What does one line, `autocast`, do to a transformer?**
 #

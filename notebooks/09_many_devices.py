@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 7. Many devices
+# # 9. Many devices
 #
 # **What changes in a training step when it runs on several devices, and what happens
 # when one of them overflows?**

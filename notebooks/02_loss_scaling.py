@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 3. Loss scaling
+# # 2. Loss scaling
 #
 # **Why does float16 need a loss scale, and who chooses it?**
 #
