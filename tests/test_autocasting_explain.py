@@ -1,5 +1,7 @@
 import collections
 import functools
+import sys
+import types
 
 import flax.linen as nn
 import jax
@@ -200,6 +202,41 @@ def test_a_reason_has_a_line_too_where_jax_made_the_value():
     (own,) = (r for r in rows if r.op == "tanh" and r.scope)
     assert short(own.source).endswith(f":{first - 2}")
     assert short("/a folder/file.py:3 (f.<locals>.<lambda>)") == "file.py:3"
+
+
+CELL = """\
+import jax.numpy as jnp
+
+
+def model(x, w):
+    h = jnp.exp(x @ w)
+    return h * (x @ w) @ w
+"""
+
+
+def test_in_a_notebook_a_source_is_the_number_of_a_cell_and_a_line(monkeypatch):
+    ipython = pytest.importorskip("IPython")
+    compiler = pytest.importorskip("IPython.core.compilerop").CachingCompiler()
+    shell = types.SimpleNamespace(compile=compiler)
+    monkeypatch.setattr(ipython, "get_ipython", lambda: shell)
+    # A kernel names the file of a cell by a hash of its text.
+    monkeypatch.setattr(compiler, "get_code_name", lambda *_: "/tmp/kernel_1/2718.py")
+    names = {}
+    exec(compile(CELL, compiler.cache(CELL, 3), "exec"), names)
+    (exp,) = (r for r in explain(names["model"])(X, W).rows if r.op == "exp")
+    assert exp.source == "/tmp/kernel_1/2718.py:5 (model)"
+    assert short(exp.source) == "In[3]:5"
+    printed = str(explain(names["model"])(X, W))
+    assert "exp at In[3]:5" in printed
+    assert "2718.py" not in printed
+    # What a cell imports is a file, and so is everything outside of IPython.
+    assert short("/a folder/file.py:3 (f)") == "file.py:3"
+    monkeypatch.setattr(ipython, "get_ipython", lambda: None)
+    assert short(exp.source) == "2718.py:5"
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert short(exp.source) == "2718.py:5"
+    assert short("<ipython-input-12-0123456789ab>:5 (model)") == "In[12]:5"
+    assert short("") == ""
 
 
 def test_reasons_name_scopes_marks_and_rules():

@@ -4,6 +4,8 @@ A row shows what one equation does, without judging it.
 """
 
 import dataclasses
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -270,8 +272,24 @@ def bytes_of(var: Var, low: Dtype | None = None) -> int:
 
 
 def short(source: str) -> str:
-    """Returns a source without its folder and function."""
-    return source.rpartition(" ")[0].rpartition("/")[-1]
+    """Returns the file and the line of a source, such as ``"model.py:12"``.
+
+    In a notebook it is the number of the cell and the line, such as ``"In[3]:12"``.
+    """
+    file, colon, line = source.rpartition(" ")[0].rpartition(":")
+    return f"{_cell(file) or file.rpartition('/')[-1]}{colon}{line}"
+
+
+def _cell(file: str) -> str:
+    """Returns the name of the notebook cell that a file holds; else nothing."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    label_and_name = cell_of and cell_of(file)
+    if label_and_name:
+        return label_and_name[1]
+    # IPython before version 8 has no such function, but numbers the files.
+    numbered = re.search(r"ipython-input-(\d+)-", file)
+    return f"In[{numbered[1]}]" if numbered else ""
 
 
 def equations(jaxpr: Jaxpr, place: Place) -> Iterator[tuple[Eqn, Place]]:
