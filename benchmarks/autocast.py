@@ -279,33 +279,68 @@ def fill(tree: Any, seed: int) -> Any:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns the rows as text, ratios to the variant by hand in brackets."""
+    """Returns what the compiled gradients cost, as text.
+
+    Ratios to the variant by hand are in brackets.
+    """
     lines: list[str] = []
     found = {(r.target, r.model, r.variant): r for r in rows}
     for i, row in enumerate(rows):
-        other = "float16 by hand" if "float16" in row.variant else "by hand"
-        hand = found.get((row.target, row.model, other))
-
-        def against(name: str, form: str, row: Row = row, hand: Any = hand) -> str:
-            value, other = getattr(row, name), getattr(hand, name, 0)
-            ratio = f" ({value / other:.2f})" if other else ""
-            return f"{value:{form}}{ratio}"
-
         if not i or rows[i - 1][:2] != row[:2]:
-            name = f"{row.model}, {row.target}"
-            lines.append(
-                f"\n{name:33}{'GB moved':>14}{'GB peak':>14}{'kernels':>8}"
-                f"{'ms roofline':>15}{'16 bit':>7}{'error':>15}{'GB kept':>13}"
-                f"{'ms trace':>12}{'StableHLO':>14}"
-            )
+            lines += [
+                f"\n{row.model}, {row.target}",
+                f"{'':21}{'GB moved':>15}{'GB peak':>14}{'kernels':>8}"
+                f"{'ms roofline':>15}{'error':>15}",
+            ]
+        hand = found.get((row.target, row.model, _by_hand(row)))
         lines.append(
-            f"  {row.variant:31}{against('moved', '.2f'):>14}"
-            f"{against('peak', '.2f'):>14}{row.kernels:>8}"
-            f"{against('roofline', '.2f'):>15}{row.share:>7.0%}"
-            f"{against('error', '.1e'):>15}{against('kept', '.2f'):>13}"
-            f"{against('trace', '.0f'):>12}{against('lines', 'd'):>14}"
+            f"  {row.variant:19}{_against(row, hand, 'moved', '.2f'):>15}"
+            f"{_against(row, hand, 'peak', '.2f'):>14}{row.kernels:>8}"
+            f"{_against(row, hand, 'roofline', '.2f'):>15}"
+            f"{_against(row, hand, 'error', '.1e'):>15}"
         )
     return "\n".join(lines)
+
+
+def traced_table(rows: Sequence[Row]) -> str:
+    """Returns what is traced and lowered, as text: one table for all targets.
+
+    Ratios to the variant by hand are in brackets.
+    """
+    lines: list[str] = []
+    for model in dict.fromkeys(row.model for row in rows):
+        own = [row for row in rows if row.model == model]
+        targets = list(dict.fromkeys(row.target for row in own))
+        by_name = {(row.target, row.variant): row for row in own}
+        head = "".join(f"{f'16 bit, {target}':>13}" for target in targets)
+        lines += [
+            f"\n{model}",
+            f"{'':21}{'GB kept':>13}{'ms trace':>13}{'StableHLO':>14}{head}",
+        ]
+        for row in own:
+            if row.target != targets[0]:
+                continue
+            hand = by_name.get((row.target, _by_hand(row)))
+            shares = "".join(
+                f"{by_name[target, row.variant].share:>13.0%}" for target in targets
+            )
+            lines.append(
+                f"  {row.variant:19}{_against(row, hand, 'kept', '.2f'):>13}"
+                f"{_against(row, hand, 'trace', '.0f'):>13}"
+                f"{_against(row, hand, 'lines', 'd'):>14}{shares}"
+            )
+    return "\n".join(lines)
+
+
+def _by_hand(row: Row) -> str:
+    return "float16 by hand" if "float16" in row.variant else "by hand"
+
+
+def _against(row: Row, hand: Row | None, name: str, form: str) -> str:
+    """Returns a figure, and its ratio to the one by hand where there is one."""
+    value, other = getattr(row, name), getattr(hand, name, 0)
+    ratio = f" ({value / other:.2f})" if other else ""
+    return f"{value:{form}}{ratio}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -333,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         targets = [t for t in options.targets if name in ON_TARGET[t]]
         found = measure(name, variants, targets, options.seeds, options.runs)
         found.sort(key=lambda row: targets.index(row.target))
-        print(table(found), flush=True)
+        print(table(found), traced_table(found), sep="\n", flush=True)
         rows += found
     told = stamp(seeds=options.seeds, runs=options.runs)
     print("\n" + ", ".join(f"{name} {v}" for name, v in told["versions"].items()))

@@ -390,7 +390,10 @@ def trained_table(rows: Sequence[Trained]) -> str:
     seeds = "".join(
         f"{f'seed {row.seed}':>17}" for row in rows if row[:2] == rows[0][:2]
     )
-    lines = [f"{'training loss':20}{'gradient error':>15}{seeds}{'mean gap':>11}"]
+    lines = [
+        f"{'':18}{'gradient':>9}",
+        f"{'training loss':18}{'error':>9}{seeds}{'mean gap':>10}",
+    ]
     for width, name in dict.fromkeys(row[:2] for row in rows):
         own = [row for row in rows if row[:2] == (width, name)]
         gaps = [row.loss - full[width, row.seed] for row in own]
@@ -398,7 +401,7 @@ def trained_table(rows: Sequence[Trained]) -> str:
             f"{row.loss:>8.4f} {gap:>+8.4f}" for row, gap in zip(own, gaps, strict=True)
         )
         error, what = np.mean([row.error for row in own]), f"width {width}, {name}"
-        lines.append(f"{what:20}{error:>15.4f}{cells}{np.mean(gaps):>+11.4f}")
+        lines.append(f"{what:18}{error:>9.4f}{cells}{np.mean(gaps):>+10.4f}")
     return "\n".join(lines)
 
 
@@ -406,17 +409,30 @@ def trained_table(rows: Sequence[Trained]) -> str:
 
 
 def models_table(rows: Sequence[Compared]) -> str:
-    """Returns ratios of float8 to 16 bits as text."""
-    lines = [
-        f"{'float8 / mixed':24}{'target':>7}{'width':>7}{'length':>8}{'smallest':>10}"
-        f"{'roofline':>10}{'bytes':>7}{'peak':>7}{'kernels':>9}{'float8':>8}{'raised':>8}"
-    ]
-    lines += [
-        f"{row.model:24}{row.target:>7}{row.width:>7}{row.length:>8}{row.smallest:>10g}"
-        f"{row.roofline:>10.2f}{row.moved:>7.2f}{row.peak:>7.2f}{row.kernels:>9.2f}"
-        f"{row.products:>8}{row.raised:>8}"
-        for row in rows
-    ]
+    """Returns ratios of float8 to 16 bits as text.
+
+    What all rows share is in a line above them.
+    """
+    names = ("target", "width", "length", "smallest")
+    shared = {
+        name: getattr(rows[0], name)
+        for name in names
+        if len({getattr(row, name) for row in rows}) == 1
+    }
+    own = [name for name in names if name not in shared]
+    above = ", ".join(f"{name} {value}" for name, value in shared.items())
+    head = "".join(f"{name:>{len(name) + 2}}" for name in own)
+    lines = [*([f"{above}:"] if above else [])]
+    lines.append(
+        f"{'float8 / mixed':23}{head}{'roofline':>10}{'bytes':>7}{'peak':>6}"
+        f"{'kernels':>9}{'float8':>8}{'raised':>8}"
+    )
+    for row in rows:
+        cells = "".join(f"{getattr(row, name):>{len(name) + 2}}" for name in own)
+        lines.append(
+            f"{row.model:23}{cells}{row.roofline:>10.2f}{row.moved:>7.2f}"
+            f"{row.peak:>6.2f}{row.kernels:>9.2f}{row.products:>8}{row.raised:>8}"
+        )
     return "\n".join(lines)
 
 

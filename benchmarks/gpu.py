@@ -410,8 +410,8 @@ def table(rows: Sequence[Measured]) -> str:
     """Returns the rows of one model as text."""
     by_name = {row.variant: row for row in rows}
     lines = [
-        f"{rows[0].model:28}{'ms/step':>9}{'spread':>8}{'speed-up':>10}{'ceiling':>9}"
-        f"{'GB':>7}{'of f32':>8}{'roofline':>10}{'batch':>7}"
+        f"{rows[0].model:28}{'ms/step':>8}{'spread':>7}{'speed-up':>9}{'ceiling':>8}"
+        f"{'GB':>7}{'of f32':>7}{'roofline':>9}{'batch':>6}"
     ]
     for row in rows:
         base, f32 = by_name.get(BASE), by_name.get("float32 default")
@@ -421,9 +421,9 @@ def table(rows: Sequence[Measured]) -> str:
         least = "" if row.roofline is None else f"{row.roofline:.2f}"
         note = "" if row.is_finite else "  loss not finite"
         lines.append(
-            f"  {row.variant:26}{row.median:>9.2f}{spread:>8.0%}{speed:>10}"
-            f"{row.ceiling:>9.0%}{row.memory / 1e9:>7.2f}{share:>8}{least:>10}"
-            f"{row.largest or '':>7}{note}"
+            f"  {row.variant:26}{row.median:>8.2f}{spread:>7.0%}{speed:>9}"
+            f"{row.ceiling:>8.0%}{row.memory / 1e9:>7.2f}{share:>7}{least:>9}"
+            f"{row.largest or '':>6}{note}"
         )
     return "\n".join(lines)
 

@@ -9,13 +9,15 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp_lite")
 _PEERS = ("jmp", "mixed-precision-for-JAX")
+WIDTH = 88
+"""The longest line of a table: a longer one scrolls on a page of 1,400 pixels."""
 
 
 def stamp(**settings: Any) -> dict[str, Any]:
@@ -31,6 +33,18 @@ def device_name() -> str:
     """Returns what JAX computes on, as ``"cpu: cpu"``."""
     device = jax.devices()[0]
     return f"{device.platform}: {device.device_kind}"
+
+
+def joined(parts: Iterable[str], start: str = "") -> str:
+    """Returns parts after each other, with commas, in lines of at most ``WIDTH``."""
+    lines, line = list[str](), start
+    for part in parts:
+        longer = f"{line}, {part}" if line and line != start else f"{line}{part}"
+        if len(longer) < WIDTH or line in ("", start):
+            line = longer
+        else:
+            lines, line = [*lines, f"{line},"], part
+    return "\n".join([*lines, line])
 
 
 def write(

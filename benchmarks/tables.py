@@ -24,6 +24,7 @@ from benchmarks import (
     moments,
     steps,
 )
+from benchmarks.report import joined
 from benchmarks.thirdparty import measure, settings
 from benchmarks.thirdparty import tables as thirdparty
 
@@ -61,14 +62,17 @@ def against_hand(rows: Sequence[autocast.Row]) -> str:
     found = {(row.model, row.target, row.variant): row for row in rows}
     names = ("moved", "peak", "roofline", "error", "trace")
     titles = ("bytes moved", "peak memory", "roofline", "error", "ms trace")
-    head = "".join(f"{title:>13}" for title in titles)
-    lines = [f"{'mixed / by hand':28}{'target':>7}{head}"]
+    head = "".join(f"  {title}" for title in titles)
+    lines = [f"{'mixed / by hand':28}{'target':>6}{head}"]
     for (model, target, variant), row in found.items():
         if variant == "mixed":
             hand = found[model, target, "by hand"]
             ratios = (getattr(row, name) / getattr(hand, name) for name in names)
-            cells = "".join(f"{ratio:>13.2f}" for ratio in ratios)
-            lines.append(f"{model:28}{target:>7}{cells}")
+            cells = "".join(
+                f"{ratio:>{len(title) + 2}.2f}"
+                for title, ratio in zip(titles, ratios, strict=True)
+            )
+            lines.append(f"{model:28}{target:>6}{cells}")
     return "\n".join(lines)
 
 
@@ -94,6 +98,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         ]
     ),
     "autocast": lambda results: autocast.table(_rows(results, "rows", autocast.Row)),
+    "autocast.traced": lambda results: autocast.traced_table(
+        _rows(results, "rows", autocast.Row)
+    ),
     "autocast.mixed": lambda results: against_hand(
         _rows(results, "rows", autocast.Row)
     ),
@@ -181,9 +188,9 @@ def table(name: str, folder: pathlib.Path = RESULTS) -> str:
     if path.stem == "gpu" and not path.exists():
         return _NOT_MEASURED
     results = json.loads(path.read_text())
-    versions = ", ".join(f"{package} {v}" for package, v in results["versions"].items())
+    versions = (f"{package} {v}" for package, v in results["versions"].items())
     lines = TABLES[name](results).strip("\n")
-    return f"{lines}\n\n{results['date']}: {versions}"
+    return f"{lines}\n\n{joined(versions, start=results['date'] + ': ')}"
 
 
 def filled(text: str, folder: pathlib.Path = RESULTS) -> str:

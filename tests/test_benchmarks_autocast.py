@@ -22,6 +22,7 @@ from benchmarks.autocast import (
     main,
     stablehlo,
     table,
+    traced_table,
 )
 from benchmarks.compiled import TARGETS, compile_for, missing
 
@@ -212,10 +213,19 @@ def row(**changed):
 
 def test_the_table_tells_ratios_to_the_model_written_by_hand():
     text = table([row(), row(variant="mixed", moved=1.0, lines=150)])
-    heading, by_hand, mixed = text.splitlines()[1:]
-    assert heading.split()[:2] == ["mlp,", "h100"]
+    heading, _, by_hand, mixed = text.splitlines()[1:]
+    assert heading == "mlp, h100"
     assert "2.00 (1.00)" in by_hand
     assert "1.00 (0.50)" in mixed
+
+
+def test_what_is_traced_is_in_one_table_for_all_targets():
+    both = [row(), row(variant="mixed", lines=150)]
+    text = traced_table([*both, *(r._replace(target="v5e", share=0.5) for r in both)])
+    heading, columns, by_hand, mixed = text.splitlines()[1:]
+    assert heading == "mlp"
+    assert columns.split()[-6:] == ["16", "bit,", "h100", "16", "bit,", "v5e"]
+    assert by_hand.split()[-2:] == ["100%", "50%"]
     assert "150 (1.50)" in mixed
     assert "0.00 (" not in mixed, "nothing is kept by hand: there is no ratio"
 

@@ -14,9 +14,11 @@ COMPARED = Compared("4 blocks, scan", "h100", 64, 32, 2000, 0.9, 0.8, 0.7, 1.5, 
 
 
 def test_tables_say_what_was_found():
-    cells = float8.models_table([COMPARED]).splitlines()[1].split()
+    wider = COMPARED._replace(width=128)
+    shared, _, cells, _ = float8.models_table([COMPARED, wider]).splitlines()
+    assert shared == "target h100, length 32, smallest 2000:"
     ratios = ("0.90", "0.80", "0.70", "1.50")
-    assert cells[3:] == ["h100", "64", "32", "2000", *ratios, "72", "1"]
+    assert cells.split()[3:] == ["64", *ratios, "72", "1"]
     sent = Sent("FSDP", "float8", 1.5, {"bf16": 10.0, "f8e4m3fn": 5.0})
     assert float8.sent_table([sent]).endswith("1.50  10 bf16, 5 f8e4m3fn")
 

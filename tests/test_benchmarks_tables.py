@@ -7,7 +7,7 @@ import pytest
 from benchmarks import tables
 from benchmarks.autocast import Row
 from benchmarks.loss_scaling import Skipping
-from benchmarks.report import stamp, write
+from benchmarks.report import WIDTH, joined, stamp, write
 
 ROW = Row("h100", "m", "by hand", 4.0, 2.0, 7, 1.0, 1.0, 0.1, 0.0, 10.0, 100)
 SKIPPING = [Skipping("plain", "h100", 7.0, 0.0, 3)]
@@ -20,10 +20,24 @@ def test_the_tables_of_a_text_are_what_was_measured(path):
     assert tables.filled(text) == text
 
 
-def test_every_table_is_shown():
-    shown = "".join(path.read_text() for path in tables.TEXTS)
+def test_every_table_is_shown_and_no_text_shows_it_twice():
+    texts = [path.read_text() for path in tables.TEXTS]
     for name in tables.TABLES:
-        assert shown.count(f"<!-- table: {name} -->\n```text\n") == 1, name
+        marker = f"<!-- table: {name} -->\n```text\n"
+        assert {1} <= {text.count(marker) for text in texts} <= {0, 1}, name
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_no_table_is_too_wide_for_a_page(name):
+    longest = max(map(len, tables.table(name).splitlines()))
+    assert longest <= (91 if name == "insight.explained" else WIDTH)
+
+
+def test_names_after_each_other_are_split_where_a_line_ends():
+    assert joined(["a", "b"], "of ") == "of a, b"
+    assert joined([]) == ""
+    long = joined(["x" * 50, "y" * 50, "z"], "1: ").splitlines()
+    assert long == ["1: " + "x" * 50 + ",", "y" * 50 + ", z"]
 
 
 def test_a_table_is_put_where_its_comment_stands(tmp_path):
@@ -41,7 +55,7 @@ def test_a_table_is_put_where_its_comment_stands(tmp_path):
 def test_figures_come_with_their_date_and_versions(tmp_path):
     told = stamp()
     write(tmp_path, "loss_scaling", told, skipping=SKIPPING)
-    last = tables.table("loss_scaling.skipping", tmp_path).splitlines()[-1]
+    last = tables.table("loss_scaling.skipping", tmp_path).split("\n\n")[-1]
     assert last.startswith(told["date"])
     assert f"jax {told['versions']['jax']}" in last
 

@@ -95,19 +95,25 @@ def test_a_program_is_tried_under_every_setting():
     assert "yes" in outcomes
 
 
-def test_tables_show_each_program_in_one_line():
+def test_tables_show_each_program_below_its_packages():
     good = Row(
         "p", "a 1.0, b 2.0", "bfloat16", "", True, 0.004, 0.5, True, 0.9, 1.5, True
     )
     rows = [good, good._replace(dtype="float16", error=0.2, by_hand=None, scale=512.0)]
-    line = tables.measured_table(rows).splitlines()[2]
+    packages, line = tables.measured_table(rows).splitlines()[2:]
+    assert packages == "a, b"
     assert line.split() == (
-        ["p", "a,", "b", "yes", "90%", "0.40", "50*", "20", "fails", "512", "1.5x"]
+        ["p", "yes", "90%", "0.40", "50*", "20", "fails", "512", "1.5x"]
     )
+    long = [row._replace(program="p" * 40) for row in rows]
+    assert tables.measured_table(long).splitlines()[3:] == [
+        "  " + "p" * 40,
+        line.replace("p", " "),
+    ]
     assert tables.packages_of(rows) == "a 1.0, b 2.0"
     bad = [good._replace(is_exact=False), rows[1]._replace(failure="TypeError: no")]
     table = tables.measured_table(bad)
-    assert table.splitlines()[2].split()[3] == "no"
+    assert table.splitlines()[3].split()[1] == "no"
     assert "p: bfloat16: other integers than in float32" in table
     assert "p: float16: TypeError: no" in table
     trained = [Trained("p", d, 2.0, 1.0, low) for d, low in (("bfloat16", 1.1),)]
@@ -122,6 +128,11 @@ def test_tables_show_each_program_in_one_line():
     assert [line.split() for line in lines] == (
         [["jax", "1.0", "p"], ["x64", "yes"], [], ["jax", "2.0", "p"], ["x64", "-"]]
     )
+    of_two_words = [one._replace(program="a p") for one in tried]
+    above, below = tables.settings_table(of_two_words).splitlines()[:2]
+    assert above.split() == ["a"]
+    assert below.split() == ["jax", "1.0", "p"]
+    assert below.index("p") == above.index("a")
 
 
 def test_a_program_that_is_not_there_is_named():

@@ -3,46 +3,52 @@
 import math
 from collections.abc import Sequence
 
+from benchmarks.report import joined
 from benchmarks.thirdparty.measure import Row, Trained
 from benchmarks.thirdparty.settings import NOT_HERE, NOT_IN_FLOAT32, Tried
 
 
 def measured_table(rows: Sequence[Row]) -> str:
-    """Returns a line for each program: errors in percent, and what they cost."""
+    """Returns a line for each program: errors in percent, and what they cost.
+
+    Programs of the same packages are below the names of these.
+    """
     lines = [
-        f"{'':38}{'':20}{'':>6}{'share in':>10}{'bfloat16':>17}{'float16':>17}"
-        f"{'loss':>7}{'trace':>7}",
-        f"{'program':38}{'of':20}{'runs':>6}{'16 bits':>10}{'error':>8}{'by hand':>9}"
-        f"{'error':>8}{'by hand':>9}{'scale':>7}{'':>7}",
+        f"{'':40}{'16-bit':>7}{'bfloat16':>14}{'float16':>14}{'loss':>7}",
+        f"{'program':35}{'runs':>5}{'share':>7}{'error':>6}{'by hand':>8}"
+        f"{'error':>6}{'by hand':>8}{'scale':>7}{'trace':>6}",
     ]
     notes: list[str] = []
-    for name in dict.fromkeys(row.program for row in rows):
-        both = [row for row in rows if row.program == name]
-        first = both[0]
-        found = dict.fromkeys(filter(None, map(_complaint, both)))
-        notes += [f"{name}: {one}" for one in found]
-        errors = "".join(f"{_percent(r):>8}{_by_hand(r):>9}" for r in both)
-        share = "-" if first.share is None else f"{first.share:.0%}"
-        trace = "-" if first.trace is None else f"{first.trace:.1f}x"
-        packages = ", ".join(
-            one.split()[0] for one in first.packages.split(", ") if one
-        )
-        lines.append(
-            f"{name:38}{packages or 'written out':20}{'no' if found else 'yes':>6}"
-            f"{share:>10}{errors}{both[-1].scale:>7.0f}{trace:>7}"
-        )
+    for packages in dict.fromkeys(map(_names_of_packages, rows)):
+        lines.append(packages)
+        own = [row for row in rows if _names_of_packages(row) == packages]
+        for name in dict.fromkeys(row.program for row in own):
+            both = [row for row in own if row.program == name]
+            first = both[0]
+            found = dict.fromkeys(filter(None, map(_complaint, both)))
+            notes += [f"{name}: {one}" for one in found]
+            errors = "".join(f"{_percent(r):>6}{_by_hand(r):>8}" for r in both)
+            share = "-" if first.share is None else f"{first.share:.0%}"
+            trace = "-" if first.trace is None else f"{first.trace:.1f}x"
+            if len(name) > 33:  # Its figures are in the next line.
+                lines.append(f"  {name}")
+                name = ""
+            lines.append(
+                f"  {name:33}{'no' if found else 'yes':>5}{share:>7}{errors}"
+                f"{both[-1].scale:>7.0f}{trace:>6}"
+            )
     return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+
+def _names_of_packages(row: Row) -> str:
+    names = (one.split()[0] for one in row.packages.split(", ") if one)
+    return ", ".join(names) or "written out"
 
 
 def packages_of(rows: Sequence[Row]) -> str:
     """Returns the packages of programs with their versions, in lines."""
-    found = sorted({one for row in rows for one in row.packages.split(", ") if one})
-    lines, line = list[str](), ""
-    for one in found:
-        joined = f"{line}, {one}" if line else one
-        line, done = (joined, None) if len(joined) < 100 else (one, line + ",")
-        lines += [done] if done else []
-    return "\n".join([*lines, line])
+    found = {one for row in rows for one in row.packages.split(", ") if one}
+    return joined(sorted(found))
 
 
 def trained_table(rows: Sequence[Trained]) -> str:
@@ -65,18 +71,25 @@ def trained_table(rows: Sequence[Trained]) -> str:
 def settings_table(rows: Sequence[Tried]) -> str:
     """Returns a line for each setting, a column for each program."""
     programs = list(dict.fromkeys(row.program for row in rows))
+    # Of a name of several words the last is in the second line.
+    heads = [(" ".join(p.split()[:-1]), p.split()[-1]) for p in programs]
+    sizes = [2 + max(3, *map(len, head)) for head in heads]
+    first, second = (
+        "".join(f"{head[i]:>{size}}" for head, size in zip(heads, sizes, strict=True))
+        for i in (0, 1)
+    )
     lines: list[str] = []
     for jax in dict.fromkeys(row.jax for row in rows):
-        head = "".join(f"  {program}" for program in programs)
-        lines += ["", f"{f'jax {jax}':40}{head}"]
+        above = [f"{'':39}{first}".rstrip()] if first.strip() else []
+        lines += ["", *above, f"{f'jax {jax}':39}{second}"]
         found = {(r.setting, r.program): r.outcome for r in rows if r.jax == jax}
         for setting in dict.fromkeys(setting for setting, _ in found):
             outcomes = (found.get((setting, p), NOT_HERE) for p in programs)
             cells = (
-                f"  {_SHORT.get(outcome, outcome):>{len(program)}}"
-                for outcome, program in zip(outcomes, programs, strict=True)
+                f"{_SHORT.get(outcome, outcome):>{size}}"
+                for outcome, size in zip(outcomes, sizes, strict=True)
             )
-            lines.append(f"{setting:40}{''.join(cells)}".rstrip())
+            lines.append(f"{setting:39}{''.join(cells)}".rstrip())
     return "\n".join(lines[1:])
 
 
