@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jmp_lite as jmp
+
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
 
@@ -97,9 +99,38 @@ def test_the_lines_beside_those_of_others_run(standard_promotion):
     assert names["low_params"]["w1"].dtype == jnp.float16
 
 
-def test_what_the_page_on_semantics_says_is_so():
-    told = run_blocks("semantics.md")["told"]
-    assert told.precision_of(op="dot_general") == "bfloat16"
+def test_the_page_on_semantics_explains_its_layer():
+    explanation = run_blocks("semantics.md")["explanation"]
+    assert explanation.precision_of(op="dot_general") == "bfloat16"
+
+
+def test_the_page_on_loss_scaling_runs_and_skips_as_it_says(standard_promotion, capsys):
+    names = run_blocks("loss_scaling.md")
+    printed = capsys.readouterr().out
+    assert "67% of the gradients are zero\n0% of" in printed
+    first = jax.random.normal(jax.random.key(0), (16, 16)) / 4
+    assert not bool(names["new_state"].grads_finite)
+    assert float(jmp.get_loss_scale(names["new_state"]).loss_scale) == 2.0**7
+    assert int(names["opt_state"].skipped) == 0
+    assert float(names["loss"]) < 0.5 * names["loss_fn"](first, names["x"])
+    assert "optax.MultiSteps stands around loss_scaling" in printed
+
+
+def test_arguments_of_other_libraries_are_answered_as_the_page_lists_them(
+    standard_promotion,
+):
+    text = (DOCS / "loss_scaling.md").read_text()
+    (table,) = re.findall(
+        r"arguments of `DynamicLossScale`:\n\n(.*?)\n\n", text, re.DOTALL
+    )
+    rows = [re.findall(r"`(\w+)`", line) for line in table.splitlines()[2:]]
+    assert [row[0] for row in rows] == [
+        *("loss_scale", "period", "factor", "backoff_factor", "hysteresis")
+    ]
+    for ours, *others in rows:
+        for other in {*others} - {ours}:
+            with pytest.raises(TypeError, match=f"did you mean {ours}"):
+                jmp.DynamicLossScale(**{other: 2})
 
 
 def test_the_page_on_memory_runs_and_stores_moments_in_8_bits(standard_promotion):
@@ -118,7 +149,7 @@ def test_the_tools_against_what_goes_wrong_find_it(standard_promotion, capsys):
     assert (found.op, found.inf > 0) == ("dot_general", True)
     printed = capsys.readouterr().out
     assert "dot_general" in printed
-    assert "look at" in printed  # What widened the stream, with a remedy.
+    assert "lint: " in printed  # What widened the stream, with a remedy.
     assert "as_low" in printed
 
 
@@ -144,10 +175,14 @@ def test_with_the_option_products_are_added_up_in_float32_on_a_cpu():
     assert gradient(jnp.bfloat16, compiler_options=ast.literal_eval(options)) < 3e-3
 
 
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?(?: \"(\w+)\")?\)")
+
+
 @pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
-def test_every_file_that_a_guide_links_exists(guide):
-    for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / guide).read_text()):
-        assert (DOCS / link).exists()
+def test_every_file_and_test_that_a_guide_links_exists(guide):
+    for link, name in LINK.findall((DOCS / guide).read_text()):
+        assert (DOCS / link).exists(), link
+        assert not name or f"def {name}(" in (DOCS / link).read_text(), name
 
 
 def test_the_guide_to_float8_shows_what_explain_says(capsys):
