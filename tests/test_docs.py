@@ -90,6 +90,8 @@ def test_the_inference_guide_writes_the_same_text_token_by_token_and_in_a_loop()
     rows = jmp.explain(traced)(names["params"], names["first"]).rows
     carries = [row for row in rows if row.op == "while" and row.precision == "bfloat16"]
     assert len(carries) == 4
+    (shown,) = re.findall("`(carry 2: .*?)`", (DOCS / "inference.md").read_text())
+    assert shown in {row.reason for row in carries}
 
 
 def test_the_lines_beside_those_of_others_run(standard_promotion):
