@@ -77,10 +77,10 @@ def test_casts_of_the_user_have_rows():
         if row.op == "convert_element_type"
     ]
     assert rows == [
-        ("float32", "a cast in the function, to another dtype"),
-        ("float32", "float32 on purpose"),
-        ("float32", "a cast in the function, to another dtype"),
-        ("float32", "undecided, of an argument"),
+        ("float32", "existing cast to another dtype"),
+        ("float32", "deliberate"),
+        ("float32", "existing cast to another dtype"),
+        ("float32", "undecided"),
     ]
     marked = full_precision(lambda x: x.astype(jnp.float32))
     (row,) = explain(marked)(X.astype("bfloat16")).rows
@@ -94,7 +94,7 @@ def test_a_reason_names_the_argument_that_decided():
     params = {"w": W, "b": X[0]}
     rows = explain(fun, "torch")(params, X).rows
     (add,) = (row for row in rows if row.op == "add")
-    assert add.reason.endswith("the argument args[0]['b']")
+    assert add.reason.endswith(": argument args[0]['b']")
 
 
 def test_passes_are_named_with_what_they_rewrote_and_can_be_switched_off():

@@ -143,19 +143,19 @@ def test_a_router_and_logits_are_not_float8_and_gates_are():
             lambda x, w: (x @ w) @ w.T,
             (X, W[:, :50]),
             "float8_size",
-            "float8 was asked for, but N = 50 is no multiple of 16",
+            "LOW, not float8: N = 50 is not a multiple of 16",
         ),
         (
             lambda x, w: (x @ w) @ w.T,
             (X[:20], W),
             "float8_size",
-            "M = 20 is no multiple of 16",
+            "M = 20 is not a multiple of 16",
         ),
         (
             lambda x, w: (x[:, :40] @ w[:40]) @ w.T,
             (X, W),
             "float8_size",
-            "K = 40 is no multiple of 16",
+            "K = 40 is not a multiple of 16",
         ),
         (
             lambda x, w: (jnp.tanh(x) @ jnp.tanh(w)) @ w.T,
@@ -167,13 +167,13 @@ def test_a_router_and_logits_are_not_float8_and_gates_are():
             lambda x, w: jnp.einsum("bij,bjk->bik", x, w).sum(0) @ w[0].T,
             (jnp.stack([X, X]), jnp.stack([W, W])),
             "float8_batch",
-            "it has batch axes",
+            "the product has batch axes",
         ),
         (
             lambda x, w: (x[0] @ w) @ w.T,
             (X, W),
             "float8_size",
-            "M = 1 is no multiple",
+            "M = 1 is not a multiple",
         ),
     ],
 )

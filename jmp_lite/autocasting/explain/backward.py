@@ -227,7 +227,8 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
             there[found] -= 1
         else:
             yield row._replace(
-                code="for_backward", reason="forward, for the backward pass alone"
+                code="for_backward",
+                reason="forward pass: needed only by the backward pass",
             )
     yield from _rows_of(passes.backward)
 
@@ -256,7 +257,7 @@ def _row_as_it_runs(eqn: Eqn, float8: Dtype | None) -> Row:
         op=compat.op_of(eqn),
         precision=precision_as_traced(eqn) if float8 is None else float8.name,
         code="backward",
-        reason="backward: it runs in what it is given",
+        reason="backward pass: runs in the dtype of its operands",
         source="",
         shapes=tuple(var.aval.str_short() for var in eqn.outvars),
         times=1,

@@ -44,7 +44,7 @@ class Difference:
             (scope, [(f"{n}" if n > 1 else "", *cells) for cells, n in counted.items()])
             for scope, counted in like.items()
         ]
-        headers = ("", "times", "op", "ran in", "runs in", "why", "where")
+        headers = ("", "times", "op", "before", "after", "why", "where")
         return text_table(headers, groups, right=(0, 1))
 
 

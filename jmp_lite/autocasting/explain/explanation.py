@@ -184,15 +184,19 @@ class Explanation:
             ("equations: ", [_shares(totals.equations)]),
             ("products: ", [_shares(totals.products)] if products else []),
             ("work: ", [_flops(products)] if any(totals.flops.values()) else []),
-            ("casts: ", [f"{totals.casts}, of {count(totals.cast_bytes)}B"]),
+            (
+                "casts: ",
+                [f"{totals.casts} ({count(totals.cast_bytes)}B read and written)"],
+            ),
         ]
         if totals.kept_run is not None and totals.kept_traced is not None:
-            kept = f"{count(totals.kept_run)}B, in float32 {count(totals.kept_traced)}B"
-            lines.append(("kept for the backward pass: ", [kept]))
+            run, traced = count(totals.kept_run), count(totals.kept_traced)
+            kept = f"{run}B, without autocast {traced}B"
+            lines.append(("saved for the backward pass: ", [kept]))
         passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
         lines.append(("passes: ", [passes] if passes else []))
         lines.append(("unused: ", self.unused))
-        lines.append(("look at ", tuple(map(str, self.lints))))
+        lines.append(("lint: ", tuple(map(str, self.lints))))
         return lines
 
     def _rows_of(self, op: str | None) -> Sequence[Row]:

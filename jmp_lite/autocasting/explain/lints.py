@@ -1,7 +1,7 @@
-"""What is worth a second look in what autocast does with a function.
+"""Finds probable problems in what autocast does with a function.
 
-A lint points to a place and says what to do there. Each check is a function from what
-was seen to lints, and all checks are in one table.
+A lint names a problem, its place and a remedy. Each check is a function that yields
+lints, and one table lists all checks.
 """
 
 import dataclasses
@@ -46,14 +46,14 @@ from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 
 @dataclasses.dataclass(frozen=True)
 class Lint:
-    """Something worth a second look.
+    """A probable problem in what autocast does with a function.
 
     Attributes:
-      name: of the kind of thing, such as ``"widened stream"``.
-      message: what is there.
+      name: the kind of problem, such as ``"widened stream"``.
+      message: the problem.
       remedy: what to do about it.
-      scope: the path that it stands in.
-      source: where it stands in the code: file, line and function.
+      scope: the path of the equation.
+      source: the line of code that made the equation: file, line and function.
     """
 
     name: str
@@ -156,9 +156,9 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
         yield _at(
             seen,
             "widened stream",
-            f"{seen.origin} is float32 and joins a 16-bit value here: {len(rows)} ops "
-            f"and {count(size)}B after it are float32",
-            "jmp_lite.as_low on it, if its digits do not matter from here on",
+            f"{seen.origin} is float32 and meets a 16-bit value here: {len(rows)} ops "
+            f"({count(size)}B) from here on run in float32",
+            "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
         )
 
 
@@ -193,10 +193,10 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
                 yield _at(
                     seen,
                     "float32 input",
-                    "a float32 input is rounded to 16 bits, to be added to a value of "
-                    "16 bits",
-                    "jmp_lite.as_full on it, if all its digits matter (coordinates, "
-                    "times)",
+                    "a float32 input is rounded to 16 bits before it is added to a "
+                    "16-bit value",
+                    "Apply jmp_lite.as_full to it if all its digits matter "
+                    "(coordinates, times)",
                 )
 
 
@@ -215,14 +215,14 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
                 seen,
                 "float32 carry",
                 seen.row.reason,
-                'rules.carry(scope, "follow"), if it is a state that layers pass on',
+                'Use rules.carry(scope, "follow") if layers pass it on',
             )
         elif record.origin is not None:
             yield _at(
                 seen,
                 "float32 carry",
                 seen.row.reason,
-                "jmp_lite.as_low on what makes it float32, if its digits do not matter",
+                "Apply jmp_lite.as_low to the named value if 16 bits suffice",
             )
 
 
@@ -241,8 +241,8 @@ def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
             yield _at(
                 seen,
                 "float32 product",
-                "a matrix product asks for a precision, and is left in float32",
-                "Leave precision= out, if 16 bits will do",
+                "a matrix product requests a specific precision and runs in float32",
+                "Leave precision= out if 16 bits suffice",
             )
 
 
@@ -259,10 +259,18 @@ def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
             yield _at(
                 seen,
                 "tensor cores",
-                f"a product of sizes {' x '.join(map(str, sizes))} is no multiple of 8 "
-                f"in {', '.join(map(str, dict.fromkeys(odd)))}",
+                f"{_not_multiples(odd)}, in a product of sizes "
+                f"{' x '.join(map(str, sizes))}",
                 "Tensor cores need multiples of 8: pad, or choose another width",
             )
+
+
+def _not_multiples(sizes: Sequence[int]) -> str:
+    """Returns a clause such as ``"10 and 12 are not multiples of 8"``."""
+    distinct = [str(size) for size in dict.fromkeys(sizes)]
+    if len(distinct) == 1:
+        return f"{distinct[0]} is not a multiple of 8"
+    return f"{', '.join(distinct[:-1])} and {distinct[-1]} are not multiples of 8"
 
 
 def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
@@ -285,24 +293,23 @@ def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
                 seen,
                 "small float8 product",
                 seen.row.reason,
-                "Leave it out of the scope, or a smaller jmp_lite.Float8(smallest=...)",
+                "Leave it out of the scope, or lower jmp_lite.Float8(smallest=...)",
             )
         if decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32:
             yield _at(
                 seen,
                 "last float8 product",
-                "a float8 product makes logits, a loss, or something else that float32 "
-                "ops alone read",
-                'rules.scope(..., "low") before the scope that asks for float8',
+                "only float32 ops read the result of this float8 product (logits, for "
+                "example)",
+                'Add rules.scope(..., "low") before the float8 scope',
             )
     if found and not any(r not in _NOT_IN_FLOAT8 for r in found):
         most = found.most_common(1)[0][0].name.removeprefix("FLOAT8_").lower()
         yield Lint(
             "no float8 product",
-            f"none of {found.total()} products is in float8, mostly because of: "
+            f"none of {found.total()} products runs in float8, mostly because of: "
             f"{most.replace('_', ' ')}",
-            'The preset "mixed" does the same',
-            scope="all of it",
+            'Use the preset "mixed", which does the same',
         )
 
 
@@ -330,24 +337,24 @@ def _lost_digits(looked: Looked) -> Iterator[Lint]:
             yield _at(
                 seen,
                 "low phase",
-                "a sine or a cosine reads a product of 16 bits",
-                "jmp_lite.full_precision around it, if it makes large angles",
+                "sin or cos reads the result of a 16-bit product",
+                "Compute it under jmp_lite.full_precision if its angles are large",
             )
         if name in readers.cancelling:
             yield _at(
                 seen,
                 "cancellation",
-                "a product of 16 bits is part of a difference, of which a root is "
-                "taken or the largest are picked",
-                "jmp_lite.full_precision around it, or the sum of squared differences",
+                "a 16-bit product is a term of a difference that a root or a pick "
+                "(argmax, top_k) reads",
+                "Compute it under jmp_lite.full_precision, or sum squared differences",
             )
         if name in readers.lookups:
             yield _at(
                 seen,
                 "low lookup",
-                "a product looks integers up by one-hot rows, and rounds those above "
-                "256 to 16 bits",
-                "An index in place of the product, or jmp_lite.full_precision",
+                "a 16-bit product with one-hot rows looks up integers and rounds those "
+                "above 256",
+                "Use an index instead of the product, or jmp_lite.full_precision",
             )
 
 
@@ -385,20 +392,20 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
         known.update(map(id, inside))
         needs_digits = is_inside or seen.row.op in _SOLVING
         if n_products and not raises and not needs_digits:
-            products = "a product" if n_products == 1 else f"{n_products} products"
+            many = f"{n_products} float32 matrix products"
+            products = many if n_products > 1 else "a float32 matrix product"
             yield _at(
                 seen,
                 "kept product",
-                f"{seen.row.op} is run as it was traced, with {products} of matrices "
-                "in float32 inside",
+                f"{seen.row.op} runs as traced, with {products} inside",
                 remedy,
             )
         if raises:
             yield _at(
                 seen,
                 "opaque op",
-                f"{seen.row.op} is run as it was traced, so that 16-bit values are "
-                "raised for it",
+                f"{seen.row.op} runs as traced, so 16-bit operands are cast to float32 "
+                "for it",
                 remedy,
             )
 
@@ -409,11 +416,11 @@ def _is_float32_product(eqn: Eqn) -> bool:
 
 _SOLVING = ("custom_linear_solve", "linear_call")  # For the digits of the solution.
 
-_FOR_A_FUNCTION = "jmp_lite.autocast on the function inside of it, if 16 bits will do"
+_FOR_A_FUNCTION = "Apply jmp_lite.autocast to the function inside it if 16 bits suffice"
 
-_FOR_A_KERNEL = "jmp_lite.low_call, if it accepts 16 bits"
+_FOR_A_KERNEL = "Call it through jmp_lite.low_call if it accepts 16 bits"
 
-_FOR_A_LOOP = 'rules.carry(scope, "follow"), if it ends in 16 bits too'
+_FOR_A_LOOP = 'Use rules.carry(scope, "follow") if the loop also ends in 16 bits'
 
 
 def _literal(looked: Looked) -> Iterator[Lint]:
@@ -427,7 +434,7 @@ def _literal(looked: Looked) -> Iterator[Lint]:
                 yield _at(
                     seen,
                     "literal out of range",
-                    f"{origin_in_words(number)} {what}, and makes this float32",
+                    f"{origin_in_words(number)} {what}, so this op runs in float32",
                     remedy,
                 )
 
@@ -438,12 +445,15 @@ def _misfit(number: Number, dtype: Dtype) -> tuple[str, str]:
         low = np.float32(number.value).astype(dtype)
     if low == 0:
         least = float(jnp.finfo(dtype).smallest_normal)
-        return f"vanishes in {dtype.name}", f"{least:.1e} or more, if it is an epsilon"
+        return f"is 0 in {dtype.name}", f"Use {least:.1e} or more if it is an epsilon"
     if low == 1:
-        return f"is 1 in {dtype.name}", "jmp_lite.as_low on the result, if 1 will do"
+        return (
+            f"is 1 in {dtype.name}",
+            "Apply jmp_lite.as_low to the result if 1 suffices",
+        )
     return (
         f"does not fit {dtype.name}",
-        "For a mask, jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)",
+        "For a mask use jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)",
     )
 
 
@@ -455,8 +465,8 @@ def _low_result(looked: Looked) -> Iterator[Lint]:
         source = next((s.row.source for s in made_by), "")
         yield Lint(
             "low result",
-            f"result {i}, a scalar such as a loss, is computed in 16 bits",
-            "jmp_lite.full_precision around what computes it",
+            f"result {i} is a scalar, such as a loss, computed in 16 bits",
+            "Compute it under jmp_lite.full_precision",
             source=source,
         )
 
@@ -467,9 +477,9 @@ def _no_loss_scale(looked: Looked) -> Iterator[Lint]:
     if is_float16 and looked.has_gradients and not is_scaled:
         yield Lint(
             "no loss scale",
-            "float16 without a loss scale: gradients below 6e-8 vanish",
-            "jmp_lite.value_and_grad and jmp_lite.loss_scaling, if it has none outside",
-            scope="all of it",
+            "float16 gradients without a loss scale: those below 6e-8 become zero",
+            "Use jmp_lite.value_and_grad and jmp_lite.loss_scaling, unless the caller "
+            "scales the loss",
         )
 
 
@@ -484,7 +494,7 @@ def _low_norm(looked: Looked) -> Iterator[Lint]:
                 seen,
                 "low norm",
                 f"{seen.row.scope} computes its statistics in 16 bits",
-                "The preset 'mixed' or 'O2', or rules.scope(..., \"full\")",
+                "Use the preset 'mixed' or 'O2', or rules.scope(..., \"full\")",
             )
 
 
@@ -499,9 +509,8 @@ def _inner_autocast(looked: Looked) -> Iterator[Lint]:
         yield _at(
             inside[0],
             "inner autocast",
-            f"an inner autocast has decided {len(inside)} equations, and nothing can "
-            "be shown of why",
-            "Explain the function that it was given, fun.__wrapped__, under its rules",
+            f"an inner autocast decides {len(inside)} equations and hides its reasons",
+            "Explain the inner function, fun.__wrapped__, with its rules",
         )
 
 

@@ -1,4 +1,4 @@
-"""What the codes of decisions mean in words, for people alone."""
+"""Writes the reason of a decision in words."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -26,52 +26,52 @@ from jmp_lite.autocasting.rules.rules import (
     LOW_SCOPE,
 )
 
-_ASKED = "LOW: float8 was asked for, but"
+_NOT_FLOAT8 = "LOW, not float8:"
 
 _WORDS: Mapping[Reason, str] = MappingProxyType(
     {
-        Reason.HIGHEST_PRECISION: "FULL: it asks for the highest precision",
-        Reason.CAST_TO_INTEGERS: "FULL: a cast to integers reads it",
-        Reason.SOLVED: "FULL: a factorization or a solver reads it",
-        Reason.PHASE: "FULL: a sine or a cosine reads it, and no operand is 16-bit",
-        Reason.FLOAT8_COMPUTE_DTYPE: f"{_ASKED} the compute dtype is not bfloat16",
-        Reason.FLOAT8_NO_WEIGHT: f"{_ASKED} no operand is a weight",
-        Reason.FLOAT8_BATCH: f"{_ASKED} it has batch axes",
-        Reason.FLOAT8_READ_IN_FLOAT32: f"{_ASKED} all that read it are float32",
-        Reason.NOT_FLOAT32: "nothing in it is float32",
-        Reason.EFFECTS: "KEEP: it has effects",
-        Reason.OTHER_FLOATS: ("KEEP: another float than float32 is among its operands"),
-        Reason.POSITION: "its argument may be a position",
-        Reason.ROUNDS_NOTHING: "rounds nothing in 16 bits",
-        Reason.READ_IN_FLOAT32: "all that read it are float32 or results",
-        Reason.ONE_FUNCTION: "inside of a function of one 16-bit value",
-        Reason.FOLLOWS_LOW: "follows an operand in 16 bits",
-        Reason.FOLLOWS_FLOAT32: "follows an operand in float32",
-        Reason.UNDECIDED: "undecided: arguments and numbers",
-        Reason.CAST_TO_OTHER: "a cast in the function, to another dtype",
-        Reason.CAST_OF_GIVEN: "a cast in the function: undecided, of an argument",
-        Reason.CAST_OF_NUMBER: "a cast in the function: undecided, of a number",
-        Reason.CAST_OF_COMPUTED: "a cast in the function: float32 on purpose",
-        Reason.ENDS_BY_A_FLOAT: "KEEP: a float decides when it ends",
-        Reason.ROOT: "KEEP: a root is found to a tolerance",
-        Reason.CARRY_RULE: "a carry rule",
+        Reason.HIGHEST_PRECISION: "FULL: requests a specific precision",
+        Reason.CAST_TO_INTEGERS: "FULL: read by a cast to integers",
+        Reason.SOLVED: "FULL: read by a factorization or a solver",
+        Reason.PHASE: "FULL: read by sin or cos, and no operand is 16-bit",
+        Reason.FLOAT8_COMPUTE_DTYPE: f"{_NOT_FLOAT8} the compute dtype is not bfloat16",
+        Reason.FLOAT8_NO_WEIGHT: f"{_NOT_FLOAT8} no operand is a weight",
+        Reason.FLOAT8_BATCH: f"{_NOT_FLOAT8} the product has batch axes",
+        Reason.FLOAT8_READ_IN_FLOAT32: f"{_NOT_FLOAT8} read only by float32 ops",
+        Reason.NOT_FLOAT32: "no float32 operand or result",
+        Reason.EFFECTS: "KEEP: has side effects",
+        Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
+        Reason.POSITION: "the operand may be a position or a phase",
+        Reason.ROUNDS_NOTHING: "exact in 16 bits",
+        Reason.READ_IN_FLOAT32: "read only by float32 ops, or returned",
+        Reason.ONE_FUNCTION: "part of a function of one 16-bit value",
+        Reason.FOLLOWS_LOW: "follows a 16-bit operand",
+        Reason.FOLLOWS_FLOAT32: "follows a float32 operand",
+        Reason.UNDECIDED: "undecided: only arguments and constants",
+        Reason.CAST_TO_OTHER: "existing cast to another dtype",
+        Reason.CAST_OF_GIVEN: "existing cast of an argument: undecided",
+        Reason.CAST_OF_NUMBER: "existing cast of a number: undecided",
+        Reason.CAST_OF_COMPUTED: "existing cast to float32: deliberate",
+        Reason.ENDS_BY_A_FLOAT: "KEEP: the loop condition depends on a float",
+        Reason.ROOT: "KEEP: a root finder iterates to a tolerance",
+        Reason.CARRY_RULE: "set by a carry rule",
         Reason.CARRY_MARK: "marked by low_precision",
-        Reason.CARRY_PRODUCTS: "only low matrix products read it",
-        Reason.CARRY_STATE: "a state: the loop is no stack of layers",
-        Reason.CARRY_SUM: "a sum: something else is added to it at each step",
-        Reason.CARRY_RESULT: "a result: nothing but an output reads its last",
-        Reason.CARRY_LAYERS: "a stack of layers: it follows",
-        Reason.CARRY_CACHE: "only low matrix products read it, then or later",
+        Reason.CARRY_PRODUCTS: "read only by 16-bit matrix products",
+        Reason.CARRY_STATE: "a state: the loop is not a stack of layers",
+        Reason.CARRY_SUM: "a sum: each step adds another value to it",
+        Reason.CARRY_RESULT: "a result: only an output reads its last value",
+        Reason.CARRY_LAYERS: "a stack of layers: follows its start and its steps",
+        Reason.CARRY_CACHE: "read only by 16-bit matrix products, now or later",
         Reason.CARRY_WHILE: "a state of a while loop",
     }
 )
 
 _MARKS: Mapping[str, str] = MappingProxyType(
     {
-        AUTOCAST_SCOPE: "an inner autocast has decided it",
+        AUTOCAST_SCOPE: "decided by an inner autocast",
         FULL_SCOPE: "marked by full_precision or as_full",
         LOW_SCOPE: "marked by low_precision or as_low",
-        AS_WRITTEN_SCOPE: "inside of low_call, as it was written",
+        AS_WRITTEN_SCOPE: "inside low_call: runs as written",
     }
 )
 
@@ -87,20 +87,22 @@ def reason_in_words(record: DecisionRecord) -> str:
     """
     decision = record.decision
     if decision.reason is Reason.INSIDE:
-        return f"inside of {decision.within}, which is run as traced"
+        return f"inside {decision.within}, which runs as traced"
     if decision.reason is Reason.RULE and decision.match is not None:
         words = f"{decision.match.precision.name}: {_rule_in_words(decision.match)}"
     elif decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32 and decision.match:
-        words = f"FLOAT8: {_rule_in_words(decision.match)}, though float32 ops read it"
+        words = f"FLOAT8: {_rule_in_words(decision.match)}, read only by float32 ops"
     elif decision.reason in (Reason.FLOAT8_SIZE, Reason.FLOAT8_SMALL):
-        words = f"{_ASKED} {_of_sizes(decision.reason, record.eqn)}"
+        words = f"{_NOT_FLOAT8} {_of_sizes(decision.reason, record.eqn)}"
     else:
         words = _WORDS[decision.reason]
     if record.result is not None:
-        raised = ", but its body makes it float32" if record.origin is not None else ""
+        raised = (
+            ", but the loop body makes it float32" if record.origin is not None else ""
+        )
         return f"carry {record.result}: {words}{raised}"
     if decision.run is Run.FULL and decision.state is State.LOW:
-        return f"in float32 for its derivative, then cast; {words}"
+        return f"float32 for its derivative, then cast; {words}"
     return words
 
 
@@ -109,11 +111,11 @@ def _of_sizes(reason: Reason, product: Eqn) -> str:
     sizes = dict(zip("MNK", cost.product_sizes(product), strict=True))
     if reason is Reason.FLOAT8_SIZE:
         name, size = next(item for item in sizes.items() if not fits_float8(item[1]))
-        what = "no" if isinstance(size, int) else "not known to be a"
-        return f"{name} = {size} is {what} multiple of 16"
+        verb = "is not" if isinstance(size, int) else "may not be"
+        return f"{name} = {size} {verb} a multiple of 16"
     text = " x ".join(map(str, sizes.values()))
     mean = harmonic_mean([*sizes.values()])
-    return f"{text} is too small to gain (harmonic mean {mean:.0f})"
+    return f"{text} is too small (harmonic mean {mean:.0f})"
 
 
 def code_of(record: DecisionRecord) -> str:
@@ -132,9 +134,9 @@ def code_of(record: DecisionRecord) -> str:
 def _rule_in_words(match: RuleMatch) -> str:
     by_source = {
         RuleSource.TABLE: _GROUPS.get(match.name, ""),
-        RuleSource.UNKNOWN: f"nothing is known of {match.name!r}",
-        RuleSource.OP: f"the rules say so of {match.name!r}",
-        RuleSource.DEFAULT: "the rules' default",
+        RuleSource.UNKNOWN: f"unknown op {match.name!r}",
+        RuleSource.OP: f"op rule {match.name!r}",
+        RuleSource.DEFAULT: "the default of the rules",
         RuleSource.SCOPE: f"scope rule {match.name!r}",
         RuleSource.MARK: _MARKS.get(match.name, ""),
     }
@@ -142,13 +144,13 @@ def _rule_in_words(match: RuleMatch) -> str:
 
 
 def origin_in_words(origin: Origin) -> str:
-    """Returns what made a value what it is held in, if that is no equation."""
+    """Returns the origin of a value in words; nothing if that is an equation."""
     if isinstance(origin, Argument):
-        return f"the argument {origin.path}" if origin.path else "an argument"
+        return f"argument {origin.path}" if origin.path else "an argument"
     if isinstance(origin, Constant):
         return "a constant"
     if isinstance(origin, RangeEnd):
-        return "the end of the range"
+        return "the largest or smallest float32"
     if isinstance(origin, Number):
         is_element = origin.is_element
         too_large = "a constant too large for 16 bits"

@@ -40,7 +40,7 @@ def _unmatched(
         if not matched:
             yield f"{kind} {pattern!r} matches nothing.{nearest(pattern, names)}"
         elif all(before):
-            yield f"{kind} {pattern!r} decides nothing: {before[0][0]!r} comes first."
+            yield f"{kind} {pattern!r} has no effect: {before[0][0]!r} comes first."
 
 
 def _loops(jaxpr: Jaxpr) -> Iterable[str]:

@@ -39,40 +39,40 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "product",
         Precision.LOW,
-        "a matrix product, which accumulates in float32",
+        "matrix product or convolution",
         "dot_general ragged_dot_general conv_general_dilated",
     ),
     _group(
         "amplifying",
         Precision.FULL,
-        "it makes errors larger, or overflows",
+        "amplifies errors, or overflows",
         """exp exp2 expm1 log log1p log2 pow rsqrt reciprocal erf_inv acos asin atanh
         cosh sinh tan""",
     ),
     _group(
         "special",
         Precision.FULL,
-        "a special function, computed from sums and exponentials",
+        "special function of sums and exponentials",
         """lgamma digamma polygamma zeta igamma igammac igamma_grad_a
         regularized_incomplete_beta bessel_i0e bessel_i1e""",
     ),
     _group(
         "sum",
         Precision.FULL,
-        "a sum, in which roundings add up",
+        "rounding errors add up in a sum",
         """reduce_sum cumsum cumlogsumexp reduce_window_sum scatter-add scatter-sub
         select_and_scatter_add select_and_gather_add""",
     ),
     _group(
         "factors",
         Precision.FULL,
-        "a product of many factors, which overflows",
+        "a product of many factors overflows",
         "reduce_prod cumprod scatter-mul",
     ),
     _group(
         "device_sum",
         Precision.FULL,
-        "a sum over devices",
+        "rounding errors add up in a sum over devices",
         """psum psum_start psum_done psum_invariant psum_invariant_start unreduced_psum
         unreduced_psum_start reduce_scatter reduce_scatter_start reduce_scatter_done
         unreduced_reduce_scatter unreduced_reduce_scatter_start""",
@@ -80,7 +80,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "linear_algebra",
         Precision.FULL,
-        "linear algebra, which has no 16-bit form",
+        "linear algebra has no 16-bit form",
         """cholesky cholesky_update eig eigh svd qr geqrf geqp3 householder_product
         ormqr lu triangular_solve tridiagonal tridiagonal_solve hessenberg schur
         symmetric_product""",
@@ -89,7 +89,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "fourier",
         Precision.FULL,
-        "a Fourier transform, which has no 16-bit form",
+        "a Fourier transform has no 16-bit form",
         "fft",
         False,
     ),
@@ -103,13 +103,13 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "bounded",
         Precision.FOLLOW,
-        "bounded, or as smooth as its argument",
+        "bounded or smooth",
         "tanh logistic erf erfc sin cos atan atan2 acosh asinh",
     ),
     _group(
         "choosing",
         Precision.FOLLOW,
-        "exact: it chooses or compares",
+        "exact: selects or compares",
         """max min clamp select_n reduce_max reduce_min reduce_window_max
         reduce_window_min cummax cummin argmax argmin sort top_k approx_top_k eq ne lt
         le gt ge eq_to lt_to le_to is_finite scatter-min scatter-max""",
@@ -117,7 +117,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "moving",
         Precision.FOLLOW,
-        "exact: it moves numbers",
+        "exact: moves data",
         """reshape transpose broadcast_in_dim broadcast_to squeeze slice
         dynamic_slice dynamic_update_slice gather scatter rev pad split tile unstack
         stack concatenate copy stop_gradient name xla_metadata_value
@@ -126,7 +126,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "sending",
         Precision.FOLLOW,
-        "exact: it moves numbers between devices or memories",
+        "exact: moves data between devices or memories",
         """sharding_constraint layout_constraint reshard relayout device_put
         with_memory_space_constraint all_gather all_gather_invariant all_gather_start
         all_gather_done all_gather_reduced all_gather_reduced_start all_to_all
@@ -140,7 +140,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "typed",
         Precision.KEEP,
-        "its result depends on the bits or the type of its operands",
+        "depends on the bits or the dtype of its operands",
         """convert_element_type bitcast_convert_type reduce_precision nextafter complex
         real imag conj iota empty empty2 to_edtype from_edtype and or not xor
         shift_left shift_right_arithmetic shift_right_logical population_count clz
@@ -150,7 +150,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "function",
         Precision.KEEP,
-        "it holds a function of its own, traced for its operands' types",
+        "contains a function that was traced for these dtypes",
         """reduce reduce_window select_and_scatter custom_linear_solve linear_call
         custom_partitioning custom_lin composite call jaxpr_call run_state run_scoped
         stage call_hi_primitive call_hi_primitive_linearized call_exported
@@ -160,7 +160,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "kernel",
         Precision.KEEP,
-        "a kernel or a callback, written for the types that it was given",
+        "a kernel or a callback for these dtypes",
         """pallas_call ffi_call pure_callback io_callback debug_callback debug_print
         buffer_callback tpu_custom_call inspect_sharding scaled_matmul
         scaled_matmul_wrapper scaled_dot
@@ -174,7 +174,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "xla_step",
         Precision.KEEP,
-        "a step of XLA's own, as it was written",
+        "an internal step of XLA",
         """thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
         thunky.async_start thunky.call_jax thunky.call_thunky_nested
         thunky.collective_group thunky.collective_permute thunky.cond thunky.copy
@@ -185,7 +185,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "random",
         Precision.KEEP,
-        "random bits are those of float32",
+        "random bits depend on the dtype",
         """random_bits random_seed random_split random_fold_in random_wrap
         random_unwrap random_clone random_gamma random_gamma_grad rng_bit_generator
         rng_uniform threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape""",
@@ -194,7 +194,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "sparse",
         Precision.KEEP,
-        "a sparse matrix's own op",
+        "an op of a sparse format",
         """bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
         bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense
         bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
@@ -205,7 +205,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "machinery",
         Precision.KEEP,
-        "it has effects, or belongs to the machinery",
+        "has side effects, or is internal to JAX",
         """empty_ref new_ref get swap addupdate masked_load masked_swap freeze free_ref
         accum_grad_in_ref get_global box_get box_set new_box new_log log_read
         log_extend check shape_assertion after_all create_token axis_index program_id
