@@ -3,9 +3,9 @@
 #
 # **What does one line, `autocast`, do to a transformer?**
 #
-# Here is a small one, in plain JAX and in float32: an embedding, two blocks of
-# attention and MLP, each behind a norm, and a loss. It names its parts by
-# `jax.named_scope`. It knows nothing of precision, and will not have to.
+# This is a small one in plain JAX and float32: an embedding, two blocks of attention
+# and MLP, and a loss. A norm precedes each part, and `jax.named_scope` names the parts.
+# The code does not mention precision, and it stays as it is.
 
 # %%
 import functools
@@ -105,16 +105,15 @@ params = {
 tokens = jnp.asarray(generator.integers(VOCABULARY, size=(BATCH, LENGTH + 1)))
 
 # %% [markdown]
-# ## One line
-
-# %%
-low_loss_fn = jmp.autocast(loss_fn)
-
-# %% [markdown]
-# It has the signature of `loss_fn`, and what it returns is float32: the loss, and the
-# gradients. They differ from float32's by what bfloat16 rounds, which is a few parts in
-# a thousand. (The options ask the compiler for little work, and to leave no rounding
-# out. The last one is against jaxlib 0.12, which adds some products up in bfloat16 on
+# ## What goes wrong by hand
+#
+# The shortest way to 16 bits is to cast all parameters. Then every operation runs in
+# bfloat16: the matrix products, but also the norms, the softmax and the loss. The
+# relative errors below are those of the loss and of its gradients, compared with
+# float32.
+#
+# (The compiler options save compile time, and make XLA round where the program says so.
+# The last option is for jaxlib 0.12, which accumulates some products in bfloat16 on
 # CPUs: see docs/troubleshooting.md.)
 
 
@@ -145,60 +144,92 @@ def errors(low_loss_fn):
     return [distance(*pair) for pair in pairs]
 
 
+def all_in_bfloat16(params, tokens):
+    return loss_fn(jmp.cast_tree(params, "bfloat16"), tokens)
+
+
+by_hand = errors(all_in_bfloat16)
+print(f"float32:  loss {loss_and_grads(loss_fn)[0]:.6f}")
+print(f"bfloat16: loss {loss_and_grads(all_in_bfloat16)[0]:.6f}")
+print(f"relative errors: loss {by_hand[0]:.0e}, gradients {by_hand[1]:.1e}")
+assert loss_and_grads(all_in_bfloat16)[0].dtype == jnp.bfloat16
+
+# %% [markdown]
+# The loss has two or three digits left. A training log would show steps that are an
+# artifact of rounding.
+#
+# ## One line
+
+# %%
+low_loss_fn = jmp.autocast(loss_fn)
+
+# %% [markdown]
+# `low_loss_fn` has the signature of `loss_fn`. Its loss and its gradients are float32.
+# bfloat16 rounds the operands of matrix products, so the gradients differ from
+# float32's by a few parts in a thousand.
+
+# %%
 of_loss, of_grads = errors(low_loss_fn)
-print(f"loss: relative error {of_loss:.0e}")
-print(f"gradients: relative error {of_grads:.1e}")
-assert of_loss < 1e-3
-assert of_grads < 2e-2
+print(f"autocast: loss {loss_and_grads(low_loss_fn)[0]:.6f}")
+print(f"relative errors: loss {of_loss:.0e}, gradients {of_grads:.1e}")
+assert of_loss < 1e-3 < by_hand[0]
+assert of_grads < min(2e-2, by_hand[1])
 dtypes = {x.dtype.name for x in jax.tree.leaves(loss_and_grads(low_loss_fn))}
 assert dtypes == {"float32"}
 
 # %% [markdown]
-# ## What it has decided
+# ## What autocast decides
 #
-# `explain` tells what runs in which precision, before anything runs: shapes would do
-# for `params` and `tokens`. It is short where a program is long; blocks that differ in
-# a number are told once.
+# `explain` lists what runs in which precision. It runs nothing: shapes are enough for
+# `params` and `tokens`. Where a program is long, the table is short: it adds up
+# equations by scope, and writes blocks that differ only in a number as `block_*`.
 
 # %%
-told = jmp.explain(loss_fn)(params, tokens)
-print(told)
-assert told.share_low("dot_general") == 1
+explained = jmp.explain(loss_fn)(params, tokens)
+print(explained)
+assert explained.share_low("dot_general") == 1
 
 # %% [markdown]
-# All matrix products run in bfloat16, and with them all of the work that is worth
-# counting. Most of the equations still run in float32. Each of them has a reason. Here
-# are all reasons that there are, how many equations have each one, and some of their
-# operations.
+# All matrix products run in bfloat16. They are nearly all of the work. Most of the
+# other equations still run in float32, each for a reason. These are all the reasons,
+# with the number of equations and some of their operations.
 
 # %%
 by_reason = {}
-for row in told.rows:
+for row in explained.rows:
     by_reason.setdefault(row.code, []).append(row)
 for reason, rows in sorted(by_reason.items(), key=lambda item: -len(item[1])):
     ops = ", ".join(list(dict.fromkeys(row.op for row in rows))[:4])
     print(f"{len(rows):4}  {reason:<19}{rows[0].precision:<11}{ops}")
 
 # %% [markdown]
-# This is how to read it. Each operation has a class:
+# Each operation has a class:
 #
-# - `LOW`: matrix products. Their operands are cast.
-# - `FULL`: sums, exponentials, logarithms. They run in float32, and what they make is
+# - `LOW`: matrix products. Autocast casts their operands to the compute dtype.
+# - `FULL`: sums, exponentials, logarithms. They run in float32, and their results are
 #   float32 on purpose.
 # - `FOLLOW`: all other arithmetic. It follows its operands.
-# - `KEEP`: what is not known, or depends on bits. It runs as it was written, and so
-#   does all in which nothing is float32: here the tokens and the mask.
-# - `FULL_INSIDE` is for scopes. Norm layers are such, by their name.
+# - `KEEP`: random bits, kernels, callbacks, unknown operations. They run as written.
+# - `FULL_INSIDE`: for scopes. Everything in such a scope runs in float32, and its
+#   result is 16-bit again if its input is. The preset gives this class to norm layers.
 #
-# What an operation follows is the state of its operands. `LOW`: held in 16 bits.
-# `HARD`: float32 on purpose, which wins over `LOW`. `SOFT`: float32 because nobody has
-# decided yet, which gives way to both. "Undecided" in the table are those that met
-# nothing but parameters and numbers, which are `SOFT`.
+# Operations without a float32 operand or result also run as written. Here these are
+# the tokens and the mask.
+#
+# A `FOLLOW` operation looks at the state of its operands:
+#
+# - `LOW`: held in 16 bits.
+# - `HARD`: float32 on purpose. It wins over `LOW`.
+# - `SOFT`: float32 because nothing has decided yet, such as a parameter or a literal.
+#   It yields to both.
+#
+# The "undecided" equations read only `SOFT` values.
 #
 # ## Line by line
 #
-# A row of an explanation knows the line that it comes from. This prints lines with what
-# was decided of them.
+# Each row of an explanation names its line of code. This function prints a line, and
+# below it the decisions about that line. A place such as `In[1]:37` is the number of a
+# cell and a line in it.
 
 
 # %%
@@ -208,74 +239,74 @@ def code(row):
     return linecache.getline(file, int(line)).strip()
 
 
-def show(told, scope, wanted=""):
-    """Prints what was decided in a scope, below the code that it was decided of."""
+def show(explained, scope, wanted=""):
+    """Prints the lines of code in a scope, each with its decisions."""
     line = None
-    for row in told.rows:
+    for row in explained.rows:
         if not re.search(scope, row.scope) or wanted not in code(row):
             continue
         if code(row) != line:
             line = code(row)
             print(line)
-        reason = re.sub(r" at \S+$", "", row.reason)
-        print(f"    {row.precision:<10} {row.op:<17} {reason}")
+        print(f"    {row.precision:<10} {row.op:<17} {row.reason}")
 
 
-show(told, "block_0/mlp$")
-assert told.precision_of(scope="block_0/mlp$", op="add") == "bfloat16"
+show(explained, "block_0/mlp$")
+assert explained.precision_of(scope="block_0/mlp$", op="add") == "bfloat16"
 
 # %% [markdown]
-# The product is `LOW`. The bias is a float32 parameter, and with ordinary promotion the
-# sum would be float32 from here on. But a parameter is `SOFT`: the sum follows the
-# product, and so does all of the gelu. The stream stays in 16 bits up to the next
-# product.
+# The product is `LOW`. The bias is a float32 parameter, and ordinary promotion would
+# make the sum float32. But a parameter is `SOFT`: the sum follows the product, and so
+# does the gelu. The activations stay in 16 bits up to the next product.
 #
 # ### The softmax
 
 # %%
-show(told, "block_0/attention", "scores")
-assert told.precision_of(scope="block_0/attention$", op="exp") == "float32"
-assert told.precision_of(scope="block_0/attention$", op="sub") == "float32"
+show(explained, "block_0/attention", "scores")
+assert explained.precision_of(scope="block_0/attention$", op="exp") == "float32"
+assert explained.precision_of(scope="block_0/attention$", op="sub") == "float32"
 
 # %% [markdown]
-# `exp` and the sum are `FULL`. The division by the root of the width, the mask and the
-# shift by the maximum are `FOLLOW`, and what they follow is a product in 16 bits. Yet
-# they run in float32: all that reads them is float32 anyway, so it would do no good to
-# round before. This is demand: autocast asks who reads each value before it decides. So
-# the shift is exact, with no rule for softmax.
+# The exponential and the sum are `FULL`. The subtraction of the maximum is `FOLLOW`,
+# and its operands come from a 16-bit product. It still runs in float32, because only
+# the exponential reads its result, and that reads float32. Rounding before would lose
+# digits and save nothing.
 #
-# The probabilities are float32 too. The product that reads them casts them:
+# This is demand: autocast looks at the readers of each value before it decides. So the
+# shift by the maximum is exact, and no rule for softmax is needed.
+#
+# The probabilities are float32 too. The next product casts them:
 
 # %%
-show(told, "block_0/attention", "mixed")
+show(explained, "block_0/attention", "mixed")
 
 # %% [markdown]
-# ### The norm, and the stream
+# ### The norm and the residual stream
 #
-# A norm is float32 inside, and hands on 16 bits if 16 bits came in. It needs that: it
-# subtracts a mean and adds squares up. Between the blocks, the sum that is the residual
-# stream is in bfloat16.
+# A norm subtracts a mean and sums squares, so it runs in float32 inside. Its result is
+# 16-bit because its input is. Between the blocks, the residual stream is bfloat16.
 
 # %%
-inside = {row.precision for row in told.rows if "LayerNorm" in row.scope}
+inside = {row.precision for row in explained.rows if "LayerNorm" in row.scope}
 assert inside == {"float32"}
-show(told, "block_0$")
-show(told, "block_1$")
+show(explained, "block_0$")
+show(explained, "block_1$")
 
 # %% [markdown]
 # ### The loss
 #
-# All of it is float32, and the logits are rounded once, by the product that makes them.
+# The loss runs in float32. The logits are rounded once, by the product that computes
+# them.
 
 # %%
-show(told, "loss", "likely = ")
+show(explained, "loss", "likely = ")
 
 # %% [markdown]
-# ## What widens the stream
+# ## A residual stream that becomes float32
 #
-# `HARD` wins. If a value that is float32 on purpose joins the stream, all that follows
-# is float32, up to the next product. Somebody damps what the MLP adds where the stream
-# is large already:
+# `HARD` wins over `LOW`. If a value that is float32 on purpose joins the stream, the
+# stream is float32 up to the next product. Here a gain damps the MLP where the stream
+# is already large:
 
 
 # %%
@@ -289,15 +320,13 @@ gained_fn = functools.partial(loss_fn, block=with_gain)
 widened = jmp.explain(gained_fn)(params, tokens)
 show(widened, "block_0$")
 for lint in widened.lints:
-    message = re.sub(r" at \S+", "", lint.message)
-    print(f"\n{lint.name}, in {lint.scope}:\n{message}.\n{lint.remedy}.")
+    print(f"\n{lint.name} in {lint.scope}:\n{lint.message}.\n{lint.remedy}.")
 assert [lint.name for lint in widened.lints] == ["widened stream"]
 
 # %% [markdown]
-# The stream has become float32 behind the block, because of a gain whose digits do not
-# matter. `explain` looks for this by itself. It names the place, how much is float32
-# since, and a remedy: `as_low` says of a value that 16 bits are enough. (The `name`
-# that is followed then is the mark.)
+# The digits of the gain do not matter, but they make the stream float32. `explain`
+# finds this by itself: it names the place, the cost and a remedy. The remedy is
+# `as_low`, which declares that 16 bits are enough for a value.
 
 
 # %%
@@ -313,35 +342,37 @@ print(f"\nlints: {len(mended.lints)}")
 assert not mended.lints
 
 # %% [markdown]
-# ## To say it otherwise
+# ## Other decisions
 #
-# Rules are values, and each edit makes new ones. `diff` compares two explanations of a
-# function. Here the activation of the MLP is to be float32: its `tanh` becomes `FULL`.
-# (The last column is the file and the line; Jupyter gives each cell a number for a
-# file's name.)
+# `Rules` are values: each edit returns new ones. `diff` compares two explanations of a
+# function. Here the `tanh` in the gelu of the MLP becomes `FULL`.
 
 # %%
 mixed = jmp.get_rules("mixed")
-print(told.diff(jmp.explain(loss_fn, mixed.full("tanh"))(params, tokens)))
+print(explained.diff(jmp.explain(loss_fn, mixed.full("tanh"))(params, tokens)))
 
 # %% [markdown]
-# A rule for an operation holds wherever that is. A rule for a scope holds where the
-# pattern is found in a path; `"full_inside"` hands on 16 bits again, as a norm does.
+# A rule for an operation applies everywhere. A rule for a scope applies where its
+# pattern is found in a path. With `"full_inside"` the scope returns 16 bits, as a norm
+# does.
 
 # %%
 rules = mixed.scope("block_0/mlp", "full_inside")
-print(told.diff(jmp.explain(loss_fn, rules)(params, tokens)))
+print(explained.diff(jmp.explain(loss_fn, rules)(params, tokens)))
 
 # %% [markdown]
-# A pattern that matches nothing is named, and not passed over:
+# `explain` reports a pattern that matches nothing:
 
 # %%
 print(jmp.explain(loss_fn, mixed.scope("blok_0", "full"))(params, tokens).summary())
 
 # %% [markdown]
-# In the code the same is said by marks. Outside of autocast they mean nothing.
-# `full_precision` marks a part of a function; `as_full` marks a value, and what is
-# added to it is float32. This keeps the residual stream in float32, as many do by hand:
+# Marks do the same in the code. Without autocast they have no effect.
+#
+# - `full_precision` marks a function: everything in it runs in float32.
+# - `as_full` marks a value: it is `HARD`, and so is a sum that it joins.
+#
+# With `as_full` the residual stream stays in float32, as many models have it by hand:
 
 
 # %%
@@ -360,27 +391,27 @@ full_mlp_fn = functools.partial(loss_fn, block=with_full_mlp)
 show(jmp.explain(full_stream_fn)(params, tokens), "block_0$")
 
 # %% [markdown]
-# What do these buy, and what do they cost? With `backward=True`, `explain` tells the
-# backward pass too, and how many bytes of activations wait for it.
+# What do these marks improve, and what do they cost? With `backward=True`, `explain`
+# covers the backward pass too, and counts the bytes of saved activations.
 
 
 # %%
 def costs(fun, rules):
-    """What is low of the equations, what is kept, and how far the gradients are."""
-    told = jmp.explain(fun, rules, backward=True)(params, tokens)
-    kept = told.totals.kept_run / told.totals.kept_traced
+    """The shares in 16 bits, the bytes of activations, and the errors."""
+    explained = jmp.explain(fun, rules, backward=True)(params, tokens)
+    saved = explained.totals.kept_run / explained.totals.kept_traced
     low_fn = low_loss_fn if (fun, rules) == (loss_fn, mixed) else None
     of_loss, of_grads = errors(low_fn or jmp.autocast(fun, rules))
-    products = told.share_low("dot_general")
-    return products, told.share_low(), kept, of_loss, of_grads
+    products = explained.share_low("dot_general")
+    return products, explained.share_low(), saved, of_loss, of_grads
 
 
 def table(measured):
-    lines = [f"{'':<24}    in 16 bits:         bytes         errors of"]
-    lines.append(f"{'':<24}  products  equations   kept      loss  gradients")
-    for name, (products, share, kept, *found) in measured.items():
-        shares = f"{products:10.0%}{share:11.0%}{kept:7.0%}"
-        lines.append(f"{name:<24}{shares}{found[0]:10.1e}{found[1]:11.1e}")
+    lines = [f"{'':<22}        in 16 bits       bytes of      relative errors"]
+    lines.append(f"{'':<22} products  equations  activations      loss  gradients")
+    for name, (products, share, saved, *found) in measured.items():
+        shares = f"{products:9.0%}{share:11.0%}{saved:13.0%}"
+        lines.append(f"{name:<22}{shares}{found[0]:10.1e}{found[1]:11.1e}")
     print("\n".join(lines))
 
 
@@ -393,16 +424,21 @@ table(tried)
 assert tried["full_precision(mlp)"][-1] < tried["mixed"][-1]
 
 # %% [markdown]
-# Most of the gradients' error is that of the products, which remains where the stream
-# is in float32. `full_precision` around the MLP takes more of it away, and is dear: it
-# takes a third of the products out of 16 bits, and most of what was saved in bytes.
+# The bytes of activations are those saved for the backward pass, relative to float32.
+#
+# A float32 stream changes little: the products cause most of the error of the
+# gradients. `full_precision` around the MLP lowers it, at a high price. A third of the
+# products leave 16 bits, and most of the gain in memory is lost.
 #
 # ## Presets
 #
-# A preset is rules, too. `"mixed"` is what the above shows. `"O1"` lowers matrix
-# products alone; `"torch"` does as PyTorch does; `"O2"` lowers all that is not
-# delicate; `"O3"` lowers everything, sums, norms and the loss with it. `"O0"` lowers
-# nothing, and is float32.
+# A preset is a set of rules. Everything above is `"mixed"`, the default.
+#
+# - `"O0"` runs everything in float32.
+# - `"O1"` lowers matrix products only.
+# - `"torch"` follows PyTorch's lists.
+# - `"O2"` lowers everything but `FULL` operations and norms.
+# - `"O3"` lowers everything, and with it sums, norms and the loss.
 
 # %%
 presets = ("O1", "torch", "mixed", "O2", "O3")
@@ -414,38 +450,48 @@ assert measured["mixed"][2] < measured["O1"][2] < 1
 assert in_float16[-1] < measured["mixed"][-1] / 4
 
 # %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
-for place, (marker, what) in enumerate((("o", "gradients"), ("s", "loss")), -2):
-    found = [measured[name][-1 - (place == -1)] for name in presets]
+fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+for marker, what, place in (("o", "gradients", -1), ("s", "loss", -2)):
+    found = [measured[name][place] for name in presets]
     left.semilogy(presets, found, marker, label=what, ms=8)
-left.set(ylabel="relative error, in bfloat16")
+left.set(
+    title="Errors by preset, in bfloat16", xlabel="preset", ylabel="relative error"
+)
 left.grid(axis="y", alpha=0.3)
 left.legend()
-for place, hatch, what in (
-    (1, "", "equations in 16 bits"),
-    (2, "///", "bytes kept for the backward pass"),
+for shift, hatch, what, place in (
+    (-0.2, "", "equations in 16 bits, of all", 1),
+    (0.2, "///", "bytes of activations, of float32's", 2),
 ):
-    where = [i + 0.4 * place - 0.6 for i in range(len(presets))]
+    where = [i + shift for i in range(len(presets))]
     shares = [100 * measured[name][place] for name in presets]
     right.bar(where, shares, 0.4, hatch=hatch, edgecolor="white", label=what)
-right.set(ylabel="% of all equations; of float32's bytes", ylim=(0, 140))
+right.set(
+    title="Equations in 16 bits and bytes of activations",
+    xlabel="preset",
+    ylabel="%",
+    ylim=(0, 130),
+)
 right.set_xticks(range(len(presets)), presets)
 right.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# The more runs in 16 bits, the larger the gradients' error, and `"O3"` rounds the loss
-# as well. `"mixed"` keeps a third less for the backward pass than float32, where `"O1"`
-# and `"torch"` keep a tenth less: there, what lies between two products is held in
-# float32. float16 rounds eight times finer than bfloat16, and its range is enough for
-# this model. (Whether it is enough for gradients is what loss scales are about, in the
-# next notebook.)
+# The more runs in 16 bits, the larger is the error of the gradients. `"O3"` rounds the
+# loss as well.
 #
-# ## What it cannot see
+# `"mixed"` saves activations in a third fewer bytes than float32. `"O1"` and `"torch"`
+# need only a tenth fewer bytes: between two products their activations are float32.
 #
-# **A cast to float32.** Autocast traces the function in float32, and there
-# `x.astype(jnp.float32)` does nothing and leaves no trace. Whoever wants the stream in
-# float32 and writes it so gets what he would have got without:
+# float16 rounds eight times finer than bfloat16, and its range is wide enough for the
+# values of this model. Whether it is wide enough for gradients is the subject of the
+# next notebook.
+#
+# ## What autocast cannot see
+#
+# **A cast to float32.** Autocast traces the function in float32. There
+# `x.astype(jnp.float32)` does nothing and leaves no trace in the program. A residual
+# stream that is meant to be float32 stays in 16 bits:
 
 
 # %%
@@ -457,18 +503,22 @@ def with_astype(p, x):
 
 
 cast = jmp.explain(functools.partial(loss_fn, block=with_astype))(params, tokens)
-marked = jmp.explain(full_stream_fn)(params, tokens)
-by_cast, by_mark = (x.precision_of(r"block_\d$", "add") for x in (cast, marked))
-print(f"the stream: {by_cast} by astype, {by_mark} by as_full")
-assert cast.totals.equations == told.totals.equations
-assert (by_cast, by_mark) == ("bfloat16", "float32")
+print("the stream by astype: ", cast.precision_of(r"block_\d$", "add"))
+assert cast.totals.equations == explained.totals.equations
 
 # %% [markdown]
-# `as_full` is the cure, as above.
-#
-# **That the digits of an input matter.** An argument is `SOFT`, and rounded to 16 bits
-# if it is added to a 16-bit value. That is right for a bias, and wrong for a phase of
-# many turns. `explain` names such inputs, where they are arguments by themselves.
+# `as_full` is visible to autocast:
+
+# %%
+marked = jmp.explain(full_stream_fn)(params, tokens)
+print("the stream by as_full:", marked.precision_of(r"block_\d$", "add"))
+assert cast.precision_of(r"block_\d$", "add") == "bfloat16"
+assert marked.precision_of(r"block_\d$", "add") == "float32"
+
+# %% [markdown]
+# **Inputs whose digits matter.** An argument is `SOFT`: autocast rounds it to 16 bits
+# where it is added to a 16-bit value. That suits a bias. It does not suit a phase of
+# many turns. `explain` names such inputs if they are arguments of their own.
 
 
 # %%
@@ -476,32 +526,38 @@ def waves(w, x, phase):
     return jnp.sin(jnp.tanh(x @ w) @ w + phase) @ w
 
 
+w, x = normal(16, 16), 8 * normal(64, 16)
+phase = jnp.asarray(generator.uniform(0, 100, (64, 16)), jnp.float32)
+exact = waves(w, x, phase)
+
+
+def error_of(fun):
+    return distance(jax.jit(fun, compiler_options=OPTIONS)(w, x, phase), exact)
+
+
+print(f"relative error: {error_of(jmp.autocast(waves)):.1e}\n")
+for lint in jmp.explain(waves)(w, x, phase).lints:
+    print(f"{lint.name}: {lint.message}.\n{lint.remedy}.")
+
+# %% [markdown]
+# Again `as_full` is the remedy. The preset `"torch"` does not need it: it promotes as
+# PyTorch does, so any float32 operand wins.
+
+
+# %%
 def careful_waves(w, x, phase):
     return waves(w, x, jmp.as_full(phase))
 
 
-w, x = normal(16, 16), 8 * normal(64, 16)
-phase = jnp.asarray(generator.uniform(0, 100, (64, 16)), jnp.float32)
-for lint in jmp.explain(waves)(w, x, phase).lints:
-    print(f"{lint.name}: {lint.message}.\n{lint.remedy}.")
-
-# %%
-of = {}
-for name, fun, rules in (
-    ("mixed", waves, "mixed"),
-    ("mixed, as_full", careful_waves, "mixed"),
-    ("torch", waves, "torch"),
-):
-    run = jax.jit(jmp.autocast(fun, rules), compiler_options=OPTIONS)
-    of[name] = distance(run(w, x, phase), waves(w, x, phase))
-print("\n".join(f"{name:<15} error {error:.1e}" for name, error in of.items()))
-assert of["mixed"] > 10 * of["mixed, as_full"]
+print(f"with as_full:       {error_of(jmp.autocast(careful_waves)):.1e}")
+print(f'preset "torch":     {error_of(jmp.autocast(waves, "torch")):.1e}')
+assert error_of(jmp.autocast(waves)) > 10 * error_of(jmp.autocast(careful_waves))
 
 # %% [markdown]
 # ## Layers in a loop
 #
-# Deep models put their blocks into a `scan`. Autocast goes into it, and decides of the
-# carry too: in a stack of layers it is 16 bits, from step to step.
+# Deep models put their blocks into a `scan`. Autocast converts its body, and decides
+# the precision of its carry: in a stack of layers the carry is 16-bit.
 
 
 # %%
@@ -522,28 +578,28 @@ in_a_loop = jmp.explain(scanned_fn)(stacked, tokens)
 print(in_a_loop.summary())
 for row in in_a_loop.rows:
     if row.op in ("scan", "dot_general"):
-        reason = re.sub(r" at \S+$", "", row.reason)
-        print(f"{row.times} x {row.op:<12} {row.precision:<9} {reason}")
+        print(f"{row.times} x {row.op:<12} {row.precision:<9} {row.reason}")
 
 
 # %%
-def inside(told, scope):
-    rows = (row for row in told.rows if f"{scope}/" in row.scope)
+def inside(explained, scope):
+    rows = (row for row in explained.rows if f"{scope}/" in row.scope)
     return [(row.op, row.precision) for row in rows if row.op != "scan"]
 
 
-assert inside(in_a_loop, "blocks") == inside(told, "block_1")
+assert inside(in_a_loop, "blocks") == inside(explained, "block_1")
 low_loss = jax.jit(jmp.autocast(scanned_fn), compiler_options=OPTIONS)(stacked, tokens)
 print(f"loss: relative error {distance(low_loss, loss_and_grads(loss_fn)[0]):.0e}")
 
 # %% [markdown]
-# The body is decided as a block that is written out is, operation by operation, and is
-# lowered once for all of them.
+# Autocast decides about the body as it decides about a single block, operation by
+# operation. All steps share one compiled body.
 #
 # **Answer.** One line runs the matrix products of a transformer in 16 bits, and what
 # follows them: biases, activations, the residual stream. Softmax, norms and the loss
-# stay in float32, without a rule for any model: by the class of the operation, by the
-# state of what it is given, and by who reads its result. `explain` tells which of these
-# it was, line by line, and what is worth a second look; rules and marks overrule it.
-# What it cannot see is what the code does not say: that a float32 value matters to its
-# last digit.
+# stay in float32, with no rule for this model. Three things decide: the class of an
+# operation, the state of its operands, and the readers of its result.
+#
+# `explain` shows each decision with its line, and points to doubtful ones. Rules and
+# marks change them. Autocast cannot know that a float32 value matters to its last
+# digit: `as_full` says so.

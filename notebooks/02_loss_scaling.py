@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 2. Loss scaling
 #
-# **Why does float16 need a loss scale, and who chooses it?**
+# **Which loss scale does float16 need?**
 #
-# float16 begins at 6e-8: a gradient below that is zero. The loss is multiplied by a
-# scale before it is differentiated, so that gradients are larger while they are in
-# float16, and divided by it after. Too small a scale, and gradients vanish; too large,
-# and they overflow. Nobody knows the right one in advance, and it changes.
+# The smallest number of float16 is 6e-8, or 2**-24: a smaller gradient becomes zero.
+# Loss scaling multiplies the loss by a scale before it is differentiated, and divides
+# the gradients by it afterwards. In between, gradients are larger while they are
+# float16. With too small a scale they vanish. With too large a scale they overflow.
 
 # %%
 import functools
@@ -45,10 +45,10 @@ batch = images[:256], labels[:256]
 # %% [markdown]
 # ## Gradients that vanish
 #
-# A mean divides all gradients by what it is taken over, and a loss that is one of
-# several often has a small weight. Here it is 1e-5, as if it were the mean over the
-# pixels of an image. `numerics_report` tells which share of the gradients would not
-# fit.
+# A mean divides all gradients by the number of its terms. A loss that is one of several
+# often has a small weight. Here the weight is 1e-5, as in a mean over the pixels of an
+# image. `numerics_report` shows which share of the gradients would not fit float16:
+# underflow means zero, and subnormal means that digits are missing.
 
 # %%
 small_loss_fn = functools.partial(loss_fn, weight=1e-5)
@@ -56,8 +56,11 @@ exact = jax.grad(small_loss_fn)(params, *batch)
 print(jmp.numerics_report(exact, "float16"))
 
 # %% [markdown]
-# How many of them survive the backward pass in float16, without a scale and with one?
-# `StaticLossScale(1)` is no scale.
+# ## Fixed scales
+#
+# `jmp.grad` takes a loss scale, and returns true gradients: it has already divided by
+# the scale. This is their error by scale, in float16. `StaticLossScale(1)` does not
+# scale.
 
 
 # %%
@@ -71,125 +74,187 @@ def error(grads):
     return float(off / optax.tree.norm(exact))
 
 
-scales = [2.0**i for i in range(0, 49, 4)]
-errors = [error(gradients(scale)) for scale in scales]
-for scale, e in zip(scales, errors, strict=True):
-    print(f"2**{np.log2(scale):<3.0f} error of the gradient {e:.1e}")
+powers = range(0, 49, 4)
+errors = np.array([error(gradients(2.0**power)) for power in powers])
+for power, e in zip(powers, errors, strict=True):
+    print(f"scale 2**{power:<3} error of the gradients {e:.1e}")
 assert errors[0] > 10 * min(errors)
 assert not np.isfinite(errors[-1])
 
+# %% [markdown]
+# Scales between 2**8 and 2**32 are right for these gradients. A smaller scale lets them
+# vanish; a larger one makes them infinite or NaN. `suggest_loss_scale` looks at
+# gradients and returns a large scale that leaves some headroom:
+
 # %%
 suggested = jmp.suggest_loss_scale(exact)
-print(suggested)
-
-# %% [markdown]
-# On the left, how large the gradients of the first layer are, and where float16 ends;
-# with a scale they move to the right. On the right, the error of the gradient by scale:
-# a valley, with vanishing on one side and overflow on the other.
+print(f"suggested: 2**{np.log2(suggested.loss_scale):.0f}")
+print(f"of the gradients, {suggested.lost:.0%} vanish without a scale")
+print(f"of these, it rescues {suggested.rescued:.0%}")
 
 # %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
+fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
 sizes = np.abs(np.asarray(exact[0])).ravel()
 sizes = sizes[sizes > 0]
-bins = np.logspace(-12, 2, 57)
+bins = 2.0 ** np.arange(-42, 8)
 left.hist(sizes, bins, color="0.75", label="without a scale")
 left.hist(sizes * 2.0**15, bins, histtype="step", color="C0", lw=2, label="scale 2**15")
-smallest = float(jnp.finfo("float16").smallest_subnormal)
-left.axvline(smallest, color="k", ls="--", label="float16 begins")
-left.set(xscale="log", xlabel="size of a gradient", ylabel="how many")
-left.legend()
-finite = np.where(np.isfinite(errors), errors, np.nan)
-right.loglog(scales, finite, "o-", color="C0")
-for scale, e in zip(scales, errors, strict=True):
-    if not np.isfinite(e):
-        right.axvline(scale, color="C1", ls=":", label="infinite or NaN")
-right.set(xlabel="loss scale", ylabel="relative error of the gradient")
-handles, names = right.get_legend_handles_labels()
-right.legend(handles[:1], names[:1])
+left.axvline(2.0**-24, color="k", ls="--", label="smallest float16")
+left.set_xscale("log", base=2)
+left.set(
+    title="Gradients of the first layer",
+    xlabel="size of a gradient",
+    ylabel="number of gradients",
+    ylim=(0, 1600),
+)
+left.legend(loc="upper right")
+scales, is_finite = 2.0 ** np.array(powers), np.isfinite(errors)
+right.loglog(scales[is_finite], errors[is_finite], "o-", color="C0")
+right.set_xscale("log", base=2)
+right.axvspan(scales[~is_finite][0], scales[-1], color="C1", alpha=0.3)
+right.text(2.0**42, 0.05, "infinite\nor NaN", ha="center")
+right.set(
+    title="Error of float16 gradients",
+    xlabel="loss scale",
+    ylabel="relative error of the gradients",
+)
 plt.show()
 
 # %% [markdown]
-# ## A scale that finds its level
+# On the left, a scale of 2**15 moves all gradients into the range of float16.
 #
-# `loss_scaling(optimizer)` holds a `DynamicLossScale` in the optimizer's state. It
-# doubles after `period` finite steps in a row, halves when a gradient is infinite or
-# NaN, and such a step is skipped: nothing of the optimizer's state moves. To see all of
-# that in a few steps, the period here is 20, and the scale starts much too high. The
-# loss has its full weight.
+# ## A fixed scale fails in training
+#
+# A scale that suits one step does not suit the next: gradients shrink as the loss does,
+# and a rare batch has large ones. The scale below was chosen for the small weight. The
+# loss now has its full weight, and the first step overflows:
 
 # %%
 low_loss_fn = jmp.autocast(loss_fn, compute_dtype="float16")
-optimizer = jmp.loss_scaling(
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3)),
-    jmp.DynamicLossScale(2.0**24, period=20, max_loss_scale=2.0**26),
-)
+adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
+grads = jmp.grad(low_loss_fn, jmp.StaticLossScale(2.0**24))(params, *batch)
+updates, _ = adam.update(grads, adam.init(params), params)
+lost = optax.apply_updates(params, updates)
+print(jmp.nonfinite_report(lost))
+assert not jmp.all_finite(lost)
 
-
-def train_step(carry, rows):
-    params, opt_state = carry
-    loss_scale = jmp.get_loss_scale(opt_state)
-    grad_fn = jmp.value_and_grad(low_loss_fn, loss_scale)
-    loss, grads = grad_fn(params, images[rows], labels[rows])
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    told = loss, loss_scale.loss_scale, opt_state.grads_finite
-    return (optax.apply_updates(params, updates), opt_state), told
-
-
-rows = np.random.default_rng(0).integers(0, 1500, (300, 128))
-start = params, optimizer.init(params)
-(trained, opt_state), told = jax.jit(lambda c, r: jax.lax.scan(train_step, c, r))(
-    start, rows
-)
-losses, level, finite = map(np.asarray, told)
-print("steps skipped:", int(opt_state.skipped), " the scale at the end:", level[-1])
-jmp.check_loss_scale(opt_state)
-assert finite[-1]
-assert int(opt_state.skipped) == (~finite).sum() > 0
+# %% [markdown]
+# The parameters are NaN, and stay so.
+#
+# ## A scale that adapts
+#
+# `loss_scaling(optimizer)` holds a `DynamicLossScale` in the optimizer state.
+#
+# - After `period` finite steps in a row, the scale doubles.
+# - If a gradient is infinite or NaN, the scale halves, and the step is skipped.
+#
+# The default starts at 2**15 and doubles after 2,000 steps. To show all of that in 300
+# steps, the period here is 20, and the scale starts much too high. Five seeds differ in
+# their parameters and their batches.
 
 # %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
-steps = np.arange(len(losses))
-left.semilogy(steps, losses, color="C0", lw=1, label="loss")
-left.plot(steps[~finite], losses[~finite], "kx", label="skipped")
-left.set(xlabel="step", ylabel="cross-entropy")
+optimizer = jmp.loss_scaling(
+    adam, jmp.DynamicLossScale(2.0**24, period=20, max_loss_scale=2.0**26)
+)
+
+
+def train(loss_fn, optimizer):
+    """Trains five seeds; returns the last states, and what each step returns."""
+
+    def step(carry, rows):
+        params, opt_state = carry
+        loss_scale = jmp.get_loss_scale(opt_state)
+        grad_fn = jmp.value_and_grad(loss_fn, loss_scale)
+        loss, grads = grad_fn(params, images[rows], labels[rows])
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        seen = loss, loss_scale.loss_scale, opt_state.grads_finite
+        return (optax.apply_updates(params, updates), opt_state), seen
+
+    def one(key):
+        first, batches = jax.random.split(key)
+        start = init(first)
+        rows = jax.random.randint(batches, (300, 128), 0, 1500)
+        (_, opt_state), seen = jax.lax.scan(step, (start, optimizer.init(start)), rows)
+        return opt_state, seen
+
+    return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), 5))
+
+
+_, (exact_losses, *_) = train(loss_fn, jmp.loss_scaling(adam, jmp.NoOpLossScale()))
+_, (default_losses, *_) = train(low_loss_fn, jmp.loss_scaling(adam))
+opt_states, seen = train(low_loss_fn, optimizer)
+losses, scales, finite = map(np.asarray, seen)
+skipped = np.asarray(opt_states.skipped)
+print("steps skipped by each seed:", skipped)
+print("loss scale at the end:", *(f"2**{p:.0f}" for p in np.log2(scales[:, -1])))
+jmp.check_loss_scale(opt_states)
+assert (skipped == (~finite).sum(1)).all()
+assert (skipped > 0).all()
+
+# %%
+fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+WINDOW = 10
+steps = np.arange(WINDOW, 301)  # A mean of 10 steps exists from the 10th step on.
+for name, values, style in (
+    ("float32", exact_losses, {"color": "0.6", "lw": 4}),
+    ("float16, default scale", default_losses, {"color": "C1", "ls": ":", "lw": 2}),
+    ("float16, period 20", losses, {"color": "C0", "ls": "--"}),
+):
+    window = np.ones(WINDOW) / WINDOW
+    means = np.array([np.convolve(row, window, "valid") for row in values])
+    left.semilogy(steps, np.median(means, 0), label=name, **style)
+    left.fill_between(
+        steps, means.min(0), means.max(0), color=style["color"], alpha=0.2, lw=0
+    )
+left.set(
+    title="Loss: median and range of five seeds",
+    xlabel="step",
+    ylabel="cross-entropy, mean of 10 steps",
+)
 left.legend()
-right.semilogy(steps, level, color="C0", base=2, label="loss scale")
-right.plot(steps[~finite], level[~finite], "kx", label="skipped")
-right.set(xlabel="step", ylabel="loss scale")
+seed = 0
+at = np.arange(1, 301)
+right.step(at, scales[seed], color="C0", label="loss scale")
+right.plot(at[~finite[seed]], scales[seed][~finite[seed]], "kx", label="skipped step")
+right.set_yscale("log", base=2)
+right.set(title=f"Loss scale of seed {seed}", xlabel="step", ylabel="loss scale")
 right.legend()
 plt.show()
 
 # %% [markdown]
-# The loss is the loss, and its curve shows no sign of the scale: the value is never
-# scaled where you see it, and neither are the gradients. The scale climbs until a step
-# overflows, steps back, and tries again.
+# The loss that you see is not scaled, and neither are the gradients. With the default
+# scale, the loss of float16 is that of float32. With a period of 20 it is a little
+# behind, because of the skipped steps. On the right the scale climbs until a step
+# overflows, halves, and tries again.
 #
-# ## What a skipped step skips
+# ## A skipped step changes no other state
 #
-# The moments of Adam, its count, the parameters: all of it is what it was, bit for bit.
+# The parameters, Adam's moments and Adam's count stay as they were, bit for bit. This
+# step has an infinite gradient:
 
 # %%
+state = optimizer.init(params)
+_, state = optimizer.update(exact, state, params)  # So that moments are not zero.
 broken = jax.tree.map(lambda g: g.at[0, 0].set(jnp.inf), exact)
-updates, after = optimizer.update(broken, opt_state, trained)
+updates, after = optimizer.update(broken, state, params)
 same = jax.tree.map(
-    lambda a, b: bool((a == b).all()), after.inner_state, opt_state.inner_state
+    lambda a, b: bool((a == b).all()), after.inner_state, state.inner_state
 )
 assert jax.tree.all(same)
 assert not any(u.any() for u in jax.tree.leaves(updates))
-print("scale before:", opt_state.loss_scale.loss_scale)
-print("scale after: ", after.loss_scale.loss_scale)
+print(f"scale before: 2**{np.log2(state.loss_scale.loss_scale):.0f}")
+print(f"scale after:  2**{np.log2(after.loss_scale.loss_scale):.0f}")
 
 # %% [markdown]
-# In bfloat16 gradients have the range of float32, and no scale is needed.
-# `default_loss_scale` knows: it is what `build_train_step` takes unless you say
-# otherwise.
+# bfloat16 has the range of float32, so it needs no scale. `default_loss_scale` returns
+# the scale that `build_train_step` uses for a dtype:
 
 # %%
 for dtype in ("float16", "bfloat16"):
-    print(dtype, "->", jmp.default_loss_scale(dtype))
+    print(dtype, "->", type(jmp.default_loss_scale(dtype)).__name__)
 
 # %% [markdown]
-# **Answer.** Because small gradients are zero in float16, and a scale moves them to
-# where float16 has digits. Nobody has to choose it: `loss_scaling(optimizer)` starts
-# high, halves when a step overflows (which is skipped, all of it), and doubles when
-# nothing has for a while. What you see of losses and gradients is never scaled.
+# **Answer.** float16 needs a scale that adapts: a fixed one is too small for some steps
+# or too large for others. `loss_scaling(optimizer)` starts high. It halves the scale
+# when a step overflows, skips that step, and doubles the scale after many finite steps.
+# The losses and gradients that you see are not scaled.
