@@ -97,6 +97,8 @@ class Trained(NamedTuple):
       loss: on the test data, in float32.
       accuracy: likewise.
       skipped: how many steps overflowed.
+      epochs: loss and accuracy on the test data after each epoch; empty where the
+        batches are drawn at random.
     """
 
     model: str
@@ -105,6 +107,7 @@ class Trained(NamedTuple):
     loss: float
     accuracy: float
     skipped: int
+    epochs: Sequence[tuple[float, float]] = ()
 
 
 class Trainer(NamedTuple):
@@ -116,6 +119,7 @@ class Trainer(NamedTuple):
       step: from what is trained and a batch to what is trained.
       evaluate: from what is trained to the loss and the accuracy on the test data.
       skipped: from what is trained to how many steps overflowed.
+      epoch: the steps of one epoch; None where the batches are drawn at random.
     """
 
     start: Callable[[int], Any]
@@ -123,6 +127,7 @@ class Trainer(NamedTuple):
     step: Callable[[Any, Any], Any]
     evaluate: Callable[[Any], tuple[Any, Any]]
     skipped: Callable[[Any], int]
+    epoch: int | None = None
 
 
 def _loss_and_accuracy(logits: Any, labels: Any) -> tuple[Any, Any]:
@@ -149,6 +154,7 @@ def digits(variant: Variant, steps: int) -> Trainer:
     # fall short (tests/test_linen.py).
     model = ResNet(widths=(8, 16, 32), momentum=0.9)
     schedule = optax.cosine_decay_schedule(3e-3, steps)
+    per_epoch = len(images) // 64
 
     def loss_fn(params: Any, batch_stats: Any, batch: Any, rng: Any) -> Any:
         del rng
@@ -168,7 +174,6 @@ def digits(variant: Variant, steps: int) -> Trainer:
         return init(variables["params"], variables["batch_stats"])
 
     def batches(seed: int) -> Iterator[Any]:
-        per_epoch = len(images) // 64
         order = order_of_images(len(images), -(-steps // per_epoch), seed)
         for rows in order[:steps]:
             yield images[rows], labels[rows]
@@ -189,6 +194,7 @@ def digits(variant: Variant, steps: int) -> Trainer:
         step=lambda state, batch: jitted(state, batch)[0],
         evaluate=evaluate,
         skipped=lambda state: int(state.opt_state.skipped),
+        epoch=per_epoch,
     )
 
 
@@ -343,14 +349,22 @@ def train_all(
                 for seed in range(seeds):
                     bar.update(task, description=f"{model}, {variant}, seed {seed}")
                     state = trainer.start(seed)
-                    for batch in trainer.batches(seed):
+                    epochs: list[tuple[float, float]] = []
+                    for count, batch in enumerate(trainer.batches(seed), start=1):
                         state = trainer.step(state, batch)
                         bar.advance(task)
-                    loss, accuracy = map(float, trainer.evaluate(state))
+                        if trainer.epoch and count % trainer.epoch == 0:
+                            epochs.append(_evaluated(trainer, state))
+                    loss, accuracy = _evaluated(trainer, state)
                     skipped = trainer.skipped(state)
-                    row = Trained(model, variant, seed, loss, accuracy, skipped)
+                    row = Trained(model, variant, seed, loss, accuracy, skipped, epochs)
                     trained.append(row)
     return trained
+
+
+def _evaluated(trainer: Trainer, state: Any) -> tuple[float, float]:
+    loss, accuracy = trainer.evaluate(state)
+    return float(loss), float(accuracy)
 
 
 class Summary(NamedTuple):
