@@ -77,7 +77,7 @@ class TuningReport:
 
     def table(self) -> str:
         """Returns what was tried as text."""
-        headers = ("lowered", "error", "of", "")
+        headers = ("lowered", "error", "worst in", "outcome")
         rows = [
             (_names(step.lowered), *_cells(step.error), _outcome(step))
             for step in self.steps
@@ -92,10 +92,10 @@ class TuningReport:
     def __str__(self) -> str:
         lines = [
             f"error {in_words(self.error)}, tolerance {self.tolerance:.2g}",
-            f"before: {in_words(self.error_before)}",
+            f"before tuning: {in_words(self.error_before)}",
         ]
         if self.kept:
-            headers = ("kept", "", "as", "error without it", "of")
+            headers = ("kept", "", "as", "error without it", "worst in")
             rows = [
                 (k.kind, k.name or "(all)", k.precision.name, *_cells(k.without))
                 for k in self.kept
@@ -131,9 +131,9 @@ def _cells(error: Error) -> tuple[str, str]:
 
 
 def _outcome(step: Step) -> str:
-    if step.precision is Precision.FLOAT8:
-        return "float8" if step.is_tolerated else "not float8, or in part"
-    return "" if step.is_tolerated else "kept, or in part"
+    if not step.is_tolerated:
+        return "too large"  # Its halves are tried next.
+    return "float8" if step.precision is Precision.FLOAT8 else "16 bits"
 
 
 def _names(names: Sequence[str]) -> str:
