@@ -162,6 +162,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "steps.memory": lambda results: steps.table(
         [row for row in _rows(results, "rows", steps.Predicted) if _is_lean(row)]
     ),
+    "thirdparty.summary": lambda results: thirdparty.summary_table(
+        _rows(results, "measured", measure.Row)
+    ),
     "thirdparty.measured": lambda results: _thirdparty(
         _rows(results, "measured", measure.Row)
     ),

@@ -116,6 +116,11 @@ def test_tables_show_each_program_below_its_packages():
     assert table.splitlines()[3].split()[1] == "no"
     assert "p: bfloat16: other integers than in float32" in table
     assert "p: float16: TypeError: no" in table
+    summary = [line.split() for line in tables.summary_table(rows).splitlines()]
+    assert summary[0][:5] == ["1", "programs", "of", "2", "packages"]
+    assert [line[-2:] for line in summary[1:]] == (
+        [["1", "1"], ["0.40%", "20.00%"], ["1", "0"], ["1", "0"]]
+    )
     trained = [Trained("p", d, 2.0, 1.0, low) for d, low in (("bfloat16", 1.1),)]
     assert tables.trained_table(trained).splitlines()[1].split() == (
         ["p", "2.0000", "1.0000", "1.1000", "-"]

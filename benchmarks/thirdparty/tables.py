@@ -1,11 +1,50 @@
 """What was measured of the collection, as text."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.report import joined
 from benchmarks.thirdparty.measure import Row, Trained
 from benchmarks.thirdparty.settings import NOT_HERE, NOT_IN_FLOAT32, Tried
+
+
+def summary_table(rows: Sequence[Row]) -> str:
+    """Returns how many programs run, and how exact they are, as text."""
+    programs = {row.program for row in rows}
+    packages = {one for row in rows for one in row.packages.split(", ") if one}
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    columns = [[row for row in rows if row.dtype == dtype] for dtype in dtypes]
+
+    def line(title: str, cells: Iterable[object]) -> str:
+        return f"{title:46}" + "".join(f"{cell:>10}" for cell in cells)
+
+    def median(column: list[Row]) -> str:
+        errors = [row.error for row in column if row.error is not None]
+        return f"{statistics.median(filter(math.isfinite, errors)):.2%}"
+
+    def count(is_one: Callable[[Row], bool]) -> list[int]:
+        return [sum(map(is_one, column)) for column in columns]
+
+    return "\n".join(
+        [
+            line(f"{len(programs)} programs of {len(packages)} packages", dtypes),
+            line("run under autocast", count(lambda row: not _complaint(row))),
+            line("median error of their gradients", map(median, columns)),
+            line("run with precision by hand", count(_runs_by_hand)),
+            line("  of these, autocast's error is not larger in", count(_is_no_worse)),
+        ]
+    )
+
+
+def _runs_by_hand(row: Row) -> bool:
+    return row.by_hand is not None and math.isfinite(row.by_hand)
+
+
+def _is_no_worse(row: Row) -> bool:
+    if row.error is None or row.by_hand is None:
+        return False
+    return _runs_by_hand(row) and row.error <= row.by_hand
 
 
 def measured_table(rows: Sequence[Row]) -> str:
