@@ -30,6 +30,9 @@ EXPLAINED = (
     *("resnet", "lstm", "mlp"),
 )
 WATCHED = ("transformer 24, scan", "resnet", "lstm", "mlp")
+SAMPLE = 65_536
+"""How many numbers of a result are counted where not all are."""
+
 COMPARED = ("transformer 4, unrolled", "resnet", "lstm", "mlp")
 
 
@@ -61,6 +64,7 @@ class Watched(NamedTuple):
     Attributes:
       target: what the gradient is compiled for.
       model: its name.
+      elements: how many numbers of a result are counted, at most; all if None.
       ops: how many ops are watched.
       moved: bytes that the program moves.
       peak: bytes that it holds at most.
@@ -70,6 +74,7 @@ class Watched(NamedTuple):
 
     target: str
     model: str
+    elements: int | None
     ops: int
     moved: float
     peak: float
@@ -129,28 +134,32 @@ def explained(name: str, runs: int) -> Explained:
     return Explained(name, **medians)
 
 
-def watched(name: str, target: str) -> Watched:
-    """Compares the program of a watched gradient with that of the same unwatched."""
+def watched(name: str, target: str) -> list[Watched]:
+    """Compares programs of a watched gradient with that of the same unwatched."""
     make, _ = MODELS[name]
     model = make(None)
     gradient = jax.grad(jmp.autocast(model.loss))
-    plain, seen = (
-        compile_for(target, fun, model.params, model.batch)
-        for fun in (gradient, jmp.watch(gradient))
-    )
-    _, stats = jax.eval_shape(jmp.watch(gradient), model.params, model.batch)
-    return Watched(
-        target=target,
-        model=name,
-        ops=len(stats.ops),
-        moved=seen.bytes_moved / plain.bytes_moved,
-        peak=seen.peak_memory / plain.peak_memory,
-        kernels=seen.kernels / plain.kernels,
-        roofline=seen.roofline_seconds / plain.roofline_seconds,
-    )
+    plain = compile_for(target, gradient, model.params, model.batch)
+    rows = list[Watched]()
+    for elements in (None, SAMPLE):
+        fun = jmp.watch(gradient, elements=elements)
+        seen = compile_for(target, fun, model.params, model.batch)
+        _, stats = jax.eval_shape(fun, model.params, model.batch)
+        row = Watched(
+            target=target,
+            model=name,
+            elements=elements,
+            ops=len(stats.ops),
+            moved=seen.bytes_moved / plain.bytes_moved,
+            peak=seen.peak_memory / plain.peak_memory,
+            kernels=seen.kernels / plain.kernels,
+            roofline=seen.roofline_seconds / plain.roofline_seconds,
+        )
+        rows.append(row)
+    return rows
 
 
-def compared(name: str, target: str) -> Compared:
+def compared(name: str, target: str) -> list[Compared]:
     """Compares the program of a compared gradient with that of the same gradient."""
     make, _ = MODELS[name]
     model = make(None)
@@ -160,7 +169,7 @@ def compared(name: str, target: str) -> Compared:
         compile_for(target, fun, model.params, model.batch)
         for fun in (*gradients, both)
     )
-    return Compared(
+    row = Compared(
         target=target,
         model=name,
         ops=len(jax.eval_shape(both, model.params, model.batch).ops),
@@ -169,6 +178,7 @@ def compared(name: str, target: str) -> Compared:
         kernels=two.kernels / mixed.kernels,
         float32=full.bytes_moved / mixed.bytes_moved,
     )
+    return [row]
 
 
 def explained_table(rows: Sequence[Explained]) -> str:
@@ -190,11 +200,12 @@ def explained_table(rows: Sequence[Explained]) -> str:
 def watched_table(rows: Sequence[Watched]) -> str:
     """Returns what it costs to watch, as text."""
     lines = [
-        f"{'watch, of the gradient':33}{'ops':>6}{'moved':>8}{'peak':>8}"
+        f"{'watch, of the gradient':33}{'counted':>9}{'ops':>6}{'moved':>8}{'peak':>8}"
         f"{'kernels':>9}{'roofline':>10}"
     ]
     lines += [
-        f"{f'{r.model}, {r.target}':33}{r.ops:>6}{r.moved:>8.2f}{r.peak:>8.2f}"
+        f"{f'{r.model}, {r.target}':33}{r.elements or 'all':>9}{r.ops:>6}"
+        f"{r.moved:>8.2f}{r.peak:>8.2f}"
         f"{r.kernels:>9.2f}{r.roofline:>10.2f}"
         for r in rows
     ]
@@ -235,10 +246,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(explained_table(explanations), flush=True)
     watches, comparisons = (
         [
-            measure(name, target)
+            row
             for name in names
             for target in options.targets
             if name in ON_TARGET[target]
+            for row in measure(name, target)
         ]
         for measure, names in (
             (watched, options.watched),

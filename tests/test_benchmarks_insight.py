@@ -13,6 +13,7 @@ from benchmarks.insight import (
     compared_table,
     explained_table,
     main,
+    watched,
     watched_table,
 )
 
@@ -26,9 +27,9 @@ def test_what_explain_costs_is_told_as_ratios_to_tracing():
 
 
 def test_what_watch_costs_is_told_as_ratios_to_not_watching():
-    row = Watched("h100", "m", 7, 1.5, 1.25, 3.0, 2.0)
+    row = Watched("h100", "m", None, 7, 1.5, 1.25, 3.0, 2.0)
     line = watched_table([row]).splitlines()[1]
-    assert line.split() == ["m,", "h100", "7", "1.50", "1.25", "3.00", "2.00"]
+    assert line.split() == ["m,", "h100", "all", "7", "1.50", "1.25", "3.00", "2.00"]
 
 
 def test_what_compare_costs_is_told_as_ratios_to_mixed_precision():
@@ -55,10 +56,22 @@ def test_watching_costs_more_kernels_and_little_memory(tmp_path):
     options = ["--runs", "1", "--explained", "--watched", "mlp", "--targets", "h100"]
     main([*options, "--compared", "mlp", "--json", str(tmp_path)])
     told = json.loads((tmp_path / "insight.json").read_text())
-    (row,), (both,) = told["watched"], told["compared"]
+    (row, sampled), (both,) = told["watched"], told["compared"]
+    assert 1 < sampled["moved"] < 1.1
+    assert sampled["kernels"] < 4
     assert row["ops"] > 30
     assert 1 < row["moved"] < 1.1
     assert 1 < row["kernels"] < 4
     assert 1 < row["roofline"] < 1.1
     assert row["peak"] < 1.1
     assert 1 + both["float32"] < both["moved"] < 4
+
+
+@pytest.mark.targets
+def test_the_small_arrays_of_a_loop_are_counted_in_few_kernels():
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    for row in watched("lstm", "h100"):
+        assert row.ops > 50
+        assert 1 < row.moved < 1.5
+        assert 1 < row.kernels < 4

@@ -21,7 +21,13 @@ from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 
 import jmp_lite as jmp
 from jmp_lite.casting.quantize import scale_for
-from jmp_lite.numerics.statistics import Count, added, on_host
+from jmp_lite.numerics.statistics import (
+    Count,
+    added,
+    counted,
+    counted_together,
+    on_host,
+)
 
 F8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 HERE = pathlib.Path(__file__)
@@ -241,6 +247,38 @@ def test_sizes_stay_in_float64_where_jax_has_it():
         mixed = {"wide": x, "low": jnp.ones(2, jnp.bfloat16)}
         low, wide = jmp.numerics_report(mixed, "float32").rows
         assert (low.max_abs, wide.max_abs, wide.overflow) == (1.0, 1e300, 0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", *F8])
+def test_small_arrays_are_counted_together_as_they_would_be_alone(dtype):
+    sizes = 10.0 ** jax.random.uniform(jax.random.key(0), (999,), minval=-12, maxval=6)
+    arrays = [
+        sizes,
+        sizes.astype(jnp.bfloat16).reshape(27, 37),
+        lax.complex(sizes, 2 * sizes)[:700],
+        sizes[:600].astype(F8[0]),
+        sizes.at[3].set(jnp.nan).at[5].set(jnp.inf),
+        jnp.zeros((0, 3)),
+        jnp.ones(()),
+        jnp.array(-jnp.inf),
+    ]
+    together = jax.jit(lambda xs: counted_together(xs, dtype))(arrays)
+    alone = jax.jit(lambda xs: [counted(x, dtype) for x in xs])(arrays)
+    jax.tree.map(np.testing.assert_array_equal, together, alone)
+    assert on_host(together[4])["nan"].item() == 1
+
+
+def test_small_results_are_counted_in_one_kernel_and_large_ones_alone():
+    def reductions(n):
+        def fun(x):
+            return jnp.tanh(x * 2) + x
+
+        jaxpr = jax.make_jaxpr(jmp.watch(fun))(jnp.ones(n)).jaxpr
+        return sum(
+            eqn.primitive.name == "reduce" and len(eqn.invars) > 2 for eqn in jaxpr.eqns
+        )
+
+    assert (reductions(1000), reductions(2**19)) == (1, 3)
 
 
 def test_counts_are_whole_numbers_however_large():
@@ -657,6 +695,24 @@ def test_an_op_inside_of_jax_is_told_with_the_line_that_calls_it():
     first = jmp.first_nonfinite(jmp.watch(fun)(X)[1])
     assert first.scope == "_std/_var"
     assert line_with("# The squares overflow.") in first.source
+
+
+def test_a_sample_of_each_result_is_counted_where_that_is_asked_for():
+    x = 10.0 ** jax.random.uniform(jax.random.key(0), (512, 64), minval=-9, maxval=6)
+
+    def fun(x):
+        return lax.scan(lambda c, x: (c, x * 3), 0, jnp.stack([x, x]))[1]
+
+    rows = [
+        jax.jit(jmp.watch(fun, elements=n))(x)[1].rows[-1] for n in (None, 2**12, 1)
+    ]
+    every, few, one = rows
+    assert (every.elements, few.elements, one.elements) == (2 * x.size, 2 * 2**12, 2)
+    for share in ("overflow", "underflow", "subnormal"):
+        assert getattr(few, share) == pytest.approx(getattr(every, share), abs=0.03)
+        assert getattr(few, share) != getattr(every, share)
+    with pytest.raises(ValueError, match="None for all, got elements=0"):
+        jmp.watch(fun, elements=0)
 
 
 def test_the_step_of_a_loop_that_overflows_is_found():

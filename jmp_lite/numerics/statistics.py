@@ -124,18 +124,83 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
     already, and is judged as it is.
     """
     sizes = sizes_of(array)
-    with np.errstate(over="ignore"):  # An end may be infinite in float32.
-        ends = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
-    if is_scaled(dtype) and np.dtype(dtype) != np.dtype(getattr(array, "dtype", float)):
-        xp = jnp if isinstance(array, jax.Array) else np
-        largest = xp.max(xp.where(xp.isfinite(sizes), sizes, 0), initial=0)
-        ends = ends * _scale(largest, dtype).astype(sizes.dtype)
     parts = [sizes]
     if isinstance(array, jax.Array) and sizes.size >= 2**32:  # Beyond one half's range.
         n = -(-sizes.size // 2**31)
         parts = jnp.array_split(sizes, n, int(np.argmax(sizes.shape)))
-    counts = [_joined_all(_looked_at(part, ends)) for part in parts]
+    ends = _ends_for(sizes, dtype, _has_scale(array, dtype), range(sizes.ndim))
+    counts = [_joined_all(_looked_at(part, ends), range(part.ndim)) for part in parts]
     return {**functools.reduce(added, counts), "elements": Count.of(sizes.size)}
+
+
+_SMALL = 2**18
+"""An array of at most so many numbers is read in less time than a kernel starts in."""
+
+
+def counted_together(
+    arrays: Sequence[jax.Array], dtype: DTypeLike
+) -> list[dict[str, Any]]:
+    """Returns the counts of each of several arrays.
+
+    Small arrays of about one size are counted in one kernel, as the rows of one array.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        is_alone = array.size > _SMALL or sharding.is_sharded(array)
+        likeness = (
+            jnp.finfo(array.dtype).bits > 32,
+            *(_has_scale(array, dtype), (array.size - 1).bit_length() // 2),
+            sharding.axes_of(array),
+        )
+        groups.setdefault(i if is_alone else likeness, []).append(i)
+    counts = dict[int, dict[str, Any]]()
+    for group in groups.values():
+        if len(group) == 1:
+            counts[group[0]] = counted(arrays[group[0]], dtype)
+            continue
+        rows = _counted_in_rows([arrays[i] for i in group], dtype)
+        counts.update(zip(group, rows, strict=True))
+    return [counts[i] for i in range(len(arrays))]
+
+
+def _counted_in_rows(
+    arrays: Sequence[jax.Array], dtype: DTypeLike
+) -> list[dict[str, Any]]:
+    most = max(array.size for array in arrays)
+    # A zero is counted as nothing.
+    rows = [
+        jnp.pad(jnp.ravel(sizes_of(array)), (0, most - array.size)) for array in arrays
+    ]
+    sizes = jnp.stack(rows)
+    ends = _ends_for(sizes, dtype, _has_scale(arrays[0], dtype), [1])
+    columns = _joined_all(_looked_at(sizes, ends), [1])
+    return [
+        {
+            **jax.tree.map(lambda column, i=i: column[i], columns),
+            "elements": Count.of(array.size),
+        }
+        for i, array in enumerate(arrays)
+    ]
+
+
+def _has_scale(array: Any, dtype: DTypeLike) -> bool:
+    """Whether numbers are divided by a scale before they are judged."""
+    given = np.dtype(getattr(array, "dtype", float))
+    return is_scaled(dtype) and np.dtype(dtype) != given
+
+
+def _ends_for(
+    sizes: Any, dtype: DTypeLike, has_scale: bool, axes: Sequence[int]
+) -> Any:
+    """Returns the ends of a dtype, times the scale of the numbers along some axes."""
+    with np.errstate(over="ignore"):  # An end may be infinite in float32.
+        ends = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
+    if not has_scale:
+        return ends
+    xp = jnp if isinstance(sizes, jax.Array) else np
+    finite = xp.where(xp.isfinite(sizes), sizes, 0)
+    largest = xp.max(finite, axis=tuple(axes), keepdims=True, initial=0)
+    return [end * _scale(largest, dtype).astype(sizes.dtype) for end in ends]
 
 
 def _looked_at(sizes: Any, ends: Any) -> dict[str, Any]:
@@ -154,8 +219,8 @@ def _looked_at(sizes: Any, ends: Any) -> dict[str, Any]:
     }
 
 
-def _joined_all(each: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the counts, the largest and the smallest of all numbers."""
+def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> dict[str, Any]:
+    """Returns the counts, the largest and the smallest of numbers along some axes."""
     *counted_names, largest, smallest = each
     if not isinstance(each[largest], jax.Array):
         return {
@@ -170,19 +235,18 @@ def _joined_all(each: Mapping[str, Any]) -> dict[str, Any]:
     operands = [each[name].astype(np.uint32) for name in counted_names]
     operands += [each[largest], each[smallest]]
     starts = [zero] * len(counted_names) + [start, start + np.inf]
-    axes = sharding.axes_of(each[largest])
-    starts = [sharding.as_varying(x, axes) for x in starts]
+    varying = sharding.axes_of(each[largest])
+    starts = [sharding.as_varying(x, varying) for x in starts]
 
     def join(some: Any, others: Any) -> Any:
         *sums, _, _ = (a + b for a, b in zip(some, others, strict=True))
         ends = lax.max(some[-2], others[-2]), lax.min(some[-1], others[-1])
         return (*sums, *ends)
 
-    dimensions = range(each[largest].ndim)
-    *sums, most, least = lax.reduce(tuple(operands), tuple(starts), join, dimensions)
+    *sums, most, least = lax.reduce(tuple(operands), tuple(starts), join, axes)
     return {
         **{
-            name: Count(x, np.uint32(0))
+            name: Count(x, jnp.zeros_like(x))
             for name, x in zip(counted_names, sums, strict=True)
         },
         largest: most.astype(_widest()),
@@ -197,7 +261,7 @@ def _scale(largest: Any, dtype: DTypeLike) -> Any:
     if isinstance(largest, jax.Array):
         return scale_for(jnp.minimum(largest, end), dtype)
     with jax.ensure_compile_time_eval():  # Under jit it would be traced.
-        return np.asarray(scale_for(jnp.float32(min(largest, end)), dtype))
+        return np.asarray(scale_for(jnp.float32(np.minimum(largest, end)), dtype))
 
 
 def _plus(a: Count, b: Count) -> Count:

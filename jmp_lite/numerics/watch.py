@@ -95,54 +95,70 @@ Result = TypeVar("Result")
 
 
 def watch(
-    fun: Callable[Params, Result], dtype: DTypeLike = "float16"
+    fun: Callable[Params, Result],
+    dtype: DTypeLike = "float16",
+    elements: int | None = None,
 ) -> Callable[Params, tuple[Result, WatchedNumerics]]:
-    """Returns ``fun`` with the numbers of all its ops beside its results.
+    """Returns a function that also counts the numbers which each op of ``fun`` makes.
 
-    They are counted in the graph: under ``jit``, in loops, on any device. A function
-    that is not watched costs nothing; one that is computes as before, and counts, for
-    which a compiler takes several times as long. ``watch(grad(fun))`` sees the backward
-    pass too. Inside of ``shard_map`` the numbers of all devices are counted, and
-    ``out_specs`` of the stats is ``P()``.
+    The program itself counts: under ``jit``, in loops, on any device. The results of
+    ``fun`` do not change. ``watch(grad(fun))`` counts the backward pass too. Inside of
+    ``shard_map`` the numbers of all devices are counted, and ``out_specs`` of the
+    statistics is ``P()``.
+
+    To look for a NaN, count all numbers, which is the default. To watch a training run,
+    count a sample (``elements=65_536``), which moves few bytes.
 
     Args:
       fun: any function of pytrees that JAX can trace. What is under ``shard_map``, in
         a kernel, or in a custom derivative rule's function that has effects is seen
         from outside; so is a ``while`` under ``vmap`` whose lanes end by themselves
         (``vmap`` the watched function instead).
-      dtype: what the numbers might be held in. A format of 8 bits is judged with
-        scales, as in ``numerics_report``: each result of an op is divided by its own
-        scale, at each call.
+      dtype: the format that shares are given for: of overflow, underflow and
+        subnormal numbers. An 8-bit format is judged with scales, as in
+        ``numerics_report``: each result of an op is divided by its own scale, at each
+        call.
+      elements: the largest number of elements to count of one result. A larger result
+        is represented by so many of its elements, evenly spaced; a NaN elsewhere is
+        not seen. All elements are counted by default.
 
     Returns:
-      A function that returns ``(fun(...), stats)``.
+      A function that returns ``(fun(...), stats)``, with ``stats`` a pytree of arrays
+      that prints as a table.
 
     Raises:
-      ValueError: ``dtype`` is unknown, not floating, or has no infinity and no NaN.
+      ValueError: ``dtype`` is unknown, not floating, or has no infinity and no NaN, or
+        ``elements`` is less than 1.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> _, stats = watch(lambda x: jnp.log(jnp.exp(x) - 1))(jnp.array([0.0, 100.0]))
-      >>> first = first_nonfinite(stats)
+      >>> import jmp_lite as jmp
+      >>> x = jnp.array([0.0, 100.0])
+      >>> _, stats = jmp.watch(lambda x: jnp.log(jnp.exp(x) - 1))(x)
+      >>> first = jmp.first_nonfinite(stats)
       >>> first.op, first.inf
       ('exp', 1)
       >>> x = jnp.array([1e-9, 1e6])
-      >>> _, stats = watch(jnp.negative, "float8_e4m3fn")(x)
+      >>> _, stats = jmp.watch(jnp.negative, "float8_e4m3fn")(x)
       >>> [(row.op, row.overflow, row.underflow) for row in stats.rows]
       [('neg', 0.0, 0.5)]
     """
     check_function(fun)
-    wanted = dtype_that_overflows(dtype)
+    target = dtype_that_overflows(dtype)
+    if elements is not None and elements < 1:
+        raise ValueError(
+            f"Expected 1 or more elements, or None for all, got elements={elements!r}."
+        )
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
         traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
-        watcher = Watcher(wanted)
+        watcher = Watcher(target, elements)
         results = watcher.run(traced, list(map(Seen, arrays)), "")
         ops, counts = watcher.found()
         order = np.argsort([op.number for op in ops])
         counts = jax.tree.map(lambda column: gathered(column[order]), counts)
-        stats = WatchedNumerics(counts, tuple(ops[i] for i in order), wanted.name)
+        stats = WatchedNumerics(counts, tuple(ops[i] for i in order), target.name)
         out, changes = jax.tree.unflatten(treedef, [x.array for x in results])
         write_changes(args, kwargs, changes)
         return out, stats

@@ -17,11 +17,12 @@ from jax import lax
 
 from jmp_lite.autocasting.jaxprs import compat, sharding
 from jmp_lite.autocasting.jaxprs.dataflow import has_lanes
+from jmp_lite.autocasting.jaxprs.sampling import sample
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.numerics.statistics import (
     added,
     are_finite,
-    counted,
+    counted_together,
     nothing,
     stacked,
 )
@@ -50,7 +51,7 @@ class Seen:
       array: the value.
       is_finite: a boolean; None where it is not known yet.
       of_steps: the same of each element of the first axis, if a loop has stacked them.
-      note: the note of the op that made it.
+      counted: what is counted of it.
     """
 
     def __init__(
@@ -58,18 +59,18 @@ class Seen:
         array: Any,
         is_finite: Any = None,
         of_steps: Any = None,
-        note: "Note | None" = None,
+        counted: "Counted | None" = None,
     ) -> None:
         self.array = array
-        self.note = note
+        self.counted = counted
         self._is_finite = is_finite
         self._of_steps = of_steps
 
     @property
     def is_finite(self) -> Any:
         """Whether all its numbers are finite, as those are that are no floats."""
-        if self._is_finite is None and self.note is not None:
-            self._is_finite = are_finite(self.note.counts)
+        if self._is_finite is None and self.counted is not None:
+            self._is_finite = are_finite(self.counted.counts)
         if self._is_finite is None and self._of_steps is not None:
             self._is_finite = self._of_steps.all()
         if self._is_finite is None:
@@ -85,7 +86,54 @@ class Seen:
 
     def with_array(self, array: Any) -> "Seen":
         """Returns another array of the same numbers."""
-        return Seen(array, self._is_finite, note=self.note)
+        return Seen(array, self._is_finite, counted=self.counted)
+
+
+class Counter:
+    """Counts the numbers of arrays, those that have been added since together.
+
+    Args:
+      dtype: what the numbers might be held in.
+    """
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._added: list[Counted] = []
+
+    def add(self, array: Any) -> "Counted":
+        """Returns what is counted of an array, once it is asked for."""
+        counted = Counted(array, self)
+        self._added.append(counted)
+        return counted
+
+    def count(self) -> None:
+        """Counts the arrays that have been added."""
+        each = counted_together([x.array for x in self._added], self._dtype)
+        for one, counts in zip(self._added, each, strict=True):
+            one.known = counts
+        self._added.clear()
+
+
+class Counted:
+    """The numbers of an array.
+
+    Args:
+      array: the array.
+      counter: what counts them.
+    """
+
+    def __init__(self, array: Any, counter: Counter) -> None:
+        self.array = array
+        self.known: dict[str, Any] | None = None
+        self._counter = counter
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What there is to know of them."""
+        if self.known is None:
+            self._counter.count()
+        assert self.known is not None
+        return self.known
 
 
 class Note(NamedTuple):
@@ -93,13 +141,18 @@ class Note(NamedTuple):
 
     Attributes:
       op: the op.
-      counts: the counts of its results, but for whether it is the first.
+      results: the numbers of its results.
       operands: what it was given.
     """
 
     op: Op
-    counts: dict[str, Any]
+    results: Sequence[Counted]
     operands: Sequence[Seen]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts of its results, but for whether it is the first."""
+        return functools.reduce(added, [result.counts for result in self.results])
 
 
 class Watched(NamedTuple):
@@ -136,13 +189,18 @@ class Watcher:
 
     Args:
       dtype: what the numbers might be held in.
+      elements: how many numbers of a result are counted, at most; all if None.
       numbers: numbers the ops.
     """
 
     def __init__(
-        self, dtype: np.dtype[Any], numbers: Iterator[int] | None = None
+        self,
+        dtype: np.dtype[Any],
+        elements: int | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
-        self._dtype = dtype
+        self._dtype, self._elements = dtype, elements
+        self._counter = Counter(dtype)
         self._numbers = itertools.count() if numbers is None else numbers
         self._notes: list[Note] = []
         self._inside: list[tuple[Sequence[Op], dict[str, Any]]] = []
@@ -162,22 +220,26 @@ class Watcher:
 
         All at once: a kernel for each of them would cost more than what it computes.
         """
-        rows = {id(note): i for i, note in enumerate(self._notes)}
+        rows = {
+            id(note.results[0]): i
+            for i, note in enumerate(self._notes)
+            if len(note.results) == 1
+        }
         outside: dict[int, Any] = {}
         reads: list[tuple[int, int]] = []
         for i, note in enumerate(self._notes):
             for value in note.operands:
-                column = rows.get(id(value.note))
+                column = rows.get(id(value.counted))
                 if column is None:
                     flag = value.is_finite
                     if flag is np.True_:
                         continue
                     known = outside.setdefault(id(flag), (len(outside), flag))
-                    column = len(rows) + known[0]
+                    column = len(self._notes) + known[0]
                 reads.append((i, column))
         flags = [jnp.reshape(flag, 1) for _, flag in outside.values()]
         known = jnp.concatenate([is_finite, *flags])
-        is_read = np.zeros((len(rows), len(known)), bool)
+        is_read = np.zeros((len(self._notes), len(known)), bool)
         is_read[tuple(zip(*reads, strict=True)) or ()] = bool(reads)
         return ~is_finite & jnp.all(known | ~is_read, axis=1)
 
@@ -244,23 +306,20 @@ class Watcher:
     ) -> list[Seen]:
         """Counts the numbers of results, and returns those with what is then known."""
         each = [
-            counted(lax.stop_gradient(jnp.asarray(array)), self._dtype)
-            if _is_float(array)
-            else None
+            self._counter.add(self._sample(array)) if _is_float(array) else None
             for array in results
         ]
-        made = [counts for counts in each if counts is not None]
-        if not made:
-            return [Seen(array, np.True_) for array in results]
-        total = functools.reduce(added, made)
-        note = Note(Op(*op, next(self._numbers)), total, operands)
-        self._notes.append(note)
-        if len(made) == len(results) == 1:
-            return [Seen(results[0], note=note)]
+        made = [counted for counted in each if counted is not None]
+        if made:
+            self._notes.append(Note(Op(*op, next(self._numbers)), made, operands))
         return [
-            Seen(array, np.True_ if counts is None else are_finite(counts))
-            for array, counts in zip(results, each, strict=True)
+            Seen(array, np.True_ if counted is None else None, counted=counted)
+            for array, counted in zip(results, each, strict=True)
         ]
+
+    def _sample(self, array: Any) -> Any:
+        array = lax.stop_gradient(jnp.asarray(array))
+        return array if self._elements is None else sample(array, self._elements)
 
     def _add(self, ops: Sequence[Op], counts: dict[str, Any]) -> None:
         self._inside.append((ops, counts))
@@ -269,7 +328,7 @@ class Watcher:
         ops: list[Op] = []
 
         def run(*arrays: Any) -> list[Any]:
-            inner = Watcher(self._dtype, self._numbers)
+            inner = Watcher(self._dtype, self._elements, self._numbers)
             results = inner.run(jaxpr, _values(arrays), path, source)
             ops[:], counts = inner.found()
             return [*_flat(results), *jax.tree.leaves(counts)]

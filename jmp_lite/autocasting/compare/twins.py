@@ -5,7 +5,6 @@ no rounding has touched has none, and nothing of it is computed twice.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ from jax import lax
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.evaluate import SCATTERS, scatter
 from jmp_lite.autocasting.interpreter.float8 import is_of_float8
-from jmp_lite.autocasting.jaxprs import compat, sharding
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs.sampling import sample
 from jmp_lite.autocasting.jaxprs.types import Array, Eqn
 from jmp_lite.autocasting.rules.op_table import (
     DTYPE_PARAMS,
@@ -87,7 +87,7 @@ class Twin:
           elements: how many numbers are looked at, at most.
         """
         if self.error is None and self.exact is not None and _has_numbers(self.low):
-            self.error = error(*(_sample(x, elements) for x in (self.low, self.exact)))
+            self.error = error(*(sample(x, elements) for x in (self.low, self.exact)))
         return self.error
 
 
@@ -211,20 +211,3 @@ def error(low: Array, exact: Array) -> Error:
     off = jnp.where(jnp.isnan(off), jnp.inf, off)
     size = jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0)
     return Error(*(jnp.sum(x, dtype=jnp.float32) for x in (off, size)))
-
-
-def _sample(array: Array, elements: int) -> Array:
-    """Returns numbers of an array, evenly spread, and no more than asked for.
-
-    Rows of the last axis are left whole as long as they fit: memory is read in rows.
-    """
-    array = compat.as_array(array)
-    if sharding.is_sharded(array):  # Its parts are on several devices.
-        return array
-    sizes, strides = list(array.shape), [1] * array.ndim
-    while math.prod(sizes) > elements:
-        rows = sizes[:-1] if max(sizes[:-1], default=1) > 1 else sizes
-        axis = rows.index(max(rows))
-        strides[axis] *= 2
-        sizes[axis] = -(-array.shape[axis] // strides[axis])
-    return lax.slice(array, [0] * array.ndim, array.shape, strides)

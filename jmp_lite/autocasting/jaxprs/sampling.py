@@ -1,0 +1,25 @@
+"""Takes a sample of the numbers of an array."""
+
+import math
+
+from jax import lax
+
+from jmp_lite.autocasting.jaxprs import compat, sharding
+from jmp_lite.autocasting.jaxprs.types import Array
+
+
+def sample(array: Array, elements: int) -> Array:
+    """Returns numbers of an array, evenly spread, and no more than asked for.
+
+    Rows of the last axis are left whole as long as they fit: memory is read in rows.
+    """
+    array = compat.as_array(array)
+    if sharding.is_sharded(array):  # Its parts are on several devices.
+        return array
+    sizes, strides = list(array.shape), [1] * array.ndim
+    while math.prod(sizes) > elements:
+        rows = sizes[:-1] if max(sizes[:-1], default=1) > 1 else sizes
+        axis = rows.index(max(rows))
+        strides[axis] *= 2
+        sizes[axis] = -(-array.shape[axis] // strides[axis])
+    return lax.slice(array, [0] * array.ndim, array.shape, strides)
