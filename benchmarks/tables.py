@@ -10,6 +10,7 @@ import argparse
 import json
 import pathlib
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,73 @@ def against_hand(rows: Sequence[autocast.Row]) -> str:
             )
             lines.append(f"{model:28}{target:>6}{cells}")
     return "\n".join(lines)
+
+
+def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns six figures, one of each benchmark, as text."""
+    gradients = _rows(results["autocast"], "rows", autocast.Row)
+    of = {(row.model, row.target, row.variant): row for row in gradients}
+    moved = [
+        row.moved / of[row.model, row.target, "by hand"].moved
+        for row in gradients
+        if row.variant == "mixed"
+    ]
+    step, float32 = (
+        next(
+            row
+            for row in _rows(results["steps"], "rows", steps.Predicted)
+            if row.model.startswith("transformer") and row.variant == variant
+        )
+        for variant in ("bfloat16, autocast", "float32 default")
+    )
+    skipping = {
+        row.way: row.moved
+        for row in _rows(results["loss_scaling"], "skipping", loss_scaling.Skipping)
+        if row.target == "h100"
+    }
+    held = [
+        row.held + row.gradient
+        for row in _rows(results["loss_scaling"], "training", loss_scaling.Training)
+    ]
+    looked = [
+        row.explain / row.trace
+        for row in _rows(results["insight"], "explained", insight.Explained)
+    ]
+    trained = _rows(results["accuracy"], "rows", accuracy.Trained)
+    above = [
+        row.noise
+        for row in accuracy.summarize(trained)
+        if row.variant in ("bfloat16, mixed", "float16, mixed")
+    ]
+    lines = (
+        (
+            "gradient: bytes moved, relative to code by hand",
+            f"{statistics.median(moved):.2f} ({min(moved):.2f} to {max(moved):.2f})",
+        ),
+        (
+            "train step: GPT-2 small, relative to float32",
+            f"{step.roofline / float32.roofline:.2f} of the time, "
+            f"{step.memory / float32.memory:.2f} of the memory",
+        ),
+        (
+            "skipped step: arrays moved by adamw",
+            f"{skipping['jmp_lite.loss_scaling']:.0f} "
+            f"({skipping['plain']:.0f} without loss scaling)",
+        ),
+        (
+            "optimizer state: bytes for each parameter",
+            f"{max(held):.0f}, down to {min(held):.0f}",
+        ),
+        (
+            "explain: time, relative to tracing",
+            f"{statistics.median(looked):.1f} ({min(looked):.1f} to {max(looked):.1f})",
+        ),
+        (
+            "accuracy: test loss above float32's",
+            f"at most {max(above):.1f} standard deviations",
+        ),
+    )
+    return "\n".join(f"{what:50}{figure}" for what, figure in lines)
 
 
 def _thirdparty(rows: Sequence[measure.Row]) -> str:
@@ -145,6 +213,13 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "loss_scaling.training": lambda results: loss_scaling.training_table(
         _rows(results, "training", loss_scaling.Training)
     ),
+    "loss_scaling.memory": lambda results: loss_scaling.training_table(
+        [
+            row
+            for row in _rows(results, "training", loss_scaling.Training)
+            if row.parameters in ("float32", "bfloat16, stochastic_rounding")
+        ]
+    ),
     "moments.formats": lambda results: moments.table(
         _rows(results, "formats", moments.Row)
     ),
@@ -162,6 +237,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "steps.memory": lambda results: steps.table(
         [row for row in _rows(results, "rows", steps.Predicted) if _is_lean(row)]
     ),
+    "summary": summary,
     "thirdparty.summary": lambda results: thirdparty.summary_table(
         _rows(results, "measured", measure.Row)
     ),
@@ -173,6 +249,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     ),
 }
 """Table -> what makes it of the file that is named before the first dot."""
+SUMMARIZED = ("accuracy", "autocast", "insight", "loss_scaling", "steps")
+"""The files that the table ``summary`` is made of."""
 
 
 def table(name: str, folder: pathlib.Path = RESULTS) -> str:
@@ -187,13 +265,19 @@ def table(name: str, folder: pathlib.Path = RESULTS) -> str:
       FileNotFoundError: its benchmark wrote nothing (but for the one that needs a GPU:
         its table says so).
     """
-    path = folder / f"{name.partition('.')[0]}.json"
-    if path.stem == "gpu" and not path.exists():
+    stem = name.partition(".")[0]
+    if stem == "summary":
+        return summary({one: _read(folder, one) for one in SUMMARIZED})
+    if stem == "gpu" and not (folder / "gpu.json").exists():
         return _NOT_MEASURED
-    results = json.loads(path.read_text())
+    results = _read(folder, stem)
     versions = (f"{package} {v}" for package, v in results["versions"].items())
     lines = TABLES[name](results).strip("\n")
     return f"{lines}\n\n{joined(versions, start=results['date'] + ': ')}"
+
+
+def _read(folder: pathlib.Path, stem: str) -> Mapping[str, Any]:
+    return json.loads((folder / f"{stem}.json").read_text())
 
 
 def filled(text: str, folder: pathlib.Path = RESULTS) -> str:

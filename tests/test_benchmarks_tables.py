@@ -1,6 +1,7 @@
 """The figures that the texts show are those that the benchmarks wrote down."""
 
 import json
+import re
 
 import pytest
 
@@ -65,6 +66,14 @@ def test_ratios_are_to_the_model_by_hand():
     lines = tables.against_hand([ROW, mixed]).splitlines()
     assert lines[1].split() == ["m", "h100", "0.50", "1.50", "1.00", "0.50", "1.50"]
     assert len(lines) == 2
+
+
+def test_the_summary_has_one_figure_of_each_benchmark():
+    lines = tables.table("summary").splitlines()
+    assert len(lines) == 6
+    shown = tables.table("steps")
+    (step,) = re.findall(r"bfloat16, autocast .*", shown.split("\n\n")[0])
+    assert f"{step.split()[-2]} of the memory" in lines[1]
 
 
 def test_what_needs_a_gpu_says_that_there_was_none(tmp_path):
