@@ -42,8 +42,7 @@ nb_merge_streams = True
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-# In overloads; ``links`` has the other signatures.
-autodoc_type_aliases = {"DTypeLike": "jax.typing.DTypeLike"}
+autodoc_type_aliases = links.TYPE_ALIASES
 maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True

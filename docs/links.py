@@ -7,8 +7,10 @@ needs the network.
 
 import inspect
 import pathlib
+import pydoc
 import re
 import zlib
+from typing import ParamSpec, TypeVar
 
 import docutils.nodes
 import jax.typing
@@ -133,8 +135,13 @@ def _ancestors(node):
 
 # -------------------------------------------------------------- types in signatures
 
-DTYPE_LIKE = stringify_annotation(jax.typing.DTypeLike, "smart")
-DTYPE_LIKE_IN_FULL = stringify_annotation(jax.typing.DTypeLike, "fully-qualified")
+ALIASES = {
+    stringify_annotation(union, mode): f"~jax.typing.{name}"
+    for name in ("DTypeLike", "ArrayLike")
+    for union in (getattr(jax.typing, name),)
+    for mode in ("smart", "fully-qualified-except-typing")
+}
+"""The text of JAX's unions, and the names that users know."""
 
 PUBLIC = {
     **{
@@ -142,7 +149,7 @@ PUBLIC = {
         for module in (jmp_lite, jmp_lite.nnx)
         for name, value in vars(module).items()
         if inspect.isclass(value) and value.__module__.startswith("jmp_lite")
-        if module is not jmp_lite or name in jmp_lite.__all__
+        if name in getattr(module, "__all__", ()) or value.__module__ == module.__name__
     },
     "optax._src.base.GradientTransformation": "optax.GradientTransformation",
     "optax._src.base.GradientTransformationExtraArgs": "optax.GradientTransformation",
@@ -151,25 +158,40 @@ PUBLIC = {
 }
 """From where a class is defined to the name that users know."""
 
+TYPE_ALIASES = {
+    "DTypeLike": "jax.typing.DTypeLike",
+    "Rules": "jmp_lite.Rules",
+}
+"""For the types of overloads, which Sphinx reads from the source."""
+
 
 def with_names(text):
-    """Returns a signature's text with the alias ``DTypeLike`` in place of its union."""
-    for union in (DTYPE_LIKE, DTYPE_LIKE_IN_FULL):
-        text = text.replace(union, "~jax.typing.DTypeLike")
-    return text
+    """Returns a signature's text with public names in place of private paths."""
+    for union, alias in ALIASES.items():
+        text = text.replace(union, alias)
+
+    def public(match):
+        name = match[1]
+        is_variable = isinstance(pydoc.locate(name), TypeVar | ParamSpec)
+        return name.rpartition(".")[2] if is_variable else f"~{PUBLIC.get(name, name)}"
+
+    text = re.sub(r"~?((?:jmp_lite|optax\._src|flax\.nnx)(?:\.\w+)+)", public, text)
+    text = re.sub(r"(?<!~)collections\.abc\.", "~collections.abc.", text)
+    return re.sub(r"Callable\[\[(~?_?Params)\], ", r"Callable[\1, ", text)
 
 
 def tidy_signature(app, what, name, obj, options, signature, returns):
-    """Shows defaults that are private as what they are."""
+    """Shows the value of a default that is a constant, or dots."""
     if signature is None:
         return None
-    signature = signature.replace("<factory>", "...")
 
-    def shown(match):
-        value = inspect.signature(obj).parameters[match[1]].default
-        return f"{match[1]}{match[2]} = {value if isinstance(value, int) else '...'}"
+    def value_of(match):
+        value = getattr(inspect.getmodule(obj), match[1], None)
+        return f" = {value!r}" if isinstance(value, int | tuple) else " = ..."
 
-    signature = re.sub(r"(\w+)(: [^=]*?)? = _\w+", shown, signature)
+    signature = re.sub(
+        r" = (_\w+|[A-Z][A-Z_]+|<factory>)(?![\w.])", value_of, signature
+    )
     return with_names(signature), returns and with_names(returns)
 
 
@@ -185,29 +207,9 @@ def type_attributes(app, what, name, obj, options, lines):
             at = None
 
 
-def resolve_type(app, env, node, contnode):
-    """Resolves a type by its public name, and shows no path of a private module."""
-    if node.get("refdomain") != "py":
-        return None
-    target = node["reftarget"]
-    for text in list(contnode.findall(docutils.nodes.Text)):
-        if text.astext() == target and target.startswith("jmp_lite."):
-            text.parent.replace(text, docutils.nodes.Text(target.rpartition(".")[2]))
-    if target not in PUBLIC:
-        return None
-    node["reftarget"] = PUBLIC[target]
-    page, builder = node["refdoc"], app.builder
-    domain = env.get_domain("py")
-    return domain.resolve_xref(
-        env, page, builder, "obj", PUBLIC[target], node, contnode
-    )
-
-
 def setup(app):
     """Connects all of it."""
     app.connect("doctree-read", link_names)
     app.connect("autodoc-process-signature", tidy_signature)
     app.connect("autodoc-process-docstring", type_attributes, priority=900)
-    # Before intersphinx, which then looks for the public name.
-    app.connect("missing-reference", resolve_type, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
