@@ -177,7 +177,7 @@ def test_with_the_option_products_are_added_up_in_float32_on_a_cpu():
     assert gradient(jnp.bfloat16, compiler_options=ast.literal_eval(options)) < 3e-3
 
 
-LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?(?: \"(\w+)\")?\)")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?(?:\s+\"(\w+)\")?\)")
 
 
 @pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
