@@ -87,5 +87,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     told = json.loads((tmp_path / "accuracy.json").read_text())
     assert (told["seeds"], list(told["steps"])) == (2, ["digits"])
     assert {row["variant"] for row in told["rows"]} == {"float32", "bfloat16, mixed"}
+    assert {len(row["epochs"]) for row in told["rows"]} == {1}  # 21 steps of the 22.
     with pytest.raises(SystemExit):
         main(["--seeds", "1"])
