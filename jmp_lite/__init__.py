@@ -1,6 +1,6 @@
-"""Mixed precision for JAX: autocast, policies, loss scaling that travels through optax.
+"""Mixed precision for JAX: autocast, policies, and loss scaling as an optax transform.
 
-``import jmp_lite as jmp`` also runs code that was written for jmp 0.0.4.
+Code that was written for jmp 0.0.4 also runs with ``import jmp_lite as jmp``.
 """
 
 # Imported for what it registers.

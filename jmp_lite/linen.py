@@ -1,7 +1,7 @@
-"""Flax linen glue: parts of a module in 16 bits, and loss scales in checkpoints.
+"""Flax linen: parts of a module in 16 bits, and loss scales in checkpoints.
 
-Modules are not changed: each function returns a new one, with the same parameters under
-the same names. Importing this module registers the loss scales with
+A module is never changed: each function returns a new one, with the same parameters
+under the same names. Importing this module registers the loss scales with
 ``flax.serialization``.
 """
 
@@ -23,34 +23,36 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module:
-    """Returns a module that computes in a dtype, or of which some parts do.
+    """Returns a module that computes in a dtype, or of which parts do.
 
-    What has a field ``dtype`` gets this one: it casts its inputs and its parameters to
-    it. Parameters stay in their ``param_dtype``, and variables keep their names, so
-    that checkpoints are the same. Everything inside of a part that is selected computes
-    in the dtype too.
+    It sets the field ``dtype`` of each selected module that has one. Such a module
+    casts its inputs and parameters to this dtype. Everything inside of a selected
+    module computes in the dtype too. Parameters stay in their ``param_dtype``, and
+    variables keep their names, so checkpoints do not change.
 
     Args:
-      module: a linen module, not bound.
-      dtype: a floating dtype or its name.
-      where: which parts: a class of modules; a regular expression in the path of a
-        module inside of this one (``"encoder/Dense_0"``); a tuple of such; None for
-        all.
+      module: an unbound linen module.
+      dtype: a floating-point dtype or its name.
+      where: the parts: a class of modules; a regular expression for the path of a
+        submodule (``"encoder/Dense_0"``); a tuple of both; None for all.
 
     Returns:
       A module of a subclass, with the same name.
 
     Raises:
-      TypeError: ``module`` is no linen module, or ``where`` is of another kind.
-      ValueError: there is no such dtype; when it is called, nothing is selected that
-        has a dtype.
+      TypeError: ``module`` is not a linen module, or ``where`` has another type.
+      ValueError: the dtype is unknown. Or, in a call of the module: ``where`` selects
+        nothing that has a dtype.
 
     Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import flax.linen as nn
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.linen
       >>> model = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
-      >>> low = to_float(model, "bfloat16", "layers_2")
+      >>> low = jmp_lite.linen.to_float(model, "bfloat16", "layers_2")
       >>> x = jnp.ones((1, 3))
       >>> params = low.init(jax.random.key(0), x)
       >>> jax.tree.leaves(params)[0].dtype, low.apply(params, x).dtype
@@ -116,9 +118,10 @@ def _floating_class(cls: type, dtype: Any, where: Selector) -> Any:
 
 
 def _as_function(module: Any, method: Any) -> Any:
-    """Returns what ``apply`` is to run, as a function of the module if it is not ours.
+    """Returns the method that ``apply`` runs, as a function if the subclass lacks it.
 
-    Names of methods stay names: those of the subclass run their parts in the dtype.
+    Names of methods stay names: the methods of the subclass run their parts in the
+    dtype.
     """
     if isinstance(method, types.MethodType):
         return method.__func__
@@ -128,7 +131,7 @@ def _as_function(module: Any, method: Any) -> Any:
 
 
 def _methods(cls: Any) -> list[str]:
-    """Returns the methods that a user of a module may call, and its author wrote."""
+    """Returns the methods of a module that its author wrote and a user may call."""
     fields = {field.name for field in dataclasses.fields(cls)}
     written = [
         name
@@ -147,9 +150,9 @@ class _Parts:
     """Casts the parts of a module while one of its methods runs.
 
     Attributes:
-      seen: the parts that were called, by path.
-      is_any_selected: whether the selector meant one of them.
-      is_any_cast: whether one of those has a dtype, or one inside of it.
+      seen: the called parts, by path.
+      is_any_selected: whether the selector matched one of them.
+      is_any_cast: whether a selected part, or one inside of it, has a dtype.
     """
 
     def __init__(self, module: Any, dtype: Any, where: Selector) -> None:
@@ -162,7 +165,7 @@ class _Parts:
         self.is_any_cast = False
 
     def intercept(self, method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """Runs a method of a part, in the dtype if it is meant."""
+        """Runs a method of a part, in the dtype if the part is selected."""
         module = context.module
         path = module.path[self._depth :]
         name = "/".join(path)
@@ -182,7 +185,7 @@ class _Parts:
 
 
 def _to_state_dict(scale: Any) -> dict[str, Any]:
-    """Returns what changes during training; all else is for the code to say."""
+    """Returns the leaves of a scale, which are the fields that change."""
     leaves = jax.tree.leaves_with_path(scale)
     return {path[-1].name: leaf for path, leaf in leaves}
 

@@ -1,8 +1,9 @@
-"""Flax nnx glue: modules under autocast, and modules with parameters in 16 bits.
+"""Flax nnx: modules under autocast, and modules with parameters in 16 bits.
 
-Under autocast a module is split into its state, merged inside, and its changes are
-written back to the object outside, as ``nnx.jit`` does it. Modules are traversed as
-graphs, in Flax's tree mode too, because parts of a model may share variables.
+Under autocast, a module is split into its state and merged inside of the trace. Its
+changes are written back to the original object, as in ``nnx.jit``. Modules are
+traversed as graphs, in Flax's tree mode too, because parts of a model may share
+variables.
 """
 
 import contextlib
@@ -65,29 +66,34 @@ def autocast(
     *,
     compute_dtype: DTypeLike | None = None,
 ) -> Any:
-    """Returns ``fun`` run op by op in mixed precision, where nnx modules are arguments.
+    """Returns ``fun`` in mixed precision, for functions of nnx modules.
 
-    As ``jmp_lite.autocast``. What ``fun`` changes in a module that it is given (batch
-    statistics, counts of random numbers, caches) is changed in that module, in float32.
-    The path of each module is the scope of its ops: ``"Net/blocks/0/norm/LayerNorm"``
-    is a module ``net.blocks[0].norm`` of the class ``LayerNorm``, called by those that
-    it is in.
+    It works like ``jmp_lite.autocast``. If ``fun`` changes a module that it receives
+    (batch statistics, counts of random numbers, caches), that module changes, in
+    float32.
+
+    The path of a module is the scope of its ops. An example is
+    ``"Net/blocks/0/norm/LayerNorm"``: the module ``net.blocks[0].norm`` of the class
+    ``LayerNorm``, as called by the modules around it.
 
     Args:
-      fun: a function of pytrees and modules, a module, or a method of one.
-      rules: a preset's name or a ``Rules``.
-      compute_dtype: the dtype of low ops instead of the rules' own.
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      rules: the name of a preset or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
 
     Returns:
-      The function; without ``fun`` a decorator.
+      The function; without ``fun``, a decorator.
 
     Raises:
-      ValueError: there is no such preset or dtype.
-      flax.errors.TraceContextError: ``fun`` changes a module that is no argument of it.
+      ValueError: the preset or the dtype is unknown.
+      flax.errors.TraceContextError: ``fun`` changes a module that is not an argument.
 
     Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
       >>> model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-      >>> autocast(model)(jnp.ones((2, 4))).dtype
+      >>> jmp_lite.nnx.autocast(model)(jnp.ones((2, 4))).dtype
       dtype('float32')
       >>> bool(abs(model.mean[0] - 0.01) < 1e-6)  # 0.99 * 0 + 0.01 * 1
       True
@@ -119,24 +125,27 @@ def explain(
 ) -> Callable[_Params, Explanation]:
     """Returns a function that explains what ``autocast(fun, rules)`` does.
 
-    As ``jmp_lite.explain``. It runs nothing, and changes nothing in a module.
+    It works like ``jmp_lite.explain``. It computes nothing and changes no module.
 
     Args:
-      fun: a function of pytrees and modules, a module, or a method of one.
-      rules: a preset's name or a ``Rules``.
-      compute_dtype: the dtype of low ops instead of the rules' own.
-      backward: whether to explain the backward pass too, of all floats in modules and
-        the other arguments.
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      rules: the name of a preset or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+      backward: whether to explain the backward pass too, with respect to all floats in
+        modules and other arguments.
 
     Returns:
       A function of ``fun``'s arguments that returns an ``Explanation``.
 
     Raises:
-      ValueError: there is no such preset or dtype.
+      ValueError: the preset or the dtype is unknown.
 
     Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
       >>> model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-      >>> dot, *_ = explain(model)(jnp.ones((2, 4))).rows
+      >>> dot, *_ = jmp_lite.nnx.explain(model)(jnp.ones((2, 4))).rows
       >>> dot.scope, dot.op, dot.precision
       ('Linear', 'dot_general', 'bfloat16')
     """
@@ -168,11 +177,11 @@ def value_and_grad(
     *,
     grad_dtype: DTypeLike = "float32",
 ) -> Callable[_Params, tuple[Any, Any]]:
-    """Returns a function that evaluates ``fun`` and its gradient under a loss scale.
+    """Returns a function that computes ``fun`` and its gradient under a loss scale.
 
-    As ``jmp_lite.value_and_grad``, by ``flax.nnx.value_and_grad``: the loss is scaled
-    before the backward pass, the gradients are unscaled after, in float32, and what
-    ``fun`` changes in a module is changed.
+    It works like ``jmp_lite.value_and_grad``, through ``flax.nnx.value_and_grad``. The
+    loss is scaled before the backward pass, and the gradients are unscaled in float32
+    after it. Changes that ``fun`` makes in a module are kept.
 
     Args:
       fun: a function that returns a scalar loss, or ``(loss, aux)`` with ``has_aux``.
@@ -180,25 +189,30 @@ def value_and_grad(
         ``get_loss_scale(optimizer.opt_state)``.
       argnums: which arguments to differentiate: numbers, or a ``nnx.DiffState``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
-      grad_dtype: the dtype of the gradients: ``"float32"``, or ``"bfloat16"``.
+      grad_dtype: the dtype of the gradients: ``"float32"`` or ``"bfloat16"``.
 
     Returns:
-      A function of ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss,
-      aux), grads)`` with ``has_aux``; ``grads`` is what ``nnx.value_and_grad`` returns,
-      in ``grad_dtype``.
+      A function of ``fun``'s arguments that returns ``(loss, grads)``, or
+      ``((loss, aux), grads)`` with ``has_aux``. ``grads`` is the result of
+      ``nnx.value_and_grad``, in ``grad_dtype``.
 
     Raises:
       TypeError: ``loss_scale`` is not a ``LossScale``; ``fun`` does not return a pair
-        though ``has_aux`` says so; or, in Flax's tree mode, an argument to
+        although ``has_aux`` is True; or, in Flax's tree mode, an argument to
         differentiate holds counts or keys.
       ValueError: ``grad_dtype`` is another dtype.
 
     Example:
-      >>> import jmp_lite
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import jmp_lite.nnx
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-      >>> loss_fn = autocast(lambda model, x: model(x).sum(), compute_dtype="float16")
-      >>> scale = jmp_lite.StaticLossScale(1024)
-      >>> loss, grads = value_and_grad(loss_fn, scale)(model, jnp.ones((8, 2)))
+      >>> @jmp.nnx.autocast(compute_dtype="float16")
+      ... def loss_fn(model, x):
+      ...     return model(x).sum()
+      >>> grad_fn = jmp.nnx.value_and_grad(loss_fn, jmp.StaticLossScale(1024))
+      >>> loss, grads = grad_fn(model, jnp.ones((8, 2)))
       >>> grads.bias[...]
       Array([8.], dtype=float32)
     """
@@ -218,7 +232,7 @@ def value_and_grad(
 
 
 def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
-    """Raises where Flax's tree mode would take the gradient of a count or a key."""
+    """Raises if Flax's tree mode would differentiate a count or a key."""
     for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
         given = args[i] if isinstance(i, int) and i < len(args) else None
         for path, leaf in jax.tree.leaves_with_path(given):
@@ -235,34 +249,43 @@ def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
 
 @contextlib.contextmanager
 def restore_if_skipped(model: Any, optimizer: nnx.Optimizer[Any]) -> Generator[None]:
-    """Restores the statistics of a model where the optimizer skips the step.
+    """Restores the statistics of a model if the optimizer skips the step.
 
-    ``loss_scaling`` and ``skip_nonfinite`` leave the parameters as they are where a
-    gradient is not finite. The forward pass of that step has changed the model before:
-    one batch with a NaN in it would leave NaN in the averages of BatchNorm for ever. At
-    the end of the ``with`` block all variables of the model get back what they held at
-    its start, bit for bit, if a gradient was not finite. But for two kinds: those that
-    the optimizer updates, and those of random numbers (``nnx.RngState``), which go on.
+    ``loss_scaling`` and ``skip_nonfinite`` keep the parameters if a gradient is not
+    finite. But the forward pass of that step has already changed the model: one batch
+    with a NaN would leave NaN in the averages of BatchNorm.
+
+    If a gradient is not finite, the variables of the model return to their values at
+    the start of the ``with`` block, bit for bit. Two kinds of variables are not
+    restored: those that the optimizer updates, and random number state
+    (``nnx.RngState``), which continues.
 
     Args:
       model: a module.
-      optimizer: the optimizer that is updated in the block, with ``loss_scaling`` or
-        ``skip_nonfinite`` in it; of several, all gradients have to be finite.
+      optimizer: the optimizer that the block updates, with ``loss_scaling`` or
+        ``skip_nonfinite`` in it. If it contains several, all gradients have to be
+        finite.
 
     Returns:
-      A context manager, in and outside of ``nnx.jit``.
+      A context manager, for use inside or outside of ``nnx.jit``.
 
     Raises:
-      TypeError: ``model`` is no nnx module, or ``optimizer`` no ``nnx.Optimizer``.
+      TypeError: ``model`` is not an nnx module, or ``optimizer`` is not an
+        ``nnx.Optimizer``.
       ValueError: the optimizer never skips a step.
 
     Example:
-      >>> import jmp_lite, optax
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import jmp_lite.nnx
+      >>> import optax
       >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-      >>> optimizer = jmp_lite.skip_nonfinite(optax.sgd(0.1))
-      >>> optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-      >>> with restore_if_skipped(model, optimizer):
-      ...     grads = nnx.grad(lambda m: m(jnp.full((4, 2), jnp.nan)).sum())(model)
+      >>> transformation = jmp.skip_nonfinite(optax.sgd(0.1))
+      >>> optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+      >>> nan = jnp.full((4, 2), jnp.nan)
+      >>> with jmp.nnx.restore_if_skipped(model, optimizer):
+      ...     grads = nnx.grad(lambda model: model(nan).sum())(model)
       ...     _ = optimizer.update(model, grads)
       >>> model.mean[...]
       Array([0., 0.], dtype=float32)
@@ -301,7 +324,7 @@ def _grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:
 
 
 def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fun`` from the states of its arguments to theirs and its result's."""
+    """Returns ``fun`` as a function of states that also returns the changed states."""
 
     def of_states(states: Any) -> Any:
         args, kwargs = nnx.from_tree(states, ctxtag=of_states, is_inner=True)
@@ -315,7 +338,7 @@ def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unbound(fun: Any) -> tuple[Any, ...]:
-    """Returns a function and, if it is a module or a method of one, the module."""
+    """Returns a function and, for a module or a bound method, the module."""
     owner = fun if isinstance(fun, nnx.Pytree) else getattr(fun, "__self__", None)
     if not isinstance(owner, nnx.Pytree):
         return (fun,)
@@ -341,32 +364,35 @@ def _if_mutable(leaf: Any) -> Any:
 
 
 def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
-    """Has a module, or parts of it, compute in a dtype.
+    """Makes a module, or parts of it, compute in a dtype.
 
-    What has an attribute ``dtype`` gets this one: it casts its inputs and its
-    parameters to it. Parameters stay as they are. Everything inside of a part that is
-    selected computes in the dtype too. The module itself is changed, as by
-    ``model.eval()``.
+    It sets the attribute ``dtype`` of each selected module that has one. Such a module
+    casts its inputs and parameters to this dtype. Everything inside of a selected
+    module computes in the dtype too. Stored parameters do not change. The function
+    changes ``model`` itself, as ``model.eval()`` does.
 
     Args:
       model: a module.
-      dtype: a floating dtype or its name.
-      where: which parts: a class of modules; a regular expression in the path of a
-        module inside of this one (``"blocks/0/linear"``); a tuple of such; None for
-        all.
+      dtype: a floating-point dtype or its name.
+      where: the parts: a class of modules; a regular expression for the path of a
+        submodule (``"blocks/0/linear"``); a tuple of both; None for all.
 
     Returns:
       The module.
 
     Raises:
-      TypeError: ``model`` is no nnx module, or ``where`` is of another kind.
-      ValueError: there is no such dtype, or nothing is selected that has a dtype.
+      TypeError: ``model`` is not an nnx module, or ``where`` has another type.
+      ValueError: the dtype is unknown, or ``where`` selects nothing that has a dtype.
 
     Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
 
     Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
       >>> model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in "ab"))
-      >>> to_float(model, "bfloat16", "layers/1")(jnp.ones((1, 4))).dtype
+      >>> low = jmp_lite.nnx.to_float(model, "bfloat16", "layers/1")
+      >>> low(jnp.ones((1, 4))).dtype
       dtype(bfloat16)
     """
     parsed, parts = parse_dtype(dtype), _selected(model, where)
@@ -380,32 +406,34 @@ def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
 
 
 def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
-    """Returns a module whose parameters are cast, but for those of norm layers.
+    """Returns a copy of a module with its parameters cast, except those of norm layers.
 
-    Statistics of BatchNorm, caches, RNG state and all that is no floating parameter
-    stay as they are, and so do modules whose path or class is a norm layer's
-    (``LayerNorm``, ``batch_norm``, ...). What several modules share they still share.
+    Only floating-point parameters are cast. BatchNorm statistics, caches and random
+    number state keep their dtypes. So do modules whose path or class names a norm layer
+    (``LayerNorm``, ``batch_norm``, ...). Shared variables stay shared.
 
     Args:
       model: a module.
-      dtype: a floating dtype or its name.
-      keep: what else to keep: a class of modules, with all that is in them; a class of
-        variables (``nnx.LoRAParam``); a regular expression in the path of a variable
-        (``"head"``, ``"bias$"``); or a tuple of such.
+      dtype: a floating-point dtype or its name.
+      keep: other parts that are not cast: a class of modules, with everything in them;
+        a class of variables (``nnx.LoRAParam``); a regular expression for the path of a
+        variable (``"head"``, ``"bias$"``); or a tuple of these.
 
     Returns:
-      A module of the same class, with variables of its own. The one given is as it was.
+      A module of the same class, with new variables. ``model`` does not change.
 
     Raises:
-      TypeError: ``model`` is no nnx module, or ``keep`` is of another kind.
-      ValueError: there is no such dtype, or ``keep`` selects nothing.
+      TypeError: ``model`` is not an nnx module, or ``keep`` has another type.
+      ValueError: the dtype is unknown, or ``keep`` selects nothing.
 
-    Source: MXNet's ``net.cast``, which keeps what its batch norms hold.
+    Source: MXNet's ``net.cast``, which does not cast batch norms.
 
     Example:
+      >>> from flax import nnx
+      >>> import jmp_lite.nnx
       >>> rngs = nnx.Rngs(0)
       >>> layers = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
-      >>> low = cast(nnx.Sequential(*layers), "bfloat16")
+      >>> low = jmp_lite.nnx.cast(nnx.Sequential(*layers), "bfloat16")
       >>> low.layers[0].kernel.dtype, low.layers[1].scale.dtype
       (dtype(bfloat16), dtype('float32'))
     """
@@ -434,12 +462,13 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
 
 
 def scoped(model: Model) -> Model:
-    """Returns a view of a module whose parts call their ops in the scope of their path.
+    """Returns a view of a module whose parts run in scopes named by their paths.
 
-    As ``jmp_lite.nnx.autocast`` does it by itself, for everything else that reads
-    scopes: ``jmp_lite.autocast`` of a function of the module's state, a profile. The
-    view has the variables of the module itself, the same state, and each part is an
-    instance of its class.
+    ``jmp_lite.nnx.autocast`` adds these scopes itself. Use ``scoped`` for other readers
+    of
+    scopes: ``jmp_lite.autocast`` of a function of the module's state, or a profiler.
+    The view shares the variables of the module and has the same state. Each part is an
+    instance of its original class.
 
     Args:
       model: a module.
@@ -448,15 +477,19 @@ def scoped(model: Model) -> Model:
       The view.
 
     Raises:
-      TypeError: ``model`` is no nnx module.
+      TypeError: ``model`` is not an nnx module.
 
     Example:
-      >>> import jmp_lite
-      >>> model = scoped(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0))))
-      >>> graphdef, state = nnx.split(model)
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+      >>> graphdef, state = nnx.split(jmp.nnx.scoped(model))
       >>> apply = lambda state, x: nnx.merge(graphdef, state)(x)
-      >>> jmp_lite.explain(apply)(state, jnp.ones((1, 4))).rows[0].scope
-      'Sequential/layers/0/Linear'
+      >>> row = jmp.explain(apply)(state, jnp.ones((1, 4))).rows[0]
+      >>> row.scope, row.precision
+      ('Sequential/layers/0/Linear', 'bfloat16')
     """
     _check_model(model)
     view = nnx.clone(model, variables=False, graph=True)
@@ -465,11 +498,19 @@ def scoped(model: Model) -> Model:
 
 
 class ModuleDtypes(NamedTuple):
-    """What one module holds.
+    """The variables of one module.
 
     Attributes:
-      path: its path, and its class behind it.
-      summary: its own variables by dtype, without those of modules inside of it.
+      path: the path of the module, followed by its class in parentheses.
+      summary: its own variables by dtype, without those of submodules.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+      >>> row = jmp_lite.nnx.dtype_summary(model)[0]
+      >>> row.path, row.summary["float32"].elements
+      ('layers/0 (Linear)', 10)
     """
 
     path: str
@@ -477,10 +518,18 @@ class ModuleDtypes(NamedTuple):
 
 
 class ModelDtypes(tuple[ModuleDtypes, ...]):
-    """What the modules of a model hold, one entry for each; prints as a table."""
+    """One ``ModuleDtypes`` for each module of a model; prints as a table.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jmp_lite.nnx
+      >>> print(jmp_lite.nnx.dtype_summary(nnx.Linear(4, 2, rngs=nnx.Rngs(0))))
+      module    dtype           elements         bytes
+      (Linear)  float32               10            40
+    """
 
     def __str__(self) -> str:
-        """Returns a table: a row for each dtype of each module."""
+        """Returns a table with a row for each dtype of each module."""
         width = max([len("module"), *(len(row.path) for row in self)])
         lines = [f"{'module':{width}}  {'dtype':12}{'elements':>12}{'bytes':>14}"]
         lines += [
@@ -498,17 +547,20 @@ def dtype_summary(model: Any) -> ModelDtypes:
       model: a module.
 
     Returns:
-      A tuple with one entry for each module that holds variables itself; a
-      variable that several share is counted where it is met first.
+      A tuple with one entry for each module that has variables of its own. A shared
+      variable counts where it occurs first.
 
     Raises:
-      TypeError: ``model`` is no nnx module.
+      TypeError: ``model`` is not an nnx module.
 
     Source: MXNet's ``net.summary``.
 
     Example:
+      >>> from flax import nnx
+      >>> import jmp_lite.nnx
       >>> model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
-      >>> print(dtype_summary(cast(model, "bfloat16")))
+      >>> low = jmp_lite.nnx.cast(model, "bfloat16")
+      >>> print(jmp_lite.nnx.dtype_summary(low))
       module             dtype           elements         bytes
       layers/0 (Linear)  bfloat16              10            20
     """
@@ -551,7 +603,7 @@ def _variables(module: Any) -> list[nnx.Variable[Any]]:
 
 
 def _selected(model: Any, where: Selector) -> list[tuple[str, Any]]:
-    """Returns the modules that a selector means, and those inside of them."""
+    """Returns the modules that a selector matches, and their submodules."""
     _check_model(model)
     check_selector(where)
     parts = _paths(model)
@@ -566,10 +618,10 @@ def _selected(model: Any, where: Selector) -> list[tuple[str, Any]]:
 
 
 def _scope(tree: Any) -> int:
-    """Has each module of a pytree call its ops in the scope of its path.
+    """Makes each module of a pytree call its ops in the scope of its path.
 
     Returns:
-      A number for ``_unscope``: modules that have scopes already keep them.
+      A number for ``_unscope``. Modules that already have scopes keep them.
     """
     modules = [inner for module in _modules(tree) for _, inner in _iter_modules(module)]
     depth = 1 + max((getattr(m, _SCOPE, (0,))[0] for m in modules), default=0)
@@ -590,7 +642,7 @@ def _scope(tree: Any) -> int:
 
 
 def _unscope(tree: Any, depth: int) -> None:
-    """Gives all modules that ``_scope`` has changed their own class back."""
+    """Restores the class of all modules that ``_scope`` has changed."""
     for module in _modules(tree):
         for _, inner in _iter_modules(module):
             if getattr(inner, _SCOPE, (None,))[0] == depth:
@@ -610,13 +662,13 @@ def _modules(tree: Any) -> list[nnx.Module]:
 
 
 def _iter_modules(module: Any) -> list[tuple[Any, Any]]:
-    """Returns a module and all that it holds, each with its path."""
+    """Returns a module and its submodules, each with its path."""
     return list(nnx.iter_modules(module, graph=True))
 
 
 @functools.cache
 def _scoped_class(cls: type) -> type:
-    """Returns a subclass that is called in the scope that its instance names."""
+    """Returns a subclass that runs its calls in the scope of its instance."""
 
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

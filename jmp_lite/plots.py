@@ -1,6 +1,6 @@
-"""Pictures of numbers, drawn by matplotlib, which only this module imports.
+"""Plots of numbers with matplotlib, which only this module imports.
 
-Each function draws what a report contains, on the host, and returns the figure.
+Each function draws a report on the host, and returns the figure.
 """
 
 import itertools
@@ -23,29 +23,33 @@ _MARGIN = 24
 
 
 def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
-    """Draws how large the numbers of a pytree are, above what dtypes can hold.
+    """Plots how large the numbers of a pytree are, and the ranges of dtypes.
 
-    For each array a row: the darker, the more of its numbers are of that size. Below,
-    for each dtype what it holds with all its digits (wide) and with fewer (thin).
+    The upper plot has one row for each array: the darker a cell, the more numbers of
+    the array have that size. The lower plot has one bar for each dtype: wide where the
+    dtype has all its digits, thin where it has fewer (subnormal numbers).
 
-    Float8 products divide each array by a scale before they round it, so formats of 8
-    bits are drawn with scales. A mark in the row of an array shows the smallest number
-    that keeps all its digits under the scale of that array. The bar below is that of
-    the array with the largest number.
+    Float8 products divide each array by a scale before they round it, so 8-bit formats
+    are drawn with scales. A mark in the row of an array shows the smallest number that
+    keeps all its digits under the scale of that array. The bar of the lower plot is
+    that of the array with the largest number.
 
     Args:
-      tree: gradients, activations or parameters, concrete; its arrays of real floats.
-      dtypes: the floating dtypes to draw.
+      tree: gradients, activations or parameters: concrete arrays. Real floating-point
+        arrays are drawn.
+      dtypes: the floating-point dtypes to draw.
 
     Returns:
-      A figure; ``figure.savefig("gradients.png")`` keeps it.
+      A figure. Save it with ``figure.savefig("gradients.png")``.
 
     Raises:
-      ValueError: no number is finite and not zero, or a dtype is unknown.
+      ValueError: no number is finite and nonzero, or a dtype is unknown.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> figure = magnitudes({"w": jnp.array([1e-9, 1.0]), "b": jnp.zeros(2)})
+      >>> import jmp_lite.plots
+      >>> grads = {"w": jnp.array([1e-9, 1.0]), "b": jnp.zeros(2)}
+      >>> figure = jmp_lite.plots.magnitudes(grads)
       >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
       ['b: 100% zero', 'w']
       >>> [label.get_text() for label in figure.axes[1].get_yticklabels()][1:3]
@@ -129,7 +133,7 @@ def _name(path: Any) -> str:
 
 
 def _label(name: str, array: np.ndarray) -> str:
-    """Returns a name, and what the picture cannot show."""
+    """Returns the name of an array with the shares that the plot cannot show."""
     is_hidden = {"zero": array == 0, "not finite": ~np.isfinite(array)}
     texts = [f"{h.mean():.0%} {what}" for what, h in is_hidden.items() if h.any()]
     return f"{name}: {', '.join(texts)}" if texts else name

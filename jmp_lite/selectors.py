@@ -1,4 +1,4 @@
-"""Which parts of a model are meant: by class, or by a regular expression."""
+"""Selects parts of a model by class or by a regular expression."""
 
 import difflib
 import re
@@ -10,14 +10,14 @@ Selector = Any
 
 
 def check_selector(selector: Selector) -> None:
-    """Raises where a selector is of another kind, or no regular expression.
+    """Raises if a selector is not valid.
 
     Args:
-      selector: None, a class, a regular expression, or a tuple of those.
+      selector: None, a class, a regular expression, or a tuple of these.
 
     Raises:
-      TypeError: it is something else.
-      ValueError: a text in it is no regular expression.
+      TypeError: the selector has another type.
+      ValueError: a string in it is not a regular expression.
     """
     for one in selector if isinstance(selector, tuple) else (selector,):
         if isinstance(one, str):
@@ -35,12 +35,12 @@ def check_selector(selector: Selector) -> None:
 
 
 def is_selected(selector: Selector, path: str, item: Any) -> bool:
-    """Returns whether a selector means an item at a path.
+    """Returns whether a selector matches an item at a path.
 
     Args:
-      selector: as ``check_selector`` takes it.
-      path: names, joined by slashes; the expression may match any part of it.
-      item: what is there.
+      selector: as for ``check_selector``.
+      path: names, joined by slashes. A regular expression may match any part of it.
+      item: the object at the path.
 
     Example:
       >>> is_selected("head|router", "decoder/head", object())
@@ -58,11 +58,11 @@ def is_selected(selector: Selector, path: str, item: Any) -> bool:
 
 
 def nothing_selected(selector: Selector, items: Iterable[tuple[str, Any]]) -> str:
-    """Returns a message that says what was looked for, and what there is.
+    """Returns an error message with the nearest names and the valid paths.
 
     Args:
-      selector: what selected nothing.
-      items: the paths that there are, and what is at each.
+      selector: the selector that matched nothing.
+      items: the valid paths, each with its object.
     """
     found = [(path, type(item).__name__) for path, item in items]
     names = list(dict.fromkeys(name for pair in found for name in pair if name))

@@ -1,8 +1,8 @@
-"""Training state in programs that ``jax.export`` writes to a file.
+"""Registers training states for programs that ``jax.export`` writes to a file.
 
-Importing this module registers the pytrees that a training step takes and returns, by
-names that stay the same from version to version. The states of an optimizer of optax
-are for its user to register, with ``jax.export.register_namedtuple_serialization``.
+Importing this module registers the pytrees that a training step takes and returns,
+under names that do not change between versions. Register the states of optax
+optimizers yourself, with ``jax.export.register_namedtuple_serialization``.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""``build_train_step``: one train step made of the parts of this library.
+"""``build_train_step``: one training step made from the parts of this library.
 
-The step is a function of pytrees, in the order of the paper, and contains nothing that
-a user could not write by hand; the caller jits it, donates to it and loops over it.
+The step is a function of pytrees. A user could write each part of it by hand. The
+caller jits it, donates its state, and calls it in a loop.
 """
 
 import inspect
@@ -52,19 +52,22 @@ from jmp_lite.scaling.transforms import (
 
 
 class TrainingState(NamedTuple):
-    """All that changes during training.
+    """Everything that changes during training.
 
     Attributes:
       params: the parameters.
-      model_state: what the loss function returns and gets back, such as batch
+      model_state: the state that the loss function takes and returns, such as batch
         statistics.
       opt_state: the optimizer's ``LossScalingState``.
       ema: the exponential moving average of the parameters, in float32, or None.
-      rng: the key that the keys of all steps are derived from, or None.
-      step: how many steps were applied, an int32 scalar.
+      rng: the key from which each step derives its keys, or None.
+      step: the number of applied steps, an int32 scalar.
 
     Example:
-      >>> init, _ = build_train_step(lambda *args: args, optax.sgd(0.1), ema=0.9)
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> init, _ = jmp.build_train_step(lambda *args: args, optax.sgd(0.1), ema=0.9)
       >>> state = init({"w": jnp.ones(2)})
       >>> state.params["w"].dtype, state.ema["w"].dtype, state.step.dtype
       (dtype('float32'), dtype('float32'), dtype('int32'))
@@ -91,76 +94,89 @@ def build_train_step(
     axis_name: AxisName | None = None,
     grad_dtype: DTypeLike = "float32",
 ) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
-    """Builds ``init`` and ``step`` of a training loop.
+    """Builds ``init`` and ``step`` for a training loop in mixed precision.
 
-    A step whose loss or gradients are not finite changes nothing but the loss scale and
-    the counts of skipped steps: parameters, optimizer state, schedules, model state,
-    EMA and step count stay as they were, bit for bit. The loss scale backs off where
-    gradients overflow. It stays where the loss itself is not finite: a smaller scale
-    would not help.
+    A step whose loss or gradients are not finite is skipped. It changes only the loss
+    scale and the counts of skipped steps. Parameters, optimizer state, schedules, model
+    state, EMA and step count stay unchanged, bit for bit.
+
+    The loss scale backs off if gradients overflow. It stays unchanged if the loss
+    itself is not finite, because a smaller scale would not help.
 
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
-        aux))``, with None for what there is none of. It is written in float32.
-      optimizer: an optax transformation, without ``loss_scaling``: it is wrapped here.
-        Its ``update`` also gets what some optimizers of optax ask for: the loss as
-        ``value`` and its gradients as ``grad``; ``value_fn(params)`` (also as
-        ``obj_fn``) and ``grad_fn(params, i)``, which give both for other parameters, on
-        the same batch, with the same model state and key. An ``update`` without
-        ``**extra_args`` (that of ``optax.contrib.sam``) gets those that it names; it
-        has to be the outermost. For parameters of 16 bits: ``master_weights``,
-        ``compensated`` or ``stochastic_rounding`` of one.
-      rules: in which precision the loss is computed, as for ``autocast``: the name of a
-        preset (``"mixed"``, MindSpore's ``"O0"`` to ``"O3"``, ...) or a ``Rules``.
-      compute_dtype: the dtype of low ops instead of the rules' own, as for
-        ``autocast``.
-      loss_scale: the loss scale to start from; None for what the compute dtype needs:
-        ``DynamicLossScale()`` for float16, else none.
-      accumulate: into how many micro-batches a batch is split. The i-th gets every
-        ``accumulate``-th row from the i-th on, so that each device of a sharded batch
-        has its part of every micro-batch. Their gradients are averaged in float32; the
-        model state goes from one to the next, each gets a key of its own, and one
-        decision is taken for all.
-      batch_axes: the axis along which ``accumulate`` splits the arrays of a batch, or
-        None for what every micro-batch gets whole: one for all, or a pytree prefix of
-        the batch, as ``in_axes`` of ``jax.vmap``. Scalars are never split.
-      ema: the decay of a moving average of the parameters; None for none.
-      axis_name: the mapped axis (or axes) over which each device has a part of the
-        batch: gradients, loss and the floats of the model state are averaged over it,
-        each device gets a key of its own, and all skip where one has to.
-      grad_dtype: the dtype in which the gradients go to the optimizer, which computes
-        in float32: ``"float32"``, or ``"bfloat16"``, in half the memory. Averages over
-        micro-batches and devices are taken in float32, and rounded once.
+        aux))``, written in float32. Use None for a part that you do not need.
+      optimizer: an optax transformation without ``loss_scaling``, which this function
+        adds. For 16-bit parameters, wrap it in ``master_weights``, ``compensated`` or
+        ``stochastic_rounding``.
+
+        Its ``update`` also receives the extra arguments that some optimizers of optax
+        need: the loss as ``value``, its gradients as ``grad``, and two functions,
+        ``value_fn(params)`` (also as ``obj_fn``) and ``grad_fn(params, i)``. These
+        compute the loss and its gradients for other parameters, with the same batch,
+        model state and key. An ``update`` without ``**extra_args`` (that of
+        ``optax.contrib.sam``) receives the arguments that it names; such an optimizer
+        has to be the outermost one.
+      rules: the precision of the loss, as for ``autocast``: the name of a preset
+        (``"mixed"``, MindSpore's ``"O0"`` to ``"O3"``, ...) or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+      loss_scale: the initial loss scale. None means ``DynamicLossScale()`` for float16,
+        and no scale otherwise.
+      accumulate: the number of micro-batches that a batch is split into. Micro-batch
+        ``i`` gets the rows ``i``, ``i + accumulate``, and so on, so that each device of
+        a sharded batch has a part of every micro-batch. Gradients are averaged in
+        float32. The model state passes from one micro-batch to the next, and each has a
+        key of its own. One overflow skips the whole step.
+      batch_axes: the axis along which ``accumulate`` splits the arrays of a batch. None
+        gives an array to every micro-batch whole. It is one axis, or a pytree prefix of
+        the batch, like ``in_axes`` of ``jax.vmap``. Scalars are never split.
+      ema: the decay of a moving average of the parameters, in [0, 1); None for no
+        average.
+      axis_name: the mapped axis (or axes) on which each device has a part of the batch.
+        Gradients, loss, and the floats of the model state are averaged over it. Each
+        device has a key of its own. All devices skip the same steps.
+      grad_dtype: the dtype of the gradients that the optimizer receives: ``"float32"``,
+        or ``"bfloat16"`` in half the memory. The optimizer computes in float32 all the
+        same. Averages over micro-batches and devices are taken in float32 and rounded
+        once.
 
     Returns:
-      ``init(params, model_state=None, rng=None) -> TrainingState``, whose arrays are
-      copies, because the state may be donated, and
-      ``step(state, batch) -> (state, metrics)``. ``metrics`` is a dictionary of
-      ``loss``, ``grad_norm``, ``grads_finite`` (of the loss too), ``loss_scale`` (that
-      the step used), ``skipped`` (in all) and ``aux`` (of each micro-batch, stacked up,
-      where there are several).
+      A pair of functions, ``init`` and ``step``.
+
+      ``init(params, model_state=None, rng=None)`` returns a ``TrainingState``. Its
+      arrays are copies, because the state may be donated.
+
+      ``step(state, batch)`` returns ``(state, metrics)``. ``metrics`` is a dictionary:
+      ``loss``, ``grad_norm``, ``grads_finite`` (whether loss and gradients are finite),
+      ``loss_scale`` (the scale of this step), ``skipped`` (the number of skipped
+      steps), and ``aux`` (stacked along a new first axis if there are several
+      micro-batches).
 
     Raises:
       ValueError: ``ema`` is not in [0, 1), ``accumulate`` is not a whole number of at
-        least 1, ``grad_dtype`` is another dtype, or there is no such preset or dtype;
-        in ``init``, the optimizer carries a loss scale already; in ``step``, a batch
+        least 1, ``grad_dtype`` is another dtype, or the preset or dtype is unknown. In
+        ``init``: the optimizer already carries a loss scale. In ``step``: a batch
         cannot be split into ``accumulate`` parts, or its arrays differ in size along
-        the axis that is split.
+        the split axis.
       TypeError: ``loss_fn`` does not take four arguments, ``optimizer`` is not a
         transformation, ``loss_scale`` is not a ``LossScale``, or ``batch_axes`` holds
-        something else than axes; in ``init``, a parameter is not a floating-point
-        array, or ``rng`` is not a key; in ``step``, ``loss_fn`` returned something else
-        than described above, or a model state of another structure, shape or dtype than
-        it was given.
+        something other than axes. In ``init``: a parameter is not a floating-point
+        array, or ``rng`` is not a key. In ``step``: ``loss_fn`` does not return what is
+        described above, or changes the structure, a shape or a dtype of the model
+        state.
       NameError: in ``step``, ``axis_name`` is not a mapped axis.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017; the seven steps of
     MindSpore's mixed-precision training.
 
     Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
       >>> def loss_fn(params, model_state, batch, rng):
       ...     return jnp.mean((batch @ params["w"]) ** 2), (model_state, None)
-      >>> init, step = build_train_step(loss_fn, optax.sgd(0.1))
+      >>> init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1))
       >>> state = init({"w": jnp.ones(3)})
       >>> state, metrics = jax.jit(step, donate_argnums=0)(state, jnp.ones((8, 3)))
       >>> metrics["loss"], state.step
@@ -294,7 +310,7 @@ def _scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
 def _accumulated(
     grad_fn: Callable[..., Any], times: int, batch_axes: Any, axis_name: AxisName | None
 ) -> Callable[..., Any]:
-    """Returns a gradient function that goes through its batch in parts."""
+    """Returns a gradient function that runs its batch in micro-batches."""
 
     def accumulated(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         leaves, treedef = jax.tree.flatten(batch)
@@ -335,7 +351,7 @@ def _accumulated(
 
 
 def _split_axes(batch: Any, batch_axes: Any, times: int) -> list[int | None]:
-    """Returns the axis along which each leaf of a batch is split; None for whole."""
+    """Returns the axis along which each leaf is split; None for a whole leaf."""
     axes: list[int | None] = []
     sizes: dict[str, int] = {}
     leaves = jax.tree.leaves_with_path(batch)
@@ -425,10 +441,10 @@ def _key_of_this_device(rng: Any, axis_name: AxisName) -> Any:
 
 
 def _of_this_device(tree: Any, axis_name: AxisName | None) -> Any:
-    """Returns the real and complex arrays of a tree as those of this device alone.
+    """Returns a tree whose real and complex arrays belong to this device only.
 
-    Where ``shard_map`` checks types, a gradient with regard to what all devices share
-    would be summed over them already, in the dtype that it has there.
+    With type checks, ``shard_map`` would sum a gradient with respect to shared values
+    over all devices, in the dtype that the gradient has at that point.
     """
     if axis_name is None:
         return tree
@@ -453,11 +469,11 @@ def _averaged(tree: Any, axis_name: AxisName | None) -> Any:
 def _at_other_params(
     evaluate: Callable[..., Any], params: Any
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the loss and its gradient as functions of parameters alone.
+    """Returns the loss and its gradient as functions of the parameters.
 
     Args:
       evaluate: ``evaluate(params) -> (loss, model_state, aux, grads)``.
-      params: the parameters of this step; others are cast to their dtypes.
+      params: the parameters of this step; other parameters are cast to their dtypes.
     """
 
     def evaluate_like(others: Any) -> Any:
@@ -494,7 +510,7 @@ def _at_other_params(
 
 
 def _accepted(optimizer: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
-    """Returns those arguments that an optimizer's update has names for, or all."""
+    """Returns the extra arguments that an optimizer's update accepts."""
     accepted = inspect.signature(optimizer.update).parameters
     if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
         return extra_args
@@ -520,7 +536,7 @@ _REMEMBERING = (MasterWeightsState, CompensatedState, StochasticRoundingState)
 
 
 def _warn_of_rounding(params: Any, opt_state: Any) -> None:
-    """Warns where updates that are small beside 16-bit parameters would be lost."""
+    """Warns if 16-bit parameters would lose small updates."""
 
     def remembers(node: Any) -> bool:
         return isinstance(node, _REMEMBERING)
@@ -541,7 +557,7 @@ def _warn_of_rounding(params: Any, opt_state: Any) -> None:
 
 
 def _fresh(state: TrainingState) -> TrainingState:
-    """Copies all arrays, which may be one and the same, or somebody else's."""
+    """Copies all arrays: two of them may be one object, or belong to the caller."""
 
     def copy(leaf: Any) -> Any:
         return jnp.array(leaf, copy=True) if is_array(leaf) else leaf

@@ -1,1 +1,1 @@
-"""The function transformation that runs each op in the precision that suits it."""
+"""The function transformation ``autocast``, its rules, and the tools around it."""

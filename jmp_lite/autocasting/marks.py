@@ -1,8 +1,8 @@
-"""Marks: what a user writes into a function about the precision of a part of it.
+"""Marks: the precision that a user requests for part of a function.
 
-A mark is a scope with a reserved name, so it travels with the equations through every
-transform and reaches those of the backward pass. Outside of autocast a mark means
-nothing.
+A mark is a scope with a reserved name. It passes with the equations through every
+transformation, and reaches those of the backward pass. Outside of autocast a mark has
+no effect.
 """
 
 import functools
@@ -31,24 +31,26 @@ def full_precision(fun: None = None) -> PyTree: ...
 
 
 def full_precision(fun: Function | None = None) -> PyTree:
-    """Marks a part of a function: float32 inside, and what leaves stays float32.
+    """Marks part of a function as float32 under autocast.
 
-    ``@full_precision`` over a function, or ``with full_precision():`` around a block.
+    The ops inside run in float32, and the results stay float32. Use
+    ``@full_precision`` on a function, or ``with full_precision():`` around a block.
 
     Args:
       fun: the function to mark.
 
     Returns:
-      The function; without one, a context manager.
+      The function; without ``fun``, a context manager.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> @full_precision
-      ... def loss(x):
-      ...     return jnp.mean((x - 1) ** 2)
-      >>> with full_precision():
-      ...     print(loss(jnp.ones(2)))
-      0.0
+      >>> import jmp_lite as jmp
+      >>> @jmp.full_precision
+      ... def product(x):
+      ...     return x @ x
+      >>> row, *_ = jmp.explain(product)(jnp.ones((2, 2))).rows
+      >>> row.op, row.precision
+      ('dot_general', 'float32')
     """
     return _region(FULL_SCOPE, fun)
 
@@ -62,21 +64,26 @@ def low_precision(fun: None = None) -> PyTree: ...
 
 
 def low_precision(fun: Function | None = None) -> PyTree:
-    """Marks a part of a function: 16 bits inside, for every op that has such a form.
+    """Marks part of a function as 16-bit under autocast.
 
-    ``@low_precision`` over a function, or ``with low_precision():`` around a block.
+    Every op inside that has a 16-bit form runs in the compute dtype. Use
+    ``@low_precision`` on a function, or ``with low_precision():`` around a block.
 
     Args:
       fun: the function to mark.
 
     Returns:
-      The function; without one, a context manager.
+      The function; without ``fun``, a context manager.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> with low_precision():
-      ...     print(jnp.exp(jnp.zeros(2)).dtype)  # Outside of autocast it does nothing.
-      float32
+      >>> import jmp_lite as jmp
+      >>> @jmp.low_precision
+      ... def exponential(x):
+      ...     return jnp.exp(x)
+      >>> row, *_ = jmp.explain(exponential)(jnp.ones(2)).rows
+      >>> row.op, row.precision
+      ('exp', 'bfloat16')
     """
     return _region(LOW_SCOPE, fun)
 
@@ -94,38 +101,47 @@ def _region(scope: str, fun: Function | None) -> PyTree:
 
 
 def as_full(tree: Tree) -> Tree:
-    """Says of values that their digits matter: what is added to them is float32.
+    """Marks values as deliberate float32: arithmetic on them runs in float32.
 
-    In place of ``x.astype(jnp.float32)``, which leaves no trace in a function that is
-    traced in float32.
+    A matrix product still casts them to 16 bits. Use ``as_full`` instead of
+    ``x.astype(jnp.float32)``, which leaves no equation in a function that is traced in
+    float32.
 
     Args:
       tree: a pytree; its floating-point arrays are marked.
 
     Returns:
-      The same tree.
+      The same pytree.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> as_full(jnp.ones(1))
-      Array([1.], dtype=float32)
+      >>> import jmp_lite as jmp
+      >>> fun = lambda x, w, time: jnp.tanh(x @ w + jmp.as_full(time)) @ w
+      >>> x, w = jnp.ones((2, 2)), jnp.ones((2, 2))
+      >>> jmp.explain(fun)(x, w, x).precision_of(op="tanh")
+      'float32'
     """
     return _marked(tree, FULL_SCOPE)
 
 
 def as_low(tree: Tree) -> Tree:
-    """Says of values that 16 bits are enough, where they come from a float32 op.
+    """Marks values as 16-bit, such as the result of a float32 op.
+
+    An op that reads them no longer runs in float32 because of them.
 
     Args:
       tree: a pytree; its floating-point arrays are marked.
 
     Returns:
-      The same tree.
+      The same pytree.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> as_low(jnp.ones(1))
-      Array([1.], dtype=float32)
+      >>> import jmp_lite as jmp
+      >>> fun = lambda x, w: jnp.tanh(x @ w + jmp.as_low(jnp.exp(w))) @ w
+      >>> x, w = jnp.ones((2, 2)), jnp.ones((2, 2))
+      >>> jmp.explain(fun)(x, w).precision_of(op="tanh")
+      'bfloat16'
     """
     return _marked(tree, LOW_SCOPE)
 
@@ -133,24 +149,30 @@ def as_low(tree: Tree) -> Tree:
 def low_call(
     fun: Callable[Params, Result], dtype: DTypeLike = "bfloat16"
 ) -> Callable[Params, Result]:
-    """Returns a function that calls a kernel which takes 16 bits only.
+    """Returns a function that calls a kernel with 16-bit arguments.
 
-    What the kernel does itself is run as it was written, under every preset.
+    It is for kernels that accept 16 bits only, such as a fused attention. The code of
+    the kernel runs as written, under every preset.
 
     Args:
-      fun: the kernel, such as a fused attention.
-      dtype: the dtype that its floating arguments are given in.
+      fun: the kernel.
+      dtype: the dtype of its floating-point arguments.
 
     Returns:
-      A function whose floating results are float32 outside of autocast, and under
-      autocast in its compute dtype, which may be another one.
+      A function with floating-point results. They are float32 outside of autocast.
+      Under autocast they are in its compute dtype, which may differ from ``dtype``.
 
     Raises:
-      ValueError: ``dtype`` is unknown or not floating.
+      ValueError: ``dtype`` is unknown or not floating-point.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> low_call(jnp.sin)(jnp.ones(1)).dtype
+      >>> import jmp_lite as jmp
+      >>> def kernel(x):
+      ...     print(x.dtype)
+      ...     return jnp.sin(x)
+      >>> jmp.low_call(kernel)(jnp.ones(1)).dtype
+      bfloat16
       dtype('float32')
     """
     parse_dtype(dtype)

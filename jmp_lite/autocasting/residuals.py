@@ -1,8 +1,8 @@
-"""``compress_residuals``: residuals wait for the backward pass in 16 bits.
+"""``compress_residuals``: saves residuals for the backward pass in 16 bits.
 
-The forward pass is not changed. The jaxpr of the forward pass says which residuals are
-compressed; they are restored before the backward pass runs. What cheap ops make of them
-is computed again, and not kept.
+The forward pass does not change. Its jaxpr shows which residuals are compressed; they
+are cast back before the backward pass runs. The results of cheap ops are recomputed
+instead of saved.
 """
 
 import functools
@@ -30,40 +30,50 @@ Result = TypeVar("Result")
 def compress_residuals(
     fun: Callable[Params, Result], dtype: DTypeLike | None = None
 ) -> Callable[Params, Result]:
-    """Returns ``fun``, whose backward pass is computed from values kept in 16 bits.
+    """Returns ``fun`` with a backward pass whose residuals are saved in 16 bits.
 
-    For the body of a loop over layers, where the values that the backward pass needs
-    are stacked up: ``lax.scan(compress_residuals(block), x, layers)``. Around a whole
-    loss, or in straight-line code, it gains nothing and may cost: XLA recomputes there
-    as it likes, and drops the rounding.
+    Use it for the body of a loop over layers, which stacks the residuals of all layers:
+    ``lax.scan(compress_residuals(block), x, layers)``. Around a whole loss or in
+    straight-line code it does not help and may cost: there XLA recomputes values freely
+    and drops the rounding.
 
-    The results of ``fun`` are the same, bit for bit. Kept in 16 bits is what was
-    float32, but for arguments, constants, closed-over values, and what was computed
-    under ``full_precision``: a backward pass that subtracts values which are nearly
-    equal (a variance at a large mean) needs their digits. What cheap ops make (a
-    softmax, a norm, a gelu) is not kept: it is computed again from what goes into it.
-    Values out of range saturate.
-    It composes with ``autocast``, which may stand inside of it, and with
-    ``jax.checkpoint``. Reverse mode only: JAX raises for ``jvp`` and ``jacfwd``.
+    The results of ``fun`` do not change by a bit. A residual is saved in 16 bits if it
+    is a computed float32 value. Exceptions:
+
+    - Arguments, constants and captured arrays stay in float32.
+    - Values computed under ``full_precision`` stay in float32. A backward pass that
+      subtracts nearly equal values (a variance at a large mean) needs their digits.
+    - Results of cheap ops (a softmax, a norm, a gelu) are recomputed from their
+      operands.
+
+    Values out of range become the largest finite number. The function composes with
+    ``autocast`` (which may be inside of it) and with ``jax.checkpoint``. It supports
+    reverse mode only: ``jvp`` and ``jacfwd`` raise an error.
 
     Args:
-      fun: any function of pytrees that JAX can differentiate.
-      dtype: a 16-bit dtype; None is bfloat16, whose range is float32's.
+      fun: a function of pytrees that JAX can differentiate.
+      dtype: the dtype of saved residuals; None means bfloat16, which has the range of
+        float32.
 
     Returns:
-      The function, of the same signature.
+      The function, with the same signature.
 
     Raises:
-      ValueError: ``dtype`` is unknown or not floating.
+      ValueError: ``dtype`` is unknown or not floating-point.
+      TypeError: ``fun`` is not a function; or, in a call, JAX differentiates it in
+        forward mode.
 
     Source: ActNN (Chen et al., 2021) and GACT (Liu et al., 2022) compress residuals in
     PyTorch, to fewer bits.
 
     Example:
-      >>> layer = compress_residuals(lambda x, w: jnp.tanh(x @ w))
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> layer = jmp.compress_residuals(lambda x, w: jnp.tanh(x @ w))
       >>> x, w = jnp.ones((2, 4)), jnp.ones((4, 4))
       >>> _, backward = jax.vjp(layer, x, w)
-      >>> sorted({str(kept.dtype) for kept in jax.tree.leaves(backward)})
+      >>> sorted({str(saved.dtype) for saved in jax.tree.leaves(backward)})
       ['bfloat16', 'float32']
     """
     check_function(fun)
@@ -91,7 +101,7 @@ def compress_residuals(
 
 
 def _compressed(traced: Jaxpr, low_dtype: Any) -> Callable[..., list[Array]]:
-    """Returns a jaxpr as a function of its constants and inputs, with a rule."""
+    """Returns a jaxpr as a differentiable function of its constants and inputs."""
     run = jax.custom_vjp(lambda *inputs: compat.evaluate(traced, inputs))
     put_together: list[Callable[[Sequence[Array], Any], Any]] = []
 
@@ -146,7 +156,7 @@ def _saturate(x: Any, dtype: Any) -> PyTree:
 
 
 def _are_compressible(jaxpr: Jaxpr) -> Iterator[bool]:
-    """Yields, for each result of a jaxpr, whether it is float32 and was computed."""
+    """Yields, for each result of a jaxpr, whether it is a computed float32 value."""
     parts = compat.parts(jaxpr)
     maker = {var: eqn for eqn in parts.eqns for var in eqn.outvars}
     for atom in parts.outvars:

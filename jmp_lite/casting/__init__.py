@@ -1,1 +1,1 @@
-"""What precision is: dtypes and their names, casts of pytrees, policies."""
+"""Dtypes and their names, casts of pytrees, and policies."""

@@ -1,6 +1,6 @@
-"""Names and ranges of floating dtypes, and casts of pytrees.
+"""Names and ranges of floating-point dtypes, and casts of pytrees.
 
-Only floating-point arrays change their dtype. Integers, booleans, PRNG keys, complex
+A cast changes floating-point arrays only. Integers, booleans, PRNG keys, complex
 numbers, Python scalars, ``None`` and arbitrary objects pass through.
 """
 
@@ -32,7 +32,7 @@ dtype_to_names: Mapping[Any, tuple[str, ...]] = MappingProxyType(
         for name in (*_SHORT_NAMES, *filter(re.compile("float[48]_").match, dir(jnp)))
     }
 )
-"""JAX's floating dtypes and the names of each, the one ``str(policy)`` prints first."""
+"""The names of each floating-point dtype of JAX; ``str(policy)`` prints the first."""
 
 _NAME_TO_DTYPE = {
     name: np.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names
@@ -42,14 +42,14 @@ _NAME_TO_DTYPE = {
 
 
 def parse_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
-    """Returns the floating dtype that a name or a dtype-like object stands for.
+    """Returns the floating-point dtype for a name or a dtype-like object.
 
     Args:
-      dtype: a name of ``dtype_to_names``, ``"half"`` (``half_dtype()``, asked of the
-        device now), a ``np.dtype``, or a scalar type such as ``jnp.bfloat16``.
+      dtype: a name in ``dtype_to_names``; ``"half"``, which calls ``half_dtype()``; a
+        ``np.dtype``; or a scalar type such as ``jnp.bfloat16``.
 
     Raises:
-      ValueError: the name is unknown, or the dtype is not a floating one.
+      ValueError: the name is unknown, or the dtype is not floating-point.
     """
     if isinstance(dtype, str):
         if dtype == "half":
@@ -78,7 +78,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def unknown_name(kind: str, got: str, accepted: Iterable[str]) -> ValueError:
-    """Returns an error that names the word nearest to ``got`` and the accepted ones."""
+    """Returns an error that lists the accepted names and suggests the nearest one."""
     accepted = list(accepted)
     near = nearest_name(got, accepted)
     hint = f" Did you mean {near!r}?" if near else ""
@@ -88,7 +88,7 @@ def unknown_name(kind: str, got: str, accepted: Iterable[str]) -> ValueError:
 
 
 def nearest_name(got: str, accepted: Sequence[str]) -> str | None:
-    """Returns the accepted word that was probably meant: ``"tanh"`` for ``"tahn"``."""
+    """Returns the accepted name nearest to a typo: ``"tanh"`` for ``"tahn"``."""
     letters = sorted(got.lower())
     swapped = [name for name in accepted if sorted(name.lower()) == letters]
     near = swapped or difflib.get_close_matches(got, accepted, n=1, cutoff=0.5)
@@ -98,22 +98,24 @@ def nearest_name(got: str, accepted: Sequence[str]) -> str | None:
 def half_dtype() -> Any:
     """Returns the 16-bit dtype that the default device computes in.
 
-    bfloat16 on TPUs, on CPUs, on AMD GPUs and on NVIDIA GPUs of compute capability 8.0
-    and above; float16 on older NVIDIA GPUs. The device is asked when this is called,
-    never at import. (jmp 0.0.4 returned float16 everywhere but on TPUs.)
+    It is bfloat16 on TPUs, CPUs, AMD GPUs, and NVIDIA GPUs of compute capability 8.0 or
+    higher. It is float16 on older NVIDIA GPUs. The function asks the device at each
+    call, never at import. (jmp 0.0.4 returned float16 on everything but TPUs.)
 
     Returns:
-      ``jnp.bfloat16`` or ``jnp.float16``, which are also constructors of scalars.
+      ``jnp.bfloat16`` or ``jnp.float16``. Both also construct scalars.
 
     Example:
-      >>> half_dtype() in (jnp.bfloat16, jnp.float16)
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> jmp.half_dtype() in (jnp.bfloat16, jnp.float16)
       True
     """
     return explain_half_dtype(_default_device())[0]
 
 
 def explain_half_dtype(device: Any) -> tuple[Any, str]:
-    """Returns the half dtype of a device and, in words, why it is that one."""
+    """Returns the half dtype of a device, and the reason in words."""
     if device.platform != "gpu":
         return jnp.bfloat16, f"{device.platform} devices compute in bfloat16"
     capability = str(getattr(device, "compute_capability", ""))
@@ -133,9 +135,9 @@ def _default_device() -> Any:
 
 
 def needs_loss_scale(dtype: DTypeLike) -> bool:
-    """Whether gradients in ``dtype`` vanish that float32 could hold.
+    """Whether a dtype has fewer exponents than float32, so that gradients can vanish.
 
-    bfloat16 has float32's exponents, float16 and the float8 formats have fewer.
+    bfloat16 has float32's exponents. float16 and the float8 formats have fewer.
     """
     return jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp
 
@@ -148,31 +150,35 @@ def cast_tree(
     dtype: DTypeLike,
     where: Callable[[KeyPath, Any], bool] | None = None,
 ) -> Tree:
-    """Casts the floating-point arrays of a pytree.
+    """Casts the floating-point arrays of a pytree to a dtype.
 
     Args:
-      tree: a pytree of any shape. Its floating leaves may be NumPy arrays and scalars,
-        JAX arrays, tracers and ``ShapeDtypeStruct`` objects, each of which stays what
-        it is. All other leaves are returned as they are.
-      dtype: a floating dtype or its name (``"bfloat16"``, ``"bf16"``, ``"half"``, ...).
-      where: ``where(path, leaf) -> bool`` is asked for every floating leaf and keeps it
-        out of the cast where it answers False. ``path`` is a JAX key path, for
-        ``jax.tree_util.keystr``.
+      tree: a pytree. Its floating-point leaves may be NumPy arrays and scalars, JAX
+        arrays, tracers, or ``ShapeDtypeStruct`` objects, of any shape. Each leaf keeps
+        its type. All other leaves are returned unchanged.
+      dtype: a floating-point dtype or its name (``"bfloat16"``, ``"bf16"``,
+        ``"half"``, ...).
+      where: a function ``where(path, leaf) -> bool``. A leaf for which it returns False
+        is not cast. ``path`` is a JAX key path: ``jax.tree_util.keystr(path)`` is its
+        text. None casts every floating-point leaf.
 
     Returns:
       A pytree of the same structure and shapes.
 
     Raises:
-      ValueError: ``dtype`` is unknown or not floating.
+      ValueError: ``dtype`` is unknown or not floating-point.
 
     Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
       >>> params = {"dense": jnp.ones((2, 2)), "norm": jnp.ones(2), "step": 3}
-      >>> low = cast_tree(params, "bfloat16")
+      >>> low = jmp.cast_tree(params, "bfloat16")
       >>> low["dense"].dtype, low["norm"].dtype, low["step"]
       (dtype(bfloat16), dtype(bfloat16), 3)
       >>> def not_norm(path, leaf):
       ...     return "norm" not in jax.tree_util.keystr(path)
-      >>> cast_tree(params, "bfloat16", where=not_norm)["norm"].dtype
+      >>> jmp.cast_tree(params, "bfloat16", where=not_norm)["norm"].dtype
       dtype('float32')
     """
     target = parse_dtype(dtype)
@@ -187,9 +193,19 @@ def cast_tree(
 def cast_to_full(tree: Tree) -> Tree:
     """Casts the floating-point arrays of a pytree to float32.
 
+    Args:
+      tree: a pytree, as for ``cast_tree``.
+
+    Returns:
+      A pytree of the same structure and shapes.
+
     Example:
-      >>> cast_to_full({"w": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2)})["w"].dtype
-      dtype('float32')
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> tree = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2)}
+      >>> full = jmp.cast_to_full(tree)
+      >>> full["w"].dtype, full["n"].dtype
+      (dtype('float32'), dtype('int32'))
     """
     return cast_tree(tree, jnp.float32)
 
@@ -197,15 +213,23 @@ def cast_to_full(tree: Tree) -> Tree:
 def cast_to_half(tree: Tree) -> Tree:
     """Casts the floating-point arrays of a pytree to ``half_dtype()``.
 
+    Args:
+      tree: a pytree, as for ``cast_tree``.
+
+    Returns:
+      A pytree of the same structure and shapes.
+
     Example:
-      >>> cast_to_half(jnp.ones(2)).dtype == half_dtype()
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> jmp.cast_to_half(jnp.ones(2)).dtype == jmp.half_dtype()
       True
     """
     return cast_tree(tree, half_dtype())
 
 
 def upcast_tree(tree: Tree) -> Tree:
-    """Casts the arrays of 16 bits and fewer to float32 and leaves wider ones alone."""
+    """Casts floating-point arrays of 16 bits or fewer to float32."""
 
     def upcast(leaf: Any) -> Any:
         narrow = is_floating(leaf) and jnp.finfo(leaf.dtype).bits < 32
@@ -215,26 +239,26 @@ def upcast_tree(tree: Tree) -> Tree:
 
 
 def is_array(leaf: Any) -> TypeGuard[Any]:
-    """Whether a leaf is an array or the shape of one (Python scalars are neither)."""
+    """Whether a leaf is an array or a ``ShapeDtypeStruct``. Python scalars are not."""
     return isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
 
 
 def is_traceable(leaf: Any) -> bool:
-    """Whether a leaf is an array that JAX can compute with: not one of text."""
+    """Whether a leaf is an array that JAX can compute with. Arrays of text are not."""
     if not is_array(leaf) or isinstance(leaf, jax.Array):
         return is_array(leaf)
     return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_
 
 
 def is_floating(leaf: Any) -> TypeGuard[Any]:
-    """Whether a leaf is an array of real floating-point numbers, or its shape."""
+    """Whether a leaf is a real floating-point array, or the shape of one."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def is_number(leaf: Any, kind: Any = jnp.number) -> TypeGuard[Any]:
-    """Whether a leaf holds numbers of a kind: an array, or a Python scalar.
+    """Whether a leaf is an array or a Python scalar with numbers of a kind.
 
-    PRNG keys, booleans, ``float0`` and mere shapes are no numbers.
+    PRNG keys, booleans, ``float0`` arrays and ``ShapeDtypeStruct`` objects are not.
     """
     if isinstance(leaf, int | float | complex):
         return jnp.issubdtype(type(leaf), kind)
@@ -246,12 +270,12 @@ def is_number(leaf: Any, kind: Any = jnp.number) -> TypeGuard[Any]:
 
 
 def is_16_bit(leaf: Any) -> TypeGuard[Any]:
-    """Whether a leaf is an array of real floats of 16 bits."""
+    """Whether a leaf is a real floating-point array of 16 bits."""
     return is_floating(leaf) and leaf.dtype.itemsize == 2
 
 
 def is_inexact(leaf: Any) -> TypeGuard[Any]:
-    """Whether a leaf holds real or complex numbers: an array, or a Python scalar."""
+    """Whether a leaf is an array or a Python scalar of real or complex floats."""
     return is_number(leaf, jnp.inexact)
 
 
@@ -267,10 +291,17 @@ def _cast_leaf(leaf: Any, dtype: np.dtype[Any]) -> Any:
 
 
 class DtypeTotals(NamedTuple):
-    """How much of a pytree has one dtype: ``leaves``, ``elements`` and ``bytes``.
+    """The totals of one dtype in a pytree.
+
+    Attributes:
+      leaves: the number of arrays.
+      elements: the number of their elements.
+      bytes: their size in bytes.
 
     Example:
-      >>> dtype_summary(jnp.ones((2, 3)))["float32"]
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> jmp.dtype_summary(jnp.ones((2, 3)))["float32"]
       DtypeTotals(leaves=1, elements=6, bytes=24)
     """
 
@@ -280,16 +311,19 @@ class DtypeTotals(NamedTuple):
 
 
 class DtypeSummary(dict[str, DtypeTotals]):
-    """A mapping from a dtype's name to its ``DtypeTotals``; prints as a table.
+    """A mapping from the name of a dtype to its ``DtypeTotals``; prints as a table.
 
     Example:
-      >>> dtype_summary({"w": jnp.ones(2), "n": jnp.arange(3)}).total.bytes
-      20
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> summary = jmp.dtype_summary({"w": jnp.ones(2), "n": jnp.arange(3)})
+      >>> list(summary), summary.total.bytes
+      (['int32', 'float32'], 20)
     """
 
     @property
     def total(self) -> DtypeTotals:
-        """The sums over all dtypes."""
+        """The totals over all dtypes, as ``DtypeTotals``."""
         return _sum_totals(self.values())
 
     def __str__(self) -> str:
@@ -308,15 +342,17 @@ def dtype_summary(tree: Any) -> DtypeSummary:
     """Counts the arrays of a pytree by dtype.
 
     Args:
-      tree: a pytree; arrays, tracers and ``ShapeDtypeStruct`` objects count, whatever
-        their dtype (PRNG keys too), and all else is passed over.
+      tree: a pytree. Arrays, tracers and ``ShapeDtypeStruct`` objects of every dtype
+        count, PRNG keys too. Other leaves are ignored.
 
     Returns:
-      Totals by name of the dtype, most bytes first.
+      A ``DtypeSummary``: the totals by the name of the dtype, the most bytes first.
 
     Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
       >>> tree = {"w": jnp.ones((4, 4), jnp.bfloat16), "b": jnp.ones(4), "n": 0}
-      >>> summary = dtype_summary(tree)
+      >>> summary = jmp.dtype_summary(tree)
       >>> summary["bfloat16"].bytes, summary.total.elements
       (32, 20)
       >>> print(summary)

@@ -1,4 +1,4 @@
-"""Arrays as NumPy's, on the host."""
+"""Copies arrays to the host."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import numpy as np
 
 
 def fetched(tree: Any) -> Any:
-    """Returns a pytree of arrays as one of NumPy.
+    """Returns a pytree of JAX arrays as NumPy arrays on the host.
 
     Raises:
-      TypeError: the numbers are not known yet.
+      TypeError: an array is a tracer.
     """
     try:
         return jax.tree.map(np.asarray, jax.device_get(tree))

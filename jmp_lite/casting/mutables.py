@@ -1,6 +1,7 @@
-"""Modules of Flax nnx, which change while a function runs: a trace changes a copy.
+"""Handles Flax nnx modules, which a function may change while it runs.
 
-Flax is not imported: where nobody else has imported it there are no such modules.
+A trace changes a copy of a module. This file does not import Flax: if no one has
+imported Flax, there are no such modules.
 """
 
 import contextlib
@@ -19,18 +20,18 @@ _CAPTURED = (
 
 
 def is_module(x: Any) -> bool:
-    """Whether this is an nnx object: a module, an optimizer, streams of numbers."""
+    """Whether an object is an nnx object: a module, an optimizer, or ``nnx.Rngs``."""
     kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
     return kind is not None and isinstance(x, kind)
 
 
 def refuse_modules(found: Iterable[Any], place: str, instead: str) -> None:
-    """Raises where an nnx object would lose its updates: a trace works on a copy.
+    """Raises for an nnx object, whose changes a trace would lose.
 
     Args:
       found: objects.
       place: what they are, such as "an argument".
-      instead: the name of the function that writes updates back.
+      instead: the name of the function that writes changes back.
 
     Raises:
       TypeError: one of them is an nnx object.
@@ -45,7 +46,7 @@ def refuse_modules(found: Iterable[Any], place: str, instead: str) -> None:
 
 
 def refusing_modules(fun: Callable[..., Any], instead: str) -> Callable[..., Any]:
-    """Returns ``fun``, which raises where an nnx object is among its arguments.
+    """Returns ``fun`` with a check that no argument contains an nnx object.
 
     Args:
       fun: a function of pytrees.
@@ -62,7 +63,7 @@ def refusing_modules(fun: Callable[..., Any], instead: str) -> Callable[..., Any
 
 
 def returning_changes(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[Any]]]:
-    """Returns ``fun``, which also returns what it has changed among its arguments.
+    """Returns ``fun`` with the nnx variables that it changes as an extra result.
 
     A trace changes copies of nnx variables, such as those in the state of a module.
 
@@ -70,8 +71,8 @@ def returning_changes(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[
       fun: a function of pytrees.
 
     Returns:
-      A function that returns ``(fun(...), changes)``: for each variable among the
-      arguments, in their order, the variable if it has changed, else None.
+      A function that returns ``(fun(...), changes)``. For each variable in the
+      arguments, in order, ``changes`` holds the variable if it changed, else None.
     """
 
     @functools.wraps(fun)
@@ -89,7 +90,7 @@ def returning_changes(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[
 
 
 def write_changes(args: Any, kwargs: Any, changes: list[Any]) -> None:
-    """Writes what ``returning_changes`` has found to the variables outside."""
+    """Writes the changes that ``returning_changes`` found to the original variables."""
     for variable, new in zip(_variables_in((args, kwargs)), changes, strict=True):
         if new is not None:
             variable.update_from_state(new)
@@ -110,7 +111,7 @@ def _has_changed(variable: Any, old_leaves: list[Any], old_structure: Any) -> bo
 
 @contextlib.contextmanager
 def noting_captures() -> Generator[None]:
-    """Adds to Flax's error what to do with a module that a function captures."""
+    """Adds a remedy to Flax's error about a module that a function captures."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Which dtype parameters, computation and outputs have: three dtypes and their casts.
+"""Policies: the dtypes of parameters, computation and outputs, and their casts.
 
-A policy is a value. It casts the trees it is given and changes nothing else.
+A policy is a value. It casts pytrees and changes nothing else.
 """
 
 import dataclasses
@@ -18,25 +18,27 @@ Tree = TypeVar("Tree")
 class Policy:
     """The dtypes of parameters, of computation and of outputs.
 
-    Frozen and hashable. Each dtype may be given as a dtype, a NumPy or JAX scalar type
-    or a name (``"bf16"``, ``"float32"``, ``"half"``); it is kept as a ``np.dtype``, so
-    two spellings of one policy are equal.
+    A policy is frozen and hashable. Each dtype may be a dtype, a NumPy or JAX scalar
+    type, or a name (``"bf16"``, ``"float32"``, ``"half"``). The policy stores it as a
+    ``np.dtype``, so two spellings of one policy are equal.
 
     Attributes:
-      param_dtype: the dtype that parameters are stored in.
-      compute_dtype: the dtype that the forward and backward pass run in.
-      output_dtype: the dtype of what the computation returns.
+      param_dtype: the dtype of stored parameters.
+      compute_dtype: the dtype of the forward and backward pass.
+      output_dtype: the dtype of the results.
 
     Raises:
-      ValueError: a dtype is unknown or not floating.
+      ValueError: a dtype is unknown or not floating-point.
 
     Source: the policies of jmp 0.0.4, with which this class is compatible.
 
     Example:
-      >>> policy = Policy("float32", "bfloat16", "float32")
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> policy = jmp.Policy("float32", "bfloat16", "float32")
       >>> print(policy)
       p=full,c=bf16,o=full
-      >>> policy.cast_to_compute({"w": np.ones(2, np.float32)})["w"].dtype
+      >>> policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype
       dtype(bfloat16)
     """
 
@@ -62,7 +64,7 @@ class Policy:
         return cast_tree(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """Returns this policy with another output dtype."""
+        """Returns a copy of this policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
@@ -87,24 +89,27 @@ def get_policy(text: str) -> Policy:
     """Reads a policy from text.
 
     Args:
-      text: one dtype for all three parts (``"float16"``, ``"half"``, ``"full"``), parts
-        by key (``"params=float32,compute=float16,output=float32"``, or in short
-        ``"p=f32, c=f16, o=f32"``), or Keras's ``"mixed_bfloat16"``,
-        ``"mixed_float16"``. A part that is not given follows as in jmp: params are
-        float32, compute follows params, output follows compute.
+      text: one of three forms.
+
+        - One dtype for all three parts: ``"float16"``, ``"half"``, ``"full"``.
+        - Parts by key: ``"params=float32,compute=float16,output=float32"``, or in short
+          ``"p=f32, c=f16, o=f32"``. As in jmp, params default to float32, compute
+          defaults to params, and output defaults to compute.
+        - Keras's ``"mixed_bfloat16"`` or ``"mixed_float16"``.
 
     Returns:
-      The policy; ``get_policy(str(policy)) == policy`` for every policy.
+      The policy. ``get_policy(str(policy)) == policy`` holds for every policy.
 
     Raises:
-      ValueError: a key or a dtype is unknown or given twice; the message says which,
-        and what is accepted.
+      ValueError: a key or a dtype is unknown, or a key is given twice.
+      TypeError: ``text`` is not a string.
 
     Example:
-      >>> print(get_policy("c=bf16"))
+      >>> import jmp_lite as jmp
+      >>> print(jmp.get_policy("c=bf16"))
       p=full,c=bf16,o=bf16
-      >>> get_policy("mixed_float16") == get_policy("p=full,c=f16")
-      True
+      >>> jmp.get_policy("mixed_float16").compute_dtype
+      dtype('float16')
     """
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"Expected a policy as text, got {type(text).__name__}.")

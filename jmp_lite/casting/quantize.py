@@ -1,4 +1,4 @@
-"""Arrays in 8 bits: rounded to a float8 format after division by a power of two."""
+"""Quantizes arrays to 8 bits: division by a power of two, then rounding to float8."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Quantized(NamedTuple):
 
     Attributes:
       numbers: the array divided by the scale and rounded, in the float8 dtype.
-      scale: a power of two, a float32 scalar; NaN where the array is not finite.
+      scale: a float32 scalar, a power of two; NaN if an element is not finite.
     """
 
     numbers: jax.Array
@@ -31,20 +31,21 @@ class Quantized(NamedTuple):
 
 
 def scale_for(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the power of two that brings the numbers of an array into a format.
+    """Returns the power of two that scales an array into the range of a format.
 
-    Divided by it, the largest number is at most the largest of the format, and more
-    than half of that.
+    The largest number of the array, divided by this scale, is at most the format's
+    largest number and more than half of it.
 
     Args:
       largest: the largest absolute value of the array, a scalar.
       dtype: a float8 dtype.
 
     Returns:
-      A float32 scalar of at least 2**-100: 1 for zeros, and NaN for what is not finite,
-      so that infinities are never clipped to a finite number.
+      A float32 scalar, at least 2**-100. It is 1 for zeros. It is NaN if ``largest`` is
+      not finite, so that an infinity never becomes a finite number.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> float(scale_for(jnp.float32(448), "float8_e4m3fn"))
       1.0
       >>> float(scale_for(jnp.float32(449), "float8_e4m3fn"))
@@ -54,14 +55,14 @@ def scale_for(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def power_of_two_for(largest: jax.Array, limit: float) -> jax.Array:
-    """Returns the powers of two that bring numbers below a limit.
+    """Returns powers of two that scale numbers to at most a limit.
 
     Args:
       largest: the largest absolute values, of any shape.
-      limit: what each of them is at most, divided by its scale.
+      limit: the largest allowed value of ``largest / scale``.
 
     Returns:
-      Float32 scales, as those of ``scale_for``.
+      Float32 scales of the same shape, as ``scale_for`` returns them.
     """
     ratio = largest.astype(jnp.float32) / limit
     bits = lax.bitcast_convert_type(ratio, jnp.uint32)
@@ -75,16 +76,17 @@ _MANTISSA = np.uint32(0x007FFFFF)
 
 
 def quantize(array: jax.Array, dtype: DTypeLike) -> Quantized:
-    """Returns an array in a float8 format, with one scale for all of it.
+    """Quantizes an array to a float8 format, with one scale for the whole array.
 
     Args:
-      array: a float array of any shape.
+      array: a floating-point array of any shape.
       dtype: a float8 dtype.
 
-    Source: the recipe is that of TransformerEngine's "current scaling"; powers of two
-    round nothing by themselves.
+    Source: TransformerEngine's "current scaling", with powers of two as scales, which
+    add no rounding error.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> quantized = quantize(jnp.array([0.0, 1.0, 896.0]), "float8_e4m3fn")
       >>> quantized.numbers.astype(jnp.float32), float(quantized.scale)
       (Array([  0. ,   0.5, 448. ], dtype=float32), 2.0)
@@ -97,6 +99,6 @@ def quantize(array: jax.Array, dtype: DTypeLike) -> Quantized:
 
 
 def dequantize(quantized: Quantized, dtype: DTypeLike) -> jax.Array:
-    """Returns the numbers that a quantized array stands for."""
+    """Returns the numbers of a quantized array in a dtype."""
     scale = quantized.scale.astype(dtype)
     return quantized.numbers.astype(dtype) * scale

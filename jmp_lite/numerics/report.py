@@ -31,11 +31,18 @@ from jmp_lite.numerics.statistics import (
 
 @dataclasses.dataclass(frozen=True)
 class LeafNumerics(Numbers):
-    """What there is to know of the numbers of one array.
+    """The numbers of one array.
 
     Attributes:
-      path: where it is.
+      path: the path of the array in the pytree.
       dtype: its dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> row, = jmp.numerics_report({"w": jnp.array([1.0, jnp.inf])}).rows
+      >>> row.path, row.dtype, row.elements, row.inf
+      ("['w']", 'float32', 2, 1)
     """
 
     path: str
@@ -43,12 +50,12 @@ class LeafNumerics(Numbers):
 
 
 class Leaf(NamedTuple):
-    """An array of which the numbers are counted.
+    """An array whose numbers are counted.
 
     Attributes:
-      path: where it is.
+      path: its path in the pytree.
       dtype: its dtype.
-      known: what there is to know of its numbers, if they were on the host.
+      known: the counts, if the array was on the host.
     """
 
     path: str
@@ -63,12 +70,19 @@ class Leaf(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class NumericsReport:
-    """The numbers of a pytree, leaf by leaf; a pytree itself, and prints as a table.
+    """The numbers of a pytree, leaf by leaf. It is a pytree, and prints as a table.
 
     Attributes:
-      counts: by what is counted, an array of one number for each array of JAX.
-      leaves: the arrays, those of NumPy with what is counted in them.
-      dtype: what the shares are of; None for the dtype of each leaf.
+      counts: for each statistic, an array with one number for each JAX array.
+      leaves: the arrays. A NumPy array has its statistics with it.
+      dtype: the dtype that the shares refer to; None means the dtype of each leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> report = jmp.numerics_report({"w": jnp.array([1.0, 1e6])}, "float16")
+      >>> report.rows[0].dtype, report.rows[0].overflow
+      ('float32', 0.5)
     """
 
     counts: Mapping[str, Any]
@@ -77,7 +91,10 @@ class NumericsReport:
 
     @property
     def rows(self) -> tuple[LeafNumerics, ...]:
-        """One for each leaf, on the host, over all that vmap or scan has stacked."""
+        """One ``LeafNumerics`` for each leaf, on the host.
+
+        A report that ``vmap`` or ``scan`` has stacked counts as one.
+        """
         columns, traced = on_host(self.counts), itertools.count()
         return tuple(
             LeafNumerics(
@@ -97,44 +114,49 @@ class NumericsReport:
 
 
 def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport:
-    """Counts what is not finite in a pytree, and what another dtype would lose.
+    """Counts non-finite numbers in a pytree, and numbers that another dtype would lose.
 
-    Arrays of JAX are counted where they are. Most devices, CPUs among them, take a
-    number below 1.2e-38 for zero: what they flush is a zero here too. NumPy flushes
-    nothing.
+    JAX arrays are counted on their device. Most devices, CPUs included, treat a number
+    below 1.2e-38 as zero, and so does this function. NumPy arrays are counted on the
+    host without this flush to zero.
 
-    Inside of ``shard_map`` the arrays of all devices are counted, and ``out_specs`` of
-    the report is ``P()``.
+    Inside of ``shard_map`` the report counts the arrays of all devices; its
+    ``out_specs`` is ``P()``.
 
     Args:
-      tree: gradients, activations, parameters, an optimizer's state: its floats are
-        counted, of complex numbers the larger part.
-      dtype: what they might be held in, such as ``"float16"``; None for what they are.
-        Float8 products divide an array by a scale before they round it. A format of 8
-        bits is therefore judged with scales: each array is divided by the scale for its
-        largest finite number, so that none overflows. ``max_abs`` and ``min_abs`` are
-        of the array itself. An array of that very format is judged as it is.
+      tree: gradients, activations, parameters or an optimizer state. Floating-point
+        arrays are counted; of a complex number, its larger part.
+      dtype: a candidate dtype, such as ``"float16"``; None means the dtype of each
+        array.
+
+        An 8-bit format is judged with a scale for each array, because float8 products
+        divide an array by a scale before they round it. The scale fits the largest
+        finite number, so nothing overflows. ``max_abs`` and ``min_abs`` are those of
+        the unscaled array. An array that already has this format is judged without a
+        scale.
 
     Returns:
-      A report. It is a pytree of arrays, so that a jitted function may return it;
-      ``rows`` and ``print`` are for the host.
+      A ``NumericsReport``. It is a pytree of arrays, so a jit-compiled function may
+      return it. ``rows`` and ``print`` work on the host only.
 
     Raises:
-      ValueError: ``dtype`` is unknown, not floating, or has no infinity and no NaN.
-      TypeError: a leaf is the shape of an array.
+      ValueError: ``dtype`` is unknown, not floating-point, or has neither infinity nor
+        NaN.
+      TypeError: a leaf is a ``ShapeDtypeStruct``.
 
     Example:
       >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
       >>> grads = {"w": jnp.array([0.0, 1e-9, 1.0, 1e6]), "b": jnp.array([jnp.nan])}
-      >>> b, w = numerics_report(grads, "float16").rows
+      >>> b, w = jmp.numerics_report(grads, "float16").rows
       >>> b.nan, w.overflow, w.underflow, w.max_abs
       (1, 0.25, 0.25, 1000000.0)
 
-      With the scale 4096, the largest number fits, and 1.0 vanishes too:
+      With the scale 4096 of float8, the largest number fits, and 1.0 becomes zero too:
 
-      >>> b, w = numerics_report(grads, "float8_e4m3fn").rows
-      >>> w.overflow, w.underflow, w.max_abs
-      (0.0, 0.5, 1000000.0)
+      >>> b, w = jmp.numerics_report(grads, "float8_e4m3fn").rows
+      >>> w.dtype, w.overflow, w.underflow, w.max_abs
+      ('float32', 0.0, 0.5, 1000000.0)
     """
     wanted = None if dtype is None else dtype_that_overflows(dtype)
     counts: list[Mapping[str, Any]] = []
@@ -152,15 +174,15 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
 
 
 def of_all_devices(counts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Stacks counts up; inside of ``shard_map`` those of all devices, the same on each.
+    """Stacks counts; inside of ``shard_map``, adds those of all devices.
 
-    Otherwise ``out_specs=P()`` would show those of the first device.
+    Otherwise ``out_specs=P()`` would return the counts of the first device.
     """
     return jax.tree.map(gathered, stacked(counts))
 
 
 def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the arrays of a pytree that hold floats, each with its path."""
+    """Yields the floating-point arrays of a pytree, each with its path."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
@@ -171,7 +193,7 @@ def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def dtype_that_overflows(dtype: DTypeLike) -> np.dtype[Any]:
-    """Returns a dtype that has infinities, such as bfloat16; others are refused."""
+    """Returns a dtype that has infinities or NaN; raises for other dtypes."""
     wanted = parse_dtype(dtype)
     if jnp.finfo(wanted).bits < 8:
         raise ValueError(
@@ -182,10 +204,10 @@ def dtype_that_overflows(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 class NonfiniteReport(tuple[LeafNumerics, ...]):
-    """The arrays of a pytree that hold a NaN or an infinity; prints as a list."""
+    """The arrays of a pytree with a NaN or an infinity; prints as a list."""
 
     def __str__(self) -> str:
-        """Returns a line for each, or says that there is none."""
+        """Returns a line for each array, or "all finite"."""
         lines = [
             f"{row.path or 'the array'}: {row.nan} NaN, {row.inf} infinite "
             f"of {row.elements}"
@@ -195,18 +217,27 @@ class NonfiniteReport(tuple[LeafNumerics, ...]):
 
 
 def nonfinite_report(tree: Any) -> NonfiniteReport:
-    """Finds the arrays of a pytree that are not finite throughout, on the host.
+    """Finds the arrays of a pytree that contain a NaN or an infinity.
 
     Args:
-      tree: any pytree of arrays.
+      tree: a pytree of concrete arrays.
 
     Returns:
-      A row for each such array; empty, and so false, where all are finite.
+      A ``NonfiniteReport`` with a row for each such array. If all numbers are finite,
+      it is empty and false.
+
+    Raises:
+      TypeError: a leaf is a tracer or a ``ShapeDtypeStruct``.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> print(nonfinite_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(2)}))
+      >>> import jmp_lite as jmp
+      >>> tree = {"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(2)}
+      >>> report = jmp.nonfinite_report(tree)
+      >>> print(report)
       ['w']: 0 NaN, 1 infinite of 2
+      >>> report[0].dtype
+      'float32'
     """
     rows = numerics_report(tree).rows
     return NonfiniteReport(row for row in rows if row.nan or row.inf)
@@ -216,9 +247,9 @@ class SuggestedLossScale(NamedTuple):
     """A loss scale for some gradients.
 
     Attributes:
-      loss_scale: a power of two.
-      lost: which share of the gradients that are not zero vanishes without it.
-      rescued: which share of those that vanish does not with it.
+      loss_scale: the scale, a power of two.
+      lost: the share of nonzero gradients that become zero without it.
+      rescued: the share of these that do not become zero with it.
     """
 
     loss_scale: float
@@ -229,28 +260,31 @@ class SuggestedLossScale(NamedTuple):
 def suggest_loss_scale(
     grads: Any, dtype: DTypeLike = "float16", headroom: float = 16.0
 ) -> SuggestedLossScale:
-    """Returns the largest power of two that leaves gradients finite, with headroom.
+    """Returns the largest power of two that keeps gradients finite, with headroom.
 
-    Not more than 2**24, above which a loss overflows by itself. It fits the gradients
-    that it is given; those of another moment of training may be a thousand times
-    larger. A ``DynamicLossScale`` follows them: take this for its start.
+    The result is at most 2**24; above it, the scaled loss itself overflows. It fits the
+    given gradients only: those of another training step may be a thousand times larger.
+    A ``DynamicLossScale`` follows them. Use this scale as its start.
 
     Args:
-      grads: unscaled gradients, concrete.
-      dtype: what the backward pass computes in. A format of 8 bits is judged as it is,
-        without a scale for each array. Float8 products have such scales, and need no
-        loss scale.
-      headroom: how many times larger than the largest of them a number may get, 1 or
-        more.
+      grads: unscaled gradients, concrete arrays.
+      dtype: the dtype of the backward pass. An 8-bit format is judged without a scale
+        for each array. (Float8 products have such scales, and need no loss scale.)
+      headroom: how many times larger a number may become, 1 or more.
+
+    Returns:
+      A ``SuggestedLossScale``.
 
     Raises:
-      ValueError: no gradient is finite and not zero, ``dtype`` is unknown or has no
-        infinity, or there is no headroom.
-      TypeError: the gradients are being traced, or are shapes.
+      ValueError: no gradient is finite and nonzero, ``dtype`` is unknown or has no
+        infinity, or ``headroom`` is below 1.
+      TypeError: a gradient is a tracer or a ``ShapeDtypeStruct``.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> suggest_loss_scale({"w": jnp.array([1e-9, 1e-3])})
+      >>> import jmp_lite as jmp
+      >>> grads = {"w": jnp.array([1e-9, 1e-3], jnp.float32)}
+      >>> jmp.suggest_loss_scale(grads, "float16")
       SuggestedLossScale(loss_scale=2097152.0, lost=0.5, rescued=1.0)
     """
     if not 1 <= headroom < math.inf:

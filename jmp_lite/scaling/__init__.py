@@ -1,1 +1,1 @@
-"""Loss scales, gradients under one, and the optax transformations that carry it."""
+"""Loss scales, gradients under a loss scale, and optimizers for low precision."""

@@ -1,6 +1,6 @@
 """Gradients under a loss scale.
 
-This is the only module in which a scaled gradient exists: it returns the true gradient.
+A scaled gradient exists in this module only. Its functions return true gradients.
 """
 
 import functools
@@ -36,11 +36,11 @@ def value_and_grad(
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
 ) -> Callable[Params, tuple[Any, Any]]:
-    """Returns a function that evaluates ``fun`` and its gradient under a loss scale.
+    """Returns a function that computes ``fun`` and its gradient under a loss scale.
 
-    The loss is multiplied by the scale before the backward pass and the gradients are
-    divided by it after, both in float32. Nothing of that is seen from outside: the
-    value is the loss itself, and the gradients are those of ``fun``.
+    It multiplies the loss by the scale before the backward pass, and divides the
+    gradients by the scale after it, both in float32. Callers never see a scaled number:
+    the value is the unscaled loss, and the gradients are those of ``fun``.
 
     Args:
       fun: a function that returns a scalar loss, or ``(loss, aux)`` with ``has_aux``.
@@ -49,23 +49,24 @@ def value_and_grad(
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as in ``jax.value_and_grad``.
       allow_int: as in ``jax.value_and_grad``.
-      grad_dtype: the dtype of the gradients: ``"float32"``, or ``"bfloat16"``, which
-        takes half the memory of float32 parameters' gradients. They are unscaled in
+      grad_dtype: the dtype of the gradients: ``"float32"`` or ``"bfloat16"``. bfloat16
+        halves the memory for the gradients of float32 parameters. They are unscaled in
         float32 and rounded once.
 
     Returns:
-      A function of ``fun``'s arguments, keyword arguments too, that returns
-      ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``loss`` has the
-      dtype that ``fun`` gave it. ``grads`` has the structure and shapes of the
-      arguments, in ``grad_dtype`` where those are real and have 32 bits or fewer (under
-      ``NoOpLossScale`` too), else in their dtype. Where the arguments hold inexact
-      arrays and leaves without a derivative, such as the functions in an Equinox
-      module, ``fun`` is differentiated with respect to the arrays, and the gradient of
-      every other leaf is None.
+      A function of ``fun``'s arguments, keyword arguments too. It returns
+      ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
+
+      ``loss`` has the dtype that ``fun`` gave it. ``grads`` has the structure and
+      shapes of the arguments. Real gradients of 32 bits or fewer are in ``grad_dtype``,
+      under ``NoOpLossScale`` too. Other gradients have the dtype of their argument.
+
+      An argument may also hold leaves without a derivative, such as the functions in an
+      Equinox module. The gradient of such a leaf is None.
 
     Raises:
-      TypeError: ``loss_scale`` is not a ``LossScale``, ``fun`` does not return a pair
-        though ``has_aux`` says so, or an argument is an nnx module, whose changes
+      TypeError: ``loss_scale`` is not a ``LossScale``; ``fun`` does not return a pair
+        although ``has_aux`` is True; or an argument is an nnx module, whose changes
         would be lost.
       ValueError: ``grad_dtype`` is another dtype.
 
@@ -74,10 +75,11 @@ def value_and_grad(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jmp_lite.scaling.loss_scale import StaticLossScale
+      >>> import jmp_lite as jmp
       >>> loss_fn = lambda w: (w * jnp.float16(1e-4)).sum()
       >>> w = jnp.ones(2, jnp.float16)
-      >>> loss, grads = value_and_grad(loss_fn, StaticLossScale(2.0**10))(w)
+      >>> scale = jmp.StaticLossScale(2.0**10)
+      >>> loss, grads = jmp.value_and_grad(loss_fn, scale)(w)
       >>> loss.dtype, grads.dtype
       (dtype('float16'), dtype('float32'))
     """
@@ -98,10 +100,11 @@ def under_scale(
     has_aux: bool,
     grad_dtype: DTypeLike,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns ``value_and_grad`` by a transformation that is given.
+    """Returns ``value_and_grad`` built on a given transformation.
 
     Args:
-      transform: what differentiates: called with a function and ``has_aux=True``.
+      transform: the transformation that differentiates, called with a function and
+        ``has_aux=True``.
       fun: see ``value_and_grad``.
       loss_scale: see ``value_and_grad``.
       has_aux: see ``value_and_grad``.
@@ -127,7 +130,7 @@ def under_scale(
 
 
 def parse_grad_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Returns the dtype that ``grad_dtype`` stands for.
+    """Returns the dtype for the argument ``grad_dtype``.
 
     Raises:
       ValueError: it is neither float32 nor bfloat16.
@@ -146,7 +149,7 @@ def parse_grad_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def rounded_gradients(grads: Any, dtype: np.dtype[Any]) -> Any:
-    """Returns gradients, with the real ones of 32 bits or fewer cast to a dtype."""
+    """Casts the real gradients of 32 bits or fewer to a dtype."""
 
     def rounded(leaf: Any) -> Any:
         is_wide = not is_floating(leaf) or jnp.finfo(leaf.dtype).bits > 32
@@ -165,9 +168,9 @@ def grad(
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
 ) -> Callable[Params, Any]:
-    """Returns a function that evaluates the gradient of ``fun`` under a loss scale.
+    """Returns a function that computes the gradient of ``fun`` under a loss scale.
 
-    As ``value_and_grad``, without the value.
+    It is ``value_and_grad`` without the value.
 
     Args:
       fun: see ``value_and_grad``.
@@ -181,9 +184,13 @@ def grad(
     Returns:
       A function that returns ``grads``, or ``(grads, aux)`` with ``has_aux``.
 
+    Raises:
+      TypeError: see ``value_and_grad``.
+      ValueError: see ``value_and_grad``.
+
     Example:
-      >>> from jmp_lite.scaling.loss_scale import StaticLossScale
-      >>> grad(lambda x: x**2, StaticLossScale(1024))(3.0)
+      >>> import jmp_lite as jmp
+      >>> jmp.grad(lambda x: x**2, jmp.StaticLossScale(1024))(3.0)
       Array(6., dtype=float32)
     """
     value_and_grad_fun = value_and_grad(
@@ -211,7 +218,7 @@ def _value_and_grad_of_arrays(
     allow_int: bool,
     **options: Any,
 ) -> Callable[..., Any]:
-    """As ``jax.value_and_grad``, but arrays may have other leaves beside them."""
+    """Like ``jax.value_and_grad``, for arguments with leaves that are not arrays."""
     differentiate = functools.partial(
         jax.value_and_grad, argnums=argnums, allow_int=allow_int, **options
     )
@@ -241,9 +248,9 @@ def _value_and_grad_of_arrays(
 def _has_leaves_to_leave_out(
     args: tuple[Any, ...], nums: tuple[int, ...], allow_int: bool
 ) -> bool:
-    """Whether arguments hold inexact arrays beside leaves without a derivative.
+    """Whether arguments mix inexact arrays with leaves without a derivative.
 
-    All others are left to JAX, and to its errors.
+    All other arguments go to JAX unchanged, which raises its own errors.
     """
     if not all(-len(args) <= i < len(args) for i in nums):
         return False
@@ -265,7 +272,7 @@ def _is_discrete(leaf: Any) -> bool:
 
 
 def _filled_in(arrays: Any, whole: Any) -> Any:
-    """Returns a tree of arrays with the leaves of another where it has None."""
+    """Returns a tree of arrays with each None replaced by the leaf of another tree."""
     return jax.tree.map(
         lambda array, leaf: leaf if array is None else array,
         arrays,
@@ -277,7 +284,7 @@ def _filled_in(arrays: Any, whole: Any) -> Any:
 def _call(
     fun: Callable[..., Any], has_aux: bool, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Returns fun's ``(loss, aux)``, aux being None for a function without one."""
+    """Returns ``(loss, aux)`` of a call; ``aux`` is None without ``has_aux``."""
     result = fun(*args, **kwargs)
     if not has_aux:
         return result, None

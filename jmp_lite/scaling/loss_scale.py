@@ -1,8 +1,8 @@
-"""Loss scales: numbers that lift gradients into the range of a narrow float.
+"""Loss scales: factors that move gradients into the range of a narrow float format.
 
-A scale is a strong float32 scalar, and scaling and unscaling happen in float32 or
-wider, whatever dtype comes in. A scale is a value; ``adjust`` returns the next one.
-What is not a real or complex number is never scaled.
+A scale is a strongly typed float32 scalar. Scaling and unscaling run in float32 or a
+wider dtype, whatever the input dtype. A scale is a value: ``adjust`` returns the next
+one. Only real and complex numbers are scaled.
 """
 
 import abc
@@ -35,19 +35,18 @@ AxisName = Any
 
 
 class LossScale(abc.ABC):
-    """What every loss scale does: scale a loss, unscale gradients, and adjust itself.
+    """The base class of loss scales: scale a loss, unscale gradients, adjust the scale.
 
-    A loss scale of your own subclasses this and is registered as a pytree, with what
-    changes during training as its leaves.
+    To write your own loss scale, subclass this class and register the subclass as a
+    pytree. Its leaves are the numbers that change during training.
 
     Source: jmp 0.0.4.
 
     Example:
-      >>> all(
-      ...     isinstance(scale, LossScale)
-      ...     for scale in (NoOpLossScale(), StaticLossScale(8), DynamicLossScale())
-      ... )
-      True
+      >>> import jmp_lite as jmp
+      >>> scale = jmp.DynamicLossScale()
+      >>> isinstance(scale, jmp.LossScale), scale.loss_scale.dtype
+      (True, dtype('float32'))
     """
 
     loss_scale: Any
@@ -55,36 +54,43 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def scale(self, tree: Tree) -> Tree:
-        """Multiplies the floating-point leaves by the scale, in float32."""
+        """Multiplies the floating-point leaves of a pytree by the scale, in float32."""
 
     @abc.abstractmethod
     def unscale(self, tree: Tree) -> Tree:
-        """Divides the floating-point leaves by the scale, in float32."""
+        """Divides the floating-point leaves of a pytree by the scale, in float32."""
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
-        """Returns the scale for the next step, given whether this one was finite."""
+        """Returns the scale of the next step.
+
+        Args:
+          grads_finite: whether the gradients of this step were finite, a boolean
+            scalar.
+        """
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """No loss scaling: returns the trees it is given, as they are. For bfloat16.
+    """No loss scaling, for bfloat16 and float32: trees are returned unchanged.
 
     Example:
-      >>> grads = {"w": jnp.ones(2)}
-      >>> NoOpLossScale().unscale(grads) is grads
-      True
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> grads = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> jmp.NoOpLossScale().unscale(grads)["w"].dtype
+      dtype(bfloat16)
     """
 
     loss_scale: ClassVar[np.float32] = np.float32(1)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def scale(self, tree: Tree) -> Tree:
-        """Returns ``tree``."""
+        """Returns ``tree`` itself."""
         return tree
 
     def unscale(self, tree: Tree) -> Tree:
-        """Returns ``tree``."""
+        """Returns ``tree`` itself."""
         return tree
 
     def adjust(self, grads_finite: ArrayLike) -> "NoOpLossScale":
@@ -96,18 +102,19 @@ class NoOpLossScale(LossScale):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """A scale that stays as it is, such as the 128 of MXNet and MindSpore.
+    """A loss scale that never changes, such as the 128 of MXNet and MindSpore.
 
     Attributes:
-      loss_scale: the factor, a number; best a power of two, which scales exactly. It
-        belongs to the pytree's structure: another factor is another trace.
+      loss_scale: the factor, a positive number. With a power of two, scaling is exact.
+        The factor is part of the pytree structure: a new factor causes a new trace.
 
     Raises:
-      ValueError: the factor is negative or not finite (or, when used, zero).
+      ValueError: the factor is negative, infinite or NaN; or, when used, zero.
 
     Example:
-      >>> scale = StaticLossScale(128)
-      >>> scale.scale(jnp.float16(3.0))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> jmp.StaticLossScale(128).scale(jnp.float16(3.0))
       Array(384., dtype=float32)
     """
 
@@ -120,11 +127,11 @@ class StaticLossScale(LossScale):
         object.__setattr__(self, "loss_scale", factor)
 
     def scale(self, tree: Tree) -> Tree:
-        """Multiplies floating-point leaves in float32, and returns float32."""
+        """Multiplies the floating-point leaves by the scale and returns float32."""
         return _scale(tree, self._positive())
 
     def unscale(self, tree: Tree) -> Tree:
-        """Divides floating-point leaves in float32, and returns float32."""
+        """Divides the floating-point leaves by the scale and returns float32."""
         return _unscale(tree, self._positive())
 
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
@@ -160,7 +167,7 @@ _NAMES_ELSEWHERE = {
 
 
 def _with_nearest_names(cls: type[Tree]) -> type[Tree]:
-    """Makes a dataclass answer an unknown keyword with the name that was meant."""
+    """Adds an error for an unknown keyword that suggests the right name."""
     generated = cls.__init__
     known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
 
@@ -183,38 +190,38 @@ def _with_nearest_names(cls: type[Tree]) -> type[Tree]:
 @_with_nearest_names
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
-    """A scale that finds its level: as large as gradients stay finite with.
+    """A loss scale that grows while gradients are finite and shrinks on an overflow.
 
-    It grows on exactly the ``period``-th finite step in a row and backs off on a
-    non-finite one. Its leaves are strong float32 and int32 scalars, so that a step
-    which takes and returns it is traced once.
+    The scale grows on exactly the ``period``-th finite step in a row. It backs off on a
+    non-finite step. Its leaves are strongly typed float32 and int32 scalars, so a step
+    that takes and returns it compiles once.
 
     Attributes:
-      loss_scale: the factor now. (One that starts outside of the bounds is brought
-        inside by its next change.)
-      counter: how many finite steps came in a row since the last change.
-      period: after how many finite steps in a row the scale grows.
-      factor: what it grows by and, without ``backoff_factor``, shrinks by; 2 keeps it
-        a power of two, so that scaling only moves exponents.
-      min_loss_scale: the scale does not back off below this.
-      max_loss_scale: the scale does not grow above this.
-      hysteresis: how many non-finite steps in a row it takes to back off; each one
-        after them backs off too, and a finite step starts the count again.
-      overflows: how many non-finite steps came in a row, up to ``hysteresis``; None
-        (and no leaf) where ``hysteresis`` is 1.
-      backoff_factor: what it is multiplied by when it backs off, in (0, 1); None for
-        ``1 / factor``.
+      loss_scale: the current factor. A start value outside of the bounds moves inside
+        them at its next change.
+      counter: the number of finite steps in a row since the last change.
+      period: the number of finite steps in a row after which the scale grows.
+      factor: the factor of growth and, without ``backoff_factor``, of backoff. With 2,
+        the scale stays a power of two, so scaling changes exponents only.
+      min_loss_scale: the lower bound of backoff.
+      max_loss_scale: the upper bound of growth.
+      hysteresis: the number of non-finite steps in a row before the scale backs off.
+        Each further one backs off too. A finite step resets the count.
+      overflows: the number of non-finite steps in a row, up to ``hysteresis``. It is
+        None, and not a leaf, if ``hysteresis`` is 1.
+      backoff_factor: the factor of backoff, in (0, 1). None means ``1 / factor``.
 
     Raises:
       ValueError: a number is out of range.
-      TypeError: there is no argument of that name; the message says which was meant,
-        also for the names of PyTorch's ``GradScaler`` and others.
+      TypeError: an argument is unknown. The message suggests the right name, also for
+        the names of PyTorch's ``GradScaler`` and other libraries.
 
-    Source: jmp 0.0.4 (names, order of the arguments), Micikevicius et al., "Mixed
+    Source: jmp 0.0.4 (names and order of the arguments); Micikevicius et al., "Mixed
     Precision Training", 2017; hysteresis as in Megatron-LM and DeepSpeed.
 
     Example:
-      >>> scale = DynamicLossScale(period=2)
+      >>> import jmp_lite as jmp
+      >>> scale = jmp.DynamicLossScale(period=2)
       >>> scale = scale.adjust(False)
       >>> scale.loss_scale
       Array(16384., dtype=float32)
@@ -278,15 +285,15 @@ class DynamicLossScale(LossScale):
             raise ValueError(f"Expected a finite, positive loss_scale, got {start}.")
 
     def scale(self, tree: Tree) -> Tree:
-        """Multiplies floating-point leaves in float32, and returns float32."""
+        """Multiplies the floating-point leaves by the scale and returns float32."""
         return _scale(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
-        """Divides floating-point leaves in float32, and returns float32."""
+        """Divides the floating-point leaves by the scale and returns float32."""
         return _unscale(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
-        """Returns the scale for the next step.
+        """Returns the scale of the next step.
 
         Args:
           grads_finite: a boolean scalar, such as ``all_finite(grads)``.
@@ -322,7 +329,7 @@ class DynamicLossScale(LossScale):
         )
 
     def _count_overflow(self, finite: jax.Array) -> tuple[Any, jax.Array | bool]:
-        """Returns the overflows in a row, and whether one more is one too many."""
+        """Returns the overflows in a row, and whether the scale backs off."""
         if self.overflows is None:
             return None, True
         more = jnp.minimum(jnp.asarray(self.overflows) + 1, self.hysteresis)
@@ -373,16 +380,20 @@ def default_loss_scale(compute_dtype: DTypeLike) -> LossScale:
     """Returns the loss scale that a compute dtype needs.
 
     Args:
-      compute_dtype: a floating dtype or its name.
+      compute_dtype: a floating-point dtype or its name.
 
     Returns:
-      ``NoOpLossScale()`` where the dtype has float32's exponents (bfloat16, float32,
-      float64), ``DynamicLossScale()`` where it has fewer (float16, float8).
+      ``DynamicLossScale()`` if the dtype has fewer exponents than float32 (float16,
+      float8). ``NoOpLossScale()`` otherwise (bfloat16, float32, float64).
+
+    Raises:
+      ValueError: ``compute_dtype`` is unknown or not floating-point.
 
     Example:
-      >>> default_loss_scale("bfloat16")
+      >>> import jmp_lite as jmp
+      >>> jmp.default_loss_scale("bfloat16")
       NoOpLossScale()
-      >>> default_loss_scale("float16").loss_scale
+      >>> jmp.default_loss_scale("float16").loss_scale
       np.float32(32768.0)
     """
     dtype = parse_dtype(compute_dtype)
@@ -390,7 +401,7 @@ def default_loss_scale(compute_dtype: DTypeLike) -> LossScale:
 
 
 def check_is_loss_scale(loss_scale: Any) -> None:
-    """Raises a TypeError for what is no loss scale, or none that JAX can carry."""
+    """Raises a TypeError for an object that is not a ``LossScale`` or not a pytree."""
     if not isinstance(loss_scale, LossScale):
         if isinstance(loss_scale, type):
             name = loss_scale.__name__
@@ -415,20 +426,23 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """Returns whether every number in a pytree is finite.
 
     Args:
-      tree: a pytree; its real and complex arrays and Python floats are looked at, and
-        all else counts as finite, the empty tree too.
-      axis_name: a mapped axis or several; the answer is then about all of them.
+      tree: a pytree. Its real and complex arrays and its Python floats are checked.
+        Other leaves count as finite, and so does an empty tree.
+      axis_name: a mapped axis or several. The result then covers all devices or batch
+        elements of these axes.
 
     Returns:
       A boolean scalar.
 
     Raises:
-      NameError: ``axis_name`` is not mapped here.
+      NameError: ``axis_name`` is not a mapped axis here.
 
-    Source: jmp 0.0.4; the axis is MindSpore's and Megatron-LM's joint decision.
+    Source: jmp 0.0.4. MindSpore and Megatron-LM also decide over all devices.
 
     Example:
-      >>> all_finite({"w": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> jmp.all_finite({"w": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
       Array(False, dtype=bool)
     """
     checks = (
@@ -451,23 +465,28 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
 
 
 def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
-    """Selects ``a`` where ``pred`` is true, else ``b``, leaf by leaf.
+    """Returns ``a`` if ``pred`` is true, else ``b``.
 
     Args:
       pred: a boolean scalar.
       a: a pytree.
-      b: a pytree of the same structure, shapes and dtypes. Leaves that are no arrays or
-        numbers have to be equal in both.
+      b: a pytree of the same structure, shapes and dtypes. Leaves that are neither
+        arrays nor numbers must be equal in both.
 
     Returns:
       A pytree like ``a`` and ``b``.
 
     Raises:
       AssertionError: ``pred`` is not a boolean scalar.
-      TypeError: two leaves differ in shape or dtype; the message says where.
+      TypeError: two leaves differ in shape or dtype. The message names the leaf.
+
+    Source: jmp 0.0.4.
 
     Example:
-      >>> select_tree(jnp.array(False), {"w": jnp.ones(1)}, {"w": jnp.zeros(1)})
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> old, new = {"w": jnp.zeros(1)}, {"w": jnp.ones(1)}
+      >>> jmp.select_tree(jnp.array(False), new, old)
       {'w': Array([0.], dtype=float32)}
     """
     pred = _boolean_scalar(pred)
@@ -494,7 +513,7 @@ def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
 
 
 def type_of(leaf: Any) -> str:
-    """Returns the dtype and the shape of an array in words: ``float32[2, 3]``."""
+    """Returns the dtype and the shape of an array as text: ``float32[2, 3]``."""
     if not is_array(leaf):
         return repr(leaf)
     return f"{leaf.dtype}{list(leaf.shape)}"
@@ -557,9 +576,9 @@ def _boolean_scalar(pred: Any) -> jax.Array:
 
 
 def _scalar(value: Any, dtype: Any, name: str) -> Any:
-    """Returns a strong scalar: on the host if it came from there, else where it was.
+    """Returns a strongly typed scalar: on the host if it was a host number.
 
-    A loss scale made at import then wakes no backend.
+    A loss scale that is made at import then starts no backend.
     """
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         array = np.asarray(value).astype(dtype)[()]

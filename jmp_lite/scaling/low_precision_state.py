@@ -1,7 +1,7 @@
-"""An optax transformation that stores the state of another one in 16 or 8 bits.
+"""An optax wrapper that stores the state of an optimizer in 16 or 8 bits.
 
 After autocast and ``master_weights``, the moments of Adam are the largest arrays of a
-training: 8 of 16 bytes a parameter in float32.
+training: in float32, 8 of 16 bytes a parameter.
 """
 
 import math
@@ -38,14 +38,16 @@ class LowPrecisionState(NamedTuple):
     Attributes:
       inner_state: the state of the wrapped transformation, with its large arrays in 16
         or 8 bits.
-      key: the key of the next update, where it rounds by chance; None where it rounds
-        to the nearest.
-      scales: in 8 bits, what arrays are multiplied by: for each array of
-        ``inner_state`` a number for each row, or None where it is not in 8 bits. None
-        in 16 bits.
+      key: the key of the next update for stochastic rounding; None for rounding to the
+        nearest.
+      scales: in 8 bits, one entry for each array of ``inner_state``: the scales of its
+        rows, or None for an array that is not stored in 8 bits. In 16 bits, None.
 
     Example:
-      >>> optimizer = low_precision_state(optax.sgd(0.1, momentum=0.9))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9))
       >>> state = optimizer.init(jnp.ones(5000))
       >>> state.inner_state[0].trace.dtype
       dtype(bfloat16)
@@ -61,47 +63,49 @@ def low_precision_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its moments are stored in 16 or 8 bits.
 
-    What is stored: the float32 arrays of the inner state (in 8 bits those of 16 bits
-    too) that have the shape of a parameter and at least 4,096 elements. ``inner`` is
-    given them in float32, and what it makes of them is rounded. Memory: 4 bytes a
-    parameter for Adam in 16 bits and just over 2 in 8 bits, where it is 8.
+    It stores the float32 arrays of the inner state that have the shape of a parameter
+    and at least 4,096 elements. (With 8 bits, 16-bit arrays too.) ``inner`` receives
+    them in float32, and the wrapper rounds the new ones.
 
-    With ``key`` they are rounded up or down by chance (stochastic rounding), and are
-    right on average: a moment that moves by less than the spacing of the dtype still
-    moves as it should. Without it they are rounded to the
-    nearest, which is refused for averages that would stand still: in bfloat16, a
-    ``b2`` of 0.999 takes a thousandth off a number, and the next number below it is at
-    least a 256th of it away.
+    Memory for Adam: 4 bytes a parameter in 16 bits, just over 2 in 8 bits, 8 in
+    float32.
 
-    In 8 bits, each row of an array has a scale. A row lies along the last axis, or
-    along the longest one if the last is shorter than 128. First moments are float8.
-    What does not depend on the sign of the gradient, such as an average of its squares,
-    is stored without a sign, in 5 bits of exponent and 3 of mantissa. A square that is
-    too small for that is stored as the smallest number, and not as zero. A row that
-    contains a NaN or an infinity becomes NaN as a whole.
+    With ``key``, numbers are rounded stochastically, so they are correct on average,
+    even if a moment changes by less than the spacing of the dtype. Without ``key``,
+    numbers are rounded to the nearest. ``init`` refuses this for averages that would
+    never change: a ``b2`` of 0.999 removes a thousandth of a number, and in bfloat16
+    the next lower number is at least a 256th away.
+
+    With 8 bits, each row of an array has a scale. A row is along the last axis, or
+    along the longest axis if the last one is shorter than 128:
+
+    - First moments are float8.
+    - Arrays that do not depend on the sign of the gradient, such as averages of its
+      squares, have a format of their own: no sign, 5 exponent bits, 3 mantissa bits. A
+      square that is too small becomes the smallest number, not zero.
+    - A row with a NaN or an infinity becomes NaN.
 
     Put it directly around the optimizer:
     ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``.
-    Masters, rests, sums of gradients and copies of the parameters keep their digits,
-    wherever it stands. A state that was saved keeps its dtype and its key, or goes on
-    without one.
+    Masters, rounding errors, sums of gradients and copies of the parameters are never
+    rounded. A saved state keeps its dtype and its key, or continues without a key.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
         ``optax.MultiSteps``. It sees float32 gradients.
-      dtype: ``"bfloat16"``; ``"float16"``, for first moments alone; or
-        ``"float8_e4m3fn"``, which is for first moments: squares have their own format.
+      dtype: ``"bfloat16"``; ``"float16"``, for first moments only; or
+        ``"float8_e4m3fn"``, for first moments, with the format above for squares.
       key: a key of ``jax.random``, such as ``jax.random.key(0)``, or None.
 
     Returns:
       A transformation whose state is a ``LowPrecisionState``.
 
     Raises:
-      TypeError: ``inner`` is no transformation or ``key`` no key, or ``update`` is
-        given a pair ``(loss, grads)`` or another state than that of ``init``.
-      ValueError: ``dtype`` is another one; or, in ``init``, a moment would stand
-        still without ``key``, or is one of squares in float16; or, in 8 bits, the
-        optimizer needs more than gradients, so that it cannot be tried.
+      TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
+        gets a pair ``(loss, grads)`` or a state that ``init`` did not return.
+      ValueError: ``dtype`` is another one. Or, in ``init``: without ``key`` a moment
+        would never change; float16 would store squares; or, in 8 bits, the optimizer
+        needs more than gradients, so ``init`` cannot try it.
 
     Source: for parameters, Gupta et al., "Deep Learning with Limited Numerical
     Precision", 2015, and Zamirai et al., "Revisiting BFloat16 Training", 2020; for
@@ -109,7 +113,12 @@ def low_precision_state(
     2021.
 
     Example:
-      >>> optimizer = low_precision_state(optax.rmsprop(0.1), key=jax.random.key(0))
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> key = jax.random.key(0)
+      >>> optimizer = jmp.low_precision_state(optax.rmsprop(0.1), key=key)
       >>> params = jnp.ones((64, 64))
       >>> updates, state = optimizer.update(params, optimizer.init(params), params)
       >>> state.inner_state[0].nu.dtype, updates.dtype
@@ -209,7 +218,7 @@ def _is_large(leaf: Any) -> bool:
 
 
 def _map(fun: Callable[[Any], Any], state: Any) -> Any:
-    """Maps over all of a state but masters, rests and sums of gradients."""
+    """Maps over a state, except masters, rounding errors and sums of gradients."""
 
     def at(node: Any) -> Any:
         name = _INNER_FIELDS.get(type(node))
@@ -227,7 +236,7 @@ def _leaves(state: Any) -> list[Any]:
 
 
 def _with_leaves(state: Any, stored: Iterable[Stored]) -> Any:
-    """Returns a state with other numbers in place of its leaves."""
+    """Returns a state with other arrays as its leaves."""
     each = iter(stored)
     return _map(lambda _: next(each).numbers, state)
 
@@ -244,13 +253,13 @@ _INNER_FIELDS = {
 
 
 class _Moment(NamedTuple):
-    """What is known of an array of the inner state once the optimizer was tried.
+    """The behavior of an array of the inner state in trial updates.
 
     Attributes:
-      kept: what is left of a one after a step without a gradient.
-      power: the power of the gradient that it grows with; None if it does not.
+      kept: the value that a one has after a step with zero gradients.
+      power: the power of the gradient that the array grows with; None if it does not.
       is_unsigned: whether it is positive and does not depend on the gradient's sign.
-      is_of_params: whether it is made of the parameters.
+      is_of_params: whether its initial value depends on the parameters.
     """
 
     kept: float
@@ -266,7 +275,7 @@ def _formats(
     dtype: np.dtype[Any],
     is_by_chance: bool,
 ) -> Sequence[Any]:
-    """Returns what each array of the inner state is stored in; None for float32.
+    """Returns the format of each array of the inner state; None for float32.
 
     Raises:
       ValueError: the dtype cannot store a moment.
@@ -315,7 +324,7 @@ def _check_moment(
 
 
 def _tried(inner: Any, params: Any) -> list[_Moment]:
-    """Tries an optimizer on small parameters, and returns what its arrays do."""
+    """Tries an optimizer on small parameters and returns how its arrays behave."""
 
     def small(leaf: Any) -> Any:
         dtype = leaf.dtype if is_floating(leaf) else jnp.float32

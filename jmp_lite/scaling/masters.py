@@ -1,7 +1,7 @@
-"""Optax transformations for parameters that are stored in 16 bits.
+"""Optax wrappers for parameters that are stored in 16 bits.
 
-An update that is too small to change a 16-bit parameter is not lost: the wrapped
-optimizer sees parameters with all digits, and the 16-bit ones follow.
+A small update is not lost: the wrapped optimizer sees parameters with all their digits,
+and the 16-bit parameters follow.
 """
 
 from typing import Any, NamedTuple
@@ -27,11 +27,14 @@ class MasterWeightsState(NamedTuple):
     """The state of ``master_weights``.
 
     Attributes:
-      masters: the parameters as they are trained, in float32.
-      inner_state: the state of the wrapped transformation, of the masters.
+      masters: the float32 parameters that the optimizer trains.
+      inner_state: the state of the wrapped transformation, for the masters.
 
     Example:
-      >>> state = master_weights(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> state = jmp.master_weights(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
       >>> state.masters.dtype
       dtype('float32')
     """
@@ -48,25 +51,27 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it trains float32 copies of 16-bit parameters.
 
-    The copies, the masters, live in the state. After ``optax.apply_updates`` each
-    parameter is its master, rounded once: nothing that an update adds is lost, however
-    small it is beside the parameter. Memory: 4 bytes for each parameter, beside its 2;
-    as much as float32 parameters of which a 16-bit copy is kept.
+    The state contains the copies, the masters. After ``optax.apply_updates`` each
+    parameter is its master, rounded once. No update is lost, however small it is beside
+    the parameter.
+
+    Memory: 4 bytes a parameter, in addition to the parameter's 2 bytes. Float32
+    parameters with a 16-bit copy take the same.
 
     Three cases differ from plain rounding:
 
     - While a finite master is out of the parameter's range, the parameter is the
-      largest finite number. A master that is not finite still shows. No update mends a
-      parameter that is given as infinite.
-    - No float32 sum of a parameter and an update is exact where the parameter shrinks
-      by a factor of 2**13 (float16) or 2**16 (bfloat16) in one step, or where the two
+      largest finite number. A non-finite master stays visible in the parameter. No
+      update repairs a parameter that is infinite from the start.
+    - No float32 sum of a parameter and an update is exact in two cases: the parameter
+      shrinks by a factor of 2**13 (float16) or 2**16 (bfloat16) in one step, or the two
       differ by less than 2**-126. The next step corrects the difference.
     - A parameter that becomes zero loses the sign of the zero.
 
-    Parameters as wide as the masters, such as float32 ones, are trained by ``inner``
-    as if it stood alone.
+    Parameters as wide as the masters, such as float32 ones, are trained as by ``inner``
+    alone.
 
-    It stands inside of ``loss_scaling`` or around it, which skips all the same.
+    Put it inside of ``loss_scaling`` or around it; both skip the same steps.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -74,29 +79,35 @@ def master_weights(
       dtype: the dtype of the masters, of at least 32 bits.
 
     Returns:
-      A transformation whose state is a ``MasterWeightsState``. ``init`` takes the
-      parameters: in float32, which are then the masters exactly, or rounded already.
-      ``update`` needs the parameters. The updates are in ``dtype``: to be added by
-      ``optax.apply_updates``, under JAX's standard dtype promotion. Under the strict
-      one that sum raises JAX's ``TypePromotionError``: put
+      A transformation whose state is a ``MasterWeightsState``.
+
+      ``init`` takes the parameters: float32 ones, which become the masters, or rounded
+      ones. ``update`` requires the parameters. Its updates are in ``dtype``, for
+      ``optax.apply_updates`` under JAX's standard dtype promotion. Under strict
+      promotion that sum raises JAX's ``TypePromotionError``: put
       ``with jax.numpy_dtype_promotion("standard"):`` around it.
 
     Raises:
-      TypeError: ``inner`` is no transformation, or ``update`` is given a pair
+      TypeError: ``inner`` is not a transformation, or ``update`` gets a pair
         ``(loss, grads)``.
-      ValueError: ``dtype`` is unknown or narrower than 32 bits, or ``update`` is not
-        given the parameters.
+      ValueError: ``dtype`` is unknown or narrower than 32 bits, or ``update`` gets no
+        parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017; MXNet's
     ``multi_precision=True``.
 
     Example:
-      >>> optimizer = master_weights(optax.sgd(1.0))
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.master_weights(optax.sgd(1.0))
       >>> w = jnp.ones(1, jnp.bfloat16)
       >>> state = optimizer.init(w)
+      >>> step = jnp.full(1, -(2.0**-9))  # One such step rounds away in bfloat16.
       >>> with jax.numpy_dtype_promotion("standard"):  # JAX's own default.
-      ...     for _ in range(4):  # One such step rounds away in bfloat16.
-      ...         updates, state = optimizer.update(jnp.full(1, -(2.0**-9)), state, w)
+      ...     for _ in range(4):
+      ...         updates, state = optimizer.update(step, state, w)
       ...         w = optax.apply_updates(w, updates)
       >>> w, state.masters
       (Array([1.00781], dtype=bfloat16), Array([1.0078125], dtype=float32))
@@ -150,12 +161,15 @@ class CompensatedState(NamedTuple):
     """The state of ``compensated``.
 
     Attributes:
-      rest: what rounding has kept from each 16-bit parameter, in its dtype; an
-        ``optax.MaskedNode`` for any other.
+      rest: the rounding error of each 16-bit parameter, in the parameter's dtype; an
+        ``optax.MaskedNode`` for any other parameter.
       inner_state: the state of the wrapped transformation.
 
     Example:
-      >>> state = compensated(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> state = jmp.compensated(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
       >>> state.rest.dtype
       dtype(bfloat16)
     """
@@ -168,45 +182,53 @@ class CompensatedState(NamedTuple):
 
 
 def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that 16-bit parameters remember what rounding took.
+    """Wraps an optimizer so that 16-bit parameters carry their rounding error (Kahan).
 
-    Kahan's sum: what an update adds and the parameter cannot hold is kept in 16 bits
-    more, and added next time. Memory: 2 bytes for each parameter beside its 2, where
-    ``master_weights`` takes 4. Parameter and rest have the digits of both: 16 bits of a
-    mantissa in bfloat16, 22 in float16.
+    The state stores the rounding error of each parameter in 16 bits, and the next
+    update adds it again.
 
-    It stands inside of ``loss_scaling`` or around it. Inside, a ``chain``, ``masked``,
-    ``partition`` or ``MultiSteps`` of optax may stand between the two. The other parts
-    of such a chain then also see 16-bit parameters. A parameter and its rest stop at
-    the largest finite number.
+    Memory: 2 bytes a parameter, in addition to the parameter's 2 bytes;
+    ``master_weights`` takes 4. Parameter and rounding error together have the digits of
+    both: 16 mantissa bits in bfloat16, 22 in float16. Both stop at the largest finite
+    number.
+
+    Put it inside of ``loss_scaling`` or around it. If it is inside, a ``chain``,
+    ``masked``, ``partition`` or ``MultiSteps`` of optax may be between the two. The
+    other parts of such a chain then also see 16-bit parameters.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
-        ``optax.MultiSteps``. It sees float32 gradients, and the parameters with their
-        rests in float32.
+        ``optax.MultiSteps``. It sees float32 gradients, and float32 sums of parameters
+        and their rounding errors.
 
     Returns:
-      A transformation whose state is a ``CompensatedState``. ``update`` needs the
-      parameters. The updates are in float32: to be added by ``optax.apply_updates``,
-      under JAX's standard dtype promotion (see ``master_weights``). Parameters of 32
-      bits are left to ``inner``.
+      A transformation whose state is a ``CompensatedState``. ``update`` requires the
+      parameters. Its updates are in float32, for ``optax.apply_updates`` under JAX's
+      standard dtype promotion (see ``master_weights``). ``inner`` trains parameters of
+      32 bits as usual.
 
     Raises:
-      TypeError: ``inner`` is no transformation, or ``update`` is given a pair
+      TypeError: ``inner`` is not a transformation, or ``update`` gets a pair
         ``(loss, grads)``.
-      ValueError: in ``init``, no parameter has 16 bits, and these are not a part that
-        ``optax.masked`` or ``optax.partition`` chose; ``update`` is not given them.
+      ValueError: ``update`` gets no parameters; or, in ``init``, no parameter has 16
+        bits. (A part that ``optax.masked`` or ``optax.partition`` selects may have
+        none.)
 
     Source: Kahan, "Further remarks on reducing truncation errors", 1965; for training,
     Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
     Example:
-      >>> optimizer = compensated(optax.sgd(1.0))
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.compensated(optax.sgd(1.0))
       >>> w = jnp.ones(1, jnp.bfloat16)
       >>> state = optimizer.init(w)
+      >>> step = jnp.full(1, -(2.0**-9))  # One such step rounds away in bfloat16.
       >>> with jax.numpy_dtype_promotion("standard"):  # JAX's own default.
-      ...     for _ in range(4):  # One such step rounds away in bfloat16.
-      ...         updates, state = optimizer.update(jnp.full(1, -(2.0**-9)), state, w)
+      ...     for _ in range(4):
+      ...         updates, state = optimizer.update(step, state, w)
       ...         w = optax.apply_updates(w, updates)
       >>> w
       Array([1.00781], dtype=bfloat16)
@@ -257,9 +279,13 @@ class StochasticRoundingState(NamedTuple):
       inner_state: the state of the wrapped transformation.
 
     Example:
-      >>> optimizer = stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
-      >>> optimizer.init(jnp.ones(1, jnp.bfloat16)).key.shape
-      ()
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
+      >>> optimizer.init(jnp.ones(1, jnp.bfloat16)).key.dtype
+      key<fry>
     """
 
     key: Any
@@ -270,16 +296,18 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that 16-bit parameters are rounded up or down by chance.
+    """Wraps an optimizer so that 16-bit parameters are rounded stochastically.
 
-    Up with the probability of what is above the lower neighbour, so that the parameter
-    is right on average, however small an update is. No memory but for a key; the noise
-    is that of one rounding a step. A finite number out of the parameter's range becomes
-    the largest finite one.
+    The probability of rounding up is the distance from the lower neighbor, divided by
+    the spacing. A parameter is therefore correct on average, however small an update
+    is. The noise is that of one rounding per step. A finite number out of the
+    parameter's range becomes the largest finite number.
 
-    It stands inside of ``loss_scaling`` or around it. Inside, a ``chain``, ``masked``,
-    ``partition`` or ``MultiSteps`` of optax may stand between the two. The other parts
-    then also see 16-bit parameters. A skipped step rounds nothing.
+    Memory: one key.
+
+    Put it inside of ``loss_scaling`` or around it. If it is inside, a ``chain``,
+    ``masked``, ``partition`` or ``MultiSteps`` of optax may be between the two. The
+    other parts then also see 16-bit parameters. A skipped step rounds nothing.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -287,26 +315,33 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
       key: a key of ``jax.random``, such as ``jax.random.key(0)``.
 
     Returns:
-      A transformation whose state is a ``StochasticRoundingState``. ``update`` needs
-      the parameters. The updates are in float32: to be added by
-      ``optax.apply_updates``, under JAX's standard dtype promotion (see
-      ``master_weights``). Parameters of 32 bits are left to ``inner``.
+      A transformation whose state is a ``StochasticRoundingState``. ``update`` requires
+      the parameters. Its updates are in float32, for ``optax.apply_updates`` under
+      JAX's standard dtype promotion (see ``master_weights``). ``inner`` trains
+      parameters of 32 bits as usual.
 
     Raises:
-      TypeError: ``inner`` is no transformation or ``key`` no key, or ``update`` is
-        given a pair ``(loss, grads)``.
-      ValueError: in ``init``, no parameter has 16 bits, and these are not a part that
-        ``optax.masked`` or ``optax.partition`` chose; ``update`` is not given them.
+      TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
+        gets a pair ``(loss, grads)``.
+      ValueError: ``update`` gets no parameters; or, in ``init``, no parameter has 16
+        bits. (A part that ``optax.masked`` or ``optax.partition`` selects may have
+        none.)
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
 
     Example:
-      >>> optimizer = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
       >>> w = jnp.ones(1000, jnp.bfloat16)
-      >>> small = jnp.full(1000, -(2.0**-9))  # A quarter of what lies between.
-      >>> updates, _ = optimizer.update(small, optimizer.init(w), w)
+      >>> grads = jnp.full(1000, -(2.0**-9))  # A quarter of the spacing above 1.
+      >>> updates, _ = optimizer.update(grads, optimizer.init(w), w)
       >>> 200 < int(jnp.sum(updates > 0)) < 300
       True
+      >>> updates.dtype
+      dtype('float32')
     """
     inner = with_extra_args(inner)
     check_key(key)
@@ -357,12 +392,12 @@ def _is_narrower(param: Any, master: Any) -> bool:
 
 
 def _update_to(target: Any, param: Any) -> Any:
-    """Returns the update by which ``optax.apply_updates`` makes ``target`` of a leaf.
+    """Returns the update that turns a parameter into ``target``.
 
     Args:
       target: numbers of the parameter's dtype, in float32 or wider.
-      param: the parameter. Added to it, the update is the target exactly, or so near
-        that it is rounded to it.
+      param: the parameter. The sum of parameter and update is the target, or rounds to
+        it.
     """
     before = param.astype(target.dtype)
     # What is not finite is what the sum shall be; a zero gets the sign of the target.
@@ -395,7 +430,7 @@ def _check_params(updates: Any, params: Any, name: str) -> None:
 
 
 def check_key(key: Any) -> None:
-    """Raises a TypeError for what is not one key of ``jax.random``."""
+    """Raises a TypeError for an object that is not one key of ``jax.random``."""
     is_typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     is_raw = is_array(key) and key.dtype == jnp.uint32 and key.ndim == 1
     if not is_raw and not (is_typed and key.ndim == 0):

@@ -1,7 +1,8 @@
-"""Float32 numbers rounded to fewer bits, to the nearest or by chance.
+"""Rounds float32 numbers to fewer bits, to the nearest or stochastically.
 
-Rounded by arithmetic: XLA elides a cast to 16 bits and back. A finite number out of
-range becomes the largest one in it: no update would bring an infinity back.
+It rounds by arithmetic, because XLA removes a cast to 16 bits and back. A finite number
+out of range becomes the largest number of the format: no update would repair an
+infinity.
 """
 
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ class Grid(NamedTuple):
     """The numbers of a format.
 
     Attributes:
-      mantissa_bits: the bits of a number behind its leading one.
-      least: how far its smallest numbers lie apart.
+      mantissa_bits: the bits of the mantissa, without the leading one.
+      least: the spacing of its smallest numbers.
       largest: the largest number.
     """
 
@@ -27,13 +28,13 @@ class Grid(NamedTuple):
 
 
 def grid_of(dtype: Any) -> Grid:
-    """Returns the numbers of a floating dtype."""
+    """Returns the numbers of a floating-point dtype."""
     info = jnp.finfo(dtype)
     return Grid(info.nmant, float(info.smallest_subnormal), float(info.max))
 
 
 def nearest(x: Any, grid: Grid) -> Any:
-    """Returns the numbers of a format that are nearest, in the dtype of ``x``."""
+    """Rounds to the nearest number of a format, in the dtype of ``x``."""
     inside = _inside(x, grid)
     spacing = _spacing(inside, grid)
     steps = lax.round(inside / spacing, lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -41,12 +42,12 @@ def nearest(x: Any, grid: Grid) -> Any:
 
 
 def by_chance(x: Any, grid: Grid, noise: Any) -> Any:
-    """Returns one of the two neighbours in a format, in float32.
+    """Rounds stochastically to one of the two neighbors in a format, in float32.
 
     Args:
       x: float32 numbers.
       grid: the format.
-      noise: uniform in [0, 1).
+      noise: uniform numbers in [0, 1), in the shape of ``x``.
     """
     inside = _inside(x, grid)
     spacing = _spacing(inside, grid)
@@ -58,12 +59,12 @@ def by_chance(x: Any, grid: Grid, noise: Any) -> Any:
 
 
 def noise(key: Any, number: int, shape: tuple[int, ...]) -> Any:
-    """Returns uniform numbers in [0, 1), others for each number of an array."""
+    """Returns uniform numbers in [0, 1) for the array with this number."""
     return jax.random.uniform(jax.random.fold_in(key, number), shape)
 
 
 def _spacing(x: Any, grid: Grid) -> Any:
-    """Returns how far the numbers of a format lie apart where ``x`` is."""
+    """Returns the spacing of a format's numbers near ``x``."""
     wide = jnp.finfo(x.dtype)
     infinity = np.asarray(np.inf, x.dtype)
     exponents = infinity.view(f"uint{wide.bits}")  # Its bits are those of the exponent.

@@ -1,11 +1,11 @@
-"""How a float32 array is stored in 16 bits, or in 8 bits with a scale for each row.
+"""Stores float32 arrays in 16 bits, or in 8 bits with a scale for each row.
 
-In 8 bits, numbers of both signs are float8. Averages of squares are stored in a format
-of their own, without a sign: 5 bits of exponent and 3 of mantissa, in a uint8. Zero
-alone is stored as zero: an update that is divided by the root of one would be huge.
+In 8 bits, numbers of both signs are float8. Averages of squares have a format of their
+own, without a sign: 5 exponent bits and 3 mantissa bits, in a uint8. Only a zero is
+stored as zero: an update divided by the square root of zero would be huge.
 
-A row has one scale however long it is: float formats are as exact far below the largest
-number as close to it. Shorter blocks, as bitsandbytes has them, make XLA copy arrays
+A row has one scale, however long it is: float formats are as accurate far below the
+largest number as close to it. Shorter blocks, as in bitsandbytes, make XLA copy arrays
 (`benchmarks.moments`).
 """
 
@@ -30,8 +30,9 @@ class Stored(NamedTuple):
     """A stored array.
 
     Attributes:
-      numbers: the numbers, in the array's shape.
-      scale: powers of two that they are multiplied by, for each row; None in 16 bits.
+      numbers: the stored numbers, in the array's shape.
+      scale: powers of two, one for each row, that multiply the numbers; None in 16
+        bits.
     """
 
     numbers: Any
@@ -39,18 +40,18 @@ class Stored(NamedTuple):
 
 
 def spacing_of(dtype: Any) -> float:
-    """Returns how far numbers lie apart, at most, in terms of themselves."""
+    """Returns the largest relative spacing between neighbors in a format."""
     return 2.0 ** -_grid_of(dtype).mantissa_bits
 
 
 def store(x: Any, dtype: Any, noise: Any = None) -> Stored:
-    """Returns an array as it is stored.
+    """Stores an array in a format.
 
     Args:
       x: a float32 array.
-      dtype: a float of 16 or 8 bits, or ``SQUARES``.
-      noise: uniform in [0, 1), in the shape of ``x``, to round by chance; None to round
-        to the nearest.
+      dtype: a floating-point dtype of 16 or 8 bits, or ``SQUARES``.
+      noise: uniform numbers in [0, 1), in the shape of ``x``, for stochastic rounding;
+        None rounds to the nearest.
     """
     grid = _grid_of(dtype)
 
@@ -78,7 +79,7 @@ def restore(stored: Stored) -> Any:
 
 
 def _row_axis(shape: tuple[int, ...]) -> int:
-    """Returns the last axis; where it is short, the longest one."""
+    """Returns the last axis, or the longest axis if the last one is short."""
     axes = range(len(shape))
     return max(axes, key=lambda axis: (min(shape[axis], _ROW), axis))
 
@@ -100,7 +101,7 @@ _SQUARE = Grid(
 
 
 def _encoded(x: Any) -> Any:
-    """Returns the codes of positive numbers; of small ones, that of the smallest."""
+    """Returns the codes of positive numbers; small ones get the smallest code."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) >> _SHIFT
     return (jnp.maximum(bits, _ZERO + np.uint32(1)) - _ZERO).astype(SQUARES)
 

@@ -1,7 +1,7 @@
-"""Optax transformations whose state contains a loss scale and which skip overflows.
+"""Optax wrappers whose state holds a loss scale and that skip overflowed steps.
 
-An inner transformation sees finite gradients only, and a step whose gradients were not
-finite leaves its state unchanged. The wrappers take true gradients, as
+The inner transformation sees finite gradients only. A step with non-finite gradients
+leaves its state unchanged. The wrappers take true gradients, as
 ``jmp_lite.value_and_grad`` returns them.
 """
 
@@ -37,15 +37,19 @@ class LossScalingState(NamedTuple):
     """The state of ``loss_scaling``.
 
     Attributes:
-      loss_scale: the ``LossScale`` for the next step.
+      loss_scale: the ``LossScale`` of the next step.
       inner_state: the state of the wrapped transformation.
       grads_finite: whether the last step's gradients were finite, a boolean scalar.
-      skipped: how many steps were skipped in all, an int32 scalar; with ``skip=False``,
-        how many would have been.
-      consecutive_skipped: how many of the last steps in a row, an int32 scalar.
+      skipped: the number of skipped steps, an int32 scalar. With ``skip=False`` it is
+        the number of steps with non-finite gradients.
+      consecutive_skipped: the number of skipped steps in a row up to now, an int32
+        scalar.
 
     Example:
-      >>> state = loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> state = jmp.loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
       >>> state.skipped.dtype, state.loss_scale.loss_scale.dtype
       (dtype('int32'), dtype('float32'))
     """
@@ -58,14 +62,17 @@ class LossScalingState(NamedTuple):
 
 
 class LossScaleError(ValueError):
-    """Too many steps in a row were skipped: training does not move any more.
+    """Too many steps in a row were skipped: the parameters no longer change.
 
     Example:
-      >>> state = skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> state = jmp.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(1))
       >>> stuck = state._replace(consecutive_skipped=jnp.int32(51))
       >>> try:
-      ...     check_loss_scale(stuck)
-      ... except LossScaleError as error:
+      ...     jmp.check_loss_scale(stuck)
+      ... except jmp.LossScaleError as error:
       ...     print(str(error)[:39])
       The last 51 steps in a row were skipped
     """
@@ -80,53 +87,65 @@ def loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it carries a loss scale and skips overflowed steps.
 
-    The gradients it is given are the true ones: ``jmp_lite.value_and_grad`` scales and
-    unscales. This wrapper checks them, adjusts the scale, and where one of them is not
-    finite returns updates of -0.0, which change no bit of a parameter, and leaves the
-    inner state as it was, schedules included. The inner transformation then gets ones
-    for gradients, never a NaN or an infinity, and what it makes of them is dropped.
+    ``update`` takes true gradients: ``jmp_lite.value_and_grad`` scales and unscales. It
+    checks them and adjusts the scale. If a gradient is not finite, the step is skipped:
 
-    Put it around the whole chain and around ``optax.MultiSteps``. Inside ``MultiSteps``
-    one overflow would stay in optax's accumulator for ever; inside ``optax.partition``
-    or ``optax.masked`` a wrapper judges its own leaves alone. Under ``jax_debug_nans``
-    it adds no error, but some optimizers raise by themselves: ``optax.lbfgs`` outside
-    of jit, and ``optax.contrib.schedule_free``, which writes NaN as a constant.
+    - The updates are -0.0, which changes no bit of a parameter.
+    - The inner state stays unchanged, schedules included.
+    - ``inner`` receives ones in place of the gradients, never a NaN or an infinity. Its
+      results are dropped.
 
-    One loss and two optimizers: put one ``loss_scaling`` around ``optax.partition``.
-    With one around each, the loss is scaled by one state, and an overflow in the
-    gradients of the other one never lowers that scale::
+    Where to put it:
+
+    - Wrap the whole chain, and wrap ``optax.MultiSteps``. Inside ``MultiSteps``, one
+      overflow would stay in optax's accumulator forever.
+    - Inside ``optax.partition`` or ``optax.masked``, a wrapper checks its own leaves
+      only.
+    - For one loss and two optimizers, put one ``loss_scaling`` around
+      ``optax.partition``. With one wrapper around each optimizer, one state scales the
+      loss, and an overflow in the other optimizer's gradients never lowers that scale::
 
         labels = {"encoder": "slow", "head": "fast"}
         optimizers = {"slow": optax.sgd(1e-4), "fast": optax.adam(1e-3)}
-        optimizer = loss_scaling(optax.partition(optimizers, labels))
+        optimizer = jmp.loss_scaling(optax.partition(optimizers, labels))
+
+    Under ``jax_debug_nans`` the wrapper adds no error. Some optimizers raise one
+    themselves: ``optax.lbfgs`` outside of jit, and ``optax.contrib.schedule_free``,
+    which contains a constant NaN.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
         ``optax.MultiSteps``.
-      loss_scale: the scale to start from; None for ``DynamicLossScale()``.
-      axis_name: a mapped axis or several over which all replicas skip together.
-      skip: False applies the updates of overflowed gradients as well, and counts them;
-        for a scale that does not change, such as ``StaticLossScale``. (MindSpore's
-        ``FixedLossScaleManager(drop_overflow_update=False)``.)
+      loss_scale: the initial scale; None means ``DynamicLossScale()``.
+      axis_name: a mapped axis or several. All replicas on these axes skip together.
+      skip: False also applies the updates of overflowed gradients, and counts them. It
+        requires a scale that does not change, such as ``StaticLossScale``. (MindSpore
+        calls it ``FixedLossScaleManager(drop_overflow_update=False)``.)
 
     Returns:
       A transformation whose state is a ``LossScalingState``. ``update`` takes gradients
-      of any floating dtype and passes extra arguments on. Where gradients or parameters
-      have 16 bits, ``inner`` sees them in float32, and so its state and the updates are
-      those of float32 parameters. Parameters that ``master_weights``, ``compensated``
-      or ``stochastic_rounding`` inside is to round stay in 16 bits.
+      of any floating-point dtype, and passes extra arguments to ``inner``.
+
+      16-bit gradients and parameters reach ``inner`` in float32, so its state and
+      updates are those of float32 parameters. There is one exception: parameters stay
+      in 16 bits if ``master_weights``, ``compensated`` or ``stochastic_rounding``
+      inside rounds them.
 
     Raises:
-      TypeError: ``inner`` is no transformation or ``loss_scale`` no ``LossScale``; on
-        update, ``inner`` returned a state of another structure or shape than it got,
-        lacks an extra argument, or the gradients are not like the parameters.
+      TypeError: ``inner`` is not a transformation, or ``loss_scale`` is not a
+        ``LossScale``. In ``update``: ``inner`` changes the structure or a shape of its
+        state, an extra argument is missing, or the gradients do not match the
+        parameters.
       ValueError: ``skip`` is False with a scale that changes.
-      NameError: on update, ``axis_name`` is not bound.
+      NameError: in ``update``, ``axis_name`` is not a mapped axis.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017.
 
     Example:
-      >>> optimizer = loss_scaling(optax.sgd(0.5), DynamicLossScale(8.0))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.loss_scaling(optax.sgd(0.5), jmp.DynamicLossScale(8.0))
       >>> params = {"w": jnp.ones(2)}
       >>> state = optimizer.init(params)
       >>> overflowed = {"w": jnp.array([1.0, jnp.inf])}
@@ -177,11 +196,11 @@ def loss_scaling(
 def skip_nonfinite(
     inner: Any, *, axis_name: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that it skips steps whose gradients are not finite.
+    """Wraps an optimizer so that it skips steps with non-finite gradients.
 
-    ``loss_scaling`` without a scale, for bfloat16 and float32. Unlike
-    ``optax.apply_if_finite`` it never gives up and lets a NaN through; ask
-    ``check_loss_scale`` whether to stop.
+    It is ``loss_scaling`` without a scale, for bfloat16 and float32. Unlike
+    ``optax.apply_if_finite``, it never applies a NaN after too many skips. Call
+    ``check_loss_scale`` to decide whether to stop.
 
     Args:
       inner: see ``loss_scaling``.
@@ -190,8 +209,14 @@ def skip_nonfinite(
     Returns:
       A transformation whose state is a ``LossScalingState`` with ``NoOpLossScale()``.
 
+    Raises:
+      TypeError: see ``loss_scaling``.
+
     Example:
-      >>> optimizer = skip_nonfinite(optax.sgd(0.5))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.skip_nonfinite(optax.sgd(0.5))
       >>> state = optimizer.init(jnp.ones(1))
       >>> optimizer.update(jnp.array([jnp.nan]), state)[0]
       Array([-0.], dtype=float32)
@@ -208,10 +233,10 @@ def update_if(
     /,
     **extra_args: Any,
 ) -> tuple[Any, LossScalingState]:
-    """Runs ``inner.update`` and keeps what it did only where ``grads_finite``.
+    """Runs ``inner.update`` and keeps its results only if ``grads_finite``.
 
-    Selected, not branched: on accelerators a ``lax.cond`` moves more bytes and holds
-    temporaries, and it refuses an inner transformation whose weak types change.
+    It selects and does not branch. On accelerators, ``lax.cond`` moves more bytes and
+    holds temporaries. It also refuses an inner transformation whose weak types change.
     """
     grads, extra_args = _finite_or_ones(grads_finite, (updates, extra_args))
     new_updates, inner_state, new_inner_state = _update_inner(
@@ -229,19 +254,22 @@ def update_if(
 
 
 def get_loss_scale(opt_state: Any) -> LossScale:
-    """Returns the loss scale that an optimizer state carries.
+    """Returns the loss scale in an optimizer state.
 
     Args:
       opt_state: the state of an optimizer with ``loss_scaling`` anywhere in it, or any
-        pytree that holds one such state.
+        pytree that contains one such state.
 
     Raises:
-      ValueError: there is no loss scale in it, or more than one; the message lists
-        where it looked or what it found.
+      ValueError: the state contains no loss scale, or more than one. The message lists
+        the paths.
 
     Example:
-      >>> optimizer = optax.chain(optax.clip(1.0), loss_scaling(optax.sgd(0.1)))
-      >>> get_loss_scale(optimizer.init(jnp.ones(1))).loss_scale
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = optax.chain(optax.clip(1.0), jmp.loss_scaling(optax.sgd(0.1)))
+      >>> jmp.get_loss_scale(optimizer.init(jnp.ones(1))).loss_scale
       Array(32768., dtype=float32)
     """
     found = _loss_scaling_states(opt_state)
@@ -255,27 +283,31 @@ def get_loss_scale(opt_state: Any) -> LossScale:
 
 
 def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
-    """Returns an optimizer state that carries another loss scale.
+    """Returns an optimizer state with another loss scale.
 
     Args:
       opt_state: as for ``get_loss_scale``.
-      loss_scale: the scale for the next step. Another kind of scale, or other settings
-        than its leaves, is another structure of the state: a jitted step is traced
-        again.
+      loss_scale: the scale of the next step. Another class of scale, or another setting
+        such as ``period``, changes the pytree structure: a jit-compiled step then
+        compiles again.
 
     Returns:
-      ``opt_state`` with the scale replaced, and all else as it is.
+      ``opt_state`` with the scale replaced.
 
     Raises:
       TypeError: ``loss_scale`` is not a ``LossScale``.
-      ValueError: there is no loss scale in ``opt_state``, or more than one; the message
-        lists where it looked or what it found.
+      ValueError: ``opt_state`` contains no loss scale, or more than one. The message
+        lists the paths.
 
     Example:
       >>> import dataclasses
-      >>> opt_state = loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
-      >>> lower = dataclasses.replace(get_loss_scale(opt_state), loss_scale=2.0**10)
-      >>> get_loss_scale(set_loss_scale(opt_state, lower)).loss_scale
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> opt_state = jmp.loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> scale = jmp.get_loss_scale(opt_state)
+      >>> lower = dataclasses.replace(scale, loss_scale=2.0**10)
+      >>> jmp.get_loss_scale(jmp.set_loss_scale(opt_state, lower)).loss_scale
       Array(1024., dtype=float32)
     """
     check_is_loss_scale(loss_scale)
@@ -289,23 +321,32 @@ def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
 
 
 def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
-    """Raises an error when training has stopped moving; for the host, between steps.
+    """Raises an error if too many steps in a row were skipped.
+
+    Call it on the host, between steps.
 
     Args:
-      opt_state: as for ``get_loss_scale``, but it may hold several states.
-      max_consecutive_skips: how many skipped steps in a row are still tolerated.
+      opt_state: as for ``get_loss_scale``, but it may contain several loss scales.
+      max_consecutive_skips: the number of skipped steps in a row that is tolerated.
 
     Raises:
-      LossScaleError: more than ``max_consecutive_skips`` steps in a row were skipped,
-        and the message names likely causes; or ``optax.MultiSteps`` stands around
-        ``loss_scaling`` and has met its first overflow, which it keeps for ever.
-      ValueError: there is no ``LossScalingState`` in ``opt_state``.
-      TypeError: called inside ``jit``, where there is nothing to read yet.
+      LossScaleError: more steps in a row were skipped, and the message names likely
+        causes. Or ``optax.MultiSteps`` is around ``loss_scaling`` and has accumulated
+        an overflow, which it never drops.
+      ValueError: ``opt_state`` contains no ``LossScalingState``, or
+        ``max_consecutive_skips`` is negative.
+      TypeError: the call is inside ``jit``, where numbers are not known.
 
-    Source: MindSpore's ``DynamicLossScaleManager`` and DeepSpeed abort likewise.
+    Source: MindSpore's ``DynamicLossScaleManager`` and DeepSpeed also stop training.
 
     Example:
-      >>> check_loss_scale(loss_scaling(optax.sgd(0.1)).init(jnp.ones(1)))
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> opt_state = jmp.loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> jmp.check_loss_scale(opt_state)
+      >>> opt_state.consecutive_skipped.dtype
+      dtype('int32')
     """
     if max_consecutive_skips < 0:
         raise ValueError(
@@ -332,7 +373,7 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
 
 
 def _causes(state: LossScalingState, others: list[str]) -> list[str]:
-    """Returns why every step may be skipped, the likeliest first."""
+    """Returns likely causes of skipped steps, the likeliest first."""
     causes = [
         "parameters or inputs hold NaN or infinity already: check all_finite of them",
         "training diverged: lower the learning rate or clip",
@@ -363,7 +404,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 def _check_nesting(opt_state: Any) -> None:
-    """Raises an error for an overflow that ``optax.MultiSteps`` has accumulated."""
+    """Raises an error if ``optax.MultiSteps`` has accumulated an overflow."""
 
     def is_multi_steps(node: Any) -> bool:
         return isinstance(node, optax.MultiStepsState)
@@ -393,7 +434,7 @@ def _on_host(value: Any) -> np.ndarray[Any, Any]:
 
 
 def _loss_scaling_states(tree: Any) -> list[tuple[str, LossScalingState]]:
-    """Returns every ``LossScalingState`` in a tree with its path; at least one."""
+    """Returns each ``LossScalingState`` in a tree with its path; at least one."""
     found = _find_states(tree, ())
     if not found:
         paths, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -437,7 +478,7 @@ def _fresh(loss_scale: LossScale) -> LossScale:
 def _update_inner(
     inner: Any, grads: Any, inner_state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any, Any]:
-    """Returns the updates, and the inner state before and after, of one type."""
+    """Returns the updates, and the inner state before and after, of the same types."""
     check_grads(grads, params)
     # Somebody may have put a Python number into it, such as a new learning rate.
     inner_state = strongly_typed(inner_state)
@@ -463,7 +504,7 @@ def _update_inner(
 def _counted(
     state: LossScalingState, grads_finite: jax.Array, inner_state: Any
 ) -> LossScalingState:
-    """Returns the state after a step with such gradients."""
+    """Returns the state after a step."""
     consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)
     return LossScalingState(
         loss_scale=state.loss_scale.adjust(grads_finite),
@@ -498,9 +539,10 @@ def check_grads(grads: Any, params: Any) -> None:
 def _check_structure(
     updates: Any, grads: Any, params: Any, cause: Exception | None = None
 ) -> None:
-    """Raises a TypeError for updates that are not like the parameters.
+    """Raises a TypeError for updates that do not match the parameters.
 
-    Not for gradients: ``optax.lookahead`` gets others than it returns updates.
+    It does not check the gradients: those of ``optax.lookahead`` differ from its
+    updates.
     """
     if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
         return
@@ -543,7 +585,7 @@ def _as_seen_by_init(inner: Any, params: Any) -> Any:
 
 
 def _kept_in_16_bits(inner_state: Any) -> Any:
-    """Returns the key paths of parameters that wrappers inside round; None for all."""
+    """Returns the key paths of parameters that inner wrappers round; None means all."""
 
     def is_wrapper_state(node: Any) -> bool:
         return hasattr(node, "_kept_in_16_bits")
@@ -570,7 +612,7 @@ def _as_seen(kept: Any, params: Any) -> Any:
 
 
 def with_extra_args(inner: Any) -> Any:
-    """Returns a transformation that takes extra arguments, used or not."""
+    """Returns a transformation that accepts extra arguments."""
     if isinstance(inner, optax.GradientTransformation):
         return optax.with_extra_args_support(inner)
     # Used as it is: with_extra_args_support would take it for a transformation that
@@ -583,9 +625,9 @@ def with_extra_args(inner: Any) -> Any:
 
 
 def _finite_or_ones(grads_finite: jax.Array, tree: Tree) -> Tree:
-    """Replaces floating leaves by ones on a non-finite step.
+    """Replaces floating-point leaves by ones on a non-finite step.
 
-    Ones rather than zeros: an optimizer that normalizes would divide 0 by 0.
+    Ones, not zeros: a normalizing optimizer would divide 0 by 0.
     """
 
     def replace(leaf: Any) -> Any:
@@ -597,7 +639,7 @@ def _finite_or_ones(grads_finite: jax.Array, tree: Tree) -> Tree:
 
 
 def strongly_typed(state: Tree) -> Tree:
-    """Gives the numbers of a fresh state the types they will have from then on."""
+    """Removes weak types from the numbers of an initial state."""
 
     def strengthen(leaf: Any) -> Any:
         if not is_number(leaf):
@@ -609,7 +651,7 @@ def strongly_typed(state: Tree) -> Tree:
 
 
 def _like(old_state: Any, new_state: Any) -> Any:
-    """Returns the new inner state in the old one's dtypes."""
+    """Returns the new inner state in the dtypes of the old one."""
     old, new = map(jax.tree.structure, (old_state, new_state))
     if old != new:
         raise TypeError(

@@ -1,1 +1,1 @@
-"""What autocast does with a function, in rows and words."""
+"""Explains what autocast does with a function."""

@@ -1,4 +1,4 @@
-"""The arrays among the arguments of a function, and what they are called."""
+"""Finds and names the arrays among the arguments of a function."""
 
 import jax
 
@@ -13,6 +13,6 @@ def arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[PyTree, Array]]:
 
 
 def argument_name(path: PyTree) -> str:
-    """Returns the name of an argument, as ``args[0]['w']``."""
+    """Returns the name of an argument, such as ``args[0]['w']``."""
     (place, *inside) = path
     return ("args", "kwargs")[place.idx] + jax.tree_util.keystr(tuple(inside))

@@ -1,6 +1,6 @@
-"""What the gradient of a program runs besides the program, as rows.
+"""Explains the backward pass: the equations that the gradient of a program adds.
 
-The rows are read from the program that JAX makes of the gradient; nothing of it is run.
+The rows come from the jaxpr of the gradient, which is traced and never run.
 """
 
 import enum
@@ -36,14 +36,14 @@ from jmp_lite.autocasting.rules.rules import of_the_user
 
 
 class Backward(NamedTuple):
-    """A program, and what its gradient runs.
+    """A program and its gradient.
 
     Attributes:
       program: the program itself.
-      forward: what is run instead of it: to its results, and to what is kept.
-      backward: from what was kept and from cotangents to gradients.
-      kept: bytes of its residuals, but for the arguments, which exist anyway, and for
-        zeros that carry a tangent, which no compiled program reads.
+      forward: the forward pass that replaces it: to its results and residuals.
+      backward: the backward pass: from residuals and cotangents to gradients.
+      kept: the bytes of its residuals. Arguments do not count, because they exist
+        anyway. Neither do zeros that carry a tangent, which no compiled program reads.
     """
 
     program: Jaxpr
@@ -53,14 +53,14 @@ class Backward(NamedTuple):
 
 
 def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
-    """Returns the backward pass of a program, nothing of it being run.
+    """Returns the backward pass of a program, without running it.
 
     Args:
       program: a jaxpr.
-      structure: of its results.
+      structure: the pytree structure of its results.
 
     Raises:
-      ValueError: nothing that it is given or returns is a float.
+      ValueError: the program has no floating-point input or no floating-point result.
     """
     parts = compat.parts(program)
     avals = [var.aval for var in parts.invars]
@@ -103,14 +103,14 @@ def with_gradients(
     losses: Sequence[int],
     cotangents: Sequence[Array],
 ) -> list[Array]:
-    """Returns the results of a function of arrays, and then its gradients.
+    """Returns the results of a function of arrays, followed by its gradients.
 
     Args:
       fun: the function; it returns a list of arrays.
-      arrays: what it is given.
-      floats: which of them it is differentiated by.
-      losses: which of its results are differentiated.
-      cotangents: their cotangents.
+      arrays: its arguments.
+      floats: the arguments to differentiate.
+      losses: the results to differentiate.
+      cotangents: the cotangents of these results.
     """
 
     def of_floats(*given: Array) -> PyTree:
@@ -125,7 +125,7 @@ def with_gradients(
 
 
 def check_backward(floats: Sequence[int], losses: Sequence[int]) -> None:
-    """Refuses a program that has no gradient."""
+    """Raises a ValueError for a program without a gradient."""
     if not floats or not losses:
         raise ValueError(
             "There is no backward pass: no float among the arguments, or none among "
@@ -177,10 +177,10 @@ class _Uses(BackwardAnalysis[_Use]):
 
 
 def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:
-    """Returns which results are differentiated.
+    """Returns the results that are differentiated.
 
-    The one, if there is nothing else or if a tuple begins with it, that is a scalar: a
-    loss, perhaps with something beside it. Else all that are floats.
+    A scalar result that is alone, or first in a tuple, is the loss. Otherwise all
+    floating-point results are differentiated.
     """
     first: PyTree = jax.tree.unflatten(structure, range(len(avals)))
     while isinstance(first, tuple) and first:
@@ -195,11 +195,11 @@ def _is_float(aval: Aval) -> bool:
 
 
 def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
-    """Yields the rows of what is run for a backward pass alone.
+    """Yields the rows that run only for the backward pass.
 
     Args:
       run: the backward pass, as it runs.
-      traced: the same without autocast.
+      traced: the backward pass without autocast.
     """
 
     def likeness(row: Row) -> PyTree:
@@ -216,9 +216,10 @@ def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
 
 
 def _rows_for(passes: Backward) -> Iterator[Row]:
-    """Yields the rows of what the program itself does not run.
+    """Yields the rows that the program itself does not run.
 
-    Lines are not compared: a custom rule may compute the same again on one of its own.
+    It does not compare source lines: a custom rule may recompute a value on its own
+    line.
     """
     there = Counter(row._replace(source="") for row in _rows_of(passes.program))
     for row in _rows_of(passes.forward):

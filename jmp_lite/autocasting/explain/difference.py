@@ -1,4 +1,4 @@
-"""What two explanations of one function say otherwise."""
+"""Compares two explanations of one function."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,12 +8,21 @@ from jmp_lite.autocasting.explain.tables import count, text_table
 
 
 class Difference:
-    """What two explanations of a function say otherwise; ``print`` shows a table.
+    """The differences between two explanations of a function; ``print`` shows a table.
 
     Attributes:
-      changed: pairs of rows of the same equation that run in different dtypes.
-      only_left: equations that the first alone has.
-      only_right: equations that the second alone has.
+      changed: pairs of rows of the same equation that run in different dtypes or hold
+        different numbers of bytes.
+      only_left: the equations of the first explanation only.
+      only_right: the equations of the second explanation only.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> fun, x = lambda x: x @ x, jnp.ones((2, 2))
+      >>> difference = jmp.explain(fun, "O0")(x).diff(jmp.explain(fun)(x))
+      >>> [(a.precision, b.precision) for a, b in difference.changed]
+      [('float32', 'bfloat16')]
     """
 
     def __init__(self, left: Sequence[Row], right: Sequence[Row]) -> None:
@@ -49,7 +58,7 @@ class Difference:
 
 
 def _precisions_of(a: Row, b: Row) -> tuple[str, str]:
-    """Returns what two rows run in, and how much they hold where that is the same."""
+    """Returns the dtypes of two rows, with their bytes if the dtypes are equal."""
     if a.precision != b.precision:
         return a.precision, b.precision
     first, second = (f"{r.precision}, {count(r.bytes_run)}B" for r in (a, b))
@@ -57,7 +66,7 @@ def _precisions_of(a: Row, b: Row) -> tuple[str, str]:
 
 
 def _by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
-    """Returns rows by what distinguishes them in each explanation of a function."""
+    """Returns rows by keys that are the same in each explanation of a function."""
     seen: Counter[object] = Counter()
     found: dict[object, Row] = {}
     for row in rows:

@@ -1,7 +1,7 @@
-"""``explain``: what autocast does with a function, before anything is run.
+"""``explain``: shows what autocast does with a function, without computing anything.
 
-It reads the ``Decision``s that the interpreter takes, and decides nothing. It makes
-rows first, and text of those.
+It reads the ``Decision`` values of the interpreter and decides nothing itself. It makes
+rows first, and text from the rows.
 """
 
 import dataclasses
@@ -44,14 +44,21 @@ class Explanation:
     """What autocast does with a function; ``print`` shows it as a table.
 
     Attributes:
-      rules: the rules that decided.
-      rows: one ``Row`` per equation, in the order in which they run. What a loop or an
-        inner ``jit`` holds follows where that stands; the backward pass, if it was
-        asked for, stands at the end.
-      totals: sums over the rows, casts, and the residuals of the backward pass.
-      lints: what is worth a second look, each with a place and a remedy.
-      unused: what of the rules matched nothing, with what comes nearest.
-      passes: how many loops or calls each pass of the rules has rewritten.
+      rules: the rules.
+      rows: one ``Row`` for each equation, in the order of execution. The rows inside of
+        a loop or an inner ``jit`` follow the loop or the call. The rows of the backward
+        pass, if requested, are at the end.
+      totals: the sums over the rows, the casts, and the bytes of residuals.
+      lints: probable problems, each with a place and a remedy.
+      unused: the rules that match nothing, each with the nearest name.
+      passes: the number of loops or calls that each pass has rewritten.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> explanation = jmp.explain(lambda x: x @ x)(jnp.ones((2, 2)))
+      >>> explanation.rows[0].precision, explanation.rules.compute_dtype
+      ('bfloat16', dtype(bfloat16))
     """
 
     rules: Rules
@@ -62,19 +69,23 @@ class Explanation:
     passes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def share_low(self, op: str | None = None, *, bits: int = 16) -> float:
-        """Returns which part of the equations runs in 16 bits or fewer.
+        """Returns the share of equations that run in 16 bits or fewer.
 
         Args:
-          op: the name of a primitive; None for all that hold a float.
-          bits: 8 for those in float8 alone.
+          op: the name of a primitive; None for all equations with a float.
+          bits: 8 counts float8 equations only.
+
+        Returns:
+          A number from 0 to 1.
 
         Raises:
-          ValueError: there is no such op in the function, or it holds no float; or
+          ValueError: the function has no such op, no equation holds a float, or
             ``bits`` is neither 8 nor 16.
 
         Example:
           >>> import jax.numpy as jnp
-          >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).share_low()
+          >>> import jmp_lite as jmp
+          >>> jmp.explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).share_low()
           0.5
         """
         if bits not in (8, 16):
@@ -85,19 +96,24 @@ class Explanation:
         return sum(is_low(row, bits) for row in rows) / len(rows)
 
     def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
-        """Returns the one dtype that some equations of the function run in.
+        """Returns the dtype that matching equations run in.
 
         Args:
-          scope: a regular expression in their path; None for any.
-          op: the name of their primitive; None for any.
+          scope: a regular expression for their path; None matches every path.
+          op: the name of their primitive; None matches every op.
+
+        Returns:
+          The name of the dtype, as in ``Row.precision``.
 
         Raises:
-          ValueError: there is no such equation, or some run in one dtype and some in
-            another; ``scope`` is no regular expression.
+          ValueError: no equation matches, matching equations run in different dtypes,
+            or ``scope`` is not a regular expression.
 
         Example:
           >>> import jax.numpy as jnp
-          >>> explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).precision_of(op="exp")
+          >>> import jmp_lite as jmp
+          >>> explanation = jmp.explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2)))
+          >>> explanation.precision_of(op="exp")
           'float32'
         """
         check_pattern(scope or "")
@@ -118,36 +134,47 @@ class Explanation:
         return next(iter(precisions), "as traced")
 
     def diff(self, other: "Explanation") -> Difference:
-        """Returns what this explanation and another one of the function say otherwise.
+        """Returns the differences between two explanations of a function.
 
         Args:
-          other: for instance of the same function under other rules.
+          other: another explanation, for example under other rules.
+
+        Returns:
+          A ``Difference``; ``print`` shows it as a table.
 
         Raises:
-          TypeError: ``other`` is no explanation.
+          TypeError: ``other`` is not an ``Explanation``.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_lite as jmp
+          >>> fun, x = lambda x: jnp.tanh(x @ x) @ x, jnp.ones((2, 2))
+          >>> difference = jmp.explain(fun)(x).diff(jmp.explain(fun, "O1")(x))
+          >>> [(a.op, a.precision, b.precision) for a, b in difference.changed]
+          [('tanh', 'bfloat16', 'float32')]
         """
         if not isinstance(other, Explanation):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"Expected an Explanation, got {type(other).__name__}.")
         return Difference(self.rows, other.rows)
 
     def table(self, depth: int | None = None) -> str:
-        """Returns the rows as text.
+        """Returns the rows as a table of text.
 
         Args:
-          depth: how many names of a path are shown. Deeper rows, and those of blocks
-            that differ in a number alone, are summed up. Where an op runs otherwise in
-            a few of those blocks, they are named. None for every equation on its own.
+          depth: the number of path components to show. Deeper rows are summed up, and
+            so are blocks whose names differ only in a number. If an op runs differently
+            in a few of these blocks, the table names them. None shows every equation.
         """
         return text_table(*grouped(self.rows, depth), right=(0,))
 
     def summary(self) -> str:
-        """Returns all but the rows as text."""
+        """Returns all but the rows as text: totals, passes, unused rules and lints."""
         return "\n".join(
             f"{name}{text}" for name, texts in self._lines() for text in texts
         )
 
     def to_json(self) -> str:
-        """Returns all of it as JSON."""
+        """Returns the explanation as JSON."""
         return json.dumps(
             {
                 "rules": json.loads(self.rules.to_json()),
@@ -224,27 +251,29 @@ def explain(
     """Returns a function that explains what ``autocast(fun, rules)`` does.
 
     Args:
-      fun: any function of pytrees that JAX can trace.
-      rules: a preset's name or a ``Rules``.
-      compute_dtype: the dtype of low ops instead of the rules' own.
-      backward: whether to explain the backward pass too, and its residuals: what
-        ``value_and_grad(autocast(fun))`` runs for the gradients of all arguments that
-        are floats. A scalar is a loss, and so is one that a tuple of results begins
-        with: it alone is differentiated, as with ``has_aux``. Of other results all
-        floats are.
+      fun: a function of pytrees that JAX can trace.
+      rules: the name of a preset or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+      backward: whether to explain the backward pass too, with its residuals. It
+        explains ``value_and_grad(autocast(fun))`` with respect to all floating-point
+        arguments. A scalar result is the loss. So is a scalar at the start of a tuple
+        of results, as with ``has_aux``. Without one, all floating-point results are
+        differentiated.
 
     Returns:
-      A function of ``fun``'s arguments, for whose arrays ``ShapeDtypeStruct`` do. It
-      computes nothing and returns an ``Explanation``.
+      A function of ``fun``'s arguments, which may be ``ShapeDtypeStruct`` objects. It
+      traces ``fun``, computes nothing, and returns an ``Explanation``.
 
     Raises:
-      ValueError: there is no such preset or dtype; in the function, nothing is there to
-        differentiate though ``backward`` says so.
+      ValueError: the preset or the dtype is unknown; or, in a call, ``backward`` is
+        True and there is nothing to differentiate.
 
     Example:
+      >>> import jax
       >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
       >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-      >>> explanation = explain(lambda x: jnp.exp(x @ x))(x)
+      >>> explanation = jmp.explain(lambda x: jnp.exp(x @ x))(x)
       >>> for row in explanation.rows:
       ...     print(row.op, row.precision, row.shapes)
       dot_general bfloat16 ('float32[4,4]',)
@@ -298,7 +327,7 @@ def explain(
 
 
 def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
-    """Returns which of the arrays are float32, and arguments by themselves."""
+    """Returns the float32 arrays that are arguments by themselves, not in a pytree."""
     arrays = arrays_in(args, kwargs)
     is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
     return frozenset(i for i, yes in enumerate(is_alone) if yes)

@@ -1,4 +1,4 @@
-"""Rows as the groups of a table: by scope, and summed up to some depth."""
+"""Groups rows by scope, and sums them up to some depth."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _LINES = 60
 
 
 def depth_that_fits(rows: Sequence[Row]) -> int | None:
-    """Returns the depth at which a table is short, and says most."""
+    """Returns the greatest depth whose table fits on a terminal."""
     deepest = max((row.scope.count("/") + 1 for row in rows), default=0)
     for depth in (None, *range(deepest, 0, -1)):
         _, groups = grouped(rows, depth)
@@ -63,7 +63,7 @@ def _cells(row: Row, depth: int | None) -> Sequence[str]:
 
 
 def _only_in(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
-    """Returns the few numbered blocks in which an op runs otherwise than in others."""
+    """Returns the few numbered blocks in which an op runs differently."""
     ours, all_ = (
         {_first(row.scope, depth): None for row in some} for some in (rows, among)
     )
@@ -76,5 +76,5 @@ def _first(scope: str, depth: int) -> str:
 
 
 def _cut(scope: str, depth: int | None) -> str:
-    """Returns a path up to some depth, in which numbered blocks are one."""
+    """Returns the start of a path, with numbered blocks as one."""
     return scope if depth is None else re.sub(r"\d+", "*", _first(scope, depth))

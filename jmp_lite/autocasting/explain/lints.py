@@ -51,9 +51,18 @@ class Lint:
     Attributes:
       name: the kind of problem, such as ``"widened stream"``.
       message: the problem.
-      remedy: what to do about it.
+      remedy: how to solve it.
       scope: the path of the equation.
-      source: the line of code that made the equation: file, line and function.
+      source: the line of code of the equation: file, line and function.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> x, w = jnp.ones((8, 8)), jnp.ones((8, 9))
+      >>> explanation = jmp.explain(lambda x, w: x @ w)(x, w)
+      >>> for lint in explanation.lints:
+      ...     print(lint.name, "|", lint.message)
+      tensor cores | 9 is not a multiple of 8, in a product of sizes 8 x 9 x 8
     """
 
     name: str
@@ -69,16 +78,16 @@ class Lint:
 
 
 class Looked(NamedTuple):
-    """What lints look at.
+    """The input of a check.
 
     Attributes:
-      seen: the rows of the forward pass, and what they were made of. What a backward
-        pass is made of is written by nobody, and has no remedy.
-      results: what stood for the results.
+      seen: the rows of the forward pass, and the decisions behind them. No user writes
+        the equations of a backward pass, so they have no remedy.
+      results: the operands that are the results.
       rules: the rules.
-      has_gradients: whether anything is differentiated.
-      jaxpr: the function, as it was traced.
-      alone: which of its inputs were arguments by themselves, and not in a tree.
+      has_gradients: whether the function is differentiated.
+      jaxpr: the function, as traced.
+      alone: the inputs that are arguments by themselves, not in a pytree.
     """
 
     seen: Sequence[Seen]
@@ -90,7 +99,7 @@ class Looked(NamedTuple):
 
 
 def find_lints(looked: Looked) -> tuple[Lint, ...]:
-    """Returns the lints of a function; those that are alike once, with their number."""
+    """Returns the lints of a function; similar lints become one, with a count."""
     like: dict[object, list[Lint]] = {}
     for check in _CHECKS:
         for lint in check(looked):
@@ -123,11 +132,11 @@ def _has_low(seen: Seen) -> bool:
 
 
 def _widened_stream(looked: Looked) -> Iterator[Lint]:
-    """A float32 value joins a 16-bit one, and what follows is float32 up to a cast.
+    """A float32 value meets a 16-bit one, and later ops run in float32 up to a cast.
 
-    Where it is computed from what it joins, the two are one function, which is float32
-    on purpose: a norm, a softplus. So is what a loop carries in float32, whose row says
-    why.
+    If the float32 value is computed from the 16-bit one, both are part of one function
+    that is deliberately float32: a norm, a softplus. The float32 carry of a loop has a
+    row with its own reason.
     """
     first: dict[int, Seen] = {}
     after: dict[int, list[Seen]] = {}
@@ -163,14 +172,14 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
 
 
 def _is_by_choice(origin: Origin) -> bool:
-    """Whether a value is a number or the carry of a loop, and not what an op made."""
+    """Whether a value is a number or the carry of a loop, not the result of an op."""
     return not is_equation(origin) or compat.op_of(origin) in HIGHER_ORDER
 
 
 def _float32_input(looked: Looked) -> Iterator[Lint]:
-    """An argument follows a 16-bit value that it is added to, and not made from it.
+    """An argument follows the 16-bit value that it is added to.
 
-    Parameters are no data: they come in trees, and data comes by itself.
+    Parameters are not data: they come in pytrees, and data comes as an array.
     """
     if not looked.alone:
         return
@@ -201,7 +210,7 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
 
 
 def _float32_carry(looked: Looked) -> Iterator[Lint]:
-    """A carry of what may be a stack of layers is float32."""
+    """A carry of a possible stack of layers is float32."""
     if looked.rules.default is Precision.FULL:  # All but products is.
         return
     for seen in looked.seen:
@@ -274,7 +283,7 @@ def _not_multiples(sizes: Sequence[int]) -> str:
 
 
 def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
-    """Float8 was asked for, and a product does not gain by it or should not have it."""
+    """Float8 is requested for a product that does not or should not qualify."""
     found = Counter[Reason]()
     for seen in looked.seen:
         decision = seen.record.decision
@@ -326,7 +335,7 @@ _NOT_IN_FLOAT8 = frozenset(
 
 
 def _lost_digits(looked: Looked) -> Iterator[Lint]:
-    """A 16-bit product is read by what needs more of its digits."""
+    """The reader of a 16-bit product needs more of its digits."""
     readers = ProductReaders()
     readers.outputs(looked.jaxpr, [Made()] * len(compat.parts(looked.jaxpr).invars))
     for seen in looked.seen:
@@ -359,10 +368,10 @@ def _lost_digits(looked: Looked) -> Iterator[Lint]:
 
 
 def _opaque(looked: Looked) -> Iterator[Lint]:
-    """A 16-bit value is raised for what runs as it was traced, and might not have to.
+    """An op that runs as traced receives a 16-bit value, and could be converted.
 
-    That is a kernel, a loop that a float ends, or something unknown; not what has no
-    form in 16 bits. Or matrix products stand inside of it, which are float32.
+    Such an op is a kernel, a loop whose condition depends on a float, or an unknown op.
+    Ops without a 16-bit form do not count. Or float32 matrix products are inside of it.
     """
     kernels = (None, group_of("pallas_call"))
     # The record of a loop as a whole does not name its operands.
@@ -440,7 +449,7 @@ def _literal(looked: Looked) -> Iterator[Lint]:
 
 
 def _misfit(number: Number, dtype: Dtype) -> tuple[str, str]:
-    """Returns what becomes of a number in 16 bits, and what to do about it."""
+    """Returns what a number becomes in 16 bits, and the remedy."""
     with np.errstate(over="ignore"):
         low = np.float32(number.value).astype(dtype)
     if low == 0:
@@ -499,7 +508,7 @@ def _low_norm(looked: Looked) -> Iterator[Lint]:
 
 
 def _inner_autocast(looked: Looked) -> Iterator[Lint]:
-    """What is explained is autocast already, and its decisions cannot be seen."""
+    """The function is already autocast, so its decisions cannot be explained."""
     inside = [
         seen
         for seen in looked.seen

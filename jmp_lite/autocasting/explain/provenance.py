@@ -1,4 +1,4 @@
-"""Where the values of a traced function come from, for lints."""
+"""Follows the values of a traced function to their origins, for lints."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,11 +22,11 @@ from jmp_lite.autocasting.rules.op_table import (
 
 
 class From(NamedTuple):
-    """Where a value comes from.
+    """The origin of a value.
 
     Attributes:
       arguments: the arguments that it is computed from.
-      moved: the one that it is, or a part of it.
+      moved: the argument that it is equal to, or a part of.
     """
 
     arguments: frozenset[int] = frozenset()
@@ -34,11 +34,11 @@ class From(NamedTuple):
 
 
 class Addends(Forward[From]):
-    """Follows arguments to the sums that they are an addend of.
+    """Follows arguments to the sums in which they are addends.
 
     Attributes:
-      added: for each sum, by id, the operands that are an argument or a part of one,
-        and are added to what is not made from it.
+      added: for each sum, by id, the operands that are arguments (or parts of one) and
+        are added to a value that is not made from them.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class Addends(Forward[From]):
         return From()
 
     def join(self, one: From, other: From) -> From:
-        """Returns where a value comes from that is one of two."""
+        """Returns the origin of a value that is one of two."""
         moved = one.moved if one.moved == other.moved else None
         return From(one.arguments | other.arguments, moved)
 
     def through(self, eqn: Eqn, facts: Sequence[From], path: str) -> Sequence[From]:
-        """Returns where the results of an op come from."""
+        """Returns the origins of the results of an op."""
         del path
         if compat.op_of(eqn) in ADDING:
             pairs = zip(facts, facts[::-1], strict=True)
@@ -75,13 +75,13 @@ _MOVING_ONCE = MOVING - ADDED_UP
 
 
 class Dequantized(Forward[Dtype | None]):
-    """Finds the products of which both operands are dequantized numbers.
+    """Finds the products whose operands are both dequantized.
 
-    A fact is the float8 dtype that a value was quantized to; None for any other value.
+    A fact is the float8 dtype that a value was quantized to; None for other values.
 
     Attributes:
-      formats: for each such product, by id, the dtype of its operands; of two the one
-        of the larger range, which is that of the cotangent.
+      formats: for each such product, by id, the dtype of its operands. If they differ,
+        it is the dtype with the larger range, which is that of the cotangent.
     """
 
     def __init__(self) -> None:
@@ -92,13 +92,13 @@ class Dequantized(Forward[Dtype | None]):
         return None
 
     def join(self, one: Dtype | None, other: Dtype | None) -> Dtype | None:
-        """Returns what both were quantized to."""
+        """Returns the dtype that both values were quantized to."""
         return one if one == other else None
 
     def through(
         self, eqn: Eqn, facts: Sequence[Dtype | None], path: str
     ) -> Sequence[Dtype | None]:
-        """Returns what the results of an op were quantized to."""
+        """Returns the dtype that the results of an op were quantized to."""
         del path
         op, found = compat.op_of(eqn), None
         if op == DEQUANTIZE:
@@ -112,15 +112,15 @@ class Dequantized(Forward[Dtype | None]):
 
 
 class Made(NamedTuple):
-    """What a value is made of, by moves, sums, scalings and roundings.
+    """The parts of a value that moves, sums, scalings and roundings lead to.
 
     Attributes:
       products: the matrix products, by id of the equation.
-      differing: those of the products that are a term of a difference or a sum whose
-        other term is made of a sum or of another product.
-      is_sum: whether a sum over an axis is in it.
+      differing: the products that are a term of a difference or a sum whose other term
+        contains a sum or another product.
+      is_sum: whether it contains a sum over an axis.
       is_one_hot: whether it is a comparison, as numbers.
-      is_integer: whether it is made from integers alone.
+      is_integer: whether it is made from integers only.
     """
 
     products: frozenset[int] = frozenset()
@@ -131,12 +131,12 @@ class Made(NamedTuple):
 
 
 class ProductReaders(Forward[Made]):
-    """Follows matrix products to what needs more digits of them than 16 bits have.
+    """Follows matrix products to readers that need more than 16 bits.
 
     Attributes:
-      phases: the products that a sine or a cosine reads, by id of the equation.
-      cancelling: those in a difference that a square root or a pick reads.
-      lookups: those of one-hot rows with integers.
+      phases: the products that a sin or cos reads, by id of the equation.
+      cancelling: the products in a difference that a square root or a pick reads.
+      lookups: the products of one-hot rows with integers.
     """
 
     def __init__(self) -> None:
@@ -145,11 +145,11 @@ class ProductReaders(Forward[Made]):
         self.lookups: set[int] = set()
 
     def nothing(self) -> Made:
-        """A number or an argument is made of no product."""
+        """A number or an argument contains no product."""
         return Made()
 
     def join(self, one: Made, other: Made) -> Made:
-        """Returns what a value is made of that is one of two."""
+        """Returns the parts of a value that is one of two."""
         return Made(
             one.products | other.products,
             one.differing | other.differing,
@@ -159,7 +159,7 @@ class ProductReaders(Forward[Made]):
         )
 
     def through(self, eqn: Eqn, facts: Sequence[Made], path: str) -> Sequence[Made]:
-        """Returns what the results of an op are made of, and notes its products."""
+        """Returns the parts of the results of an op, and records its products."""
         del path
         op = compat.op_of(eqn)
         products = frozenset[int]().union(*(fact.products for fact in facts))

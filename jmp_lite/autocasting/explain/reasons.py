@@ -79,11 +79,11 @@ _GROUPS: Mapping[str, str] = MappingProxyType({g.id: g.reason for g in GROUPS})
 
 
 def reason_in_words(record: DecisionRecord) -> str:
-    """Returns why an equation runs as it does.
+    """Returns the reason of a decision in words.
 
     Args:
-      record: what was decided; where an operand decided it, what comes from outside of
-        its jaxpr is not in the words.
+      record: the decision. If an operand from outside of the jaxpr decided, the words
+        do not name it.
     """
     decision = record.decision
     if decision.reason is Reason.INSIDE:
@@ -107,7 +107,7 @@ def reason_in_words(record: DecisionRecord) -> str:
 
 
 def _of_sizes(reason: Reason, product: Eqn) -> str:
-    """Returns why a product of such sizes is not in float8."""
+    """Returns why a product of these sizes is not in float8."""
     sizes = dict(zip("MNK", cost.product_sizes(product), strict=True))
     if reason is Reason.FLOAT8_SIZE:
         name, size = next(item for item in sizes.items() if not fits_float8(item[1]))
@@ -119,10 +119,10 @@ def _of_sizes(reason: Reason, product: Eqn) -> str:
 
 
 def code_of(record: DecisionRecord) -> str:
-    """Returns why an equation runs as it does, as a name that code may compare.
+    """Returns the reason of a decision as a name, for code to compare.
 
-    It is the id of the group of ops that decided, else what kind of rule did, else the
-    ``Reason``, in lower case.
+    It is the id of the op group, the kind of the rule, or the name of the ``Reason`` in
+    lower case.
     """
     decision = record.decision
     if decision.reason is not Reason.RULE or decision.match is None:

@@ -1,6 +1,6 @@
-"""The decisions of an interpretation, and the program that it builds, as rows and sums.
+"""Turns decisions, and the program that they lead to, into rows and totals.
 
-A row shows what one equation does, without judging it.
+A row shows one equation without judging it.
 """
 
 import dataclasses
@@ -38,32 +38,40 @@ from jmp_lite.autocasting.rules.rules import (
 
 
 class Row(NamedTuple):
-    """How one equation of a function runs.
+    """One equation of a function.
 
     Attributes:
-      scope: the path that it stands in, such as ``"LM/Block_0/Dense_0"``.
-      op: the name of its primitive; for a carry of a loop that of the loop.
+      scope: its path, such as ``"LM/Block_0/Dense_0"``.
+      op: the name of its primitive; for a carry of a loop, the name of the loop.
       precision: the dtype that it runs in: ``"bfloat16"``, ``"float16"``,
-        ``"float32"`` or another; ``"as traced"`` where nothing in it is a float. Of a
-        float8 product the format of its operands, in the backward pass that of the
-        cotangent.
-      code: why, as a name that code may compare: the id of the group of ops that
-        decided, such as ``"product"``; or what kind of rule did: ``"op"``,
-        ``"scope"``, ``"mark"``, ``"default"``; or what the equation itself or its
-        operands are, such as ``"follows_low"``.
-      reason: why, in words.
-      source: where it stands in the code: file, line and function. The innermost line
-        that is no package's, if there is one.
-      shapes: what its results were traced as, such as ``"float32[4,8]"``; in the
-        backward pass what they are.
-      times: how often it is run; None inside of a ``while`` loop. Each branch of a
-        ``cond`` has rows as if it were taken.
-      bytes_traced: of its results, as they were traced; of what autocast alone has in
-        the backward pass, as they are held. A symbolic size counts as one.
-      bytes_run: of its results, as they are held.
-      flops: operations of a matrix product, two for each multiplication of real
-        numbers; else 0.
+        ``"float32"`` or another; ``"as traced"`` if it has no floats. For a float8
+        product it is the format of its operands, or of the cotangent in the backward
+        pass.
+      code: the reason as a name, for code to compare. It is the id of an op group
+        (``"product"``); the kind of a rule (``"op"``, ``"scope"``, ``"mark"``,
+        ``"default"``); or a property of the equation or its operands
+        (``"follows_low"``).
+      reason: the reason in words.
+      source: its line of code: file, line and function. It is the innermost line
+        outside of installed packages, if there is one.
+      shapes: the traced types of its results, such as ``"float32[4,8]"``; in the
+        backward pass, their types as they run.
+      times: how often it runs; None inside of a ``while`` loop. Each branch of a
+        ``cond`` has rows.
+      bytes_traced: the bytes of its results, as traced. For an equation that only
+        autocast adds to the backward pass, the bytes as they run. A symbolic size
+        counts as one.
+      bytes_run: the bytes of its results, as they run.
+      flops: the operations of a matrix product, two for each multiplication of real
+        numbers; 0 for other ops.
       is_backward: whether it belongs to a backward pass.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> row, *_ = jmp.explain(lambda x: x @ x)(jnp.ones((4, 4))).rows
+      >>> row.op, row.precision, row.shapes, row.bytes_run, row.flops
+      ('dot_general', 'bfloat16', ('float32[4,4]',), 32, 128)
     """
 
     scope: str
@@ -81,23 +89,23 @@ class Row(NamedTuple):
 
 
 def is_low(row: Row, bits: int = 16) -> bool:
-    """Whether an equation runs in 16 bits or fewer, or in another number of bits."""
+    """Whether an equation runs in this number of bits or fewer."""
     is_float = row.precision != "as traced"
     return is_float and 8 * np.dtype(row.precision).itemsize <= bits
 
 
 def is_decided_inside(row: Row) -> bool:
-    """Whether an autocast inside of the function has decided it."""
+    """Whether an inner autocast decided the equation."""
     return AUTOCAST_SCOPE in row.scope.split("/")
 
 
 class Seen(NamedTuple):
-    """A row, and what it was made of.
+    """A row, with its decision.
 
     Attributes:
       row: the row.
-      record: what was decided of the equation.
-      origin: the origin of the operand that decided it, in words; else nothing.
+      record: the decision.
+      origin: the origin of the operand that decided, in words; empty if there is none.
     """
 
     row: Row
@@ -106,12 +114,12 @@ class Seen(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a program stands.
+    """The place of a program inside of another.
 
     Attributes:
-      path: the scopes that it stands in.
-      source: where it is called in the user's code.
-      times: how often it is run; None where that is not known.
+      path: the scopes around it.
+      source: the line of user code that calls it.
+      times: how often it runs; None if unknown.
       is_backward: whether it belongs to a backward pass.
     """
 
@@ -121,7 +129,7 @@ class Place(NamedTuple):
     is_backward: bool = False
 
     def inside(self, eqn: Eqn, trips: int | None) -> "Place":
-        """Returns where a program stands that an equation of this one runs."""
+        """Returns the place of a program that an equation runs."""
         return Place(
             path=compat.path_of(eqn, self.path),
             source=compat.source(eqn, self.source),
@@ -131,22 +139,22 @@ class Place(NamedTuple):
 
 
 def counted(times: int | None) -> int:
-    """Returns how often something counts in a sum: once where that is not known."""
+    """Returns how often something counts in a sum: once if the number is unknown."""
     return 1 if times is None else times
 
 
 def seen_in(
     records: Sequence[DecisionRecord | RecordsInside], rules: Rules
 ) -> Iterator[Seen]:
-    """Yields the rows of decisions, in the order in which they run."""
+    """Yields the rows of decisions, in the order of execution."""
     return _Seeing(rules).along(records, Place(), [])
 
 
 class _Seeing:
-    """Makes rows; of what is called often most is made once.
+    """Makes rows; a program that is called often is processed once.
 
     Args:
-      rules: the rules that decided.
+      rules: the rules.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -164,8 +172,8 @@ class _Seeing:
 
         Args:
           records: the decisions.
-          place: where the jaxpr stands.
-          origins: where its inputs come from.
+          place: the place of the jaxpr.
+          origins: the origins of its inputs.
         """
 
         def outside(origin: Origin) -> Origin:
@@ -190,7 +198,7 @@ class _Seeing:
                 yield from self._kept(there, place)
 
     def _kept(self, record: DecisionRecord, place: Place) -> Iterator[Seen]:
-        """Yields the rows of what an equation holds that is run as it was traced."""
+        """Yields the rows inside of an equation that runs as traced."""
         op = compat.op_of(record.eqn)
         kept = dataclasses.replace(record.decision, reason=Reason.INSIDE, within=op)
         there = place.inside(record.eqn, compat.trips(record.eqn))
@@ -201,7 +209,7 @@ class _Seeing:
                 yield from self._kept(inner, there)
 
     def _seen(self, row: Row, record: DecisionRecord, place: Place) -> Seen:
-        """Returns a row that stands in a place, with what decided it from outside."""
+        """Returns a row at a place, with the origin outside of its jaxpr."""
         source = self._sources[id(record.eqn)] = compat.source(record.eqn, place.source)
         origin = self._in_words(record.origin)
         placed = row._replace(
@@ -214,7 +222,7 @@ class _Seeing:
         return Seen(placed, record, origin)
 
     def _in_words(self, origin: Origin) -> str:
-        """Returns what made a value what it is held in, in words."""
+        """Returns the origin of a value in words."""
         if not is_equation(origin):
             return origin_in_words(origin)
         # It was seen before, unless a loop carries it from step to step.
@@ -228,7 +236,7 @@ _MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
 
 
 def _row(record: DecisionRecord, rules: Rules) -> Row:
-    """Returns a row that knows nothing of what its equation stands in."""
+    """Returns a row without the place of its equation."""
     low = np.dtype(rules.compute_dtype)
     eqn, decision = record.eqn, record.decision
     results = eqn.outvars if record.result is None else [eqn.outvars[record.result]]
@@ -257,7 +265,7 @@ def _precision(eqn: Eqn, decision: Decision, rules: Rules) -> str:
 
 
 def precision_as_traced(eqn: Eqn) -> str:
-    """Returns the widest float of an equation; of a product that of its operands."""
+    """Returns the widest float of an equation; for a product, of its operands."""
     atoms = eqn.invars[:2] if compat.op_of(eqn) in PRODUCTS else ()
     atoms = atoms or (*eqn.invars, *eqn.outvars)
     floats = [compat.dtype_of(atom) for atom in atoms if compat.is_float(atom)]
@@ -265,7 +273,7 @@ def precision_as_traced(eqn: Eqn) -> str:
 
 
 def bytes_of(var: Var, low: Dtype | None = None) -> int:
-    """Returns the bytes of a variable, of a float32 one in another dtype."""
+    """Returns the bytes of a variable; a float32 one may be in another dtype."""
     dtype = low if low is not None and compat.is_float32(var) else compat.dtype_of(var)
     size = cost.known_size(getattr(var.aval, "shape", ()))
     return size * getattr(dtype, "itemsize", 0)
@@ -293,7 +301,7 @@ def _cell(file: str) -> str:
 
 
 def equations(jaxpr: Jaxpr, place: Place) -> Iterator[tuple[Eqn, Place]]:
-    """Yields the equations of a program that do something, and where theirs stands."""
+    """Yields the live equations of a program, each with its place."""
     for eqn in compat.live_equations(jaxpr):
         yield eqn, place
         if compat.op_of(eqn) in HIGHER_ORDER:
@@ -304,21 +312,25 @@ def equations(jaxpr: Jaxpr, place: Place) -> Iterator[tuple[Eqn, Place]]:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Sums over a function, and over its backward pass where that was asked for.
+    """The sums over a function, and over its backward pass if requested.
 
-    What is in a loop of unknown length counts once, and each branch of a ``cond`` as if
-    it were taken.
+    The body of a loop of unknown length counts once. Each branch of a ``cond`` counts.
 
     Attributes:
-      equations: how many equations there are, by precision.
-      products: how many matrix products and convolutions, by precision.
-      flops: the operations of those in all trips of all loops, by precision.
-      casts: how many casts between float32 and the compute dtype autocast adds, in all
-        trips of all loops.
-      cast_bytes: the bytes that they read and write, if nothing is fused.
-      kept_traced: the bytes of the residuals without autocast; None
-        where that was not asked for.
-      kept_run: the same with autocast.
+      equations: the number of equations, by precision.
+      products: the number of matrix products and convolutions, by precision.
+      flops: the operations of these products in all trips of all loops, by precision.
+      casts: the number of casts between float32 and the compute dtype that autocast
+        adds, in all trips of all loops.
+      cast_bytes: the bytes that these casts read and write, without fusion.
+      kept_traced: the bytes of the residuals without autocast; None if not requested.
+      kept_run: the bytes of the residuals with autocast; None if not requested.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> jmp.explain(lambda x: x @ x)(jnp.ones((4, 4))).totals.products
+      {'bfloat16': 1}
     """
 
     equations: Mapping[str, int] = dataclasses.field(hash=False)
@@ -333,12 +345,12 @@ class Totals:
 def totals_of(
     rows: Iterable[Row], casts: Sequence[int], kept: Sequence[int] | None
 ) -> Totals:
-    """Sums rows up.
+    """Returns the totals of rows.
 
     Args:
       rows: the rows.
-      casts: how many were added, and their bytes.
-      kept: bytes that wait for the backward pass, as traced and as run.
+      casts: the number of added casts, and their bytes.
+      kept: the bytes of the residuals, as traced and as run.
     """
     equations, products, flops = Counter[str](), Counter[str](), Counter[str]()
     for row in rows:

@@ -1,4 +1,4 @@
-"""Tables of text: columns that line up, for a terminal and for a notebook."""
+"""Formats tables for a terminal and for a notebook."""
 
 import html
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ def text_table(
     groups: Sequence[tuple[str, Sequence[Sequence[str]]]],
     right: Sequence[int] = (),
 ) -> str:
-    """Returns rows of cells as aligned text.
+    """Returns a table as text with aligned columns.
 
     Args:
-      headers: of the columns.
-      groups: a title, or an empty one, and the rows that follow it.
+      headers: the titles of the columns.
+      groups: pairs of a title (which may be empty) and the rows after it.
       right: the columns that are aligned to the right.
     """
     groups = [
@@ -45,7 +45,7 @@ def html_table(
     headers: Sequence[str],
     groups: Sequence[tuple[str, Sequence[Sequence[str]]]],
 ) -> str:
-    """Returns the same as a table of HTML."""
+    """Returns a table as HTML."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
@@ -61,7 +61,7 @@ def html_table(
 
 
 def count(number: float) -> str:
-    """Returns a number of bytes or operations, shortened: ``"1.5 M"``."""
+    """Returns a number of bytes or operations, abbreviated: ``"1.5 M"``."""
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"

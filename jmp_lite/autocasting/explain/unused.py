@@ -1,4 +1,4 @@
-"""What the user has written into rules and nothing in the function matches."""
+"""Finds the rules of a user that match nothing in the function."""
 
 import difflib
 import re
@@ -13,7 +13,7 @@ from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 
 
 def unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
-    """Yields what the user has written into the rules and decides nothing."""
+    """Yields a message for each rule of the user that decides nothing."""
     scopes = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
     yield from _unmatched("scope", scopes, (row.scope for row in rows))
     carries = [pattern for pattern, _ in rules.carries]
@@ -28,7 +28,7 @@ def unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
 def _unmatched(
     kind: str, patterns: Sequence[str], paths: Iterable[str]
 ) -> Iterable[str]:
-    """Yields the patterns that no path matches, or that others come before."""
+    """Yields a message for each pattern that matches no path, or comes too late."""
     paths = list(dict.fromkeys(paths))
     names = list(dict.fromkeys(name for path in paths for name in path.split("/")))
     for i, pattern in enumerate(patterns):
@@ -44,13 +44,13 @@ def _unmatched(
 
 
 def _loops(jaxpr: Jaxpr) -> Iterable[str]:
-    """Yields the paths that loops stand in."""
+    """Yields the paths of loops."""
     for eqn, path in equations(jaxpr):
         if compat.op_of(eqn) in ("scan", "while"):
             yield path
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a question that names what comes nearest to a name, or nothing."""
+    """Returns a question that suggests the nearest names, or nothing."""
     near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -1,4 +1,4 @@
-"""``autocast``: check what came, trace the function, run it under the rules."""
+"""``autocast``: checks the arguments, traces the function, and interprets it."""
 
 import functools
 from collections.abc import Callable
@@ -50,30 +50,38 @@ def autocast(
     *,
     compute_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Returns ``fun`` run op by op in mixed precision.
+    """Returns ``fun`` in mixed precision.
 
-    Matrix products and convolutions run in the compute dtype, delicate ops in float32,
-    and the rest in the precision of what they are given. The signature, the structure,
-    the shapes and the dtypes of the results are those of ``fun``; only values that were
-    float32 are ever changed.
+    Each op of ``fun`` gets a precision: matrix products and convolutions run in the
+    compute dtype, numerically sensitive ops in float32, and other ops in the precision
+    of their operands. The signature does not change, and neither do the structure,
+    shapes and dtypes of the results. Only values that were float32 change their dtype
+    inside.
 
     Args:
-      fun: any function of pytrees that JAX can trace. Arrays are traced; every other
-        argument reaches it as it is.
-      rules: a preset's name (``"mixed"``, ``"O0"`` to ``"O3"``, ``"torch"``, ...) or a
-        ``Rules``.
-      compute_dtype: the dtype of low ops instead of the rules' own; ``"half"`` asks the
-        device, when the function is called.
+      fun: a function of pytrees that JAX can trace. Arrays are traced. Other arguments
+        reach ``fun`` unchanged.
+      rules: the name of a preset (``"mixed"``, ``"O0"`` to ``"O3"``, ``"torch"``, ...)
+        or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules. ``"half"``
+        selects bfloat16 or float16 for the current device, at each call.
 
     Returns:
-      The function; without ``fun`` a decorator.
+      The function; without ``fun``, a decorator.
 
     Raises:
-      ValueError: there is no such preset or dtype.
+      ValueError: the preset or the dtype is unknown.
+      TypeError: ``fun`` is not a function, or ``rules`` has another type. In a call: an
+        argument is an nnx module; use ``jmp_lite.nnx.autocast``.
+
+    Source: PyTorch's autocast and MindSpore's ``amp.auto_mixed_precision`` choose a
+    precision for each op, too.
 
     Example:
+      >>> import jax
       >>> import jax.numpy as jnp
-      >>> low = autocast(lambda x, w: jnp.tanh(x @ w))
+      >>> import jmp_lite as jmp
+      >>> low = jmp.autocast(lambda x, w: jnp.tanh(x @ w))
       >>> x, w = jnp.ones((2, 4)), jnp.full((4, 4), 0.1)
       >>> low(x, w).dtype
       dtype('float32')
@@ -96,7 +104,7 @@ def autocast(
 def _run(
     interpreter: Interpreter, fun: Function, args: PyTree, kwargs: PyTree
 ) -> PyTree:
-    """Traces a function, interprets it, and returns its results as it would."""
+    """Traces a function, interprets it, and returns its results in their structure."""
     traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
     paths = (path for _, path in equations(traced))
     if changes_nothing(interpreter.rules, paths):

@@ -1,4 +1,4 @@
-"""The precisions that a rule may give an op, a scope or a part of a function."""
+"""The precisions that a rule gives to an op, a scope, or part of a function."""
 
 import dataclasses
 import enum
@@ -11,17 +11,26 @@ from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 
 
 class Precision(enum.Enum):
-    """How an op, or all that a scope holds, is run.
+    """The precision of an op, or of all ops in a scope.
 
-    ``LOW``: operands are cast to the compute dtype, and so is the result.
-    ``FULL``: in float32; the result is float32 on purpose, and what follows stays so.
-    ``FOLLOW``: in the precision that the operands already have.
-    ``WIDEST``: as ``FOLLOW``, but any float32 operand widens: ordinary promotion.
-    ``KEEP``: in the dtypes that were traced.
-    ``FULL_INSIDE``: for scopes: float32 inside, and what leaves is low again if
-    something low entered. What a norm layer is.
-    ``FLOAT8``: for matrix products: operands are quantized to 8 bits, and the result is
-    in the compute dtype. A product that does not qualify is ``LOW``; see ``Float8``.
+    - ``LOW``: the op runs in the compute dtype, and its result has this dtype.
+    - ``FULL``: the op runs in float32. Its result is deliberate float32: an op that
+      follows it runs in float32, too.
+    - ``FOLLOW``: the op runs in the precision of its operands.
+    - ``WIDEST``: like ``FOLLOW``, but any float32 operand makes the op float32, as in
+      ordinary type promotion.
+    - ``KEEP``: the op runs in the dtypes of the trace.
+    - ``FULL_INSIDE``: for scopes, such as norm layers. All ops run in float32. A result
+      is low again if a low value entered the scope.
+    - ``FLOAT8``: for matrix products. Operands are quantized to 8 bits, and the result
+      is in the compute dtype. A product that does not qualify is ``LOW``; see
+      ``Float8``.
+
+    Example:
+      >>> import jmp_lite as jmp
+      >>> rules = jmp.get_rules("mixed")
+      >>> rules.precision_of("dot_general"), rules.compute_dtype
+      (Precision.LOW, dtype(bfloat16))
     """
 
     LOW = "low"
@@ -34,7 +43,7 @@ class Precision(enum.Enum):
 
     @property
     def lowers(self) -> bool:
-        """Whether results are in the compute dtype, whatever the operands are."""
+        """Whether results are always in the compute dtype."""
         return self in (Precision.LOW, Precision.FLOAT8)
 
     def __repr__(self) -> str:
@@ -43,38 +52,43 @@ class Precision(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8:
-    """How a matrix product in float8 is made, and which ones qualify.
+    """The formats of float8 matrix products, and the smallest product that qualifies.
 
-    An operand is divided by a scale, a power of two, so that its largest number is near
-    the largest of the format, and is rounded. A product qualifies if
+    An operand is divided by a scale and rounded. The scale is a power of two that
+    brings the operand's largest number near the largest number of the format. A product
+    qualifies under these conditions:
 
-    - the compute dtype is bfloat16,
-    - one operand is a weight: an argument, a constant, or a slice of one in a scan,
-    - it has no batch axes,
-    - its sizes are multiples of 16,
-    - it is large enough to gain, see ``smallest``,
-    - and an op that takes 16 bits reads its result. Logits and the result of a router
-      are read in float32 alone. (A scope that asks for float8 includes these.)
+    - The compute dtype is bfloat16.
+    - One operand is a weight: an argument, a constant, or a slice of one in a scan.
+    - It has no batch axes.
+    - Its sizes are multiples of 16.
+    - It is large enough, see ``smallest``.
+    - An op that takes 16 bits reads its result. Logits and the result of a router are
+      read only by float32 ops. (A scope rule for float8 includes these too.)
 
     Attributes:
       forward: the format of both operands: ``"e4m3fn"``, or ``"e4m3fnuz"`` on AMD's
         MI300.
-      backward: the format of cotangents: ``"e5m2"``, ``"e5m2fnuz"``, or one with more
-        digits and less range, as ``forward``.
-      smallest: the least harmonic mean of the three sizes M, K and N, which is what a
-        product computes for what it reads and writes. Below it, quantizing costs what
-        the product gains: on an H100 some ten kernels for each weight.
+      backward: the format of cotangents: ``"e5m2"``, ``"e5m2fnuz"``, or a format of
+        ``forward``, with more digits and less range.
+      smallest: the smallest harmonic mean of the sizes M, K and N. This mean measures
+        the arithmetic of a product relative to the bytes that it reads and writes.
+        Below it, quantization costs as much as the product gains: on an H100, some ten
+        kernels for each weight.
 
     Raises:
-      ValueError: there is no such format, or matrix units do not multiply in it;
-        ``smallest`` is negative or no number.
+      ValueError: a format is unknown, or matrix units do not multiply in it;
+        ``smallest`` is negative or not a number.
 
     Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; the scales are
     those of TransformerEngine's "current scaling" and torchao's "tensorwise".
 
     Example:
-      >>> Float8(smallest=0)
+      >>> import jmp_lite as jmp
+      >>> jmp.Float8(smallest=0)
       Float8(forward='e4m3fn', backward='e5m2', smallest=0)
+      >>> jmp.Float8().forward_dtype
+      dtype(float8_e4m3fn)
     """
 
     forward: str = "e4m3fn"
@@ -93,12 +107,12 @@ class Float8:
 
     @property
     def forward_dtype(self) -> np.dtype[Any]:
-        """The dtype of operands."""
+        """The dtype of operands, a ``np.dtype``."""
         return parse_dtype(f"float8_{self.forward}")
 
     @property
     def backward_dtype(self) -> np.dtype[Any]:
-        """The dtype of cotangents."""
+        """The dtype of cotangents, a ``np.dtype``."""
         return parse_dtype(f"float8_{self.backward}")
 
 
@@ -113,10 +127,11 @@ def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
 
 
 class RuleSource(enum.Enum):
-    """Where a rule comes from.
+    """The part of the rules that a rule comes from.
 
-    ``TABLE``: the table of ops. ``UNKNOWN``: the op is in no table. ``OP``, ``DEFAULT``
-    and ``SCOPE``: those fields of ``Rules``. ``MARK``: the code of the function.
+    ``TABLE``: the op table. ``UNKNOWN``: the op is not in the table. ``OP``,
+    ``DEFAULT`` and ``SCOPE``: those fields of ``Rules``. ``MARK``: a mark in the
+    function.
     """
 
     TABLE = "table"
@@ -128,13 +143,13 @@ class RuleSource(enum.Enum):
 
 
 class RuleMatch(NamedTuple):
-    """The rule that matches an op where it stands.
+    """The rule that matches an op at a path.
 
     Attributes:
-      precision: what it says.
-      source: where it comes from.
-      name: of a table the id of the group, of a scope the pattern, of a mark its
-        reserved scope; else the op.
+      precision: the precision that it gives.
+      source: the part of the rules that it comes from.
+      name: the id of the op group, the pattern of the scope, the reserved scope of the
+        mark, or the op.
     """
 
     precision: Precision
@@ -143,7 +158,7 @@ class RuleMatch(NamedTuple):
 
 
 def parse_precision(precision: "Precision | str") -> Precision:
-    """Returns the precision of a name, in any case."""
+    """Returns the precision for a name, in upper or lower case."""
     if isinstance(precision, Precision):
         return precision
     names = {member.value: member for member in Precision}

@@ -1,4 +1,4 @@
-"""Rules with names: the presets."""
+"""The presets: rules with names."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,22 +22,28 @@ def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
     """Returns the rules of a preset.
 
     Args:
-      name: ``"mixed"``, ``"float8"`` (``"mixed"`` with matrix products in float8, see
-        ``Float8``), MindSpore's levels ``"O0"`` to ``"O3"``, ``"torch"``, or one of
-        Ascend's modes ``"must_keep_origin_dtype"``, ``"allow_fp32_to_fp16"``,
-        ``"allow_mix_precision"``, ``"force_fp16"``.
-      compute_dtype: the dtype of low ops; None for the preset's own, which is bfloat16,
-        or float16 where Ascend's name says so.
+      name: one of these names.
+
+        - ``"mixed"``: products in 16 bits, sensitive ops in float32.
+        - ``"float8"``: ``"mixed"`` with matrix products in float8, see ``Float8``.
+        - ``"O0"`` to ``"O3"``: MindSpore's levels.
+        - ``"torch"``: PyTorch's op lists.
+        - Ascend's modes ``"must_keep_origin_dtype"``, ``"allow_fp32_to_fp16"``,
+          ``"allow_mix_precision"`` and ``"force_fp16"``.
+      compute_dtype: the dtype of low ops. None uses the preset's own: bfloat16, or
+        float16 if Ascend's name says so.
 
     Raises:
-      ValueError: there is no such preset or dtype.
+      ValueError: the preset or the dtype is unknown.
 
     Source: MindSpore ``amp.auto_mixed_precision``; PyTorch's autocast op lists;
     Ascend's precision modes.
 
     Example:
-      >>> get_rules("O1").precision_of("add"), get_rules("mixed").precision_of("add")
-      (Precision.FULL, Precision.FOLLOW)
+      >>> import jmp_lite as jmp
+      >>> o1, mixed = jmp.get_rules("O1"), jmp.get_rules("mixed")
+      >>> o1.precision_of("add"), mixed.precision_of("add"), mixed.compute_dtype
+      (Precision.FULL, Precision.FOLLOW, dtype(bfloat16))
     """
     if name not in PRESETS:
         if name in (HALF_OF_DEVICE, *dtype_names()):

@@ -1,7 +1,7 @@
-"""``Rules``: which precision each op, scope and loop carry gets.
+"""``Rules``: the precision of each op, scope and loop carry.
 
-A rule is a value: every edit of a ``Rules`` returns a new one. Nothing here traces or
-binds.
+A ``Rules`` is a value: every edit returns a new one. This file traces nothing and binds
+nothing.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ _MARKS: Mapping[str, Precision] = MappingProxyType(
 
 
 def of_the_user(path: str) -> str:
-    """Returns a path without the name under which autocast itself binds."""
+    """Returns a path without the reserved scope in which autocast binds."""
     return "/".join(name for name in path.split("/") if name != AUTOCAST_SCOPE)
 
 
@@ -73,36 +73,42 @@ _FLOAT8 = Float8()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which precision each op, scope and loop carry gets. Frozen, hashable, a value.
+    """The precision of each op, scope and loop carry. A frozen, hashable value.
 
     Attributes:
-      compute_dtype: the dtype that low ops run in, a ``np.dtype``: of 16 bits, or
-        float32, which lowers nothing. Or ``"half"``: the device is asked when a
-        function is called, see ``on_this_device``.
-      ops: ``(op, Precision)`` for each op whose precision is not the table's, sorted.
-      default: the precision of the ops that the table says follow their operands. Even
-        where it is ``LOW``, what no matrix product depends on is float32.
-      scopes: ``(pattern, Precision)`` in order. The first pattern that ``re.search``
-        finds in the path of an op decides, before the op's own precision.
-      carries: ``(pattern, "follow" | "full")`` in order, for the carries of loops.
-      passes: the rewrites that autocast makes of what it has converted, which change no
-        result. ``"rematerialize"``: cheap ops between products in a scan are computed
-        again in the backward pass. ``"scan_weight_gradients"``: the gradient of a
-        weight of a scan is one product after it. ``"upcasts"``: an input that a jitted
-        call only raises to float32 is raised outside of it, and a call that decides
-        alike for float32 and 16-bit inputs is lowered once.
-      float8_format: the formats of products that are ``FLOAT8``, and which qualify.
+      compute_dtype: the dtype of low ops, a ``np.dtype`` of 16 bits, or float32, which
+        lowers nothing. ``"half"`` selects the dtype of the device at each call, see
+        ``on_this_device``.
+      ops: pairs ``(op, Precision)``, sorted, for ops whose precision differs from the
+        op table.
+      default: the precision of ops that follow their operands according to the op
+        table. Even with ``LOW``, values on which no matrix product depends stay in
+        float32.
+      scopes: pairs ``(pattern, Precision)``, in order. The first pattern that
+        ``re.search`` finds in the path of an op decides, before ``ops``.
+      carries: pairs ``(pattern, "follow" | "full")``, in order, for the carries of
+        loops.
+      passes: the rewrites of converted programs. They change no result.
+
+        - ``"rematerialize"``: a scan recomputes cheap ops between products in the
+          backward pass.
+        - ``"scan_weight_gradients"``: the gradient of a weight that a scan uses in
+          every step becomes one product after the scan.
+        - ``"upcasts"``: an input that a jit-compiled call only casts to float32 is cast
+          outside of the call. A call that decides alike for float32 and 16-bit inputs
+          is lowered once.
+      float8_format: the formats of ``FLOAT8`` products, and which products qualify.
 
     Raises:
       ValueError: an op, a precision, a dtype, a pattern or a pass is unknown.
 
     Example:
-      >>> from jmp_lite import get_rules
-      >>> rules = get_rules("mixed").full("tanh").scope("head", "full")
+      >>> import jmp_lite as jmp
+      >>> rules = jmp.get_rules("mixed").full("tanh").scope("head", "full")
       >>> rules.precision_of("tanh"), rules.precision_of("dot_general")
       (Precision.FULL, Precision.LOW)
-      >>> rules.precision_in("LM/head/Dense_0")
-      Precision.FULL
+      >>> rules.precision_in("LM/head/Dense_0"), rules.compute_dtype
+      (Precision.FULL, dtype(bfloat16))
     """
 
     compute_dtype: DTypeLike = "bfloat16"
@@ -128,41 +134,65 @@ class Rules:
             object.__setattr__(self, name, value)
 
     def low(self, *ops: str) -> "Rules":
-        """Returns rules in which these ops are ``LOW``."""
+        """Returns rules in which these ops are ``LOW``.
+
+        Args:
+          *ops: names of JAX primitives, such as ``"exp"``.
+        """
         return self._with_ops(ops, Precision.LOW)
 
     def full(self, *ops: str) -> "Rules":
-        """Returns rules in which these ops are ``FULL``."""
+        """Returns rules in which these ops are ``FULL``.
+
+        Args:
+          *ops: names of JAX primitives, such as ``"tanh"``.
+        """
         return self._with_ops(ops, Precision.FULL)
 
     def follow(self, *ops: str) -> "Rules":
-        """Returns rules in which these ops ``FOLLOW`` their operands."""
+        """Returns rules in which these ops ``FOLLOW`` their operands.
+
+        Args:
+          *ops: names of JAX primitives, such as ``"exp"``.
+        """
         return self._with_ops(ops, Precision.FOLLOW)
 
     def widest(self, *ops: str) -> "Rules":
-        """Returns rules in which these ops run in their ``WIDEST`` operand's dtype."""
+        """Returns rules in which these ops run in their ``WIDEST`` operand's dtype.
+
+        Args:
+          *ops: names of JAX primitives, such as ``"add"``.
+        """
         return self._with_ops(ops, Precision.WIDEST)
 
     def keep(self, *ops: str) -> "Rules":
-        """Returns rules in which these ops ``KEEP`` the dtypes they were traced in."""
+        """Returns rules in which these ops ``KEEP`` the dtypes of the trace.
+
+        Args:
+          *ops: names of JAX primitives, such as ``"exp"``.
+        """
         return self._with_ops(ops, Precision.KEEP)
 
     def float8(self, *ops: str) -> "Rules":
         """Returns rules in which these matrix products are ``FLOAT8``.
 
         Args:
-          *ops: ``"dot_general"``, of which there are matrix products alone.
+          *ops: ``"dot_general"``, the only op with a float8 form.
         """
         return self._with_ops(ops, Precision.FLOAT8)
 
     def scope(self, pattern: str, precision: "Precision | str") -> "Rules":
-        """Returns rules with one more scope, behind yours and before the preset's.
+        """Returns rules with one more scope, after your scopes and before the preset's.
 
         Args:
-          pattern: a regular expression that is searched in the path of an op, such as
-            ``"LM/Block_0/LayerNorm_0"``.
-          precision: a ``Precision`` or its name. ``"float8"`` is for the matrix
-            products in the scope; other ops in it are decided as if it did not match.
+          pattern: a regular expression. ``re.search`` looks for it in the path of an
+            op, such as ``"LM/Block_0/LayerNorm_0"``.
+          precision: a ``Precision`` or its name. ``"float8"`` applies to matrix
+            products only. Other ops in the scope ignore the rule.
+
+        Raises:
+          ValueError: the pattern is not a regular expression, or the precision is
+            unknown.
         """
         mine = [scope for scope in self.scopes if scope != NORM_LAYERS]
         preset = [scope for scope in self.scopes if scope == NORM_LAYERS]
@@ -170,22 +200,35 @@ class Rules:
         return self._with(scopes=(*mine, new, *preset))
 
     def carry(self, pattern: str, precision: str) -> "Rules":
-        """Returns rules with one more carry rule, behind the earlier ones.
+        """Returns rules with one more carry rule, after the others.
 
         Args:
-          pattern: a regular expression, searched in the path of a loop.
-          precision: ``"follow"`` (low if its start or its result is; a ``while`` that
-            a float ends is converted too) or ``"full"``.
+          pattern: a regular expression. ``re.search`` looks for it in the path of a
+            loop.
+          precision: ``"follow"`` or ``"full"``. With ``"follow"`` a carry is low if its
+            initial value or the result of a step is low; a ``while`` loop with a float
+            in its condition is converted too. With ``"full"`` it is float32.
+
+        Raises:
+          ValueError: the pattern is not a regular expression, or the precision is
+            unknown.
         """
         return self._with(carries=(*self.carries, (pattern, precision)))
 
     def without_pass(self, name: str) -> "Rules":
-        """Returns rules with one pass fewer; see ``passes`` for their names."""
+        """Returns rules without one pass.
+
+        Args:
+          name: a name in ``passes``.
+
+        Raises:
+          ValueError: the pass is unknown.
+        """
         _check_pass(name)
         return self._with(passes=tuple(one for one in self.passes if one != name))
 
     def precision_of(self, op: str) -> Precision:
-        """Returns the precision of an op outside of all scopes."""
+        """Returns the ``Precision`` of an op outside of all scopes."""
         group = group_of(op)
         if group is None:
             return Precision.KEEP
@@ -193,14 +236,14 @@ class Rules:
         return self._ops.get(op, self.default if follows else group.precision)
 
     def precision_in(self, path: str) -> Precision | None:
-        """Returns the precision of all ops in a scope; None where no pattern says."""
+        """Returns the ``Precision`` of a scope, or None if no pattern matches it."""
         match = self.match_scope(path)
         return match.precision if match else None
 
     def match(self, op: str, path: str) -> RuleMatch:
-        """Returns the rule that decides of an op where it stands.
+        """Returns the rule that decides an op at a path.
 
-        What is decided by a kernel, by bits or by effects, no scope changes.
+        A scope does not change a kernel, an op on bits, or an op with side effects.
         """
         group = group_of(op)
         if group is None:
@@ -219,11 +262,11 @@ class Rules:
         return of_table
 
     def match_scope(self, path: str, op: str = "") -> RuleMatch | None:
-        """Returns the mark or the scope rule that holds in a path.
+        """Returns the mark or the scope rule that matches a path, or None.
 
         Args:
           path: the path.
-          op: of one op; without it, of all ops there.
+          op: an op; float8 scopes match matrix products only. Empty for all ops.
         """
         for name in reversed(path.split("/")):
             if name in _MARKS:
@@ -235,7 +278,7 @@ class Rules:
         return None
 
     def region_in(self, path: str) -> str | None:
-        """Returns the path of the ``FULL_INSIDE`` scope that a path is in, or None."""
+        """Returns the path of the ``FULL_INSIDE`` scope around a path, or None."""
         match = self.match_scope(path)
         if match is None or match.precision is not Precision.FULL_INSIDE:
             return None
@@ -249,9 +292,9 @@ class Rules:
         return _first_match(self.carries, path)
 
     def on_this_device(self) -> "Rules":
-        """Returns rules of which the compute dtype is that of the default device.
+        """Returns rules with the compute dtype of the default device.
 
-        They are these rules themselves, unless the compute dtype is ``"half"``.
+        Rules whose compute dtype is not ``"half"`` are returned unchanged.
         """
         if not isinstance(self.compute_dtype, str):  # To NumPy, "half" is float16.
             return self
@@ -259,7 +302,7 @@ class Rules:
 
     @property
     def is_identity(self) -> bool:
-        """Whether no op is run in any other precision than its own."""
+        """Whether every op keeps its own precision."""
         changing = {Precision.LOW, Precision.FLOAT8, Precision.FULL_INSIDE}
         of_user = {precision for _, precision in (*self.ops, *self.scopes)}
         table = {self.precision_of(op) for group in GROUPS for op in group.ops}
@@ -267,12 +310,12 @@ class Rules:
 
     @property
     def asks_for_float8(self) -> bool:
-        """Whether some product may run in float8."""
+        """Whether a rule requests float8."""
         of_user = (precision for _, precision in (*self.ops, *self.scopes))
         return Precision.FLOAT8 in of_user
 
     def to_json(self) -> str:
-        """Returns these rules as JSON, which ``Rules.from_json`` reads back."""
+        """Returns these rules as JSON, for ``Rules.from_json``."""
         return json.dumps(
             {
                 "compute_dtype": _name_of(self.compute_dtype),
@@ -288,21 +331,30 @@ class Rules:
 
     @staticmethod
     def from_json(text: str) -> "Rules":
-        """Reads rules from JSON: ``to_json``'s, or Ascend's operator lists.
+        """Reads rules from JSON: the text of ``to_json``, or Ascend's operator lists.
 
-        Ascend's is ``{"MatMul": {"precision_reduce": {"flag": "true"}}}``: "true" is
-        ``LOW``, "false" ``FULL``, and every op that is not listed follows its operands,
-        sums and matrix products too. The compute dtype is Ascend's, float16. A layer of
-        Ascend's becomes a scope. Operators that have no counterpart in JAX are named in
-        one warning.
+        Ascend's text is ``{"MatMul": {"precision_reduce": {"flag": "true"}}}``. "true"
+        means ``LOW`` and "false" means ``FULL``. Every other op follows its operands,
+        sums and matrix products too. The compute dtype is float16, as on Ascend. An
+        operator of Ascend that is a layer becomes a scope. One warning lists the
+        operators without a counterpart in JAX.
 
         Args:
           text: the JSON text.
 
         Raises:
-          ValueError: the text is no JSON, or says something that rules cannot.
+          ValueError: the text is not JSON, or does not describe rules.
 
         Source: Ascend CANN, "modify_mixlist"; MindSpore's precision modes.
+
+        Example:
+          >>> import jmp_lite as jmp
+          >>> rules = jmp.get_rules("mixed").full("tanh")
+          >>> jmp.Rules.from_json(rules.to_json()) == rules
+          True
+          >>> ascend = '{"MatMul": {"precision_reduce": {"flag": "true"}}}'
+          >>> jmp.Rules.from_json(ascend).compute_dtype
+          dtype('float16')
         """
         # It makes rules, so that it imports this module.
         from jmp_lite.autocasting.rules.serialization import read_rules
@@ -314,7 +366,7 @@ class Rules:
         return self._with(ops=tuple(changed.items()))
 
     def _with(self, **changes: Any) -> "Rules":
-        """Returns rules, and nothing more than rules, with something changed."""
+        """Returns plain ``Rules`` with some fields changed."""
         return Rules(**{**fields_of(self), **changes})
 
     @functools.cached_property
@@ -323,9 +375,9 @@ class Rules:
 
 
 def asks_for_low(rules: Rules, op: str, path: str) -> bool:
-    """Returns whether more than the table of ops lowers an op where it stands.
+    """Returns whether the user's rules lower an op at a path, not the op table alone.
 
-    A mark, a scope, the name of the op, or that nothing at all is ``FULL``.
+    A mark, a scope or an op rule may, or rules without any ``FULL`` op.
     """
     if rules.precision_in(path) is not None:
         return rules.precision_in(path) is Precision.LOW
@@ -335,7 +387,7 @@ def asks_for_low(rules: Rules, op: str, path: str) -> bool:
 
 
 def fields_of(rules: Rules) -> dict[str, Any]:
-    """Returns all that rules say, by name."""
+    """Returns the fields of rules, by name."""
     return {f.name: getattr(rules, f.name) for f in dataclasses.fields(Rules)}
 
 
@@ -475,7 +527,7 @@ def _check_pass(name: str) -> str:
 
 
 def check_pattern(pattern: str) -> str:
-    """Returns a pattern; raises a ValueError if it is no regular expression."""
+    """Returns a pattern; raises a ValueError if it is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:

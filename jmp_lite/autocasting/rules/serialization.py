@@ -1,4 +1,4 @@
-"""Rules from JSON: the library's own, and Ascend's operator lists."""
+"""Reads rules from JSON: the library's own format, and Ascend's operator lists."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ ASCEND_OPS = {
 
 
 def read_rules(text: str) -> Rules:
-    """Returns the rules that a JSON text means; see ``Rules.from_json``."""
+    """Returns the rules in a JSON text; see ``Rules.from_json``."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -89,12 +89,12 @@ def read_rules(text: str) -> Rules:
 
 
 def _is_ascend(entry: Any) -> bool:
-    """Whether an entry of a JSON object is Ascend's."""
+    """Whether an entry of a JSON object is in Ascend's format."""
     return isinstance(entry, dict) and "precision_reduce" in entry
 
 
 def _from_ascend(data: Mapping[str, Any]) -> Rules:
-    """Returns the rules that Ascend's operator lists mean."""
+    """Returns the rules for Ascend's operator lists."""
     rules, without_counterpart = ALL_FOLLOW, list[str]()
     for operator, entry in data.items():
         flag = entry["precision_reduce"]
@@ -121,7 +121,7 @@ def _from_ascend(data: Mapping[str, Any]) -> Rules:
 
 
 def _from_fields(data: Mapping[str, Any]) -> Rules:
-    """Returns the rules whose fields ``Rules.to_json`` has written."""
+    """Returns the rules for the fields that ``Rules.to_json`` writes."""
     names = [field.name for field in dataclasses.fields(Rules)]
     for name in data:
         if name not in names:

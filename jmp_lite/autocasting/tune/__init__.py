@@ -1,1 +1,1 @@
-"""The fewest float32 ops, and the most float8 products, for a tolerated error."""
+"""Finds the rules with the fewest float32 ops for a tolerated error."""

@@ -1,7 +1,7 @@
-"""What rules can name: ops, blocks, kinds of layers, and the scopes of float8 products.
+"""The units that rules can name: ops, blocks, kinds of layers, float8 scopes.
 
-This module knows names and costs, and measures nothing. A rule holds for the units that
-it was made for, and for no other.
+This module knows names and costs, and measures nothing. A rule matches only the units
+that it was made for.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ NUMBER = "\0"
 
 
 class Rule(NamedTuple):
-    """A rule that keeps something in float32, or has products in float8.
+    """A rule that keeps a unit in float32, or runs its products in float8.
 
     Attributes:
       kind: ``"scope"`` or ``"op"``.
-      name: the scope's pattern, or the op.
+      name: the pattern of the scope, or the op.
       precision: ``FULL``, ``FULL_INSIDE`` or ``FLOAT8``.
     """
 
@@ -38,14 +38,14 @@ class Rule(NamedTuple):
 
 
 class Units(NamedTuple):
-    """What rules can name, one by one: scopes, or ops.
+    """The scopes or ops that rules can name.
 
     Attributes:
-      kind: which.
-      precision: what rules give them.
-      costs: the operations and bytes of each one, in the order in which they are run.
-      kind_of: what puts units together that are alike: names from the widest on.
-      others: more scopes, which no pattern may match.
+      kind: ``"scope"`` or ``"op"``.
+      precision: the precision of their rules.
+      costs: the operations and bytes of each unit, in the order of execution.
+      kind_of: returns the groups of a unit, from the largest on.
+      others: more scopes, which a pattern must not match.
     """
 
     kind: str
@@ -55,15 +55,15 @@ class Units(NamedTuple):
     others: tuple[str, ...] = ()
 
     def ordered(self, names: Iterable[str]) -> list[str]:
-        """Returns units in the order in which they are run."""
+        """Returns units in the order of execution."""
         wanted = set(names)
         return [name for name in self.costs if name in wanted]
 
     def by_growth(self, growth: Mapping[tuple[str, str], float]) -> list[str]:
-        """Returns the units, those first in which an error grows most.
+        """Returns the units, those in which an error grows most first.
 
         Args:
-          growth: by how much errors grow, by scope and op.
+          growth: the growth of errors, by scope and op.
         """
         index = 0 if self.kind == "scope" else 1
         largest: dict[str, float] = {}
@@ -72,7 +72,7 @@ class Units(NamedTuple):
         return sorted(self.costs, key=lambda name: -largest.get(name, 0.0))
 
     def parts(self, group: Sequence[str]) -> list[list[str]]:
-        """Returns the halves of a group, the dearer one first."""
+        """Returns the halves of a group, the more expensive one first."""
         kinds = {name: tuple(self.kind_of(name)) for name in group}
         shared = _shared(kinds.values())
         alike: dict[Any, list[str]] = {}
@@ -85,7 +85,7 @@ class Units(NamedTuple):
         return [[name for part in half for name in part] for half in halves]
 
     def rules(self, kept: Iterable[str]) -> list[Rule]:
-        """Returns rules that name these, and none of the others."""
+        """Returns rules that name these units and no others."""
         kept = set(kept)
         if self.kind == "op":
             named = self.ordered(kept)
@@ -95,13 +95,13 @@ class Units(NamedTuple):
         return [Rule(self.kind, name, self.precision) for name in named]
 
     def matched(self, pattern: str) -> list[str]:
-        """Returns the scopes that a pattern matches, and which it may not match."""
+        """Returns the scopes that a pattern matches, ``others`` included."""
         return [n for n in (*self.costs, *self.others) if re.search(pattern, n)]
 
     def _patterns_of_kinds(self, kept: set[str]) -> list[str]:
-        """Returns one pattern for each group of scopes that differ in numbers alone.
+        """Returns one pattern for each group of scopes that differ only in numbers.
 
-        Scopes have patterns of their own if one of their group is not kept. Where most
+        Scopes have patterns of their own if their group is not kept as a whole. If most
         of a group are in float8, the pattern names its exceptions instead.
         """
         kinds = dict.fromkeys(map(without_numbers, self.ordered(kept)))

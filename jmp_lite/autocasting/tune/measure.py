@@ -1,6 +1,6 @@
-"""A function on a sample: its results and gradients under rules, next to float32's.
+"""Measures the results and gradients of a function under rules, relative to float32.
 
-Nothing is estimated: all that is compared was compiled and run. Numbers that float32
+Nothing is estimated: every compared number was compiled and run. Numbers that float32
 itself does not determine are not judged.
 """
 
@@ -35,12 +35,12 @@ WAYS_TO_COMPILE = ({"xla_allow_excess_precision": False}, {})
 
 
 class Error(NamedTuple):
-    """How far results and gradients are from float32's.
+    """The errors of results and gradients, relative to float32.
 
     Attributes:
       outputs: the largest relative error of a result, ``|x - x32| / |x32|`` by norms.
-      gradients: the same of the gradients.
-      worst: the result or gradient that is furthest; empty where there is no error.
+      gradients: the largest relative error of a gradient.
+      worst: the result or gradient with the largest error; empty if there is no error.
     """
 
     outputs: float
@@ -49,11 +49,11 @@ class Error(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The larger one of both."""
+        """The larger of both errors."""
         return max(self.outputs, self.gradients)
 
     def joined(self, other: "Error") -> "Error":
-        """Returns the larger of two errors of results, and of gradients."""
+        """Returns the larger error of results, and the larger error of gradients."""
         return Error(
             outputs=max(self.outputs, other.outputs),
             gradients=max(self.gradients, other.gradients),
@@ -62,7 +62,7 @@ class Error(NamedTuple):
 
 
 class Sample:
-    """A function on its sample: what it returns and its gradients, under any rules.
+    """A function with its arguments: its results and gradients under any rules.
 
     Args:
       fun: the function.
@@ -71,7 +71,7 @@ class Sample:
     Attributes:
       fun: the function.
       args: its arguments.
-      not_judged: the names of what float32 itself does not know.
+      not_judged: the names of results and gradients that float32 does not determine.
     """
 
     def __init__(self, fun: Function, args: Sequence[Any]) -> None:
@@ -115,7 +115,7 @@ class Sample:
             )
 
     def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
-        """Returns the error under some rules, compiled with some options."""
+        """Returns the error under some rules, with some compiler options."""
 
         def run(*arrays: Array) -> PyTree:
             return Interpreter(rules).run_function(self._traced, arrays)
@@ -131,7 +131,7 @@ class Sample:
         return Error(max(outputs, default=0.0), max(gradients, default=0.0), worst)
 
     def comparison(self, rules: Rules) -> Comparison:
-        """Returns the function and its gradients beside float32, op by op."""
+        """Compares the function and its gradients with float32, op by op."""
         given = [argument_name(path) for path, _ in arrays_in(self.args, {})]
         compared = Compared(self._traced, self._structure, given, backward=True)
         run = jax.jit(lambda *arrays: compared.run(rules, arrays))
@@ -143,7 +143,7 @@ class Sample:
         arrays: Sequence[Array],
         options: Mapping[str, Any] = WAYS_TO_COMPILE[0],
     ) -> list[Array]:
-        """Returns the floating results of a function of arrays, and the gradients."""
+        """Returns the floating-point results of a function, and its gradients."""
 
         def measured(*arrays: Array) -> PyTree:
             found = with_gradients(
@@ -163,7 +163,7 @@ class Sample:
         return [_wide(x) for x in jax.device_get(results)]
 
     def _named(self, structure: PyTree, n_results: int) -> list[str]:
-        """Returns names for the floating results and for the gradients."""
+        """Returns names for the floating-point results and the gradients."""
         given = jax.tree.leaves_with_path(self.args)
         arguments = [path for path, leaf in given if is_traceable(leaf)]
         tree = jax.tree.unflatten(structure, range(n_results))
@@ -187,16 +187,16 @@ class Sample:
 
 
 class Trials:
-    """The errors of rules on a sample, each of which is measured once.
+    """The errors of rules on a sample, each measured once.
 
     Args:
-      sample: what measures.
-      tolerance: the largest error.
-      progress: is called with a line at each new measurement.
+      sample: the function and its arguments.
+      tolerance: the largest tolerated error.
+      progress: a function that receives a line at each new measurement.
 
     Attributes:
-      sample: what measures.
-      tolerance: the largest error.
+      sample: the function and its arguments.
+      tolerance: the largest tolerated error.
     """
 
     def __init__(
@@ -225,10 +225,9 @@ class Trials:
         return self.error(rules).largest <= self.tolerance
 
     def growth(self, rules: Rules) -> Mapping[tuple[str, str], float]:
-        """Returns by how much errors grow under some rules, by scope and op.
+        """Returns the growth of errors under some rules, by scope and op.
 
-        The scopes of what is computed again for the backward pass are those of what
-        computed it first.
+        The scope of a recomputed op is that of its first computation.
         """
         if self._growth is None:
             found: dict[tuple[str, str], float] = {}
@@ -247,7 +246,7 @@ _AGAIN = "rematted_computation/"
 
 
 def in_words(error: Error) -> str:
-    """Returns an error on one line."""
+    """Returns an error as a line of text."""
     return f"{error.outputs:.2g} (results), {error.gradients:.2g} (gradients)"
 
 
@@ -264,14 +263,14 @@ def _check_arguments(args: PyTree) -> None:
 
 
 def _floats_in(atoms: Sequence[Var]) -> list[int]:
-    """Returns which inputs or results of a program are floats, complex ones too."""
+    """Returns the inputs or results of a program that are real or complex floats."""
     return [i for i, atom in enumerate(atoms) if compat.is_float(atom)]
 
 
 def _in_the_last_bit(array: Array) -> PyTree:
-    """Returns floats that are others in their last bit.
+    """Changes floats in their last bit.
 
-    But for whole numbers, which may be labels, counts or masks.
+    Whole numbers stay: they may be labels, counts or masks.
     """
     info = jnp.finfo(array.dtype)
     wide = jnp.float32 if info.bits < 32 else array.dtype
@@ -288,14 +287,14 @@ def _wide(array: Array) -> PyTree:
 
 
 def _is_broken(a: PyTree, b: PyTree) -> bool:
-    """Whether numbers are infinite or NaN where others are not."""
+    """Whether a number is infinite or NaN while the reference is not."""
     return bool((~np.isfinite(a) & (a != b)).any())
 
 
 def _distance(a: PyTree, b: PyTree) -> float:
-    """Returns how far numbers are from others, in terms of the others' size.
+    """Returns the relative distance between numbers and a reference.
 
-    Both may be infinite in the same places.
+    Both may be infinite at the same positions.
     """
     if (a == b).all():
         return 0.0

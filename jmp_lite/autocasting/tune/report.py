@@ -1,4 +1,4 @@
-"""What ``tune`` returns: rules, and how they were found.
+"""``TunedRules`` and its report: the rules that ``tune`` finds, and how it found them.
 
 A report is a value, and every error in it was measured. Its text and its JSON contain
 its fields.
@@ -18,17 +18,18 @@ from jmp_lite.autocasting.tune.measure import Error, in_words
 
 
 class Kept(NamedTuple):
-    """Something that is kept in a wider precision than at the start.
+    """A scope or an op that stays in a wider precision than at the start.
 
     Attributes:
       kind: ``"scope"`` or ``"op"``.
-      name: the scope's pattern, or the op.
-      precision: of a rule that keeps it in float32, ``FULL``; or ``FULL_INSIDE``, where
-        that is enough. ``LOW`` of products that are kept out of float8, in 16 bits: no
-        rule names them, since the rules found name the products that are in float8.
-      without: the error of the rules without this one; of ``LOW`` that of the rules in
-        which these products are in float8 too. Where the op is ``LOW``, some products
-        cannot be named by scopes: that is the error with all of them in float8.
+      name: the pattern of the scope, or the op.
+      precision: ``FULL`` or ``FULL_INSIDE`` for a rule that keeps it in float32.
+        ``LOW`` for products that stay in 16 bits instead of float8. They have no rule
+        of their
+        own: the rules name the products in float8.
+      without: the error without this entry. For ``LOW``, the error with these products
+        in float8 too. If the op itself is ``LOW``, scopes cannot name some products,
+        and this is the error with all products in float8.
     """
 
     kind: str
@@ -38,13 +39,13 @@ class Kept(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Something that was tried: to lower ``lowered`` too.
+    """One step of the search: it tries to lower some more scopes or ops.
 
     Attributes:
       lowered: the scopes or ops.
-      error: of the rules in which they, and all that was lowered before, are low.
+      error: the error with these, and all that were lowered before.
       is_tolerated: whether they stay low.
-      precision: ``LOW``, from float32; or ``FLOAT8``, from 16 bits.
+      precision: ``LOW`` for a step from float32, ``FLOAT8`` for one from 16 bits.
     """
 
     lowered: tuple[str, ...]
@@ -55,17 +56,28 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TuningReport:
-    """How rules were found; ``print`` shows what they keep, ``table`` what was tried.
+    """The report of a search.
+
+    ``print`` shows what the rules keep in float32; ``table`` shows the steps.
 
     Attributes:
-      tolerance: the largest error that was allowed.
-      error: of the rules found.
-      error_before: of the rules that the search started from.
-      kept: what the rules found keep in float32, or out of float8, besides, and what
-        each one is for.
-      steps: what was tried, in order.
-      not_judged: results and gradients that float32 itself does not know: the last bit
-        of the arguments changes them by more than a tenth.
+      tolerance: the largest tolerated error.
+      error: the error of the rules found.
+      error_before: the error of the initial rules.
+      kept: the scopes or ops that the rules keep in float32, or out of float8, with
+        their errors.
+      steps: the steps of the search, in order.
+      not_judged: the results and gradients that float32 does not determine: a change in
+        the last bit of the arguments changes them by more than a tenth.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+      >>> fun, quiet = lambda x: jnp.tanh(x @ x) @ x, lambda line: None
+      >>> rules = jmp.tune(fun, (x,), tolerance=0.1, progress=quiet)
+      >>> rules.report.kept, rules.report.error.largest < 0.1
+      ((), True)
     """
 
     tolerance: float
@@ -76,7 +88,7 @@ class TuningReport:
     not_judged: tuple[str, ...] = ()
 
     def table(self) -> str:
-        """Returns what was tried as text."""
+        """Returns the steps as a table of text."""
         headers = ("lowered", "error", "worst in", "outcome")
         rows = [
             (_names(step.lowered), *_cells(step.error), _outcome(step))
@@ -85,7 +97,7 @@ class TuningReport:
         return text_table(headers, [("", rows)], right=(1,))
 
     def to_json(self) -> str:
-        """Returns all of it as JSON."""
+        """Returns the report as JSON."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return json.dumps(_plain(fields), indent=2)
 
@@ -108,10 +120,19 @@ class TuningReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TunedRules(Rules):
-    """Rules that ``tune`` has found: a ``Rules``, equal to one that says the same.
+    """The rules that ``tune`` finds; equal to a ``Rules`` with the same fields.
 
     Attributes:
-      report: how they were found.
+      report: the report of the search, a ``TuningReport``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+      >>> fun, quiet = lambda x: jnp.tanh(x @ x) @ x, lambda line: None
+      >>> rules = jmp.tune(fun, (x,), tolerance=0.1, progress=quiet)
+      >>> rules == jmp.get_rules("mixed"), rules.compute_dtype
+      (True, dtype(bfloat16))
     """
 
     report: TuningReport
@@ -137,7 +158,7 @@ def _outcome(step: Step) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Returns some names; if they are many, those that differ in a number once."""
+    """Returns some names as text; names that differ only in a number appear once."""
     alike = list(dict.fromkeys(map(without_numbers, names)))
     shown = names if len(names) <= _SHOWN else alike
     more = len(shown) - _SHOWN
@@ -147,7 +168,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON knows it, named fields by their names."""
+    """Returns a value with JSON types only."""
     if isinstance(value, Precision):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,7 +1,7 @@
-"""``tune``: the fewest float32 ops for a tolerated error, found on a sample.
+"""``tune``: finds the rules with the fewest float32 ops for a tolerated error.
 
-A rule is dropped, and rules are returned, only if the remaining rules were measured
-themselves, and their error is tolerated.
+The search drops a rule, and returns rules, only if it has measured the remaining rules
+and tolerates their error.
 """
 
 import math
@@ -40,66 +40,70 @@ def tune(
     *,
     progress: Callable[[str], None] = _to_stderr,
 ) -> TunedRules:
-    """Finds rules that keep the fewest ops in float32 for a tolerated error.
+    """Finds the rules with the fewest float32 ops for a tolerated error, on a sample.
 
-    It raises what the given rules run low, and lowers nothing that they do not: to
-    search further down, start from ``"O2"`` or ``"O3"``. First all is float32; then
-    the dearer half, its dearer half, and so on, is low again as long as the error is
-    tolerated. This is done with ops, with blocks (``FULL_INSIDE``) and with kinds of
-    layers (``FULL``); what leaves the fewest equations in float32 is returned. Each
-    step compiles and runs the function and its gradient; on the same machine the same
-    rules are found again.
+    It may raise ops that the given rules run low. It never lowers an op that they do
+    not. To search further down, start from ``"O2"`` or ``"O3"``.
 
-    From ``"float8"``, the same search first finds what is float32, with all products in
-    16 bits. Then the dearer half of the products, its dearer half, and so on, is in
-    float8 as long as the error is tolerated; the others stay in 16 bits. The rules name
-    the scopes of the products in float8. A scope in which ``"float8"`` leaves a product
-    in 16 bits because float32 reads it, such as logits, cannot be named: its other
-    products are in float8 only if all products of the function are. If k of n scopes
-    cannot bear float8, that takes some k * log2(n) more steps.
+    The search starts with everything in float32. It lowers the more expensive half of
+    the ops, then the more expensive half of the rest, and so on, as long as it
+    tolerates the error. It does this with ops, with blocks (``FULL_INSIDE``) and with
+    kinds of layers (``FULL``), and returns the rules with the fewest float32 equations.
+    Each step compiles and runs the function and its gradient. On the same machine, the
+    search is deterministic.
 
-    Gradients are those of the result, or of the first of several, where that is a
-    scalar (a loss and what comes with it), otherwise of a fixed random combination of
-    all results. They are measured as they are: if the loss is scaled in training, let
-    ``fun`` scale it, or what vanishes in float16 without a scale counts as an error.
-    Of a function for inference alone, stop the gradient inside.
+    From ``"float8"``, it first finds the float32 ops, with all products in 16 bits.
+    Then it tries products in float8, the more expensive half first. The other products
+    stay in 16 bits. The rules name the scopes of products in float8. A scope cannot be
+    named if ``"float8"`` leaves one of its products in 16 bits because only float32 ops
+    read it (logits). Its other products are in float8 only if all products of the
+    function are. If k of n scopes do not tolerate float8, this takes some k * log2(n)
+    more steps.
+
+    The search measures the gradients of a scalar result (or of a scalar at the start of
+    a tuple of results), otherwise of a fixed random combination of all results. It does
+    not scale the loss. If training does, scale it in ``fun``; otherwise a gradient that
+    vanishes in float16 counts as an error. For a function that is used for inference
+    only, apply ``jax.lax.stop_gradient`` inside.
 
     Args:
-      fun: a function of pytrees that JAX can trace and differentiate. It gets the same
-        arguments each time: randomness is in keys.
-      args: a tuple of its arguments, concrete: a sample.
-      tolerance: the largest relative error of any result and any gradient, by norms,
-        against float32 with products in the highest precision.
-      rules: the preset's name or the ``Rules`` to start from.
-      progress: called with a line of text at each step.
+      fun: a function of pytrees that JAX can trace and differentiate. Each call
+        receives the same arguments, so pass random keys as arguments.
+      args: the sample: a tuple of concrete arguments.
+      tolerance: the largest tolerated relative error of each result and gradient, by
+        norms. The reference is float32 with products in the highest precision.
+      rules: the initial rules: the name of a preset or a ``Rules``.
+      progress: a function that receives a line of text at each step.
 
     Returns:
-      Rules, with a ``report`` of what each kept scope or op contributes: kept in
-      float32, or kept out of float8.
+      A ``TunedRules``. Its ``report`` shows the error that each kept scope or op
+      avoids.
 
     Raises:
-      TypeError: ``args`` is no tuple of concrete arguments.
-      ValueError: not even float32 is within the tolerance; the function is autocast
-        already; on this sample something is NaN in float32, or nothing is there to
+      TypeError: ``args`` is not a tuple of concrete arguments.
+      ValueError: float32 itself exceeds the tolerance; the function is already
+        autocast; or, on this sample, a float32 result is NaN or there is nothing to
         compare.
+
+    Source: the search is delta debugging (Zeller and Hildebrandt, 2002), which
+    Precimonious (Rubio-Gonzalez et al., 2013) brought to floating-point precision.
 
     Example:
       >>> import jax
       >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
       >>> def fun(x):
-      ...     for name, offset in (("robust", 0), ("delicate", 300)):
+      ...     for name, offset in (("robust", 0), ("sensitive", 300)):
       ...         with jax.named_scope(name):
       ...             x = jnp.tanh((x @ x + offset) - offset)
       ...     return x @ x
       >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
-      >>> rules = tune(fun, (x,), tolerance=0.02, progress=lambda line: None)
-      >>> [(one.kind, one.name) for one in rules.report.kept]
-      [('scope', '^delicate$')]
-      >>> Rules.from_json(rules.to_json()) == rules
-      True
-
-    Source: the search is delta debugging (Zeller and Hildebrandt, 2002), which
-    Precimonious (Rubio-Gonzalez et al., 2013) brought to floating-point precision.
+      >>> quiet = lambda line: None
+      >>> rules = jmp.tune(fun, (x,), tolerance=0.02, progress=quiet)
+      >>> [(kept.kind, kept.name) for kept in rules.report.kept]
+      [('scope', '^sensitive$')]
+      >>> rules.compute_dtype
+      dtype(bfloat16)
     """
     check_function(fun)
     start = Rules(**fields_of(choose_rules(rules, None)()))
@@ -110,7 +114,7 @@ def tune(
 
 
 def _found(trials: Trials, start: Rules) -> TunedRules:
-    """Returns what a search from some rules finds."""
+    """Returns the result of a search from initial rules."""
     before = trials.error(start)
     base, kept, not_float8 = start, list[Rule](), list[Kept]()
     steps: list[Step] = []
@@ -159,14 +163,14 @@ def _check_not_autocast(sample: Sample) -> None:
 
 
 class _Search:
-    """The search for what has to stay in float32.
+    """The search for the ops that stay in float32.
 
     Args:
-      trials: what measures.
-      start: the rules that it starts from.
+      trials: the measurements.
+      start: the initial rules.
 
     Attributes:
-      steps: what was tried to lower.
+      steps: the steps so far.
     """
 
     def __init__(self, trials: Trials, start: Rules) -> None:
@@ -175,15 +179,15 @@ class _Search:
         self._start = start
 
     def error(self, kept: Iterable[Rule]) -> Error:
-        """Returns the error of the rules with some more."""
+        """Returns the error of the initial rules with some more."""
         return self._trials.error(rules_with(self._start, kept))
 
     def is_enough(self, kept: Iterable[Rule]) -> bool:
-        """Whether the error of the rules with some more is tolerated."""
+        """Whether the error of the initial rules with some more is tolerated."""
         return self._trials.is_enough(rules_with(self._start, kept))
 
     def kept(self) -> list[Rule]:
-        """Returns the fewest rules that are enough."""
+        """Returns the fewest rules whose error is tolerated."""
         everything = [Rule("scope", "", Precision.FULL)]
         if not self.is_enough(everything):
             raise ValueError(
@@ -198,7 +202,7 @@ class _Search:
         return min(map(self._weakened, [*found, everything]), key=self._in_float32)
 
     def _smallest(self, units: Units) -> list[Rule] | None:
-        """Returns rules for the units that have to be kept; None if all are too few."""
+        """Returns rules for the units to keep; None if all units do not suffice."""
         kept = self._suspects(units)
         if kept is None:
             return None
@@ -213,9 +217,9 @@ class _Search:
         return units.rules(kept)
 
     def _suspects(self, units: Units) -> set[str] | None:
-        """Returns units that are enough: those in which errors grow most, first.
+        """Returns units that suffice, starting with those in which errors grow most.
 
-        Twice as many are tried each time. None if all units are too few.
+        Each trial doubles their number. None if even all units do not suffice.
         """
         ordered = units.by_growth(self._trials.growth(self._start))
         n = 1
@@ -225,7 +229,7 @@ class _Search:
         return kept if self.is_enough(units.rules(kept)) else None
 
     def _weakened(self, kept: list[Rule]) -> list[Rule]:
-        """Drops what is not needed after all, and keeps the rest inside alone."""
+        """Drops rules that are not needed, and weakens others to ``FULL_INSIDE``."""
         for rule in list(kept):
             weaker = [_without(kept, rule)]
             if rule.kind == "scope":
@@ -244,7 +248,7 @@ class _Search:
         return self._trials.rows(rules_with(self._start, kept))
 
     def _in_float32(self, kept: Sequence[Rule]) -> tuple[int, ...]:
-        """Returns how much runs in float32: equations, then products, then rules."""
+        """Returns the amount of float32: equations, then products, then rules."""
         rows = [r for r in self._explained(kept) if r.precision == "float32"]
         equations = sum(counted(row.times) for row in rows)
         flops = sum(counted(row.times) * row.flops for row in rows)
