@@ -210,8 +210,8 @@ def test_the_demo_draws_a_picture_and_tells_where(quick_demo):
     assert f"Losses and loss scale, step by step: {picture}\n" in stdout
     assert "What autocast to float16 does with the loss and its gradient:" in stdout
     assert "\nproducts: 12 float16\n" in stdout
-    readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
-    (shown,) = re.findall(r"```text\n(equations: .*?)lint: ", readme, re.DOTALL)
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "demo.md").read_text()
+    (shown,) = re.findall(r"```text\n(equations: .*?)lint: ", page, re.DOTALL)
     products, work = re.findall(r"^(?:products|work): .*", shown, re.MULTILINE)
     assert f"{products}\n{work}\n" in stdout
     if jax.__version__ == "0.10.2":  # Another version may trace other equations.
