@@ -1,11 +1,10 @@
 # %% [markdown]
 # # 9. Many devices
 #
-# **What changes in a training step when it runs on several devices, and what happens
-# when one of them overflows?**
+# **What changes in a training step when it runs on several devices?**
 #
-# JAX can pretend that a CPU is several devices. Here it is eight, which has to be said
-# before anything runs. Nothing that follows is about CPUs.
+# JAX can treat a CPU as several devices. This notebook uses eight. The number has to be
+# set before JAX runs anything. Nothing else in it is specific to CPUs.
 
 # %%
 import collections
@@ -28,21 +27,21 @@ jax.config.update("jax_num_cpu_devices", 8)
 print(jax.device_count(), "devices")
 
 # %% [markdown]
-# A small classifier of handwritten digits, and its step in float16. Nothing in it
-# speaks of devices.
+# This is a small classifier of handwritten digits, and its step in float16. The code
+# does not mention devices.
 
 # %%
-digits, by_chance = load_digits(), np.random.default_rng(0)
-chosen = by_chance.integers(0, 1797, (30, 256))
+digits, rng = load_digits(), np.random.default_rng(0)
+chosen = rng.integers(0, 1797, (30, 256))
 images, labels = (digits.data / 16).astype("float32")[chosen], digits.target[chosen]
 sizes = {"w1": (64, 256), "w2": (256, 256), "w3": (256, 10)}
 params = {
-    name: jnp.asarray(by_chance.normal(size=size) / size[0] ** 0.5, "float32")
+    name: jnp.asarray(rng.normal(size=size) / size[0] ** 0.5, "float32")
     for name, size in sizes.items()
 }
 
 
-def loss_fn(params, model_state, batch, rng):
+def loss_fn(params, model_state, batch, key):
     x, y = batch
     h = jax.nn.relu(x @ params["w1"])
     h = jax.nn.relu(h @ params["w2"])
@@ -58,10 +57,13 @@ init = jax.jit(init)
 # %% [markdown]
 # ## Under `jit`, shardings decide
 #
-# With the batch split over the devices and everything else copied to all of them, `jit`
-# trains data parallel. With parameters and optimizer state split too, each array along
-# its first axis, it is FSDP. There is one program, whose gradients are those of the
-# whole batch, and one decision to skip or not.
+# - **Data parallel:** the batch is split over the devices, and everything else is
+#   copied to each of them.
+# - **FSDP:** parameters and optimizer state are split too, each array along its first
+#   axis.
+#
+# In both cases `jit` makes one program. Its gradients are those of the whole batch, and
+# it decides once whether to skip.
 
 
 # %%
@@ -83,14 +85,14 @@ def split(mesh, tree):
 
 
 def by_jit(mesh, where, step=step):
-    """Returns a step, a state to start from, and the mesh."""
+    """Returns a jit-compiled step, a first state, and the mesh."""
     places = where(mesh, jax.eval_shape(init, params))
     start = jax.device_put(init(params), places)
     return jax.jit(step, out_shardings=(places, None)), start, mesh
 
 
 def run(some_step, state, mesh):
-    """Trains on all batches, each of them split; returns the losses and the end."""
+    """Trains on all batches; returns the losses and the last state."""
     losses = []
     for batch in zip(images, labels, strict=True):
         batch = jax.device_put(batch, split(mesh, batch))
@@ -107,36 +109,46 @@ ways = {
 }
 runs = {name: run(*way) for name, way in ways.items()}
 moments = runs["FSDP, jit"][1].opt_state.inner_state[1][0].mu
-lines = ["Adam's first moments by FSDP:"]
+lines = ["Adam's first moments under FSDP:"]
 for name, moment in moments.items():
     part = moment.addressable_shards[0].data.shape
-    lines += [f"  {name} {moment.shape}, of which a device holds {part}"]
+    lines += [f"  {name} {moment.shape}, on each device {part}"]
     assert part[0] == moment.shape[0] // 8
 print("\n".join(lines))
 
 # %% [markdown]
-# ## By `shard_map`, with `axis_name`
+# ## In `shard_map`, `axis_name` decides
 #
-# Here each device runs the step on its part of the batch. `axis_name` averages over the
-# devices what has to be averaged, in float32, and has all of them skip together.
+# Inside of `shard_map` each device runs the step on its part of the batch.
+#
+# **What goes wrong.** With the same step, each device would compute gradients of its
+# own part, and the copies of the parameters would drift apart. JAX notices, and refuses
+# the program:
+
+# %%
+specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
+_, start, _ = by_jit(eight, copied)
+try:
+    run(jax.jit(jax.shard_map(step, mesh=eight, **specs)), start, eight)
+except ValueError as error:
+    print(*str(error).split("\n\n")[:3], sep="\n")
+
+# %% [markdown]
+# **What works.** With `axis_name` the step averages over the devices, in float32:
+# gradients, loss and model state. If one device has to skip, all of them skip.
 
 # %%
 _, step_of_a_part = jmp.build_train_step(loss_fn, optimizer, rules, axis_name="data")
-mapped = jax.shard_map(
-    step_of_a_part,
-    mesh=eight,
-    in_specs=(P(), P("data")),
-    out_specs=(P(), P()),
-)
-_, start, _ = by_jit(eight, copied)
-ways["data parallel, shard_map"] = jax.jit(mapped), start, eight
+mapped = jax.jit(jax.shard_map(step_of_a_part, mesh=eight, **specs))
+ways["data parallel, shard_map"] = mapped, start, eight
 runs["data parallel, shard_map"] = run(*ways["data parallel, shard_map"])
 
 # %% [markdown]
 # ## The same results, within rounding
 #
-# What differs is the order of sums, and the precision of those over the devices. The
-# last row, in float32, says how far float16 itself moves the loss: further.
+# The ways differ in the order of sums, and in the precision of sums over devices. For
+# comparison, the last row trains in float32: float16 itself moves the loss further than
+# several devices do.
 
 # %%
 _, exact_step = jmp.build_train_step(
@@ -154,13 +166,13 @@ print("\n".join(lines))
 assert apart["float32, one device"] == max(apart.values()) < 2e-3
 
 # %% [markdown]
-# The compiled programs tell what the devices send to each other. By `jit` it is
-# float16: parameters are gathered after they are cast, and gradients are added up in
-# the precision in which products return them, as in code written by hand. By
-# `axis_name` it is float32, and twice the bytes.
+# The compiled programs show what the devices send to each other. Under `jit` it is
+# float16: XLA gathers parameters after the cast, and adds gradients in the precision of
+# the products, as in code written by hand. With `axis_name` it is float32, and twice
+# the bytes.
 
 # %%
-lines = [f"{'numbers through collectives':28}    float16    float32"]
+lines = [f"{'numbers sent by collectives':28}    float16    float32"]
 for name, (some_step, start, mesh) in list(ways.items())[1:]:
     batch = jax.device_put((images[0], labels[0]), split(mesh, (images[0], labels[0])))
     sent = collections.Counter()
@@ -174,9 +186,9 @@ print("\n".join(lines))
 # %% [markdown]
 # ## One device overflows
 #
-# One pixel in the part of device 5 is 1e6, which float16 does not have. All devices
-# skip: no copy of a parameter moves. The loss itself is not finite, which a smaller
-# loss scale would not change: all copies of the scale stay.
+# One pixel in the part of device 5 is 1e6, which is infinite in float16. All devices
+# skip: no copy of a parameter changes. The loss itself is not finite, and a smaller
+# loss scale would not change that. So all copies of the scale keep their value.
 
 # %%
 x, y = images[0].copy(), labels[0]
@@ -185,7 +197,7 @@ planted = jax.device_put((x, y), split(eight, (x, y)))
 
 
 def copies(leaf):
-    """Returns what each device holds."""
+    """Returns the copy on each device."""
     return np.stack([np.asarray(shard.data) for shard in leaf.addressable_shards])
 
 
@@ -201,10 +213,12 @@ for name, (some_step, start, _) in list(ways.items())[1:]:
 print("\n".join(lines))
 
 # %% [markdown]
-# In a `shard_map` of your own, give `axis_name` to `loss_scaling`, too. Gradients that
-# are averaged over all devices are infinite on all of them; but where each device keeps
-# a part of the parameters, and so sees a part of the gradients, it would decide for
-# itself. Here device 5 alone sees an infinity:
+# ## A step of your own in `shard_map`
+#
+# `loss_scaling` takes `axis_name` too. If each device holds a part of the parameters,
+# each sees a part of the gradients. Here device 5 alone sees an infinity. Without
+# `axis_name` it skips alone, and the devices no longer agree on the step. With
+# `axis_name` they all skip:
 
 
 # %%
@@ -229,10 +243,10 @@ assert alone.sum() == 1
 assert together.sum() == 8
 
 # %% [markdown]
-# ## What a device holds
+# ## Memory on a device
 #
-# Parameters and optimizer state, in bytes on one device: copied to all, it is the same
-# however many there are. Split, it becomes less with each.
+# The picture shows the bytes of parameters and optimizer state on one device. Copied to
+# all devices, they do not depend on the number of devices. Split, they shrink with it.
 
 # %%
 counts = [1, 2, 4, 8]
@@ -246,7 +260,7 @@ def bytes_on_a_device(where, n):
     return weights, sum(jax.tree.leaves(held)) - weights
 
 
-fig, ax = plt.subplots(figsize=(10, 3.5), layout="constrained")
+fig, ax = plt.subplots(figsize=(10, 3.8), layout="constrained")
 held = {}
 for name, where, shift, hatch in (
     ("copied", copied, -0.2, ""),
@@ -259,7 +273,12 @@ for name, where, shift, hatch in (
     ax.bar(at, weights, color="0.6", label=f"parameters, {name}", **style)
     for x, total in zip(at, weights + rest, strict=True):
         ax.annotate(f"{total:.0f}", (x, total + 10), ha="center")
-ax.set(xlabel="devices", ylabel="kB on each device", ylim=(0, 1150))
+ax.set(
+    title="Parameters and optimizer state on each device",
+    xlabel="number of devices",
+    ylabel="kB on each device",
+    ylim=(0, 1150),
+)
 ax.set_xticks(range(4), counts)
 fig.legend(loc="outside right upper")
 plt.show()
@@ -269,9 +288,9 @@ assert held["split"][3].sum() < held["copied"][3].sum() / 7.9
 # %% [markdown]
 # ## On a cluster
 #
-# The steps stay as they are. Each process says once that it is one of several, before
-# anything else; the mesh then holds the devices of all of them, and a batch is put
-# together from what each process has loaded:
+# The steps stay as they are. Each process first calls `jax.distributed.initialize()`.
+# The mesh then contains the devices of all processes. Each process loads a part of the
+# batch:
 #
 # ```python
 # jax.distributed.initialize()
@@ -283,7 +302,7 @@ assert held["split"][3].sum() < held["copied"][3].sum() / 7.9
 # )
 # ```
 #
-# **Answer.** Nothing in the step changes under `jit`: the shardings of the state and of
-# the batch say whether it is data parallel or FSDP. In `shard_map` the step is told the
-# name of the axis. Results are those of one device within rounding, and where one
-# device overflows, all skip.
+# **Answer.** Under `jit` nothing changes in the step. The shardings of the state and of
+# the batch select data parallel or FSDP. In `shard_map` the step needs the name of the
+# axis. The results are those of one device within rounding. If one device overflows,
+# all devices skip the step.

@@ -3,16 +3,17 @@
 #
 # **Which of my products can be float8?**
 #
-# Float8 halves what a matrix product reads, and doubles what a GPU multiplies in a
-# second. A number keeps three bits of its mantissa. Most products bear that. Some do
-# not, and a network does not say which. This notebook finds them in a network for
-# handwritten digits, one of whose blocks has an outlier: a channel whose numbers are
-# a hundred thousand times larger than the others.
+# Float8 halves the bytes that a matrix product reads, and doubles the products that a
+# GPU computes in a second. A number has three bits of mantissa. Most products tolerate
+# that, some do not, and the code of a network does not show which.
 #
-# Nothing here needs a GPU: the numbers are the same on a CPU, only not faster.
+# This notebook finds them in a network for handwritten digits. One of its blocks has an
+# outlier: a channel whose values are a hundred thousand times larger than the others.
+# Nothing here needs a GPU: a CPU computes the same numbers, without the gain in speed.
 
 # %%
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,9 @@ from sklearn.datasets import load_digits
 import jmp_lite as jmp
 import jmp_lite.plots
 
-plt.switch_backend(plt.get_backend())  # So that the first figure is shown.
-WIDTH, BATCH, STEPS = 64, 128, 300
+# Jupyter shows figures that pyplot did not make only once pyplot has a backend.
+plt.switch_backend(plt.get_backend())
+WIDTH, BATCH, STEPS, SEEDS = 64, 128, 300, 5
 BLOCKS = [f"block_{i}" for i in range(4)]
 
 
@@ -50,47 +52,48 @@ def loss_fn(params, x, y):
     return losses.mean()
 
 
-generator = np.random.default_rng(0)
+def start_of(seed):
+    generator = np.random.default_rng(seed)
 
+    def normal(n, m):
+        return jnp.asarray(generator.standard_normal((n, m)) / n**0.5, jnp.float32)
 
-def normal(n, m):
-    return jnp.asarray(generator.standard_normal((n, m)) / n**0.5, jnp.float32)
+    def new_block():
+        up, down = normal(WIDTH, 2 * WIDTH), normal(2 * WIDTH, WIDTH)
+        return {"up": up, "down": down, "shift": jnp.zeros(WIDTH)}
 
+    params = {name: new_block() for name in BLOCKS}
+    params |= {"embed": normal(64, WIDTH), "head": normal(WIDTH, 10)}
+    # The outlier: one channel of one block is shifted, and its weights are small.
+    params["block_2"]["shift"] = params["block_2"]["shift"].at[7].set(3e5)
+    params["block_2"]["up"] = params["block_2"]["up"].at[7].multiply(1e-5)
+    return params
 
-def new_block():
-    up, down = normal(WIDTH, 2 * WIDTH), normal(2 * WIDTH, WIDTH)
-    return {"up": up, "down": down, "shift": jnp.zeros(WIDTH)}
-
-
-start = {name: new_block() for name in BLOCKS}
-start |= {"embed": normal(64, WIDTH), "head": normal(WIDTH, 10)}
-# The outlier: one channel of one block stands apart, and its weights are small.
-start["block_2"]["shift"] = start["block_2"]["shift"].at[7].set(3e5)
-start["block_2"]["up"] = start["block_2"]["up"].at[7].multiply(1e-5)
 
 digits = load_digits()
 images = jnp.asarray(digits.data / 16, jnp.float32)
 labels = jnp.asarray(digits.target, jnp.int32)
-rows = generator.integers(0, len(images), (STEPS, BATCH))
-x, y = images[rows[0]], labels[rows[0]]
+rows = np.random.default_rng(0).integers(0, len(images), (SEEDS, STEPS, BATCH))
+start = start_of(0)
+x, y = images[rows[0, 0]], labels[rows[0, 0]]
 
 # %% [markdown]
-# ## What would be float8
+# ## What the preset chooses
 #
-# `explain` shows it without running anything. Here it shows that nothing is: float8 is
-# for large products.
+# `explain` shows it without running anything. Here nothing becomes float8: it is for
+# large products.
 
 # %%
 explanation = jmp.explain(loss_fn, "float8")(start, x, y)
-print(explanation.table(depth=1))
+print("products:", explanation.totals.products)
 for lint in explanation.lints:
-    print("look at", lint)
+    print("lint:", lint)
 assert explanation.totals.products == {"bfloat16": 10}
 
 # %% [markdown]
-# The sample stands for a network of a useful size: `smallest=0` has every product in
-# float8 that can be. Two are left in 16 bits. The head is the last product: its result
-# is read in float32. And its width, 10, is no multiple of 16.
+# This small network is a model of a large one. With `smallest=0` every product becomes
+# float8 that qualifies. The head stays in 16 bits for two reasons: its width of 10 is
+# not a multiple of 16, and only float32 operations read its result.
 
 # %%
 rules = dataclasses.replace(
@@ -99,15 +102,46 @@ rules = dataclasses.replace(
 explanation = jmp.explain(loss_fn, rules)(start, x, y)
 for row in explanation.rows:
     if row.op == "dot_general":
-        print(f"{row.scope:10}{row.precision:15}{row.reason}")
+        print(f"{row.scope:9}{row.precision:15}{row.reason}")
 assert explanation.totals.products == {"float8_e4m3fn": 9, "bfloat16": 1}
 
 # %% [markdown]
-# ## What the numbers say
+# ## What goes wrong
 #
-# An operand is divided by one scale, so that its largest number just fits. What is
-# then smaller than the smallest number of the format vanishes. `numerics_report` and
-# the picture take the scale into account. This is what the blocks read:
+# Float8 costs the gradients accuracy, and one block more than the others:
+
+
+# %%
+@functools.cache
+def grads_of(rules):
+    return jax.jit(jax.grad(jmp.autocast(loss_fn, rules)))(start, x, y)
+
+
+def errors_of(rules):
+    """Returns the relative errors of the gradients, by block."""
+    low, full = grads_of(rules), grads_of("O0")
+
+    def error(name):
+        off = optax.tree.norm(optax.tree.sub(low[name], full[name]))
+        return float(off / optax.tree.norm(full[name]))
+
+    return {name: error(name) for name in BLOCKS}
+
+
+def show_errors(name, rules):
+    print(f"{name:14}", "  ".join(f"{k} {v:.3f}" for k, v in errors_of(rules).items()))
+
+
+show_errors("mixed", "mixed")
+show_errors("float8", rules)
+assert errors_of(rules)["block_2"] > 0.3
+
+# %% [markdown]
+# ## Why
+#
+# A float8 product divides each operand by one scale, so that its largest value just
+# fits. With that scale, small values vanish. `numerics_report` and `magnitudes` take
+# the scale into account. These are the inputs of the blocks:
 
 
 # %%
@@ -122,57 +156,49 @@ def inputs(params, x):
 
 operands = jax.jit(inputs)(start, x)
 report = jmp.numerics_report(operands, "float8_e4m3fn")
-print(report)
+print("block     values that vanish  that lose digits")
+for row in report.rows:
+    print(f"{row.path[2:-2]:10}{row.underflow:18.1%}{row.subnormal:18.1%}")
 lost = {row.path: row.underflow + row.subnormal for row in report.rows}
 assert max(lost, key=lost.get) == "['block_2']"
-jmp_lite.plots.magnitudes(operands, ["bfloat16", "float8_e4m3fn"])
-
-# %% [markdown]
-# In `block_2` nearly all numbers vanish beside the one large channel. That costs the
-# gradient:
-
 
 # %%
-def error_of(rules):
-    """Returns how far the gradients are from float32's, relative, by block."""
-    low = jax.jit(jax.grad(jmp.autocast(loss_fn, rules)))(start, x, y)
-    full = jax.jit(jax.grad(loss_fn))(start, x, y)
-
-    def error(name):
-        off = optax.tree.norm(optax.tree.sub(low[name], full[name]))
-        return float(off / optax.tree.norm(full[name]))
-
-    return {name: error(name) for name in BLOCKS}
-
-
-for name, errors in (("mixed", error_of("mixed")), ("float8", error_of(rules))):
-    print(f"{name:7}", "  ".join(f"{k} {v:.3f}" for k, v in errors.items()))
-assert error_of(rules)["block_2"] > 0.3
+figure = jmp_lite.plots.magnitudes(operands, ["bfloat16", "float8_e4m3fn"])
+figure.suptitle("Sizes of the blocks' inputs, above the range of each format")
+figure.axes[0].set_ylabel("operand")
+figure.axes[1].set_ylabel("format")
+figure
 
 # %% [markdown]
-# ## Asking
+# In `block_2` nearly all values vanish beside the one large channel.
 #
-# `tune` finds the most products in float8 whose error is within a tolerance, on a
-# sample. It measures results and all gradients:
+# ## What works
+#
+# `tune` finds the most products that can be float8 within a tolerance. It measures the
+# errors of the result and of all gradients on a sample.
 
 # %%
 tuned = jmp.tune(loss_fn, (start, x, y), 0.25, rules, progress=lambda line: None)
 print(tuned.report)
-print("scopes:", tuned.scopes)
 products = jmp.explain(loss_fn, tuned)(start, x, y)
 for row in products.rows:
     if row.op == "dot_general":
         print(f"{row.scope:10}{row.precision}")
+show_errors("float8, tuned", tuned)
 assert products.precision_of("block_2", "dot_general") == "bfloat16"
 assert products.precision_of("block_1", "dot_general") == "float8_e4m3fn"
 
 # %% [markdown]
+# `block_2` stays in bfloat16, and its gradients are as accurate as the others.
+#
 # ## Training
+#
+# An error of a gradient is not yet an error of a training. Five seeds:
 
 
 # %%
 def train(rules):
-    """Returns the losses of a training."""
+    """Returns the losses of five seeds."""
     optimizer = optax.adam(1e-3)
     loss_and_grad = jax.value_and_grad(jmp.autocast(loss_fn, rules))
 
@@ -182,34 +208,51 @@ def train(rules):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
-    run = jax.jit(lambda: jax.lax.scan(step, (start, optimizer.init(start)), rows))
-    return np.asarray(run()[1])
+    def one(start, rows):
+        return jax.lax.scan(step, (start, optimizer.init(start)), rows)[1]
+
+    return np.asarray(jax.jit(jax.vmap(one))(starts, rows))
 
 
+starts = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(start_of, range(SEEDS)))
 curves = {
     "float32": train("O0"),
     "mixed": train("mixed"),
     "float8": train(rules),
     "float8, tuned": train(tuned),
 }
-axes = plt.figure(figsize=(9, 3.5), layout="constrained").subplots()
+WINDOW = 10
+at = np.arange(WINDOW, STEPS + 1)  # A mean of 10 steps exists from the 10th step on.
+fig, axes = plt.subplots(figsize=(10, 3.8), layout="constrained")
 for (name, losses), style in zip(curves.items(), ("-", "--", ":", "-."), strict=True):
-    axes.semilogy(losses.reshape(-1, 10).mean(1), style, label=name)
-axes.set(xlabel="tens of steps", ylabel="loss", title="Digits, one seed")
+    window = np.ones(WINDOW) / WINDOW
+    means = np.array([np.convolve(row, window, "valid") for row in losses])
+    look = {"color": "0.7", "lw": 4} if name == "float32" else {"ls": style}
+    (line,) = axes.semilogy(at, np.median(means, 0), label=name, **look)
+    low, high = means.min(0), means.max(0)
+    axes.fill_between(at, low, high, color=line.get_color(), alpha=0.12, lw=0)
+axes.set(
+    title="Training on digits: median and range of five seeds",
+    xlabel="step",
+    ylabel="loss, mean of 10 steps",
+)
 axes.legend()
 plt.show()
-for name, losses in curves.items():
-    print(f"{name:15}{losses[-50:].mean():.4f}")
-ends = [losses[-50:].mean() for losses in curves.values()]
-assert max(ends) - min(ends) < 0.02
+ends = {name: np.median(losses[:, -50:].mean(1)) for name, losses in curves.items()}
+for name, end in ends.items():
+    print(f"{name:15}{end:.4f}")
+assert max(ends.values()) - min(ends.values()) < 0.02
 
 # %% [markdown]
-# All four learn alike, the one with the lossy block too: the others do its work. An
-# error of a gradient is not an error of a training.
+# All four reach the same loss, even with the inaccurate block: the other blocks do its
+# work. (In every precision the first losses are large, because Adam's first steps
+# change the weights of the outlier too much.)
 #
-# **Answer.** Those that are large, have a weight, and whose results a later product
-# reads: the preset `"float8"` chooses them, and `explain` says why it leaves the others
-# out. What it cannot know is which operands have outliers. `numerics_report` shows
-# them, and `tune` finds on a sample which products they spoil. Whether float8 pays is
-# another question, of the width, of the length of sequences and of the GPU: see
+# **Answer.** A product can be float8 if it is large, has a weight as an operand, and a
+# later product reads its result. The preset `"float8"` chooses these, and `explain`
+# gives the reason for each of the others.
+#
+# Operands with outliers are the exception, and the preset cannot know them.
+# `numerics_report` shows them. `tune` finds the products that they spoil. Whether
+# float8 is faster depends on the width, the number of tokens and the GPU: see
 # docs/float8.md.
