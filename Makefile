@@ -63,6 +63,7 @@ benchmarks: $(VENV)/.peers
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.growth --json benchmarks/results --picture docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.float8 --json benchmarks/results --picture docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables
+	JAX_PLATFORMS=cpu $(BIN)/python docs/figures.py
 
 # In an environment of its own: the versions of so many packages fit together once.
 thirdparty: .venv-thirdparty/.thirdparty

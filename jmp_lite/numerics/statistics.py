@@ -1,4 +1,4 @@
-"""Counts of numbers that overflow, vanish or are not finite, on devices and joined."""
+"""Counts numbers that overflow, vanish or are not finite, and joins counts."""
 
 import dataclasses
 import functools
@@ -19,17 +19,17 @@ from jmp_lite.casting.quantize import scale_for
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What there is to know of some numbers.
+    """Counts and shares of some numbers.
 
     Attributes:
-      elements: how many there are.
-      nan: how many are NaN.
-      inf: how many are infinite.
-      max_abs: the largest finite size.
-      min_abs: the smallest size that is not zero; infinite where there is none.
-      overflow: which share is finite and would not be in the dtype asked for.
-      underflow: which share is not zero and would be.
-      subnormal: which share would lose digits, being too small.
+      elements: the number of elements.
+      nan: the number of NaNs.
+      inf: the number of infinities.
+      max_abs: the largest finite absolute value.
+      min_abs: the smallest absolute value that is not zero; infinity if there is none.
+      overflow: the share of finite numbers that would overflow in the dtype.
+      underflow: the share of nonzero numbers that would become zero.
+      subnormal: the share of numbers that would become subnormal and lose digits.
     """
 
     elements: int
@@ -43,12 +43,12 @@ class Numbers:
 
 
 class Ends(NamedTuple):
-    """Where a dtype ends: what is beyond is rounded to something else.
+    """The ends of the range of a dtype, for absolute values.
 
     Attributes:
-      overflow: from this size on a number becomes infinite, or NaN.
-      underflow: up to this size a number becomes zero.
-      normal: from this size on a number keeps all its digits.
+      overflow: at this value and above, a number becomes infinite or NaN.
+      underflow: at this value and below, a number becomes zero.
+      normal: at this value and above, a number keeps all its digits.
     """
 
     overflow: float
@@ -57,7 +57,7 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DTypeLike) -> "Ends":
-        """Returns the ends of a dtype, to the nearest of whose numbers one rounds."""
+        """Returns the ends of a dtype under rounding to nearest."""
         info = jnp.finfo(dtype)
         largest, smallest = float(info.max), float(info.smallest_subnormal)
         spacing = 2.0 ** (math.floor(math.log2(largest)) - info.nmant)
@@ -66,11 +66,11 @@ class Ends(NamedTuple):
 
 
 class Count(NamedTuple):
-    """A whole number below 2**64, in two halves: loops are long, and JAX has no int64.
+    """A whole number below 2**64 in two halves: JAX has no 64-bit integers by default.
 
     Attributes:
-      low: what is left of it after division by 2**32.
-      high: how often 2**32 is in it.
+      low: the low 32 bits.
+      high: the high 32 bits.
     """
 
     low: Any
@@ -78,12 +78,12 @@ class Count(NamedTuple):
 
     @classmethod
     def of(cls, number: int) -> "Count":
-        """Returns a number that is known."""
+        """Returns a Python integer as a count."""
         return cls(np.uint32(number % 2**32), np.uint32(number // 2**32))
 
 
 def is_scaled(dtype: DTypeLike) -> bool:
-    """Whether arrays are divided by a scale before they are rounded to a dtype."""
+    """Whether arrays are divided by a scale before they are cast to a dtype."""
     return jnp.finfo(dtype).bits == 8
 
 
@@ -91,7 +91,7 @@ _SHARES = ("overflow", "underflow", "subnormal")
 
 _COUNTED = ("nan", "inf", *_SHARES, "elements")
 
-# What is no count: how it is joined, and what it is where there is nothing.
+# Columns that are not counts: how to join them, and their value for no elements.
 _JOINS = {
     "max_abs": ("maximum", 0.0),
     "min_abs": ("minimum", math.inf),
@@ -100,9 +100,9 @@ _JOINS = {
 
 
 def sizes_of(array: Any) -> Any:
-    """Returns how large numbers are, of complex ones the larger part.
+    """Returns absolute values; of a complex number that of the larger part.
 
-    They have 32 bits or more in the graph, and 64 on the host.
+    They have at least 32 bits in the graph, and 64 on the host.
     """
     xp = jnp if isinstance(array, jax.Array) else np
     array = xp.asarray(array)
@@ -114,14 +114,14 @@ def sizes_of(array: Any) -> Any:
 
 
 def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
-    """Returns what there is to know of some numbers.
+    """Returns the counts of some numbers.
 
-    Arrays of JAX are counted in the graph, in which subnormal numbers may be zeros;
-    those of NumPy, and the numbers of Python, on the host.
+    JAX arrays are counted in the graph, where subnormal numbers may be zeros. NumPy
+    arrays and Python numbers are counted on the host.
 
-    A format of 8 bits is judged as float8 products use it: the numbers are divided by
-    the scale for the largest finite one. An array of that very format has been divided
-    already, and is judged as it is.
+    For an 8-bit format the numbers are first divided by a scale, as for float8
+    products: that of the largest finite number. An array that already has this format
+    is not divided again.
     """
     sizes = sizes_of(array)
     parts = [sizes]
@@ -134,7 +134,7 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
 
 
 _SMALL = 2**18
-"""An array of at most so many numbers is read in less time than a kernel starts in."""
+"""Reading an array of at most so many elements takes less time than a kernel launch."""
 
 
 def counted_together(
@@ -142,7 +142,7 @@ def counted_together(
 ) -> list[dict[str, Any]]:
     """Returns the counts of each of several arrays.
 
-    Small arrays of about one size are counted in one kernel, as the rows of one array.
+    Small arrays of similar sizes are counted in one kernel, as the rows of one array.
     """
     groups: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
@@ -167,7 +167,7 @@ def _counted_in_rows(
     arrays: Sequence[jax.Array], dtype: DTypeLike
 ) -> list[dict[str, Any]]:
     most = max(array.size for array in arrays)
-    # A zero is counted as nothing.
+    # Zeros do not count.
     rows = [
         jnp.pad(jnp.ravel(sizes_of(array)), (0, most - array.size)) for array in arrays
     ]
@@ -184,7 +184,7 @@ def _counted_in_rows(
 
 
 def _has_scale(array: Any, dtype: DTypeLike) -> bool:
-    """Whether numbers are divided by a scale before they are judged."""
+    """Whether the numbers of an array are divided by a scale."""
     given = np.dtype(getattr(array, "dtype", float))
     return is_scaled(dtype) and np.dtype(dtype) != given
 
@@ -204,7 +204,7 @@ def _ends_for(
 
 
 def _looked_at(sizes: Any, ends: Any) -> dict[str, Any]:
-    """Returns what is counted of each number, and how large it is."""
+    """Returns for each element what it counts for, and its absolute value."""
     xp = jnp if isinstance(sizes, jax.Array) else np
     overflow, underflow, normal = ends
     is_finite, is_zero = xp.isfinite(sizes), sizes == 0
@@ -220,7 +220,7 @@ def _looked_at(sizes: Any, ends: Any) -> dict[str, Any]:
 
 
 def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> dict[str, Any]:
-    """Returns the counts, the largest and the smallest of numbers along some axes."""
+    """Returns the counts, the largest and the smallest value along some axes."""
     *counted_names, largest, smallest = each
     if not isinstance(each[largest], jax.Array):
         return {
@@ -228,9 +228,9 @@ def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> dict[str, Any]:
             largest: np.max(each[largest], initial=0).astype(np.float64),
             smallest: np.min(each[smallest], initial=np.inf).astype(np.float64),
         }
-    # One reduction of several arrays is one kernel, where XLA makes one for each of
-    # several reductions. What it starts from is hidden: XLA would compute those of
-    # constants itself, number by number, for minutes.
+    # One reduction of several arrays is one kernel; XLA compiles several reductions to
+    # several kernels. The initial values are hidden behind a barrier: XLA would spend
+    # minutes on folding the reductions of constants.
     zero, start = lax.optimization_barrier((np.uint32(0), each[largest].dtype.type(0)))
     operands = [each[name].astype(np.uint32) for name in counted_names]
     operands += [each[largest], each[smallest]]
@@ -255,7 +255,7 @@ def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> dict[str, Any]:
 
 
 def _scale(largest: Any, dtype: DTypeLike) -> Any:
-    """Returns the scale of an array, on the host if its largest number is there."""
+    """Returns the scale for a largest value, on the host if that is on the host."""
     # A float64 beyond float32 overflows under the largest scale.
     end = float(jnp.finfo(jnp.float32).max)
     if isinstance(largest, jax.Array):
@@ -274,7 +274,7 @@ def _widest() -> Any:
 
 
 def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the counts of two arrays, or of two steps."""
+    """Returns the joint counts of two arrays or two steps."""
     return {
         name: getattr(jnp, _JOINS[name][0])(a[name], b[name])
         if name in _JOINS
@@ -284,13 +284,13 @@ def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def are_finite(counts: Mapping[str, Any]) -> Any:
-    """Whether all numbers that were counted are finite."""
+    """Whether all counted numbers are finite."""
     halves = [half for name in ("nan", "inf") for half in counts[name]]
     return functools.reduce(jnp.bitwise_or, halves) == 0
 
 
 def nothing(n: int) -> dict[str, Any]:
-    """Returns what is counted of some ops that have not been run."""
+    """Returns the counts of ops that did not run yet."""
     none, sizes = jnp.zeros(n, jnp.uint32), jnp.zeros(n, _widest())
     return {
         **{name: Count(none, none) for name in _COUNTED},
@@ -301,7 +301,7 @@ def nothing(n: int) -> dict[str, Any]:
 
 
 def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns counts by what is counted, all in one array."""
+    """Returns the counts of several ops, each column in one array."""
 
     def stack(*arrays: Any) -> Any:
         return jnp.concatenate([jnp.ravel(array) for array in arrays])
@@ -310,7 +310,7 @@ def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def on_host(counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns counts as arrays of NumPy, joined over what vmap or scan has stacked."""
+    """Returns counts as NumPy arrays, joined over the axes of vmap and scan."""
     return {name: _joined(name, column) for name, column in fetched(counts).items()}
 
 
@@ -324,7 +324,7 @@ def _joined(name: str, column: Any) -> Any:
 
 
 def numbers(columns: Mapping[str, Any], i: int) -> Numbers:
-    """Returns what there is to know of the numbers of one array, or of one op."""
+    """Returns the counts and shares of one array or one op."""
     names = (field.name for field in dataclasses.fields(Numbers))
     row = {name: columns[name][i].item() for name in names}
     row.update({name: row[name] / max(row["elements"], 1) for name in _SHARES})
@@ -340,7 +340,7 @@ def headers(dtype: str | None) -> Sequence[str]:
 
 
 def cells(row: Any) -> Sequence[str]:
-    """Returns what a row says of its numbers, as text; zeros are left out."""
+    """Returns the cells of a row as text; zero counts and shares are empty."""
     smallest = "" if math.isinf(row.min_abs) else f"{row.min_abs:.2g}"
     sizes = (f"{row.max_abs:.2g}", smallest)
     return (

@@ -1,4 +1,4 @@
-"""``watch``: a function with the numbers of all its ops beside its results."""
+"""``watch``: counts the numbers that each op of a function makes."""
 
 import dataclasses
 import functools
@@ -28,14 +28,14 @@ from jmp_lite.numerics.watcher import Op, Seen, Watcher
 
 @dataclasses.dataclass(frozen=True)
 class OpNumerics(Numbers):
-    """What there is to know of the results of one op, in all trips of all loops.
+    """The numbers that one op made, in all trips of all loops.
 
     Attributes:
-      scope: the path that it stands in.
+      scope: the path of its scopes.
       op: the name of its primitive.
-      source: where it stands in the code: file, line and function.
-      is_first: whether something was not finite although all that it read was, in any
-        trip.
+      source: its place in the code: file, line and function.
+      is_first: whether, in any trip, its result was not finite although its operands
+        were.
     """
 
     scope: str
@@ -51,12 +51,12 @@ class OpNumerics(Numbers):
 )
 @dataclasses.dataclass(frozen=True)
 class WatchedNumerics:
-    """The numbers of a function, op by op; a pytree, and prints as a table.
+    """The numbers that each op of a function made; a pytree that prints as a table.
 
     Attributes:
-      counts: by what is counted, an array of one number an op.
+      counts: arrays with one element for each op, by the name of the count.
       ops: the ops, in the order in which they run.
-      dtype: what the shares are of.
+      dtype: the dtype that the shares are given for.
     """
 
     counts: Mapping[str, Any]
@@ -65,9 +65,9 @@ class WatchedNumerics:
 
     @property
     def rows(self) -> tuple[OpNumerics, ...]:
-        """One for each op, on the host, over all that vmap or scan has stacked.
+        """A row for each op, on the host, summed over the axes of vmap and scan.
 
-        What was never run is left out.
+        Ops that never ran have no row.
         """
         columns = on_host(self.counts)
         return tuple(
@@ -110,9 +110,9 @@ def watch(
     count a sample (``elements=65_536``), which moves few bytes.
 
     Args:
-      fun: any function of pytrees that JAX can trace. What is under ``shard_map``, in
-        a kernel, or in a custom derivative rule's function that has effects is seen
-        from outside; so is a ``while`` under ``vmap`` whose lanes end by themselves
+      fun: any function of pytrees that JAX can trace. ``shard_map``, kernels, and
+        functions with effects under a custom derivative rule are watched by their
+        results. So is a ``while`` under ``vmap`` whose lanes end at different steps
         (``vmap`` the watched function instead).
       dtype: the format that shares are given for: of overflow, underflow and
         subnormal numbers. An 8-bit format is judged with scales, as in
@@ -167,19 +167,27 @@ def watch(
 
 
 def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
-    """Returns the first op that made something infinite or NaN of finite numbers.
+    """Returns the first op that made an infinity or a NaN from finite operands.
 
-    The first as the program is written: of two ops in one loop it is the upper one,
-    even if the lower one broke in an earlier trip.
+    The order is that of the program. Of two ops in a loop, the upper one is returned,
+    even if the lower one failed in an earlier trip.
 
     Args:
-      stats: what a watched function has returned, concrete.
+      stats: the second result of a watched function, outside ``jit``.
 
     Returns:
-      The op; None where all is finite, or was not from the start.
+      The row of the op; None if all results are finite, or if only ops with non-finite
+      operands have non-finite results.
 
     Raises:
-      TypeError: ``stats`` is something else, or is being traced.
+      TypeError: ``stats`` has another type, or is traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> _, stats = jmp.watch(lambda x: 1 / x + 2)(jnp.array([0.0, 1.0]))
+      >>> jmp.first_nonfinite(stats).op
+      'div'
     """
     if not isinstance(stats, WatchedNumerics):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(

@@ -1,8 +1,8 @@
-"""Runs a jaxpr as it is, and counts the numbers of each op beside it.
+"""Runs a jaxpr, and counts the numbers that each op makes.
 
-Results and derivatives are those of the function. Counts add up over a loop's steps.
-Whether a value is finite goes with it, into loops and out of them, so that no number is
-looked at twice.
+Results and derivatives do not change. Counts add up over the steps of a loop. Each
+value carries a flag that says whether it is finite, into loops and out of them, so that
+no number is read twice.
 """
 
 import functools
@@ -29,13 +29,13 @@ from jmp_lite.numerics.statistics import (
 
 
 class Op(NamedTuple):
-    """An op, and where it stands.
+    """An op and its place.
 
     Attributes:
-      scope: the path that it stands in.
+      scope: the path of its scopes.
       op: the name of its primitive.
-      source: where it stands in the code: file, line and function.
-      number: its place among all ops.
+      source: its place in the code: file, line and function.
+      number: its position among all ops.
     """
 
     scope: str
@@ -45,13 +45,13 @@ class Op(NamedTuple):
 
 
 class Seen:
-    """A value, and whether all its numbers are finite.
+    """A value and a flag: are all its numbers finite?
 
     Args:
       array: the value.
-      is_finite: a boolean; None where it is not known yet.
-      of_steps: the same of each element of the first axis, if a loop has stacked them.
-      counted: what is counted of it.
+      is_finite: the flag; None if it is not computed yet.
+      of_steps: a flag for each element of the first axis, if a loop stacked them.
+      counted: the counts of the value, if they are taken.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Seen:
 
     @property
     def is_finite(self) -> Any:
-        """Whether all its numbers are finite, as those are that are no floats."""
+        """Whether all its numbers are finite; True if they are not floats."""
         if self._is_finite is None and self.counted is not None:
             self._is_finite = are_finite(self.counted.counts)
         if self._is_finite is None and self._of_steps is not None:
@@ -85,12 +85,12 @@ class Seen:
         return self._of_steps
 
     def with_array(self, array: Any) -> "Seen":
-        """Returns another array of the same numbers."""
+        """Returns a value with the same numbers in another array."""
         return Seen(array, self._is_finite, counted=self.counted)
 
 
 class Counter:
-    """Counts the numbers of arrays, those that have been added since together.
+    """Counts the numbers of arrays: all arrays added since the last count together.
 
     Args:
       dtype: what the numbers might be held in.
@@ -101,7 +101,7 @@ class Counter:
         self._added: list[Counted] = []
 
     def add(self, array: Any) -> "Counted":
-        """Returns what is counted of an array, once it is asked for."""
+        """Adds an array; its counts are computed when they are read."""
         counted = Counted(array, self)
         self._added.append(counted)
         return counted
@@ -129,7 +129,7 @@ class Counted:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What there is to know of them."""
+        """The counts."""
         if self.known is None:
             self._counter.count()
         assert self.known is not None
@@ -137,12 +137,12 @@ class Counted:
 
 
 class Note(NamedTuple):
-    """What was counted of one op.
+    """A counted op.
 
     Attributes:
       op: the op.
-      results: the numbers of its results.
-      operands: what it was given.
+      results: the counts of its floating results.
+      operands: its operands.
     """
 
     op: Op
@@ -151,7 +151,7 @@ class Note(NamedTuple):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts of its results, but for whether it is the first."""
+        """The counts of its results, without ``is_first``."""
         return functools.reduce(added, [result.counts for result in self.results])
 
 
@@ -159,9 +159,9 @@ class Watched(NamedTuple):
     """A jaxpr that counts.
 
     Attributes:
-      jaxpr: it, closed. It is given arrays, and then whether they are finite, and
-        returns the same and then the counts.
-      ops: the ops that are counted.
+      jaxpr: the closed jaxpr. It takes arrays, then their flags. It returns arrays,
+        then their flags, then the counts.
+      ops: the counted ops.
       axes: the mapped axes over which the counts differ.
     """
 
@@ -174,13 +174,13 @@ class Watched(NamedTuple):
         return self.apart(compat.evaluate(self.jaxpr, _flat(values)))
 
     def apart(self, results: Sequence[Any]) -> tuple[list[Seen], dict[str, Any]]:
-        """Returns what it has returned as results and counts."""
+        """Splits what the jaxpr returns into results and counts."""
         structure = jax.tree.structure(jax.eval_shape(lambda: nothing(0)))
         n = len(results) - structure.num_leaves
         return _values(results[:n]), jax.tree.unflatten(structure, results[n:])
 
     def nothing(self) -> dict[str, Any]:
-        """Returns the counts of its ops before it is run."""
+        """Returns the counts of its ops before it runs."""
         return _varying(nothing(len(self.ops)), self.axes)
 
 
@@ -188,9 +188,9 @@ class Watcher:
     """Runs jaxprs and counts the numbers of all results.
 
     Args:
-      dtype: what the numbers might be held in.
-      elements: how many numbers of a result are counted, at most; all if None.
-      numbers: numbers the ops.
+      dtype: the dtype that shares are given for.
+      elements: the largest number of elements of a result to count; None for all.
+      numbers: an iterator that numbers the ops.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Watcher:
         self._inside: list[tuple[Sequence[Op], dict[str, Any]]] = []
 
     def found(self) -> tuple[list[Op], dict[str, Any]]:
-        """Returns the ops that were run, and their counts."""
+        """Returns the ops that ran, and their counts."""
         parts = list(self._inside)
         if self._notes:
             columns = stacked([note.counts for note in self._notes])
@@ -216,9 +216,9 @@ class Watcher:
         return ops, stacked([columns for _, columns in parts])
 
     def _are_first(self, is_finite: Any) -> Any:
-        """Returns which ops have made something else of finite numbers.
+        """Returns which ops have non-finite results of finite operands.
 
-        All at once: a kernel for each of them would cost more than what it computes.
+        One computation answers for all ops: a kernel for each would cost more.
         """
         rows = {
             id(note.results[0]): i
@@ -250,9 +250,9 @@ class Watcher:
 
         Args:
           jaxpr: the jaxpr.
-          values: what it is given.
-          path: the scopes that it stands in.
-          source: where it is called, for the ops of which nothing better is known.
+          values: its operands.
+          path: the scopes around it.
+          source: its call site, for ops that have no source line of their own.
         """
         parts = compat.parts(jaxpr)
         env = dict(zip(parts.constvars, map(Seen, parts.consts), strict=True))
@@ -279,7 +279,7 @@ class Watcher:
         arrays = [value.array for value in operands]
         is_custom = name in ("custom_jvp_call", "custom_vjp_call")
         if is_custom and compat.has_only_axis_effects(eqn):
-            # Its own derivative is kept; what is inside is run once more, to be seen.
+            # The rule keeps its derivative; its function runs once more to be counted.
             seen = [_stopped(value) for value in operands]
             inner = self.run(compat.called(eqn), seen, inside, source)
             results = compat.bind_custom(eqn, arrays, lambda *funs: funs)
@@ -304,7 +304,7 @@ class Watcher:
     def _noted(
         self, operands: Sequence[Seen], results: Sequence[Any], op: tuple[str, str, str]
     ) -> list[Seen]:
-        """Counts the numbers of results, and returns those with what is then known."""
+        """Counts the numbers of results, and returns the results with their flags."""
         each = [
             self._counter.add(self._sample(array)) if _is_float(array) else None
             for array in results
@@ -394,7 +394,7 @@ class Watcher:
             return _flat(results), added(counts, new), tested(results, of_test)
 
         values = list(operands[n_consts:])
-        # What the condition says is carried along, so that it runs as often as it did.
+        # The predicate is carried along, so that it is computed once for each step.
         start = (_flat(values), body.nothing(), tested(values, test.nothing()))
         last, counts, (_, of_test) = lax.while_loop(lambda c: c[2][0], step, start)
         self._add(test.ops, of_test)
@@ -435,11 +435,11 @@ class Watcher:
 _SAME_NUMBERS = frozenset(
     ["reshape", "transpose", "squeeze", "expand_dims", "rev", "broadcast_in_dim"]
 )
-"""Ops that make no number: what was counted of their operand is known already."""
+"""Ops that make no new numbers: the counts of their operand are known."""
 
 
 def _is_cast_in_range(eqn: Any) -> bool:
-    """Whether an op casts floats to floats whose exponents reach as far."""
+    """Whether an op casts floats to a floating dtype with at least their range."""
     if compat.op_of(eqn) != "convert_element_type":
         return False
     (atom,), (var,) = eqn.invars, eqn.outvars
@@ -450,14 +450,14 @@ def _is_cast_in_range(eqn: Any) -> bool:
 
 
 def _values(arrays: Sequence[Any]) -> list[Seen]:
-    """Returns values of arrays, behind which it stands whether they are finite."""
+    """Returns values of arrays that are followed by their flags."""
     half = len(arrays) // 2
     pairs = zip(arrays[:half], arrays[half:], strict=True)
     return [Seen(array, is_finite) for array, is_finite in pairs]
 
 
 def _flat(values: Sequence[Seen]) -> list[Any]:
-    """Returns the arrays of values, and then whether they are finite."""
+    """Returns the arrays of values, followed by their flags."""
     flags = [
         sharding.as_varying(jnp.asarray(v.is_finite), sharding.axes_of(v.array))
         for v in values

@@ -1,7 +1,7 @@
-"""Runs a jaxpr on two lanes, and measures op by op how far they are apart.
+"""Runs a jaxpr on two lanes, and measures the error of each op.
 
-One lane is the jaxpr as it is; the other one is the same in float32. Predicates and the
-lengths of loops are those of the first.
+One lane runs the jaxpr as it is. The other lane runs it in float32, with the predicates
+and trip counts of the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from jmp_lite.autocasting.rules.rules import of_the_user
 
 
 class Op(NamedTuple):
-    """An op, and where it stands.
+    """An op and its place.
 
     Attributes:
-      scope: the path that it stands in.
+      scope: the path of its scopes.
       op: the name of its primitive.
-      source: where it stands in the code: file, line and function.
-      dtype: the float of the fewest bits that it reads or makes.
-      rounding: the largest relative error of a number rounded to that.
+      source: its place in the code: file, line and function.
+      dtype: the narrowest floating dtype that it reads or returns.
+      rounding: the largest relative error of rounding to ``dtype``.
       is_backward: whether it belongs to a backward pass.
     """
 
@@ -41,13 +41,12 @@ class Op(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is added up of ops, each an array of one number an op.
+    """Sums from which the errors of ops are computed, one element for each op.
 
     Attributes:
-      off: what results are off by.
-      size: the size of float32's results.
-      given: the relative error of the operand that has the largest one, weighted by
-        the size of the results.
+      off: the sum of absolute errors of the results.
+      size: the sum of absolute values of the float32 results.
+      given: the largest relative error of an operand, times ``size``.
     """
 
     off: Any
@@ -63,10 +62,10 @@ class Body(NamedTuple):
     """A jaxpr on two lanes.
 
     Attributes:
-      jaxpr: it, closed. Its inputs and results are those of the first lane, then those
-        of the second where there is one, then the sums.
+      jaxpr: the closed jaxpr. It takes the operands of the first lane, then the twins.
+        It returns the results of the first lane, then the twins, then the sums.
       given: which inputs have a twin.
-      made: which results have one.
+      made: which results have a twin.
       ops: the ops that are measured.
     """
 
@@ -81,12 +80,12 @@ class Body(NamedTuple):
         return self.apart(compat.evaluate(self.jaxpr, arrays))
 
     def apart(self, arrays: Sequence[Array]) -> tuple[list[Twin], Sums]:
-        """Returns arrays that it has returned as results and sums."""
+        """Splits what the jaxpr returns into results and sums."""
         n = len(arrays) - len(Sums._fields)
         return _twins(arrays[:n], self.made), Sums(*arrays[n:])
 
     def nothing(self) -> Sums:
-        """Returns the sums of its ops before it is run."""
+        """Returns the sums of its ops before it runs."""
         zeros = jnp.zeros(len(self.ops), jnp.float32)
         axes = sharding.varying_axes(
             compat.parts(self.jaxpr).outvars[-len(Sums._fields) :]
@@ -102,11 +101,11 @@ class Comparer:
     """Runs jaxprs on two lanes.
 
     Args:
-      elements: how many numbers of a result are compared, at most.
+      elements: the largest number of elements of a result to compare.
 
     Attributes:
-      ops: what was run and measured, in order.
-      sums: of all ops, some of one op and some of several.
+      ops: the measured ops, in order.
+      sums: the sums of these ops; an item may belong to one op or to several.
     """
 
     def __init__(self, elements: int) -> None:
@@ -121,8 +120,8 @@ class Comparer:
 
         Args:
           jaxpr: the jaxpr.
-          operands: what it is given.
-          place: where it stands.
+          operands: its operands.
+          place: its place.
         """
         parts = compat.parts(jaxpr)
         env = dict(zip(parts.constvars, map(Twin, parts.consts), strict=True))
@@ -216,8 +215,8 @@ class Comparer:
         Args:
           jaxpr: the jaxpr.
           given: which of its inputs have a twin.
-          made: which of its results have to have one; others may.
-          place: where it stands.
+          made: which of its results must have one; others may have one.
+          place: its place.
         """
         parts, found, ops = compat.parts(jaxpr), list[bool](), list[Op]()
 
@@ -247,7 +246,7 @@ class Comparer:
         carries: slice,
         place: Place,
     ) -> Body:
-        """Returns the body of a loop; a carry has a twin if it ever gets one."""
+        """Returns the body of a loop; a carry has a twin if any step gives it one."""
         given = [twin.exact is not None for twin in operands]
         n_more = len(compat.parts(jaxpr).outvars) - len(given[carries])
         while True:
@@ -340,7 +339,7 @@ class Comparer:
     def _shard_map(
         self, eqn: Eqn, operands: Sequence[Twin], place: Place
     ) -> list[Twin]:
-        """Runs what each device runs on both lanes, and measures its results alone."""
+        """Runs both lanes on each device, and measures only the results."""
         have = [twin.exact is not None for twin in operands]
         options, found = compat.shard_map_arguments(eqn), list[bool]()
 

@@ -1,4 +1,4 @@
-"""``compare``: where 16 bits depart from float32, op by op."""
+"""``compare``: the relative error of each op against float32."""
 
 import dataclasses
 import functools
@@ -33,21 +33,21 @@ from jmp_lite.casting.host import fetched
 
 @dataclasses.dataclass(frozen=True)
 class OpError:
-    """How far the results of one op are from float32's, over all trips of all loops.
+    """The relative error of one op against float32, over all trips of all loops.
 
-    Errors are sums of sizes: ``sum(|x - x32|) / sum(|x32|)``. Those of integers and of
-    booleans are the share that differs.
+    A relative error is ``sum(|x - x32|) / sum(|x32|)``. For integers and booleans it is
+    the share of the elements that differ.
 
     Attributes:
-      scope: the path that it stands in.
+      scope: the path of scopes of the op.
       op: the name of its primitive.
-      source: where it stands in the code: file, line and function.
-      dtype: what it runs in: the float of the fewest bits that it reads or makes.
-      is_backward: whether it belongs to the backward pass.
-      error_in: the relative error of what it is given: of several operands the largest.
+      source: its place in the code: file, line and function.
+      dtype: the narrowest floating dtype that the op reads or returns.
+      is_backward: whether the op belongs to the backward pass.
+      error_in: the relative error of its operands; the largest of several.
       error_out: the relative error of its result.
-      amplification: how many times larger the second is than the first, or than the
-        rounding of one number where that is larger.
+      amplification: ``error_out / error_in``. An ``error_in`` below the rounding error
+        of ``dtype`` counts as that rounding error.
     """
 
     scope: str
@@ -67,13 +67,13 @@ class OpError:
 )
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A function in mixed precision beside float32; a pytree, and prints as a table.
+    """The errors of a function in mixed precision; a pytree that prints as a table.
 
     Attributes:
-      sums: arrays of one number an op.
-      results: the same of one number a result or gradient.
+      sums: the sums that errors are computed from: arrays with one element for each op.
+      results: the same sums with one element for each result and gradient.
       ops: the ops, in the order in which they run.
-      names: of the results and gradients.
+      names: the names of the results and gradients.
     """
 
     sums: Sums
@@ -89,9 +89,9 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[OpError, ...]:
-        """One for each op that makes other numbers than float32, in order.
+        """A row for each op whose result differs from float32, in program order.
 
-        Casts and ops that move numbers are left out, and so is what was never run.
+        Casts, ops that move numbers, and ops that never ran have no row.
         """
         off, size, given = (_joined(column) for column in fetched(self.sums))
         error_in, error_out = _ratio(given, size), _ratio(off, size)
@@ -107,14 +107,14 @@ class Comparison:
         return tuple(row for row in rows if row.error_out)
 
     def amplified(self) -> tuple[OpError, ...]:
-        """Returns the rows, the op that amplifies its error most first."""
+        """Returns the rows by falling amplification."""
         return tuple(sorted(self.rows, key=lambda row: -row.amplification))
 
     def table(self, n: int | None = None) -> str:
-        """Returns the ops that amplify most as text, and the errors of results.
+        """Returns rows by falling amplification, and errors of results, as text.
 
         Args:
-          n: how many ops; None for all of them.
+          n: the number of rows; None for all.
         """
         titles = ("amplified", "error in", "error out", "op", "runs in", "scope")
         rows = [
@@ -157,47 +157,50 @@ def compare(
     backward: bool = False,
     elements: int = _ELEMENTS,
 ) -> Callable[Params, Comparison]:
-    """Returns a function that runs ``autocast(fun, rules)`` beside float32.
+    """Returns a function that compares ``autocast(fun, rules)`` with float32, op by op.
 
-    Both run in one program, and each op's results are compared: which op makes a small
-    error a large one? In the lane of float32 no number is rounded to fewer bits, even
-    where ``fun`` does so itself: with the rules ``"O0"``, code that was written in 16
-    bits by hand is compared to itself in float32 (but for numbers that were rounded
-    when it was traced). Both lanes take the branches, and
-    the number of steps, of the first.
+    One program computes both, and measures the relative error of each op. It answers
+    the question: which op turns a small error into a large one?
 
-    A cast is no op of its own: its rounding counts for the op that reads its result.
+    The reference computes everything in float32, also where ``fun`` itself casts to 16
+    bits. With the rules ``"O0"``, code that was written by hand in 16 bits is compared
+    with itself in float32. Constants that were rounded while tracing stay rounded. The
+    reference takes the same branches and runs loops as long as mixed precision does.
+
+    A cast has no row. Its rounding counts for the op that reads its result.
 
     Args:
-      fun: any function of pytrees that JAX can trace. What is under ``shard_map`` or
-        in a kernel is seen from outside, and so is a ``while`` under ``vmap`` whose
-        lanes end by themselves (``vmap`` the compared function instead). A kernel, and
-        any other op that takes 16 bits alone, takes them in both lanes.
-      rules: a preset's name or a ``Rules``.
-      compute_dtype: the dtype of low ops instead of the rules' own.
-      backward: whether to compare the backward pass too, as ``explain`` does: of a
-        loss, alone or at the head of a tuple, with the gradients of all arguments that
-        are floats; otherwise of a fixed random combination of all results.
-      elements: how many numbers of an op's result are compared, at most: evenly spread
-        rows of it. Where few rows hold all that is not zero, such as in the gradient of
-        an embedding, more may be needed. Results and gradients themselves, and what is
-        sharded on an Explicit mesh, are compared as a whole.
+      fun: any function of pytrees that JAX can trace. ``shard_map`` and kernels are
+        compared by their results, and so is a ``while`` under ``vmap`` whose lanes end
+        at different steps (``vmap`` the compared function instead). A kernel that
+        accepts 16 bits only runs in 16 bits on both sides.
+      rules: the name of a preset, or a ``Rules``.
+      compute_dtype: a dtype that replaces the compute dtype of the rules.
+      backward: whether to compare the backward pass too, as ``explain`` does. If the
+        result is a loss, or a tuple that begins with a loss, its gradients with respect
+        to all floating arguments are compared. Otherwise those of a fixed random
+        combination of all results are.
+      elements: the largest number of elements of a result to compare, in evenly spaced
+        rows. A result that is mostly zero, such as the gradient of an embedding, may
+        need more. Results of ``fun``, its gradients, and arrays that are sharded over
+        Explicit axes are compared as a whole.
 
     Returns:
-      A function of ``fun``'s arguments that returns a ``Comparison``, under ``jit``
-      too, which computes faster.
+      A function with the arguments of ``fun`` that returns a ``Comparison``. It runs
+      faster under ``jit``.
 
     Raises:
-      ValueError: there is no such preset or dtype; in the function, nothing is there to
-        differentiate though ``backward`` says so.
+      ValueError: there is no such preset or dtype, or ``elements`` is less than 1. The
+        returned function raises it if ``backward`` is set and no argument is floating.
 
     Example:
       >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
       >>> def fun(x):
       ...     y = x @ x
       ...     return jnp.tanh((y + 100) - 100) @ x
       >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
-      >>> worst = compare(fun)(x).amplified()[0]
+      >>> worst = jmp.compare(fun)(x).amplified()[0]
       >>> worst.op, worst.dtype, worst.amplification > 30
       ('sub', 'bfloat16', True)
     """
@@ -221,10 +224,10 @@ class Compared(NamedTuple):
 
     Attributes:
       traced: its jaxpr.
-      structure: that of its results.
+      structure: the tree structure of its results.
       given: the names of its arguments.
       backward: whether its gradients are compared too.
-      elements: how many numbers of an op's result are compared, at most.
+      elements: the largest number of elements of a result to compare.
     """
 
     traced: Jaxpr
@@ -234,7 +237,7 @@ class Compared(NamedTuple):
     elements: int = _ELEMENTS
 
     def run(self, rules: Rules, arrays: Sequence[Array]) -> Comparison:
-        """Runs it under some rules, beside float32."""
+        """Runs the function under some rules and in float32."""
         walk = Interpreter(rules, StagedCasts)
         run = functools.partial(walk.run_function, self.traced)
         program = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
@@ -259,7 +262,7 @@ def _columns(errors: Sequence[Error]) -> Sequence[Any]:
 
 
 def _with_gradients(traced: Jaxpr, structure: PyTree) -> tuple[Jaxpr, Sequence[int]]:
-    """Returns a jaxpr that returns gradients too, and of which arguments."""
+    """Returns a jaxpr with gradients, and the indices of their arguments."""
     parts = compat.parts(traced)
     avals = [var.aval for var in parts.invars]
     floats = [i for i, var in enumerate(parts.invars) if compat.is_float(var)]
@@ -275,7 +278,7 @@ def _with_gradients(traced: Jaxpr, structure: PyTree) -> tuple[Jaxpr, Sequence[i
 
 
 def _joined(column: Any) -> np.ndarray:
-    """Returns sums over all that vmap, scan or the devices have stacked."""
+    """Returns sums over the axes that vmap, scan or devices have stacked."""
     column = np.asarray(column, np.float64)
     return column.sum(axis=tuple(range(column.ndim - 1)))
 
@@ -286,5 +289,5 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def _amplification(before: float, after: float, rounding: float) -> float:
-    # What is infinitely wrong already is passed on.
+    # An infinite error does not grow.
     return after / max(before, rounding) if math.isfinite(before) else 1.0

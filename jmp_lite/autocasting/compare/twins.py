@@ -1,7 +1,7 @@
-"""An op on two lanes: in the precision that it runs in, and in float32.
+"""Runs an op on two lanes: in its own precision, and in float32.
 
-A value has a twin in float32 once something was rounded on the way to it. A number that
-no rounding has touched has none, and nothing of it is computed twice.
+A value has a float32 twin if some rounding affects it. A value that no rounding affects
+has no twin, and is computed once.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jmp_lite.autocasting.rules.precision import Precision
 
 
 class StagedCasts(Casts):
-    """Casts the numbers of a program in the program, where each lane has its own."""
+    """Casts constants inside the program, where each lane has its own."""
 
     def cast(self, array: Array, saturates: bool = False) -> Array:
         """Returns an array in the compute dtype."""
@@ -38,11 +38,11 @@ class StagedCasts(Casts):
 
 
 class Error(NamedTuple):
-    """How far some numbers are from float32's.
+    """The error of an array against float32.
 
     Attributes:
-      off: the sum of the sizes of what they are off by; of integers how many differ.
-      size: the sum of the sizes of float32's; of integers how many there are.
+      off: the sum of absolute errors; for integers, the number of elements that differ.
+      size: the sum of absolute float32 values; for integers, the number of elements.
     """
 
     off: Any
@@ -50,7 +50,7 @@ class Error(NamedTuple):
 
     @property
     def relative(self) -> Any:
-        """The error in terms of the size of the numbers; infinite beside zeros."""
+        """The relative error; infinite if all float32 values are zero."""
         is_off = self.off > 0
         unit = jnp.where(self.size > 0, self.size, 1)
         return jnp.where(
@@ -63,12 +63,12 @@ NO_ERROR = Error(np.float32(0), np.float32(1))
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Twin:
-    """What stands for a value.
+    """A value on both lanes.
 
     Attributes:
-      low: the value as it runs.
-      exact: the same in float32; None if no rounding has touched it.
-      error: how far they are apart, once that was computed.
+      low: the value in its own precision.
+      exact: the value in float32; None if no rounding affects it.
+      error: their difference, once it is computed.
     """
 
     low: Array
@@ -81,10 +81,10 @@ class Twin:
         return widened(self.low) if self.exact is None else self.exact
 
     def measured(self, elements: int) -> Error | None:
-        """Returns how far the lanes are apart; None if they are one, or no numbers.
+        """Returns the error; None if there is no twin, or the dtype is not numeric.
 
         Args:
-          elements: how many numbers are looked at, at most.
+          elements: the largest number of elements to compare.
         """
         if self.error is None and self.exact is not None and _has_numbers(self.low):
             self.error = error(*(sample(x, elements) for x in (self.low, self.exact)))
@@ -97,32 +97,31 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def widened(array: Any) -> Any:
-    """Returns floats of fewer than 32 bits in float32, and all else as it is."""
+    """Casts floats of fewer than 32 bits to float32, and returns others unchanged."""
     array = compat.as_array(array)
     return array.astype(jnp.float32) if is_narrow(array.dtype) else array
 
 
 def run_twice(eqn: Eqn, operands: Sequence[Twin]) -> list[Twin]:
-    """Runs an equation that contains no jaxpr to be looked into, on both lanes."""
+    """Runs an equation on both lanes, without entering a jaxpr that it contains."""
     low = compat.bind(eqn, [twin.low for twin in operands])
     if not _departs(eqn, operands) or not compat.has_only_axis_effects(eqn):
-        # What an effect depends on, such as a callback, has to happen once.
+        # An effect, such as a callback, must happen once.
         return list(map(Twin, low))
     exact = _in_float32(eqn, operands)
     return list(map(Twin, low, exact))
 
 
 def keeps_errors(eqn: Eqn) -> bool:
-    """Whether each result of an op is off by as much as an operand, for its size.
+    """Whether the relative error of each result is that of an operand.
 
-    A cast has the error of its operand: its own rounding counts as that of the op which
-    reads its result.
+    A cast counts as such an op: its rounding counts for the op that reads its result.
     """
     return compat.op_of(eqn) in _KEEPING_ERRORS | PASSING
 
 
 def dtype_it_runs_in(eqn: Eqn) -> np.dtype[Any]:
-    """Returns the float of the fewest bits that an equation reads or makes."""
+    """Returns the narrowest floating dtype that an equation reads or returns."""
     atoms = [*eqn.invars, *eqn.outvars]
     floats = [np.dtype(compat.dtype_of(a)) for a in atoms if compat.is_float(a)]
     return min(floats, key=lambda d: jnp.finfo(d).bits, default=np.dtype("float32"))
@@ -138,7 +137,7 @@ _KEEPING_ERRORS = frozenset(
 
 
 def _departs(eqn: Eqn, operands: Sequence[Twin]) -> bool:
-    """Whether an equation has another result in float32."""
+    """Whether the result of an equation differs in float32."""
     if any(twin.exact is not None for twin in operands):
         return True
     if compat.op_of(eqn) == "convert_element_type":
@@ -171,7 +170,7 @@ def _in_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
     group = group_of(op)
     is_known = group is not None and group.precision is not Precision.KEEP
     if not (is_known or is_of_float8(op)) or any(compat.inner_jaxprs(eqn)):
-        # It is bound to the dtypes that it was traced in: both lanes round alike.
+        # It accepts only the dtypes that it was traced with: both lanes round alike.
         pairs = zip(full, eqn.invars, strict=True)
         given = [lax.convert_element_type(x, compat.dtype_of(a)) for x, a in pairs]
         return [widened(x) for x in compat.bind(eqn, given)]
@@ -207,7 +206,7 @@ def error(low: Array, exact: Array) -> Error:
         return Error(differ, np.float32(low.size))
     is_equal = (low == exact) | (jnp.isnan(low) & jnp.isnan(exact))
     off = jnp.where(is_equal, 0, jnp.abs(low - exact))
-    # What is finite on one lane alone is infinitely far off.
+    # A number that is finite on one lane only has an infinite error.
     off = jnp.where(jnp.isnan(off), jnp.inf, off)
     size = jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0)
     return Error(*(jnp.sum(x, dtype=jnp.float32) for x in (off, size)))

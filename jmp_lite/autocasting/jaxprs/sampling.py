@@ -1,4 +1,4 @@
-"""Takes a sample of the numbers of an array."""
+"""Samples elements of an array."""
 
 import math
 
@@ -9,9 +9,10 @@ from jmp_lite.autocasting.jaxprs.types import Array
 
 
 def sample(array: Array, elements: int) -> Array:
-    """Returns numbers of an array, evenly spread, and no more than asked for.
+    """Returns at most so many elements of an array, evenly spaced.
 
-    Rows of the last axis are left whole as long as they fit: memory is read in rows.
+    Rows of the last axis stay whole if they fit: memory is read in rows. An array that
+    is sharded over Explicit axes is returned whole.
     """
     array = compat.as_array(array)
     if sharding.is_sharded(array):  # Its parts are on several devices.
