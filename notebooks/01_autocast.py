@@ -3,9 +3,9 @@
 #
 # **What does one line, `autocast`, do to a transformer?**
 #
-# This is a small one in plain JAX and float32: an embedding, two blocks of attention
-# and MLP, and a loss. A norm precedes each part, and `jax.named_scope` names the parts.
-# The code does not mention precision, and it stays as it is.
+# This is a small transformer in plain JAX and float32. It has an embedding, two blocks
+# of attention and MLP, and a loss. `jax.named_scope` names the parts. The code does not
+# mention precision, and it stays as it is.
 
 # %%
 import functools
@@ -112,9 +112,9 @@ tokens = jnp.asarray(generator.integers(VOCABULARY, size=(BATCH, LENGTH + 1)))
 # relative errors below are those of the loss and of its gradients, compared with
 # float32.
 #
-# (The compiler options save compile time, and make XLA round where the program says so.
-# The last option is for jaxlib 0.12, which accumulates some products in bfloat16 on
-# CPUs: see docs/troubleshooting.md.)
+# (The compiler options save compile time, and make XLA keep every rounding of the
+# program. The last option is for jaxlib 0.12, which accumulates some products in
+# bfloat16 on CPUs: see docs/troubleshooting.md.)
 
 
 # %%
@@ -155,8 +155,7 @@ print(f"relative errors: loss {by_hand[0]:.0e}, gradients {by_hand[1]:.1e}")
 assert loss_and_grads(all_in_bfloat16)[0].dtype == jnp.bfloat16
 
 # %% [markdown]
-# The loss has two or three digits left. A training log would show steps that are an
-# artifact of rounding.
+# The loss has only two or three correct digits.
 #
 # ## One line
 
@@ -180,9 +179,9 @@ assert dtypes == {"float32"}
 # %% [markdown]
 # ## What autocast decides
 #
-# `explain` lists what runs in which precision. It runs nothing: shapes are enough for
-# `params` and `tokens`. Where a program is long, the table is short: it adds up
-# equations by scope, and writes blocks that differ only in a number as `block_*`.
+# `explain` lists the precision of each equation. It runs nothing: shapes are enough for
+# `params` and `tokens`. For a long program, it adds up the equations of a scope. Blocks
+# that differ only in a number share one entry, such as `block_*`.
 
 # %%
 explained = jmp.explain(loss_fn)(params, tokens)
@@ -190,9 +189,9 @@ print(explained)
 assert explained.share_low("dot_general") == 1
 
 # %% [markdown]
-# All matrix products run in bfloat16. They are nearly all of the work. Most of the
-# other equations still run in float32, each for a reason. These are all the reasons,
-# with the number of equations and some of their operations.
+# All matrix products run in bfloat16, and they are nearly all of the work. Most of the
+# other equations run in float32, each for a reason. This table lists all reasons, with
+# the number of equations and some of their operations.
 
 # %%
 by_reason = {}
@@ -213,8 +212,8 @@ for reason, rows in sorted(by_reason.items(), key=lambda item: -len(item[1])):
 # - `FULL_INSIDE`: for scopes. Everything in such a scope runs in float32, and its
 #   result is 16-bit again if its input is. The preset gives this class to norm layers.
 #
-# Operations without a float32 operand or result also run as written. Here these are
-# the tokens and the mask.
+# Operations without a float32 operand or result also run as written. Here they compute
+# indices and the mask.
 #
 # A `FOLLOW` operation looks at the state of its operands:
 #
@@ -325,8 +324,8 @@ assert [lint.name for lint in widened.lints] == ["widened stream"]
 
 # %% [markdown]
 # The digits of the gain do not matter, but they make the stream float32. `explain`
-# finds this by itself: it names the place, the cost and a remedy. The remedy is
-# `as_low`, which declares that 16 bits are enough for a value.
+# reports this: it names the place, the cost and a remedy. The remedy is `as_low`, which
+# declares that 16 bits are enough for a value.
 
 
 # %%
@@ -477,11 +476,11 @@ right.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# The more runs in 16 bits, the larger is the error of the gradients. `"O3"` rounds the
-# loss as well.
+# The more equations run in 16 bits, the larger is the error of the gradients. `"O3"`
+# rounds the loss as well.
 #
-# `"mixed"` saves activations in a third fewer bytes than float32. `"O1"` and `"torch"`
-# need only a tenth fewer bytes: between two products their activations are float32.
+# `"mixed"` saves a third of the bytes of activations. `"O1"` and `"torch"` save a
+# tenth, because their activations are float32 between two products.
 #
 # float16 rounds eight times finer than bfloat16, and its range is wide enough for the
 # values of this model. Whether it is wide enough for gradients is the subject of the
@@ -592,14 +591,14 @@ low_loss = jax.jit(jmp.autocast(scanned_fn), compiler_options=OPTIONS)(stacked, 
 print(f"loss: relative error {distance(low_loss, loss_and_grads(loss_fn)[0]):.0e}")
 
 # %% [markdown]
-# Autocast decides about the body as it decides about a single block, operation by
-# operation. All steps share one compiled body.
+# The decisions about the body are those about a single block, operation by operation.
+# All steps share one compiled body.
 #
 # **Answer.** One line runs the matrix products of a transformer in 16 bits, and what
 # follows them: biases, activations, the residual stream. Softmax, norms and the loss
 # stay in float32, with no rule for this model. Three things decide: the class of an
 # operation, the state of its operands, and the readers of its result.
 #
-# `explain` shows each decision with its line, and points to doubtful ones. Rules and
-# marks change them. Autocast cannot know that a float32 value matters to its last
-# digit: `as_full` says so.
+# `explain` shows each decision with its line, and reports doubtful ones. Rules and
+# marks change them. Autocast cannot know that all digits of a value matter: `as_full`
+# declares it.

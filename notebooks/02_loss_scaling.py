@@ -5,8 +5,8 @@
 #
 # The smallest number of float16 is 6e-8, or 2**-24: a smaller gradient becomes zero.
 # Loss scaling multiplies the loss by a scale before it is differentiated, and divides
-# the gradients by it afterwards. In between, gradients are larger while they are
-# float16. With too small a scale they vanish. With too large a scale they overflow.
+# the gradients by it afterwards. So gradients are larger while they are float16. If the
+# scale is too small, they vanish. If it is too large, they overflow.
 
 # %%
 import functools
@@ -82,9 +82,9 @@ assert errors[0] > 10 * min(errors)
 assert not np.isfinite(errors[-1])
 
 # %% [markdown]
-# Scales between 2**8 and 2**32 are right for these gradients. A smaller scale lets them
-# vanish; a larger one makes them infinite or NaN. `suggest_loss_scale` looks at
-# gradients and returns a large scale that leaves some headroom:
+# Scales between 2**12 and 2**32 suit these gradients. With a smaller scale they vanish.
+# With a larger one they are infinite or NaN. `suggest_loss_scale` returns a large scale
+# that leaves some headroom:
 
 # %%
 suggested = jmp.suggest_loss_scale(exact)
@@ -125,9 +125,9 @@ plt.show()
 #
 # ## A fixed scale fails in training
 #
-# A scale that suits one step does not suit the next: gradients shrink as the loss does,
-# and a rare batch has large ones. The scale below was chosen for the small weight. The
-# loss now has its full weight, and the first step overflows:
+# A scale that suits one step may not suit the next: gradients shrink with the loss, and
+# a rare batch has large ones. This scale of 2**24 suits the small weight. The loss now
+# has its full weight, and the first step overflows:
 
 # %%
 low_loss_fn = jmp.autocast(loss_fn, compute_dtype="float16")
@@ -139,7 +139,7 @@ print(jmp.nonfinite_report(lost))
 assert not jmp.all_finite(lost)
 
 # %% [markdown]
-# The parameters are NaN, and stay so.
+# From now on the parameters are NaN.
 #
 # ## A scale that adapts
 #
@@ -148,9 +148,9 @@ assert not jmp.all_finite(lost)
 # - After `period` finite steps in a row, the scale doubles.
 # - If a gradient is infinite or NaN, the scale halves, and the step is skipped.
 #
-# The default starts at 2**15 and doubles after 2,000 steps. To show all of that in 300
-# steps, the period here is 20, and the scale starts much too high. Five seeds differ in
-# their parameters and their batches.
+# The default starts at 2**15, and its period is 2,000 steps. Here the period is 20 and
+# the scale starts much too high, so that 300 steps show everything. Five seeds differ
+# in their parameters and their batches.
 
 # %%
 optimizer = jmp.loss_scaling(
@@ -224,10 +224,10 @@ plt.show()
 # %% [markdown]
 # The loss that you see is not scaled, and neither are the gradients. With the default
 # scale, the loss of float16 is that of float32. With a period of 20 it is a little
-# behind, because of the skipped steps. On the right the scale climbs until a step
-# overflows, halves, and tries again.
+# behind, because 13 to 16 steps are skipped. On the right, the scale climbs until a
+# step overflows, and halves.
 #
-# ## A skipped step changes no other state
+# ## A skipped step changes the scale only
 #
 # The parameters, Adam's moments and Adam's count stay as they were, bit for bit. This
 # step has an infinite gradient:

@@ -5,8 +5,8 @@
 #
 # This is a network for handwritten digits: residual blocks whose activation is a
 # square, as in some language models, and a norm before the head. The pixels are
-# scikit-learn's numbers from 0 to 16, without any scaling. float32 trains on them
-# without a problem.
+# scikit-learn's numbers from 0 to 16, without any scaling. In float32 the training
+# succeeds.
 #
 # (The arrays are small, so compile time dominates. XLA skips most optimizations here.)
 
@@ -220,8 +220,8 @@ assert place(first) == "block_1"
 assert "** 2" in code(first)
 
 # %% [markdown]
-# The cause is the square in the last block. The largest float16 number is 65504. One
-# square of 8,192 is larger: one hidden unit, for one digit. The next rows show what
+# The cause is the square in the last block. The largest float16 number is 65504. One of
+# 8,192 squares is larger: one hidden unit, for one digit. The next rows show what
 # follows from it:
 
 
@@ -403,10 +403,10 @@ assert at_the_end["no loss scale"] > 0.05 > at_the_end["loss scale 2**15"]
 #
 # ## What `tune` finds
 #
-# `tune` solves the first fault without our knowledge. Its arguments are a function, a
-# sample (the batch that failed), and a tolerance for the error. It tries rules, and
-# compares results and gradients with float32. It returns rules that keep the fewest
-# equations in float32.
+# `tune` repairs the first fault without knowing its cause. Its arguments are a
+# function, a sample (the batch that failed), and a tolerance for the error. It tries
+# rules, and compares results and gradients with float32. It returns the rules that keep
+# the fewest equations in float32.
 
 
 # %%
@@ -472,12 +472,12 @@ print("\n".join(lines))
 
 # %% [markdown]
 # All five seeds train to the end in both ways. With the tuned rules, float16 follows
-# float32; one of the two blocks stays in float32. With scaled pixels both blocks are
-# float16, but the training itself changes: at this learning rate it is slower.
+# float32, and one of the two blocks stays in float32. With scaled pixels both blocks
+# are float16. But the training itself changes: at this learning rate it is slower.
 #
 # **Answer.** The smallest change is one rule, which keeps the last block in float32.
 # `watch` and `first_nonfinite` find the line, the square in that block, from one failed
-# step under `jit`. `tune` finds the rule by itself.
+# step under `jit`. `tune` finds the rule.
 #
 # A loss scale does not repair this fault. It repairs a second one, which causes no NaN:
 # gradients below 6e-8. `explain` warns of it before anything runs, and

@@ -182,7 +182,7 @@ right = jmp.loss_scaling(optax.MultiSteps(adam, 4))
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.vmap, in_axes=(None, 0))
 def run(optimizer, key):
-    """Trains one seed on 200 micro-batches, of which batch 10 overflows."""
+    """Trains one seed on 200 micro-batches; batch 10 overflows."""
     first, order = jax.random.split(key)
     rows = jax.random.randint(order, (200, 64), 0, 1500)
     xs, ys = images[rows].at[10, 5, 20].set(1e6), labels[rows]
@@ -210,8 +210,8 @@ assert (skipped == 48).all()  # All updates but the first two.
 assert (wrong_losses[:, -1] == wrong_losses[:, 20]).all()
 
 # %% [markdown]
-# Training has stopped, although neither the loss nor a parameter is NaN. Two signs give
-# it away: the loss scale falls to 1, and `check_loss_scale` raises an error.
+# Training has stopped, although neither the loss nor a parameter is NaN. Two signs show
+# it: the loss scale falls to 1, and `check_loss_scale` raises an error.
 
 # %%
 one_seed = jax.tree.map(lambda leaf: leaf[0], wrong_state)
@@ -300,7 +300,7 @@ assert apart < 0.01 * moved
 # They differ when a micro-batch overflows. `loss_scaling(MultiSteps(...))` drops that
 # micro-batch. `accumulate` decides once for all four, and drops the step.
 #
-# **Answer.** Yes, in one respect: `loss_scaling` is the outermost transformation.
+# **Answer.** Yes, in one respect: `loss_scaling` has to be outermost.
 #
 # ```python
 # optimizer = jmp.loss_scaling(
@@ -310,6 +310,6 @@ assert apart < 0.01 * moved
 # )
 # ```
 #
-# Everything inside sees true gradients, because `jmp.value_and_grad` has divided by the
-# scale. It never sees a gradient that is not finite, because `loss_scaling` skips such
-# steps. So the order of the rest is that of a float32 training.
+# The transformations inside see true gradients, because `jmp.value_and_grad` has
+# divided by the scale. They see finite gradients only, because `loss_scaling` skips all
+# other steps. So their order is that of a float32 training.

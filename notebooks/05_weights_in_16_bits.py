@@ -4,9 +4,9 @@
 # **What do I lose with parameters and optimizer moments in 16 bits?**
 #
 # Under autocast parameters are float32, and each use casts them. They may be stored in
-# 16 bits instead: to save memory, to send fewer bytes between devices, or because a
-# checkpoint is stored so. Optimizer moments may be stored in fewer bits too. The model
-# is a small network on scikit-learn's handwritten digits, computed in bfloat16.
+# 16 bits instead, to save memory or to send fewer bytes between devices. Optimizer
+# moments may be stored in fewer bits too. The model is a small network on
+# scikit-learn's handwritten digits, and it computes in bfloat16.
 
 # %%
 import functools
@@ -106,14 +106,15 @@ assert final["plain bfloat16"] > 2 * final["float32"]
 # wrappers that save small updates from rounding:
 #
 # - `master_weights` keeps a float32 copy of each parameter.
-# - `compensated` keeps in 16 bits what rounding takes away (Kahan summation).
-# - `stochastic_rounding` keeps nothing. It rounds up or down at random, so that the
-#   mean is right.
+# - `compensated` keeps the rounding error of each parameter in 16 bits (Kahan
+#   summation).
+# - `stochastic_rounding` keeps no copy. It rounds up or down at random, and the mean is
+#   exact.
 #
 # ## The same updates with a wrapper
 #
-# Stochastic rounding is random: a single run looks biased. So the picture shows the
-# median of 1,001 runs, and a band that contains 80 % of them.
+# A single run with stochastic rounding looks biased, because its errors are random. So
+# the picture shows the median of 1,001 runs, and a band that contains 80 % of them.
 
 
 # %%
@@ -226,18 +227,17 @@ assert all(abs(final[name] / final["float32"] - 1) < 0.02 for name in wrappers)
 # With each wrapper the loss is that of float32. (The accuracy on 297 test images hides
 # the difference: digits are too easy.)
 #
-# Masters save no memory: 2 + 4 bytes are more than the 4 of a float32 parameter. They
-# are for models whose parameters have to be 16-bit. `compensated` has nearly the
-# accuracy of masters for 2 + 2 bytes. `stochastic_rounding` takes 2 bytes, and pays
-# with noise. The first picture shows the noise; in the second one it is too small to
-# see.
+# Masters do not save memory: 2 + 4 bytes are more than the 4 of a float32 parameter.
+# They are for models whose parameters have to be 16-bit. `compensated` has nearly the
+# accuracy of masters for 2 + 2 bytes. `stochastic_rounding` takes 2 bytes, and adds
+# noise. The first picture shows the noise. In the second one it is too small to see.
 #
 # ## Moments: what goes wrong
 #
 # Adam keeps two moments, 8 bytes a parameter. Without a gradient, its second moment
 # loses a thousandth at each step. In bfloat16 the next smaller number is at least a
 # 256th away, so rounding to the nearest number restores the old value. The moment
-# cannot shrink. `low_precision_state` refuses to round so:
+# cannot shrink. `low_precision_state` refuses this:
 
 # %%
 try:
@@ -302,8 +302,8 @@ assert abs(median / exact - 1)[5:].max() < 0.05
 # The band contains 80 % of the 4,096 moments.
 #
 # `low_precision_state` also stores moments in 8 bits, with a scale for each row. Arrays
-# of fewer than 4,096 numbers stay in float32, which here is the second matrix. Training
-# with float32 parameters, and with the fewest bytes in all:
+# of fewer than 4,096 numbers stay in float32: here the second matrix. The table has
+# float32 parameters, and in the last row the fewest bytes of all:
 
 # %%
 lean = {
@@ -329,17 +329,17 @@ ends = [float(np.median(losses[:, -1])) for _, losses in lean.values()]
 assert all(abs(end / final["float32"] - 1) < 0.05 for end in ends)
 
 # %% [markdown]
-# **Answer.** With plain 16-bit parameters: every update below half of the distance to
-# the next number, and so the end of a training. With a wrapper: nothing that this
-# training shows. The loss is that of float32.
+# **Answer.** With plain 16-bit parameters you lose every update below half of the
+# distance to the next number, and training stalls. With a wrapper, this training loses
+# nothing: its loss is that of float32.
 #
-# | wrapper | bytes a parameter | what is lost |
+# | wrapper | bytes a parameter | error |
 # |---|---|---|
-# | `master_weights` | 4 beside 2 | nothing: the masters are float32 |
-# | `compensated` | 2 beside 2 | almost nothing |
-# | `stochastic_rounding` | 0 beside 2 | nothing on average; rounding noise |
-# | `low_precision_state` | 4 for 8 of Adam | nothing on average; rounding noise |
-# | `low_precision_state`, 8 bits | 2 for 8 of Adam | the same, with more noise |
+# | `master_weights` | 2 + 4 for a float32 copy | none: updates are float32 |
+# | `compensated` | 2 + 2 for the rounding error | almost none |
+# | `stochastic_rounding` | 2 | none on average; noise |
+# | `low_precision_state` | 4 for Adam's moments, not 8 | none on average; noise |
+# | the same in 8 bits | 2 for Adam's moments, not 8 | none on average; more noise |
 #
 # They nest: `loss_scaling` outermost, then a wrapper for parameters, then
 # `low_precision_state`, then the optimizer. If nothing requires 16-bit parameters,

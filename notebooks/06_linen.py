@@ -45,9 +45,9 @@ variables = jax.jit(model.init)(jax.random.key(0), train[0])
 # %% [markdown]
 # ## What goes wrong
 #
-# A linen layer has an argument `dtype`. With `dtype="float32"` one would expect the
+# A linen layer has an argument `dtype`. With `dtype="float32"` you would expect the
 # last layer to run in float32. Under autocast the argument has no effect: autocast
-# traces the model in float32, where that dtype asks for nothing.
+# traces the model in float32, where a cast to float32 leaves no trace.
 
 
 # %%
@@ -178,5 +178,5 @@ assert jax.tree.leaves(seen["intermediates"]["Dense_0"])[0].dtype == jnp.float16
 # %% [markdown]
 # **Answer.** By a rule for its path: `rules.scope("Dense_1", "full")`. The rules go to
 # `autocast` or to `build_train_step`, and `explain` shows their effect. The argument
-# `dtype` of a layer has no effect under autocast. Without autocast it has, and
-# `to_float` sets it.
+# `dtype="float32"` of a layer has no effect under autocast. Without autocast `dtype`
+# works, and `to_float` sets it.

@@ -58,8 +58,8 @@ except TypeError as error:
 
 # %% [markdown]
 # **What works.** `jmp_lite.nnx.autocast` writes all changes back to the module.
-# `jmp_lite.nnx.value_and_grad` is that of nnx with a loss scale. `nnx.Optimizer` takes
-# an optimizer with `loss_scaling`, whose state holds the scale.
+# `jmp_lite.nnx.value_and_grad` is `nnx.value_and_grad` with a loss scale.
+# `nnx.Optimizer` takes an optimizer with `loss_scaling`, whose state holds the scale.
 
 
 # %%
@@ -126,8 +126,8 @@ assert right < 0.5
 # training loss does not show the fault: in training, a batch norm uses the statistics
 # of the batch.
 #
-# **What works.** `restore_if_skipped` restores what is not a parameter, if the
-# optimizer skips the step:
+# **What works.** If the optimizer skips the step, `restore_if_skipped` restores the
+# running statistics:
 
 
 # %%
@@ -152,7 +152,7 @@ assert (before == np.asarray(net.norm.mean[...])).all()
 assert right > 0.85
 
 # %% [markdown]
-# In bfloat16 no loss scale is needed. There `jmp.skip_nonfinite` around the optimizer
+# bfloat16 does not need a loss scale. There `jmp.skip_nonfinite` around the optimizer
 # skips such steps, and `restore_if_skipped` works with it too.
 #
 # ## Rules by module path

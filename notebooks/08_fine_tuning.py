@@ -113,8 +113,9 @@ assert small[0].norm.scale.dtype == small[0].norm.mean.dtype == jnp.float32
 # %% [markdown]
 # ## What goes wrong
 #
-# Fine-tuning has a small learning rate, here 1e-4. In float16 with a loss scale, most
-# updates are too small for a 16-bit parameter, and are rounded away.
+# Fine-tuning has a small learning rate: here it falls from 1e-4 to zero. More and more
+# updates are too small for a float16 parameter, and are rounded away. A loss scale does
+# not help, because it protects gradients only.
 
 # %%
 adam = optax.adam(optax.cosine_decay_schedule(1e-4, STEPS))
@@ -181,10 +182,8 @@ assert abs(masters / exact - 1) < 0.01
 assert plain > 1.05 * exact
 
 # %% [markdown]
-# With masters, each step rounds the float32 parameters once, and the loss follows that
-# of float32.
+# With masters, the loss follows that of float32.
 #
 # **Answer.** Yes. `jmp_lite.nnx.cast` makes the float16 model, `loss_scaling` keeps
 # small gradients, and `master_weights` keeps small updates. Without `master_weights`
-# fine-tuning loses much of its progress. Notebook 5 compares wrappers that need less
-# memory.
+# the loss stops falling too early. Notebook 5 compares wrappers that need less memory.

@@ -146,9 +146,9 @@ runs["data parallel, shard_map"] = run(*ways["data parallel, shard_map"])
 # %% [markdown]
 # ## The same results, within rounding
 #
-# The ways differ in the order of sums, and in the precision of sums over devices. For
-# comparison, the last row trains in float32: float16 itself moves the loss further than
-# several devices do.
+# The trainings differ in the order of sums, and in the precision of sums over devices.
+# For comparison, the last row trains in float32. The difference between float16 and
+# float32 is larger than that between one device and eight.
 
 # %%
 _, exact_step = jmp.build_train_step(
@@ -245,8 +245,8 @@ assert together.sum() == 8
 # %% [markdown]
 # ## Memory on a device
 #
-# The picture shows the bytes of parameters and optimizer state on one device. Copied to
-# all devices, they do not depend on the number of devices. Split, they shrink with it.
+# The picture shows the bytes of parameters and optimizer state on one device. If they
+# are split, each device holds fewer bytes the more devices there are.
 
 # %%
 counts = [1, 2, 4, 8]

@@ -3,9 +3,9 @@
 #
 # **Which of my products can be float8?**
 #
-# Float8 halves the bytes that a matrix product reads, and doubles the products that a
-# GPU computes in a second. A number has three bits of mantissa. Most products tolerate
-# that, some do not, and the code of a network does not show which.
+# Float8 halves the bytes that a matrix product reads, and a GPU computes twice as many
+# products in a second. But a float8 number has only three bits of mantissa. Most
+# products tolerate that, and some do not. The code of a network does not show which.
 #
 # This notebook finds them in a network for handwritten digits. One of its blocks has an
 # outlier: a channel whose values are a hundred thousand times larger than the others.
@@ -80,8 +80,8 @@ x, y = images[rows[0, 0]], labels[rows[0, 0]]
 # %% [markdown]
 # ## What the preset chooses
 #
-# `explain` shows it without running anything. Here nothing becomes float8: it is for
-# large products.
+# `explain` shows it without running anything. Here no product becomes float8, because
+# all of them are small:
 
 # %%
 explanation = jmp.explain(loss_fn, "float8")(start, x, y)
@@ -91,9 +91,9 @@ for lint in explanation.lints:
 assert explanation.totals.products == {"bfloat16": 10}
 
 # %% [markdown]
-# This small network is a model of a large one. With `smallest=0` every product becomes
-# float8 that qualifies. The head stays in 16 bits for two reasons: its width of 10 is
-# not a multiple of 16, and only float32 operations read its result.
+# This small network is an example of a large one. So `smallest=0` lifts the limit on
+# the size. The head stays in 16 bits for two reasons: its width of 10 is not a multiple
+# of 16, and only float32 operations read its result.
 
 # %%
 rules = dataclasses.replace(
@@ -108,7 +108,8 @@ assert explanation.totals.products == {"float8_e4m3fn": 9, "bfloat16": 1}
 # %% [markdown]
 # ## What goes wrong
 #
-# Float8 costs the gradients accuracy, and one block more than the others:
+# Float8 makes the gradients less accurate, those of one block much more than the
+# others:
 
 
 # %%
@@ -193,7 +194,7 @@ assert products.precision_of("block_1", "dot_general") == "float8_e4m3fn"
 #
 # ## Training
 #
-# An error of a gradient is not yet an error of a training. Five seeds:
+# Does the error of the gradients matter in training? Five seeds answer it:
 
 
 # %%
@@ -252,7 +253,6 @@ assert max(ends.values()) - min(ends.values()) < 0.02
 # later product reads its result. The preset `"float8"` chooses these, and `explain`
 # gives the reason for each of the others.
 #
-# Operands with outliers are the exception, and the preset cannot know them.
-# `numerics_report` shows them. `tune` finds the products that they spoil. Whether
-# float8 is faster depends on the width, the number of tokens and the GPU: see
-# docs/float8.md.
+# The preset does not know operands with outliers. `numerics_report` shows them, and
+# `tune` finds the products whose error is too large. Whether float8 is faster depends
+# on the width, the number of tokens and the GPU: see docs/float8.md.

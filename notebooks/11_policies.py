@@ -5,7 +5,7 @@
 #
 # A policy names three dtypes: of the parameters, of the computation, and of the result.
 # It is a value. Its methods are pure functions over pytrees. `import jmp_lite as jmp`
-# runs programs that were written for jmp, which introduced policies.
+# runs programs that were written for jmp.
 
 # %%
 import jax
@@ -151,8 +151,8 @@ report("policy", by_policy(params, tokens))
 assert not jnp.allclose(by_policy(params, tokens), exact, rtol=0.1)
 
 # %% [markdown]
-# `autocast` does not cast a whole function, but each operation by itself. It runs the
-# product in float16 and the norm in float32:
+# `autocast` decides for each operation. It runs the product in float16 and the norm in
+# float32:
 
 # %%
 by_autocast = jax.jit(jmp.autocast(forward, compute_dtype="float16"))(params, tokens)

@@ -1,9 +1,9 @@
-"""Runs the notebooks: from their text halves (`*.py`) to what is shown (`*.ipynb`).
+"""Runs the notebooks: their text halves (`*.py`) become notebooks (`*.ipynb`).
 
     python -m notebooks.run [name ...]
 
-A notebook shows what its text makes when it is run from the top, and nothing of the
-machine that ran it.
+Each one runs from the top in a kernel of its own. Its outputs contain nothing of the
+machine that made them.
 """
 
 import argparse
@@ -23,30 +23,30 @@ _OF_THE_LOG = re.compile(r"WARNING: All log messages before|[IW]\d+ .*\.cc:\d+\]
 
 
 def texts() -> list[pathlib.Path]:
-    """Returns the text halves, in their order."""
+    """Returns the paths of the text halves, in order."""
     return sorted(HERE.glob("[0-9][0-9]_*.py"))
 
 
 def read(path: pathlib.Path) -> Any:
-    """Returns a notebook without results, made of its text half."""
+    """Returns the notebook of a text half, without outputs."""
     notebook = jupytext.read(path)
     notebook.metadata = {"kernelspec": KERNEL}
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for i, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{i}"  # Not by chance: what is the same stays the same.
+        cell.id = f"cell-{i}"  # Not random: so an unchanged cell has no diff.
         cell.metadata = {}
     return notebook
 
 
 def _is_log(output: Any) -> bool:
-    """Returns whether an output is XLA's log, which describes the machine's devices."""
+    """Returns whether an output is XLA's log, which describes the devices."""
     if output.get("name") != "stderr":
         return False
     return all(_OF_THE_LOG.match(line) for line in output.text.splitlines())
 
 
 def run(path: pathlib.Path) -> Any:
-    """Returns a notebook with results; an error in a cell is raised."""
+    """Returns the notebook of a text half, with outputs; raises a cell's error."""
     notebook = read(path)
     client = nbclient.NotebookClient(
         notebook,
@@ -64,7 +64,7 @@ def run(path: pathlib.Path) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs notebooks and writes them beside their text halves."""
+    """Runs notebooks, and writes them beside their text halves."""
     parser = argparse.ArgumentParser("python -m notebooks.run")
     names = [path.stem for path in texts()]
     parser.add_argument("names", nargs="*", choices=[*names, []], metavar="name")

@@ -1,4 +1,4 @@
-"""The notebooks run, and what they show is what was made of their text."""
+"""The notebooks run, and their committed outputs belong to their text halves."""
 
 import re
 
@@ -20,7 +20,7 @@ def sources(notebook):
 
 
 def written(notebook):
-    """Returns the text of all results."""
+    """Returns the text of all outputs."""
     texts = []
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
@@ -31,11 +31,13 @@ def written(notebook):
 
 def test_the_readme_opens_them_in_their_order():
     assert re.findall(r"notebooks/(\w+)\.ipynb", README) == NAMES
-    assert [name[:2] for name in NAMES] == [f"{i:02}" for i in range(1, 9)]
+    assert [name[:2] for name in NAMES] == [f"{i:02}" for i in range(1, 12)]
+    assert NAMES[0].endswith("autocast")
+    assert NAMES[-1].endswith("policies")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_shown_was_made_of_the_text(name):
+def test_outputs_belong_to_the_text(name):
     shown = committed(name)
     nbformat.validate(shown)
     assert sources(shown) == sources(run.read(run.HERE / f"{name}.py"))
@@ -47,27 +49,44 @@ def test_what_is_shown_was_made_of_the_text(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_question_comes_first_and_its_answer_last(name):
+def test_one_question_comes_first_and_its_answer_last(name):
     cells = committed(name).cells
     assert re.match(rf"# {int(name[:2])}\. .*\n\n\*\*[^*]*\?\*\*", cells[0].source)
+    assert cells[0].source.count("?") == 1
     assert "\n\n**Answer.** " in "\n\n" + cells[-1].source
     assert "TODO" not in "".join(cell.source for cell in cells)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_results_hold_nothing_of_the_machine_that_made_them(name):
+def test_pictures_have_titles_and_labels(name):
+    for cell in committed(name).cells:
+        if any("image/png" in o.get("data", {}) for o in cell.get("outputs", [])):
+            assert "title" in cell.source
+            assert "label" in cell.source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_contain_nothing_of_the_machine_that_made_them(name):
     shown = committed(name)
     assert not re.search(r"/(tmp|home|root|work|usr)/|0x[0-9a-f]{8}", written(shown))
+    # A kernel names the file of a cell by a hash; colors of a terminal are escapes.
+    assert not re.search(r"\d{6,}\.py|\x1b|Warning", written(shown))
     assert set(shown.metadata) == {"kernelspec"}
     assert (run.HERE / f"{name}.ipynb").stat().st_size < 600_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_and_shows_as_much(name):
+def test_it_runs_and_has_outputs_of_the_same_kinds(name):
     made, shown = run.run(run.HERE / f"{name}.py"), committed(name)
     for now, then in zip(made.cells, shown.cells, strict=True):
         kinds = [
             [o.output_type for o in cell.get("outputs", [])] for cell in (now, then)
         ]
         assert kinds[0] == kinds[1], now.source
+
+
+def test_where_of_a_notebook_is_a_cell_and_a_line():
+    places = re.findall(r" at (\S+:\d+)", written(committed("01_autocast")))
+    assert places
+    assert all(re.fullmatch(r"In\[\d+\]:\d+", place) for place in places)
