@@ -60,8 +60,8 @@ def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module
     """
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"Expected a linen module, got {type(module).__name__}. For nnx there is "
-            "jmp_lite.nnx.to_float."
+            f"Expected a linen module, got {type(module).__name__}. For nnx modules "
+            "use jmp_lite.nnx.to_float."
         )
     check_selector(where)
     cls = _floating_class(type(module), parse_dtype(dtype), where)
@@ -87,7 +87,7 @@ def _floating_class(cls: type, dtype: Any, where: Selector) -> Any:
                 raise ValueError(
                     nothing_selected(where, parts.seen.items())
                     if not parts.is_any_selected
-                    else f"What {where!r} selects has no field 'dtype': "
+                    else f"{where!r} selects parts without a field 'dtype': "
                     f"{', '.join(parts.seen)}."
                 )
             return out
@@ -194,8 +194,10 @@ def _from_state_dict(scale: Any, state: dict[str, Any]) -> Any:
     names = sorted(_to_state_dict(scale))
     if sorted(state) != names:
         raise ValueError(
-            f"Expected a {type(scale).__name__} with {', '.join(names) or 'no state'}, "
-            f"got {', '.join(sorted(state)) or 'no state'}: is it another loss scale's?"
+            f"Expected a {type(scale).__name__} with "
+            f"{', '.join(names) or 'no state'}, got "
+            f"{', '.join(sorted(state)) or 'no state'}. Is it the state of another "
+            "loss scale?"
         )
     return dataclasses.replace(scale, **state)
 

@@ -238,12 +238,13 @@ def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
         for path, leaf in jax.tree.leaves_with_path(given):
             if is_array(leaf) and not is_inexact(leaf):
                 raise TypeError(
-                    f"Argument {i} holds {leaf.dtype} at {jax.tree_util.keystr(path)}, "
-                    "which has no gradient; in Flax's tree mode the gradient is of all "
-                    "that an argument holds. Use graphdef, params, rest = nnx.split("
-                    "model, nnx.Param, ...) and a function of params and rest, which "
-                    "merges them by nnx.merge(graphdef, params, rest): its changes in "
-                    "rest are changes in the model."
+                    f"Argument {i} holds {leaf.dtype} at "
+                    f"{jax.tree_util.keystr(path)}, which has no gradient. In Flax's "
+                    "tree mode, every array of an argument is differentiated. Split "
+                    "the model by graphdef, params, rest = nnx.split(model, "
+                    "nnx.Param, ...). Differentiate a function of params and rest "
+                    "that calls nnx.merge(graphdef, params, rest): its changes in "
+                    "rest change the model."
                 )
 
 
@@ -317,8 +318,8 @@ def _grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:
     checks = jax.tree.leaves([x.grads_finite for x in leaves if is_state(x)])
     if not checks:
         raise ValueError(
-            "Expected an nnx.Optimizer that skips steps: there is neither "
-            "loss_scaling(...) nor skip_nonfinite(...) around what it is made of."
+            "Expected an nnx.Optimizer that skips steps: wrap its transformation in "
+            "loss_scaling(...) or skip_nonfinite(...)."
         )
     return functools.reduce(jnp.logical_and, checks)
 
@@ -399,7 +400,7 @@ def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
     with_dtype = [part for _, part in parts if hasattr(part, "dtype")]
     if not with_dtype:
         names = ", ".join(f"{path} ({type(part).__name__})" for path, part in parts)
-        raise ValueError(f"What is selected has no attribute 'dtype': {names}.")
+        raise ValueError(f"The selected parts have no attribute 'dtype': {names}.")
     for part in with_dtype:
         part.dtype = parsed.type
     return model
@@ -586,8 +587,8 @@ def _depth(pair: tuple[str, Any]) -> int:
 def _check_model(model: Any) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"Expected an nnx module, got {type(model).__name__}. (jmp_lite.linen is "
-            "for those of linen.)"
+            f"Expected an nnx module, got {type(model).__name__}. For linen modules "
+            "use jmp_lite.linen."
         )
 
 

@@ -67,7 +67,9 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
     }
     found = np.concatenate([np.zeros(0), *exponents.values()])
     if not found.size:
-        raise ValueError("There is no number that is finite and not zero.")
+        raise ValueError(
+            "Expected a number that is finite and nonzero, got none in the pytree."
+        )
     edges = np.arange(math.floor(found.min()), math.floor(found.max()) + 2)
     counts = [np.histogram(array, edges)[0] for array in exponents.values()]
     shares = np.array(

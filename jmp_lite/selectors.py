@@ -29,8 +29,8 @@ def check_selector(selector: Selector) -> None:
                 ) from error
         elif one is not None and not isinstance(one, type):
             raise TypeError(
-                "Expected a class, a regular expression in a path, or a tuple of such, "
-                f"got {type(one).__name__}: {one!r}."
+                "Expected a class, a regular expression for a path, or a tuple of "
+                f"these, got {type(one).__name__}: {one!r}."
             )
 
 
@@ -79,4 +79,4 @@ def nothing_selected(selector: Selector, items: Iterable[tuple[str, Any]]) -> st
     hint = f" Did you mean {nearest}?" if near else ""
     there = ", ".join(f"{path} ({name})" for path, name in found[:12] if path)
     more = ", ..." if len(found) > 12 else ""
-    return f"Nothing is selected by {selector!r}.{hint} There is: {there}{more}."
+    return f"{selector!r} selects nothing.{hint} There is: {there}{more}."

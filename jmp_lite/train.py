@@ -222,7 +222,8 @@ def build_train_step(
     def step(state: TrainingState, batch: Any) -> tuple[TrainingState, Any]:
         if not isinstance(state, TrainingState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"Expected the TrainingState of init, got {type(state).__name__}."
+                "Expected the TrainingState that init returns, got "
+                f"{type(state).__name__}: call step(init(params), batch)."
             )
         params, opt_state = state.params, state.opt_state
         # A skipped step leaves the key alone too, yet the next one draws anew.
@@ -300,7 +301,7 @@ def _scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
     if isinstance(loss_scale, NoOpLossScale) and not isinstance(needed, NoOpLossScale):
         warnings.warn(
             f"The loss is computed in {dtype} without a loss scale: gradients below "
-            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} are lost. Leave "
+            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} become zero. Leave "
             "loss_scale out, or pass DynamicLossScale().",
             stacklevel=3,
         )
@@ -362,16 +363,17 @@ def _split_axes(batch: Any, batch_axes: Any, times: int) -> list[int | None]:
         where = f"batch{jax.tree_util.keystr(path)}"
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(
-                f"There is no axis {axis} to split at {where}, of shape {leaf.shape}: "
-                "correct batch_axes."
+                f"The array at {where} has the shape {leaf.shape}, and no axis {axis} "
+                "to split: correct batch_axes."
             )
         axes.append(axis % leaf.ndim)
         sizes[where] = leaf.shape[axis]
         if sizes[where] % times:
             _check_one_size(sizes, times)
             raise ValueError(
-                f"Expected axis {axis} of every array of the batch to be a multiple of "
-                f"accumulate={times}, got {leaf.shape} at {where}."
+                f"Expected the size of axis {axis} to be a multiple of "
+                f"accumulate={times} in every array of the batch, got {leaf.shape} at "
+                f"{where}."
             )
     _check_one_size(sizes, times)
     return axes
@@ -400,11 +402,12 @@ def _check_one_size(sizes: dict[str, int], times: int) -> None:
     for other in others:
         if sizes[other] != sizes[first]:
             raise ValueError(
-                f"accumulate={times} splits the arrays of a batch into micro-batches, "
-                f"and expects one size of all, got {sizes[first]} at {first} and "
-                f"{sizes[other]} at {other}. If every micro-batch should get one of "
-                "them whole, pass None for it in batch_axes, such as batch_axes="
-                "{'x': 0, 'class_weights': None}, or let loss_fn close over it."
+                f"accumulate={times} splits the arrays of a batch into micro-batches "
+                f"and expects the same size in all of them, got {sizes[first]} at "
+                f"{first} and {sizes[other]} at {other}. If every micro-batch needs "
+                "one of them whole, pass None for it in batch_axes, such as "
+                f"batch_axes={{'x': 0, 'class_weights': None}}, or let loss_fn close "
+                "over it."
             )
 
 
@@ -414,9 +417,9 @@ def _split(leaf: Any, axis: int, times: int) -> Any:
         devices = shape[axis] // jax.typeof(leaf).sharding.shard_shape(shape)[axis]
         if rows % devices:
             raise ValueError(
-                f"Expected micro-batches that {devices} devices can share, got {rows} "
-                f"rows: a batch of {shape[axis]} in {times} parts. Make the batch "
-                f"larger, or accumulate={times} smaller."
+                f"Expected micro-batches that divide evenly among {devices} devices, "
+                f"got {rows} rows: a batch of {shape[axis]} in {times} parts. Use a "
+                "larger batch or a smaller accumulate."
             )
     # Strided: rows that are neighbours stay on one device, and it has some of each
     # part. With (times, rows) a part would be on few devices, and be sent to all.
@@ -431,8 +434,8 @@ def _check_types(before: Any, after: Any) -> None:
         if given != returned:
             where = f".model_state{jax.tree_util.keystr(path)}"
             raise TypeError(
-                "loss_fn returned another type of model state than it was given: "
-                f"{returned} at {where}, given {given}."
+                f"loss_fn changes the type of the model state: it returns {returned} "
+                f"at {where}, given {given}."
             )
 
 
@@ -526,8 +529,8 @@ def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:
 
     if any(map(is_state, jax.tree.leaves(opt_state.inner_state, is_leaf=is_state))):
         raise ValueError(
-            "The optimizer carries a loss scale already: pass it without loss_scaling "
-            "or skip_nonfinite, and the scale as loss_scale=..."
+            "The optimizer already carries a loss scale: pass it without "
+            "loss_scaling or skip_nonfinite, and pass the scale as loss_scale=..."
         )
     return opt_state
 
@@ -549,8 +552,8 @@ def _warn_of_rounding(params: Any, opt_state: Any) -> None:
     nodes = jax.tree.leaves(opt_state, is_leaf=remembers)
     if narrow and not any(map(remembers, nodes)):
         warnings.warn(
-            f"Parameters have 16 bits ({narrow[0]}), and an update of less than some "
-            "thousandth of one is lost. Keep them in float32, or wrap the optimizer in "
+            f"Parameters have 16 bits ({narrow[0]}): an update below some thousandth "
+            "of a parameter is lost. Keep them in float32, or wrap the optimizer in "
             "master_weights, compensated or stochastic_rounding.",
             stacklevel=4,
         )
@@ -593,9 +596,9 @@ def _check_loss_fn(loss_fn: Any) -> None:
     except TypeError:
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         raise TypeError(
-            "Expected loss_fn(params, model_state, batch, rng) -> (loss, (model_state, "
-            f"aux)), got {name}{signature}. Take all four, whether they are used or "
-            "not; what else is needed belongs in batch, which may be any pytree."
+            "Expected loss_fn(params, model_state, batch, rng) -> (loss, "
+            f"(model_state, aux)), got {name}{signature}. Take all four arguments, "
+            "even unused ones. Put other inputs in batch, which may be any pytree."
         ) from None
 
 
@@ -619,12 +622,11 @@ def _check_trainable(params: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if not is_inexact(leaf):
             raise TypeError(
-                "Expected parameters of floating-point numbers, got "
-                f"{type_of(leaf)} at params{jax.tree_util.keystr(path)}, which has no "
-                "gradient. Keep an array in the model state, init(params, "
-                "model_state), which loss_fn is given and returns, and let loss_fn "
-                "close over anything else: nnx.split and equinox.partition take them "
-                "apart."
+                f"Expected floating-point parameters, got {type_of(leaf)} at "
+                f"params{jax.tree_util.keystr(path)}, which has no gradient. Put such "
+                "an array in the model state: init(params, model_state). Let loss_fn "
+                "close over other objects. nnx.split and equinox.partition separate "
+                "them."
             )
 
 
@@ -633,14 +635,14 @@ def _check_is_mapped(axis_name: AxisName) -> None:
         lax.axis_index(axis_name)
     except NameError as error:
         raise NameError(
-            f"axis_name={axis_name!r} is not an axis that step is mapped over here. "
-            "Call step inside of jax.shard_map or jax.vmap with such an axis; in a jit "
-            "whose arguments are sharded, leave axis_name out."
+            f"axis_name={axis_name!r} is not a mapped axis here. Call step inside "
+            "jax.shard_map or jax.vmap with that axis. In a jit with sharded "
+            "arguments, leave axis_name out."
         ) from error
 
 
 _NO_KEY = (
-    "In loss_fn rng is None, because init was given no key. If it needs one: "
+    "rng is None in loss_fn, because init got no key. If loss_fn needs one, call "
     "init(params, model_state, jax.random.key(0))."
 )
 
@@ -651,15 +653,15 @@ def _check_result(result: Any, model_state: Any) -> None:
 
     if not (is_pair(result) and is_pair(result[1])):
         raise TypeError(
-            "Expected loss_fn to return (loss, (model_state, aux)), with None for what "
-            f"it lacks, got {_in_words(result)}."
+            "Expected loss_fn to return (loss, (model_state, aux)), with None for a "
+            f"missing part, got {_in_words(result)}."
         )
     before, after = jax.tree.structure(model_state), jax.tree.structure(result[1][0])
     if before != after:
         raise TypeError(
-            "loss_fn was given one structure of model state and returned another: "
-            "pass what it starts from to init(params, model_state).\n"
-            f"Given: {before}\nReturned: {after}"
+            "loss_fn changes the structure of the model state: pass the initial "
+            f"model state to init(params, model_state).\nGiven: {before}\nReturned: "
+            f"{after}"
         )
 
 

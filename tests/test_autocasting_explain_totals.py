@@ -298,9 +298,13 @@ def test_a_test_can_ask_what_runs_in_what():
 
 def test_a_share_is_of_what_holds_floats():
     ints = explain(lambda n: jnp.sort(n) + 1)(jnp.arange(3))
-    with pytest.raises(ValueError, match="No sort of the function holds a float"):
+    with pytest.raises(
+        ValueError, match="No sort in this function has a floating-point"
+    ):
         ints.share_low("sort")
-    with pytest.raises(ValueError, match="No equation of the function holds a float"):
+    with pytest.raises(
+        ValueError, match="No equation in this function has a floating-point"
+    ):
         ints.share_low()
     with pytest.raises(ValueError, match=r"There is no equation\.$"):
         explain(lambda: None)().precision_of()
@@ -496,7 +500,9 @@ def test_an_empty_function_is_told_too():
     assert told.totals.casts == 0
     assert told._repr_html_()
     assert not told.diff(told)
-    with pytest.raises(ValueError, match="No equation of the function holds a float"):
+    with pytest.raises(
+        ValueError, match="No equation in this function has a floating-point"
+    ):
         told.share_low()
 
 

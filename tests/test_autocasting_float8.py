@@ -96,10 +96,10 @@ def test_rules_with_float8_travel_as_json():
         ({"forward": "e5m2"}, "Unknown forward format 'e5m2'.*e4m3fn"),
         ({"forward": "e4m3"}, "Did you mean 'e4m3fn'"),
         ({"backward": "bfloat16"}, "Unknown backward format 'bfloat16'"),
-        ({"smallest": -1}, "at least 0, got -1"),
-        ({"smallest": "large"}, "at least 0, got 'large'"),
-        ({"smallest": True}, "at least 0, got True"),
-        ({"smallest": float("nan")}, "at least 0, got nan"),
+        ({"smallest": -1}, "at least 0 for smallest, got -1"),
+        ({"smallest": "large"}, "at least 0 for smallest, got 'large'"),
+        ({"smallest": True}, "at least 0 for smallest, got True"),
+        ({"smallest": float("nan")}, "at least 0 for smallest, got nan"),
     ],
 )
 def test_formats_that_matrix_units_do_not_have_are_refused(options, message):

@@ -410,7 +410,7 @@ def test_bad_rules_are_refused_when_the_function_is_made():
         autocast(jnp.sin, "mixde")
     with pytest.raises(ValueError, match="compute_dtype='float16'"):
         autocast(jnp.sin, "float16")
-    with pytest.raises(TypeError, match="A dtype is passed as compute_dtype"):
+    with pytest.raises(TypeError, match="Pass a dtype as compute_dtype"):
         autocast(jnp.sin, jnp.float16)
     with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
         autocast(jnp.sin, compute_dtype="bf61")
@@ -427,8 +427,8 @@ def test_bad_rules_are_refused_when_the_function_is_made():
     ("fun", "message"),
     [
         (3, "Expected a function, got int: 3"),
-        ("O2", "Expected a function, got str: 'O2'. Rules have a name: rules='O2'"),
-        (get_rules("O2"), "Rules have a name: rules="),
+        ("O2", "Expected a function, got str: 'O2'. Pass rules by keyword: rules='O2'"),
+        (get_rules("O2"), "Pass rules by keyword: rules="),
     ],
 )
 def test_what_is_no_function_is_refused_at_the_door(fun, message):

@@ -253,7 +253,7 @@ BAD_EDITS = {
     ),
     "a kept op, full": (lambda r: r.full("random_bits"), "cannot be FULL.*random bits"),
     "no 16-bit form": (lambda r: r.low("cholesky"), "cannot be LOW.*stays FULL"),
-    "a loop": (lambda r: r.low("scan"), "'scan' is entered.*name those ops"),
+    "a loop": (lambda r: r.low("scan"), "'scan' contains other ops.*those ops"),
     "inside an op": (
         lambda r: dataclasses.replace(r, ops=(("exp", "full_inside"),)),
         "FULL_INSIDE is for scopes",
@@ -277,6 +277,10 @@ BAD_EDITS = {
         "Unknown preset 'mixd'.*mean 'mixed'.*one of mixed, float8, O0",
     ),
     "a level": (lambda r: get_rules("O4"), "Unknown preset 'O4'.*O0, O1, O2, O3"),
+    "8 bits to compute in": (
+        lambda r: get_rules("mixed", "float8_e5m2"),
+        "16 bits.*got float8_e5m2. For float8 products use the preset 'float8'",
+    ),
 }
 
 
@@ -286,6 +290,11 @@ def test_a_bad_edit_names_what_came_and_what_is_accepted(name):
     with pytest.raises(ValueError, match=fragment) as caught:
         edit(get_rules("mixed"))
     assert len(str(caught.value)) < 300
+
+
+def test_a_list_of_ops_is_answered_with_how_to_name_them():
+    with pytest.raises(TypeError, match=r"full\('exp', 'log'\), got \['exp'\]"):
+        get_rules("mixed").full(["exp"])
 
 
 # ----------------------------------------------------------------------------- JSON
@@ -332,7 +341,10 @@ def test_presets_read_back_from_their_json(name):
         ('{"opps": {}}', "Unknown field of rules 'opps'.*Did you mean 'ops'"),
         ('{"ops": []}', "ops as a JSON object, got list"),
         ('{"ops": {"exxp": "low"}}', "Unknown op 'exxp'.*Did you mean 'exp"),
-        ('{"scopes": ["head"]}', r"scopes as pairs \[pattern, precision\]"),
+        (
+            '{"scopes": ["head"]}',
+            r"scopes as a list of pairs \[pattern, precision\], got",
+        ),
         ('{"compute_dtype": "int8"}', "Unknown dtype 'int8'"),
         ('{"default": "lowest"}', "Unknown precision 'lowest'"),
         ('{"MatMul": {"precision_reduce": {"flag": "yes"}}}', "'MatMul', got 'yes'"),

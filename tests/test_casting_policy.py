@@ -83,7 +83,7 @@ def test_a_policy_is_frozen_and_refuses_what_is_no_float():
     policy = jmp.get_policy("half")
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.param_dtype = np.float32
-    with pytest.raises(ValueError, match="floating dtype"):
+    with pytest.raises(ValueError, match="floating-point dtype"):
         jmp.Policy(np.int32, np.float32, np.float32)
     with pytest.raises(ValueError, match="Unknown dtype"):
         policy.with_output_dtype("float61")

@@ -109,7 +109,9 @@ def test_micro_batches_that_devices_cannot_share_are_refused_on_an_explicit_mesh
     params, x = start()
     init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), accumulate=4)
     batch = jax.device_put(x, NamedSharding(mesh, P("data")))
-    with pytest.raises(ValueError, match="that 2 devices can share, got 1 rows"):
+    with pytest.raises(
+        ValueError, match="that divide evenly among 2 devices, got 1 rows"
+    ):
         jax.eval_shape(step, init(params), batch)
 
 

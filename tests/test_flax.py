@@ -170,7 +170,7 @@ def test_what_cannot_be_restored_is_refused_before_the_step():
     model = Normed(nnx.Rngs(0))
     plain = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     for args, error, message in (
-        ((model, plain), ValueError, r"neither loss_scaling\(...\) nor skip_nonfinite"),
+        ((model, plain), ValueError, r"wrap .* loss_scaling\(...\) or skip_nonfinite"),
         ((model, optax.sgd(0.1)), TypeError, "Expected an nnx.Optimizer, got Gradient"),
         ((plain, model), TypeError, "Expected an nnx module, got Optimizer"),
     ):

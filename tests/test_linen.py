@@ -175,7 +175,7 @@ def test_what_selects_nothing_is_told_when_it_is_called(net):
     def call(where):
         return jmp_lite.linen.to_float(net, "bfloat16", where).apply(params, X)
 
-    with pytest.raises(ValueError, match=r"selected by 'haed'\. Did you mean 'head'"):
+    with pytest.raises(ValueError, match=r"'haed' selects nothing.*mean 'head'"):
         call("haed")
     with pytest.raises(ValueError, match=r"There is: .*blocks_0/up \(Dense\)"):
         call(nn.Conv)
@@ -186,7 +186,7 @@ def test_what_selects_nothing_is_told_when_it_is_called(net):
             return x * self.param("w", nn.initializers.ones, ())
 
     low = jmp_lite.linen.to_float(NoDtype(), "bfloat16")
-    with pytest.raises(ValueError, match="has no field 'dtype'"):
+    with pytest.raises(ValueError, match="without a field 'dtype'"):
         low.init(jax.random.key(0), X)
 
 
@@ -277,7 +277,7 @@ def test_what_build_train_step_carries_is_restored_too():
 
 def test_a_checkpoint_of_another_scale_is_refused():
     saved = serialization.to_state_dict(jmp.DynamicLossScale())
-    with pytest.raises(ValueError, match="another loss scale's"):
+    with pytest.raises(ValueError, match="another loss scale"):
         serialization.from_state_dict(jmp.DynamicLossScale(hysteresis=2), saved)
     with pytest.raises(ValueError, match=r"no state, got counter, loss_scale"):
         serialization.from_state_dict(jmp.StaticLossScale(8), saved)

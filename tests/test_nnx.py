@@ -285,9 +285,7 @@ def test_a_module_that_is_changed_has_to_be_an_argument():
         with pytest.raises(errors.TraceContextError) as caught:
             jmp_lite.nnx.autocast(fun)(X)
         notes = " ".join(caught.value.__notes__)
-        assert (
-            notes.count("jmp_lite.nnx.autocast, and give it the module as an arg") == 1
-        )
+        assert notes.count("jmp_lite.nnx.autocast and pass the module as an arg") == 1
     held = types.SimpleNamespace(model=model)
     for wrap in (autocast, jmp_lite.explain, lambda f: autocast(f, "O0")):
         with pytest.raises(errors.TraceContextError) as caught:
@@ -454,7 +452,7 @@ def test_parts_of_a_module_compute_in_a_dtype_and_parameters_stay(where, lows):
 
 def test_a_selector_that_selects_nothing_changes_nothing_and_says_so():
     model = deep()
-    with pytest.raises(ValueError, match=r"by 'haed'\. Did you mean 'head'"):
+    with pytest.raises(ValueError, match=r"'haed' selects nothing.*mean 'head'"):
         jmp_lite.nnx.to_float(model, "bfloat16", "haed")
     with pytest.raises(ValueError, match=r"There is: .*blocks/0 \(Linear\)"):
         jmp_lite.nnx.cast(model, "bfloat16", keep=nnx.Conv)

@@ -205,7 +205,9 @@ def test_a_suggested_scale_keeps_its_headroom_and_rescues_what_it_says(dtype):
         with np.errstate(over="ignore"):
             scaled = (sizes[zero] * np.float32(scale)).astype(np.dtype(dtype))
         assert rescued == pytest.approx((scaled != 0).mean())
-    with pytest.raises(ValueError, match="no gradient that is finite and not zero"):
+    with pytest.raises(
+        ValueError, match="Expected a gradient that is finite and nonzero"
+    ):
         jmp.suggest_loss_scale({"a": jnp.zeros(3), "b": jnp.full(2, jnp.nan)})
 
 
@@ -333,7 +335,7 @@ def test_reports_that_vmap_or_scan_has_stacked_are_told_as_one():
 )
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
 def test_rows_are_for_the_host_and_say_so(ask, transform):
-    with pytest.raises(TypeError, match=r"being traced.*Return|being traced.*return"):
+    with pytest.raises(TypeError, match=r"got tracers.*return the arrays"):
         transform(ask)(X)
 
 
@@ -343,7 +345,9 @@ def test_what_cannot_be_counted_is_refused():
         with pytest.raises(TypeError, match=r"Expected arrays, got ShapeDtypeStruct"):
             ask({"w": shape})
     for headroom in (0, -1, 0.5, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"headroom of 1 or more, got {headroom}"):
+        with pytest.raises(
+            ValueError, match=f"at least 1 for headroom, got {headroom}"
+        ):
             jmp.suggest_loss_scale(X, headroom=headroom)
     assert jmp.suggest_loss_scale(X, "float64").loss_scale == 2**24
     assert jmp.suggest_loss_scale(np.array([5e-324])).loss_scale == 2**24

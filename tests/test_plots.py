@@ -87,7 +87,9 @@ def test_a_single_array_and_one_of_one_size_are_drawn(tmp_path):
 
 @pytest.mark.parametrize("tree", [{}, {"w": jnp.zeros(3)}, jnp.array([jnp.nan]), 3])
 def test_nothing_to_draw_is_refused(tree):
-    with pytest.raises(ValueError, match="no number that is finite and not zero"):
+    with pytest.raises(
+        ValueError, match="Expected a number that is finite and nonzero"
+    ):
         plots.magnitudes(tree)
 
 

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jmp_lite as jmp
+import jmp_lite.nnx
 
 SCALES = [jmp.NoOpLossScale(), jmp.StaticLossScale(64), jmp.DynamicLossScale(2.0**10)]
 each_scale = pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_gradients_of_a_module_in_bfloat16():
 @pytest.mark.parametrize(
     ("dtype", "words"),
     [
-        ("float16", "vanish below 6e-08.*'bfloat16'"),
+        ("float16", "below 6e-08 would become zero.*'bfloat16'"),
         ("float8_e5m2", "got 'float8_e5m2'"),
     ],
 )

@@ -98,7 +98,7 @@ def test_large_arrays_of_parameters_are_stored_and_what_they_are_is_float32_s(na
         is_moment = [is_stored(*pair, dtype) for pair in pairs]
         optimizer = low(bare, key=jax.random.PRNGKey(3), dtype=dtype)
         if any(is_moment) and extra_args and dtype != "bfloat16":
-            with pytest.raises(ValueError, match=r"tried.*Take dtype='bfloat16'"):
+            with pytest.raises(ValueError, match=r"tries.*use dtype='bfloat16'"):
                 optimizer.init(PARAMS)
             continue
         skipping = jmp.skip_nonfinite(optimizer)
@@ -154,7 +154,9 @@ def test_an_average_that_would_stand_still_moves_by_chance_and_is_refused_withou
     _, state = run(optimizer, params, jnp.zeros(5000), 100, state)
     (nu,) = (x for x in jax.tree.leaves(state.inner_state) if x.dtype == jnp.bfloat16)
     assert abs(float(jnp.mean(nu.astype(jnp.float32))) - decay**100) < 0.002
-    with pytest.raises(ValueError, match=r"keeps 0.999 of itself.*key=jax.random.key"):
+    with pytest.raises(
+        ValueError, match=r"keeps 0.999 of its value.*key=jax.random.key"
+    ):
         low(adam(), key=None).init(PARAMS)
     low(adam(b2=0.95), key=None).init(PARAMS)
     low(adam(b2=0.999), key=None).init({"b": PARAMS["b"]})  # Nothing is stored.
@@ -280,7 +282,7 @@ def test_moments_that_8_bits_would_keep_standing_are_refused_without_a_key():
     make = functools.partial(low, key=None, dtype="float8_e4m3fn")
     make(momentum(0.9)).init(PARAMS)
     for inner in (momentum(0.95), adam(b2=0.95), lenient(optax.adagrad(0.1))):
-        with pytest.raises(ValueError, match=r"stands still in float8_e4m3fn.*0.125"):
+        with pytest.raises(ValueError, match=r"never change in float8_e4m3fn.*0.125"):
             make(inner).init(PARAMS)
 
 

@@ -489,9 +489,9 @@ def test_check_loss_scale_names_the_cause_that_the_scale_shows():
         *[BAD] * 3,
         around=lambda state: {"one": of_the_loss, "two": state},
     )
-    assert "at ['two'] with a loss scale of 1.0" in found
+    assert "at ['two'], and its loss scale is 1.0" in found
     assert "(a) this scale is at its minimum" in found
-    assert "another one (the others here: ['one'])" in found
+    assert "another scale may multiply the loss (others here: ['one'])" in found
     assert "one loss_scaling around optax.partition" in found
 
 
@@ -595,7 +595,7 @@ def test_an_axis_that_is_not_mapped_is_named():
     state = optimizer.init(PARAMS)
     for update in (optimizer.update, jax.jit(optimizer.update)):
         with pytest.raises(
-            NameError, match=r"axis_name='data'.*not mapped here.*jit alone leave"
+            NameError, match=r"axis_name='data'.*not a mapped.*jit alone, leave"
         ):
             update(GOOD, state, PARAMS)
 

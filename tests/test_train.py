@@ -200,10 +200,12 @@ def test_bad_input_is_refused_at_the_door():
     with pytest.raises(TypeError, match="Expected a function, got dict"):
         jmp.build_train_step(PARAMS, optax.sgd(0.1))
     init, _ = build(optax.chain(jmp.loss_scaling(optax.sgd(0.1))))
-    with pytest.raises(ValueError, match="carries a loss scale already"):
+    with pytest.raises(ValueError, match="already carries a loss scale"):
         init(PARAMS)
     init, step = build(optax.sgd(0.1))
-    with pytest.raises(TypeError, match="Expected the TrainingState of init, got dict"):
+    with pytest.raises(
+        TypeError, match="the TrainingState that init returns, got dict"
+    ):
         step(PARAMS, X)
     with pytest.raises(TypeError, match=r"got 0: pass jax\.random\.key\(0\)"):
         init(PARAMS, None, 0)
@@ -691,7 +693,7 @@ def test_what_is_no_array_with_an_axis_reaches_every_micro_batch():
 def test_a_batch_that_cannot_be_split_is_refused():
     init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), accumulate=5)
     params, batch = mlp_start()
-    with pytest.raises(ValueError, match=r"accumulate=5, got \(32, 8\) at batch\[0\]"):
+    with pytest.raises(ValueError, match=r"accumulate=5 .*\(32, 8\) at batch\[0\]"):
         step(init(params), batch)
 
 
@@ -742,7 +744,10 @@ def test_batch_axes_say_what_is_split_and_along_which_axis(axis):
     ("axes", "fragment"),
     [
         ({"x": 0}, r"a prefix of the batch, got \{'x': 0\}"),
-        ({"x": 2, "class_weights": None}, r"no axis 2 to split at batch\['x'\]"),
+        (
+            {"x": 2, "class_weights": None},
+            r"array at batch\['x'\] has .* no axis 2 to split",
+        ),
     ],
 )
 def test_batch_axes_that_do_not_fit_the_batch_are_refused(axes, fragment):

@@ -90,10 +90,9 @@ def compress_residuals(
             results = _compressed(hoisted, low_dtype)(*consts, *arrays)
         except TypeError as error:  # It has been traced: nothing else is left to fail.
             raise TypeError(
-                "compress_residuals is for reverse mode (grad, vjp, jacrev), and was "
-                "differentiated in forward mode (jvp, jacfwd, hessian), which keeps "
-                "nothing that could be compressed. Differentiate the function without "
-                "it there."
+                "compress_residuals supports reverse mode only (grad, vjp, jacrev), "
+                "but JAX differentiates the function in forward mode (jvp, jacfwd, "
+                "hessian). Differentiate the original function there."
             ) from error
         return jax.tree.unflatten(jax.tree.structure(out), results)
 

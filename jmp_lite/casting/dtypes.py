@@ -61,7 +61,7 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
     parsed = np.dtype(dtype).type if isinstance(dtype, type | np.dtype) else None
     if parsed not in dtype_to_names:
         raise ValueError(
-            f"Expected a floating dtype or the name of one, got {dtype!r}."
+            f"Expected a floating-point dtype or the name of one, got {dtype!r}."
         )
     return np.dtype(parsed)
 

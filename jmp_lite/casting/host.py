@@ -16,8 +16,8 @@ def fetched(tree: Any) -> Any:
         return jax.tree.map(np.asarray, jax.device_get(tree))
     except jax.errors.TracerArrayConversionError as error:
         raise TypeError(
-            "Expected numbers that are known, got some that are being traced (by jit, "
-            "vmap, scan or grad). Rows, tables, rules and loss scales are made on the "
-            "host: return the arrays or the report from the traced function, and ask "
-            "outside."
+            "Expected concrete arrays, got tracers (of jit, vmap, scan or grad). "
+            "Rows, tables, rules and loss scales are made on the host: return the "
+            "arrays or the report from the traced function, and make this call "
+            "outside of it."
         ) from error

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 _CAPTURED = (
-    "The function changes an nnx module that is not an argument of it. Wrap the "
-    "function in jmp_lite.nnx.autocast, and give it the module as an argument: its "
-    "changes are written back."
+    "The function changes an nnx module that is not one of its arguments. Wrap the "
+    "function in jmp_lite.nnx.autocast and pass the module as an argument: its "
+    "changes are then written back."
 )
 
 
@@ -38,10 +38,11 @@ def refuse_modules(found: Iterable[Any], place: str, instead: str) -> None:
     """
     for module in filter(is_module, found):
         raise TypeError(
-            f"Got an nnx object, a {type(module).__name__}, as {place}. What changes "
-            "in it (batch statistics, counts of random numbers) would be lost. Use "
-            f"{instead}, which takes the object as an argument and writes changes "
-            "back; or nnx.split, and a function of its state that returns the new one."
+            f"Got an nnx object, a {type(module).__name__}, as {place}. Its changes "
+            "(batch statistics, counts of random numbers) would be lost. Use "
+            f"{instead}, which takes the object as an argument and writes its changes "
+            "back. Or use nnx.split and a function of the state that returns the new "
+            "state."
         )
 
 

@@ -185,9 +185,7 @@ def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields the floating-point arrays of a pytree, each with its path."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"Expected arrays, got {leaf}: there are no numbers in a shape."
-            )
+            raise TypeError(f"Expected arrays, got {leaf}, which holds no numbers.")
         if is_inexact(leaf):
             yield jax.tree_util.keystr(path), leaf
 
@@ -197,8 +195,9 @@ def dtype_that_overflows(dtype: DTypeLike) -> np.dtype[Any]:
     wanted = parse_dtype(dtype)
     if jnp.finfo(wanted).bits < 8:
         raise ValueError(
-            f"{wanted.name} has neither infinities nor NaNs: what is too large for it "
-            "becomes its largest number, and does not overflow."
+            f"{wanted.name} has neither infinities nor NaNs: a number that is too "
+            "large becomes its largest number and does not overflow. Choose another "
+            "dtype."
         )
     return wanted
 
@@ -288,13 +287,15 @@ def suggest_loss_scale(
       SuggestedLossScale(loss_scale=2097152.0, lost=0.5, rescued=1.0)
     """
     if not 1 <= headroom < math.inf:
-        raise ValueError(f"Expected a headroom of 1 or more, got {headroom!r}.")
+        raise ValueError(
+            f"Expected a number of at least 1 for headroom, got {headroom!r}."
+        )
     ends = Ends.of(dtype_that_overflows(dtype))
     arrays = fetched([array for _, array in _floats_in(grads)])
     found = np.concatenate([np.zeros(0), *(sizes_of(x).ravel() for x in arrays)])
     found = found[np.isfinite(found) & (found > 0)]
     if not found.size:
-        raise ValueError("There is no gradient that is finite and not zero.")
+        raise ValueError("Expected a gradient that is finite and nonzero, got none.")
     # The end of float64 is infinite in float64.
     exponent = min(math.log2(ends.overflow / headroom / float(found.max())), 24)
     scale = 2.0 ** math.floor(exponent)

@@ -138,8 +138,9 @@ def parse_grad_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     parsed = parse_dtype(dtype)
     if parsed == jnp.float16:
         raise ValueError(
-            "Gradients in float16 would be without their loss scale, and vanish below "
-            f"{jnp.finfo(parsed).smallest_subnormal:.0e}: take grad_dtype='bfloat16'."
+            "Gradients in float16 would have no loss scale, and those below "
+            f"{jnp.finfo(parsed).smallest_subnormal:.0e} would become zero: use "
+            "grad_dtype='bfloat16'."
         )
     if parsed not in (jnp.float32, jnp.bfloat16):
         raise ValueError(

@@ -141,7 +141,10 @@ class StaticLossScale(LossScale):
 
     def _positive(self) -> np.float32:
         if self.loss_scale == 0:
-            raise ValueError("A loss_scale of 0 loses every gradient; expected > 0.")
+            raise ValueError(
+                "Expected a positive loss_scale, got 0, which makes "
+                "every gradient zero."
+            )
         return self.loss_scale
 
 
@@ -457,10 +460,10 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
         return lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
     except NameError as error:
         raise NameError(
-            f"axis_name={axis_name!r} names an axis that is not mapped here: call this "
-            "inside jax.shard_map over that axis, or inside jax.vmap or jax.pmap with "
-            "that axis_name. Under jit alone leave axis_name out: arrays are whole "
-            "there, however they are sharded."
+            f"axis_name={axis_name!r} is not a mapped axis here. Call this inside "
+            "jax.shard_map over that axis, or inside jax.vmap or jax.pmap with that "
+            "axis_name. Under jit alone, leave axis_name out: jit sees whole arrays, "
+            "even if they are sharded."
         ) from error
 
 
@@ -597,8 +600,8 @@ def _host_number(value: Any, name: str) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"Expected a number for {name}, known when the loss scale is made, got "
-            f"{value!r}. What changes during training is a DynamicLossScale's job."
+            f"Expected a concrete number for {name}, got {value!r}. Only the "
+            "loss_scale of a DynamicLossScale changes during training."
         ) from error
 
 
@@ -606,8 +609,8 @@ def _whole_number(value: Any, name: str, at_least: int) -> int:
     number = _host_number(value, name)
     if not at_least <= number < 2**31 or number != int(number):
         raise ValueError(
-            f"Expected a whole number of at least {at_least} for {name}, less than "
-            f"2**31, got {value}."
+            f"Expected a whole number from {at_least} to 2**31 - 1 for {name}, got "
+            f"{value}."
         )
     return int(number)
 

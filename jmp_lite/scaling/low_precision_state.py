@@ -284,13 +284,16 @@ def _formats(
     try:
         moments = _tried(inner, params)
         if len(moments) != len(is_moment):
-            raise ValueError("the state of small parameters has other arrays")
+            raise ValueError(
+                "the state of small parameters has another number of arrays"
+            )
     except Exception as error:
         if is_8_bit:
             raise ValueError(
-                "8 bits need to know which moments are averages of squares, for which "
-                "the optimizer is tried on small parameters, and that failed: "
-                f"{type(error).__name__}: {error}. Take dtype='bfloat16'."
+                "With 8 bits, init has to find the moments that are averages of "
+                "squares. For this it tries the optimizer on small parameters, which "
+                f"failed: use dtype='bfloat16'. The error was {type(error).__name__}: "
+                f"{error}"
             ) from error
         return [dtype if each else None for each in is_moment]
     formats: list[Any] = []
@@ -309,17 +312,17 @@ def _check_moment(
     if dtype == jnp.float16 and moment.power == 2:
         raise ValueError(
             "float16 cannot store averages of squared gradients: a gradient of 1e-4 "
-            "has a square of 1e-8, below the smallest number of float16. Take "
+            "has a square of 1e-8, below the smallest number of float16. Use "
             "dtype='bfloat16'."
         )
     spacing = spacing_of(stored_in)
     stands_still = 0 <= 1 - moment.kept <= spacing / 2 and moment.power is not None
     if stands_still and not is_by_chance:
         raise ValueError(
-            f"A moment that keeps {moment.kept:.6g} of itself at each step stands "
-            f"still in {dtype.name}, rounded to the nearest: what a step changes is "
-            f"less than half of what lies between two numbers ({spacing:.3g} of "
-            "them). Round by chance: low_precision_state(..., key=jax.random.key(0))."
+            f"A moment that keeps {moment.kept:.6g} of its value at each step would "
+            f"never change in {dtype.name}: the change is less than half of the "
+            f"spacing, which is {spacing:.3g} of the value. Use stochastic rounding: "
+            "low_precision_state(..., key=jax.random.key(0))."
         )
 
 

@@ -115,9 +115,9 @@ def master_weights(
     inner, parsed = with_extra_args(inner), parse_dtype(dtype)
     if jnp.finfo(parsed).bits < 32:
         raise ValueError(
-            f"Expected masters of at least 32 bits, got dtype={parsed.name!r}, which "
-            "would lose what masters are there to keep: leave dtype out, or take "
-            "compensated, which keeps 16 bits more of each parameter."
+            f"Expected masters of at least 32 bits, got dtype={parsed.name!r}: "
+            "narrower masters lose the digits that they should keep. Leave dtype "
+            "out, or use compensated, which stores 16 more bits of each parameter."
         )
 
     def cast(leaf: Any) -> Any:
@@ -413,18 +413,19 @@ def _check_16_bit(params: Any, name: str) -> None:
     is_part = any(map(is_left_out, leaves))  # Chosen by optax.masked or partition.
     if leaves and not is_part and not any(map(is_16_bit, leaves)):
         raise ValueError(
-            f"{name} is for parameters of 16 bits, and was given none, but "
-            f"{', '.join(sorted({type_of(leaf) for leaf in leaves})[:3])}. Causes: (a) "
-            "they have 32 bits: cast them with cast_tree, or leave the wrapper out; "
-            "(b) a wrapper around it casts them to float32 before: put that inside, as "
-            f"in {name}(wrapper(...))."
+            f"{name} is for 16-bit parameters, but got only "
+            f"{', '.join(sorted({type_of(leaf) for leaf in leaves})[:3])}. Causes: "
+            "(a) the parameters have 32 bits: cast them with cast_tree, or leave the "
+            "wrapper out; (b) a wrapper around it casts them to float32: put that "
+            f"wrapper inside, as in {name}(wrapper(...))."
         )
 
 
 def _check_params(updates: Any, params: Any, name: str) -> None:
     if params is None:
         raise ValueError(
-            f"{name} needs the parameters: optimizer.update(grads, opt_state, params)."
+            f"{name} needs the parameters: call optimizer.update(grads, opt_state, "
+            "params)."
         )
     check_grads(updates, params)
 

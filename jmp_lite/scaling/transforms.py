@@ -159,8 +159,8 @@ def loss_scaling(
     if not skip and (loss_scale is None or jax.tree.leaves(loss_scale)):
         given = "DynamicLossScale" if loss_scale is None else type(loss_scale).__name__
         raise ValueError(
-            f"Expected a loss scale that does not change with skip=False, got {given}: "
-            "it would adjust itself to steps that are applied all the same. Pass "
+            "Expected a loss scale that does not change with skip=False, got "
+            f"{given}, which would adjust to steps that are not skipped. Pass "
             "StaticLossScale(128.0) or NoOpLossScale(), or leave skip=False out."
         )
 
@@ -180,7 +180,8 @@ def loss_scaling(
         if not isinstance(state, LossScalingState):
             raise TypeError(
                 "Expected the LossScalingState that init returned, got "
-                f"{type(state).__name__}."
+                f"{type(state).__name__}: call optimizer.update(grads, opt_state, "
+                "params)."
             )
         grads_finite = all_finite(updates, axis_name)
         if skip:
@@ -276,8 +277,8 @@ def get_loss_scale(opt_state: Any) -> LossScale:
     if len(found) > 1:
         listed = "\n".join(f"  {path}: {state.loss_scale}" for path, state in found)
         raise ValueError(
-            f"Expected one loss scale, found {len(found)}:\n{listed}\n"
-            "Pass the part of the state that holds the one you want."
+            f"Expected one loss scale, found {len(found)}:\n{listed}\nPass the part "
+            "of the state that contains the right one."
         )
     return found[0][1].loss_scale
 
@@ -364,10 +365,11 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
                 for letter, cause in zip("abcde", _causes(state, others), strict=False)
             )
             raise LossScaleError(
-                f"The last {in_a_row} steps in a row were skipped (tolerated: "
-                f"{max_consecutive_skips}; in all: {_on_host(state.skipped).max()}), "
-                f"because gradients or the loss were not finite, at {path} with a "
-                f"loss scale of {_on_host(state.loss_scale.loss_scale)}. Likely "
+                f"The last {in_a_row} steps in a row were skipped, because gradients "
+                "or the loss were not finite (tolerated in a row: "
+                f"{max_consecutive_skips}; skipped in all: "
+                f"{_on_host(state.skipped).max()}). The state is at {path}, and its "
+                f"loss scale is {_on_host(state.loss_scale.loss_scale)}. Likely "
                 f"causes: {causes}."
             )
 
@@ -375,21 +377,23 @@ def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
 def _causes(state: LossScalingState, others: list[str]) -> list[str]:
     """Returns likely causes of skipped steps, the likeliest first."""
     causes = [
-        "parameters or inputs hold NaN or infinity already: check all_finite of them",
-        "training diverged: lower the learning rate or clip",
-        "the forward pass overflows the compute dtype whatever the scale: compute that "
+        "parameters or inputs already contain NaN or infinity: check them with "
+        "all_finite",
+        "training diverged: lower the learning rate or clip gradients",
+        "the forward pass overflows the compute dtype at any scale: compute that "
         "part in float32",
     ]
     scale = state.loss_scale
     if isinstance(scale, DynamicLossScale):
         if np.all(_on_host(scale.loss_scale) <= max(scale.min_loss_scale, _TINY)):
-            named = f" (the others here: {', '.join(others)})" if others else ""
+            named = f" (others here: {', '.join(others)})" if others else ""
             causes.insert(
                 0,
-                "this scale is at its minimum, so the loss may be scaled by another "
-                f"one{named}, which never backs off: give value_and_grad this "
-                "state's get_loss_scale(opt_state), anew at each step; for one loss "
-                "and two optimizers put one loss_scaling around optax.partition",
+                "this scale is at its minimum, so another scale may multiply the "
+                f"loss{named}, and that one never backs off: pass "
+                "get_loss_scale(opt_state) of this state to value_and_grad at each "
+                "step; for one loss and two optimizers put one loss_scaling around "
+                "optax.partition",
             )
     elif not jax.tree.leaves(scale) and not isinstance(scale, NoOpLossScale):
         causes.insert(
@@ -414,12 +418,12 @@ def _check_nesting(opt_state: Any) -> None:
             continue
         if not _on_host(all_finite(node.acc_grads)):
             raise LossScaleError(
-                "optax.MultiSteps stands around loss_scaling at "
+                "optax.MultiSteps is around loss_scaling at "
                 f"{jax.tree_util.keystr(path) or 'the root'}, and its accumulated "
-                "gradients are not finite: it keeps them for ever, and no later step "
-                "moves a parameter. Put loss_scaling around it, as in "
-                "loss_scaling(optax.MultiSteps(optimizer, 4)), and start from a state "
-                "before the overflow."
+                "gradients are not finite. It keeps them forever, so no later step "
+                "changes a parameter. Put loss_scaling around it, as in "
+                "loss_scaling(optax.MultiSteps(optimizer, 4)), and restart from a "
+                "state before the overflow."
             )
 
 
@@ -442,10 +446,9 @@ def _loss_scaling_states(tree: Any) -> list[tuple[str, LossScalingState]]:
         looked = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise ValueError(
             f"No LossScalingState in this {type(tree).__name__}: looked at "
-            f"{looked or 'a tree without leaves'}. Pass the state of an optimizer that "
-            "is wrapped in loss_scaling(...) or skip_nonfinite(...); one that comes "
-            "from a checkpoint has to be restored into the structure of "
-            "optimizer.init(params)."
+            f"{looked or 'a tree without leaves'}. Pass the state of an optimizer "
+            "that is wrapped in loss_scaling(...) or skip_nonfinite(...). Restore a "
+            "state from a checkpoint into the structure of optimizer.init(params)."
         )
     return [(jax.tree_util.keystr(path) or "the root", state) for path, state in found]
 
@@ -493,7 +496,7 @@ def _update_inner(
         _check_structure(grads, grads, params, error)
         error.add_note(
             "This error comes from the wrapped optimizer. If it needs more than "
-            "gradients, such as the loss, pass it on: "
+            "gradients, such as the loss, pass that to update: "
             "optimizer.update(grads, opt_state, params, value=loss)."
         )
         raise
@@ -530,8 +533,8 @@ def check_grads(grads: Any, params: Any) -> None:
     parts = map(jax.tree.structure, grads)
     if jax.tree.structure(grads) != expected and expected in parts:
         raise TypeError(
-            "Expected gradients, got a pair with a part like the parameters, as "
-            "value_and_grad returns it: loss, grads = value_and_grad(...)(...), then "
+            "Expected gradients, got a pair (loss, grads), as value_and_grad returns "
+            "it. Unpack it: loss, grads = value_and_grad(...)(...), then call "
             "optimizer.update(grads, opt_state, params)."
         )
 
@@ -564,10 +567,10 @@ def _check_structure(
     ]
     if differ:
         raise TypeError(
-            "Expected gradients of the structure of the parameters, but there is "
-            f"{' and '.join(differ)}: differentiate with respect to all that params "
-            f"holds.\nGradients: {jax.tree.structure(grads)}\n"
-            f"Parameters: {jax.tree.structure(params)}"
+            "Expected gradients with the structure of the parameters, but there is "
+            f"{' and '.join(differ)}: differentiate with respect to all "
+            f"parameters.\nGradients: {jax.tree.structure(grads)}\nParameters: "
+            f"{jax.tree.structure(params)}"
         ) from cause
 
 
@@ -655,9 +658,9 @@ def _like(old_state: Any, new_state: Any) -> Any:
     old, new = map(jax.tree.structure, (old_state, new_state))
     if old != new:
         raise TypeError(
-            "The wrapped optimizer changed the structure of its state on update (as "
-            "optax.monitor does), so there is no keeping the old one on a skipped "
-            f"step; wrap the optimizer without that part.\nBefore: {old}\nAfter: {new}"
+            "The wrapped optimizer changes the structure of its state in update (as "
+            "optax.monitor does), so a skipped step cannot keep the old state. Wrap "
+            f"the optimizer without that part.\nBefore: {old}\nAfter: {new}"
         )
     return jax.tree_util.tree_map_with_path(_leaf_like, old_state, new_state)
 
@@ -671,9 +674,9 @@ def _leaf_like(path: Any, before: Any, after: Any) -> Any:
     same_type = after.dtype == before.dtype or same_kind
     if not same_type or after.shape != before.shape:
         raise TypeError(
-            f"The wrapped optimizer changed its state at {jax.tree_util.keystr(path)} "
-            f"from {type_of(before)} to {type_of(after)} on update, so there is no "
-            "keeping the old one on a skipped step; its init has to return what its "
-            "update will."
+            f"The wrapped optimizer changes its state at {jax.tree_util.keystr(path)} "
+            f"from {type_of(before)} to {type_of(after)} in update, so a skipped step "
+            "cannot keep the old state. Its init has to return the types that its "
+            "update returns."
         )
     return after.astype(before.dtype) if same_kind else after

@@ -126,11 +126,12 @@ def with_gradients(
 
 def check_backward(floats: Sequence[int], losses: Sequence[int]) -> None:
     """Raises a ValueError for a program without a gradient."""
-    if not floats or not losses:
-        raise ValueError(
-            "There is no backward pass: no float among the arguments, or none among "
-            "the results."
-        )
+    for found, what in ((floats, "argument"), (losses, "result")):
+        if not found:
+            raise ValueError(
+                "There is no backward pass: the function has no floating-point "
+                f"{what}. Leave backward out."
+            )
 
 
 def cotangents_of(losses: Sequence[Aval]) -> list[Array]:

@@ -92,7 +92,10 @@ class Explanation:
             raise ValueError(f"Expected bits=8 or bits=16, got {bits!r}.")
         rows = [row for row in self._rows_of(op) if row.precision != "as traced"]
         if not rows:
-            raise ValueError(f"No {op or 'equation'} of the function holds a float.")
+            raise ValueError(
+                f"No {op or 'equation'} in this function has a "
+                "floating-point operand or result."
+            )
         return sum(is_low(row, bits) for row in rows) / len(rows)
 
     def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
@@ -121,15 +124,16 @@ class Explanation:
         if not found:
             hint = nearest(str(scope), self._names(lambda row: row.scope))
             what = f"{op!r}" if op else "equation"
-            where = f" in a scope like {scope!r}" if scope else ""
-            raise ValueError(f"There is no {what}{where}.{hint}")
+            where = f" has a path that matches {scope!r}" if scope else " exists"
+            raise ValueError(f"No {what}{where}.{hint}")
         precisions = Counter(r.precision for r in found if r.precision != "as traced")
         if len(precisions) > 1:
             found = ", ".join(
                 f"{n} in {dtype}" for dtype, n in precisions.most_common()
             )
             raise ValueError(
-                f"They run in several: {found}. Narrow it down by scope= or op=."
+                f"The matching equations run in different dtypes: {found}. Narrow the "
+                "match with scope= or op=."
             )
         return next(iter(precisions), "as traced")
 

@@ -1,7 +1,4 @@
-"""Checks a function, rules and arguments before anything is traced.
-
-A message says what came, what was expected and what to do.
-"""
+"""Checks a function, rules and arguments before anything is traced."""
 
 import contextlib
 import dataclasses
@@ -21,23 +18,27 @@ from jmp_lite.casting.mutables import is_module, refuse_modules
 
 
 def check_function(fun: Function) -> None:
-    """Raises where something else stands in the place of a function."""
+    """Raises a TypeError for an object that is not a function."""
     if callable(fun):
         return
-    hint = f" Rules have a name: rules={fun!r}." if isinstance(fun, str | Rules) else ""
+    hint = (
+        f" Pass rules by keyword: rules={fun!r}."
+        if isinstance(fun, str | Rules)
+        else ""
+    )
     raise TypeError(f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}")
 
 
 def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:
-    """Checks what a user has chosen, and returns what gives the rules at a call.
+    """Checks the rules, and returns a function that returns them for a call.
 
-    Not before, because ``"half"`` has to ask the device.
+    ``"half"`` depends on the device, which is known only at the call.
     """
     chosen = get_rules(rules) if isinstance(rules, str) else rules
     if not isinstance(chosen, Rules):
         hint = ""
         if isinstance(chosen, type | np.dtype):
-            hint = " A dtype is passed as compute_dtype=..."
+            hint = " Pass a dtype as compute_dtype=..."
         raise TypeError(
             "Expected the name of a preset or a Rules, got "
             f"{type(chosen).__name__}: {chosen!r}.{hint}"
@@ -50,9 +51,9 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
 def function_of_arrays(
     fun: Function, args: PyTree, kwargs: PyTree
 ) -> tuple[Function, list[Any]]:
-    """Returns ``fun`` as a function of the arrays among its arguments, and those.
+    """Returns ``fun`` as a function of the arrays in its arguments, and these arrays.
 
-    Every other argument reaches it as it is.
+    Other arguments reach it unchanged.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [is_traceable(leaf) for leaf in leaves]
@@ -71,17 +72,17 @@ def function_of_arrays(
 
 
 def refuse_mutable_graphs(fun: Function, args: PyTree, kwargs: PyTree) -> None:
-    """Raises where an nnx module would lose its updates: a trace works on a copy."""
+    """Raises for an nnx module, whose changes a trace would lose."""
     places = {
         "an argument": jax.tree.leaves((args, kwargs), is_leaf=is_module),
-        "something that its function captures": _captured(fun),
+        "the function itself or an object that it captures": _captured(fun),
     }
     for place, found in places.items():
         refuse_modules(found, place, "jmp_lite.nnx.autocast")
 
 
 def _captured(fun: PyTree) -> list[PyTree]:
-    """Returns a function, its owner, and what it holds, as far as can be seen."""
+    """Returns a function, its owner, and the objects that it visibly captures."""
     found = [fun, getattr(fun, "__self__", None)]
     if isinstance(fun, functools.partial):
         found += [*fun.args, *fun.keywords.values(), *_captured(fun.func)]

@@ -150,7 +150,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "function",
         Precision.KEEP,
-        "contains a function that was traced for these dtypes",
+        "contains a function, traced for its operands' dtypes",
         """reduce reduce_window select_and_scatter custom_linear_solve linear_call
         custom_partitioning custom_lin composite call jaxpr_call run_state run_scoped
         stage call_hi_primitive call_hi_primitive_linearized call_exported
@@ -160,7 +160,7 @@ GROUPS: tuple[Group, ...] = (
     _group(
         "kernel",
         Precision.KEEP,
-        "a kernel or a callback for these dtypes",
+        "a kernel or a callback, written for the traced dtypes",
         """pallas_call ffi_call pure_callback io_callback debug_callback debug_print
         buffer_callback tpu_custom_call inspect_sharding scaled_matmul
         scaled_matmul_wrapper scaled_dot

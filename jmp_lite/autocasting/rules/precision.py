@@ -102,7 +102,7 @@ class Float8:
         is_number = isinstance(smallest, int | float) and smallest >= 0
         if not is_number or isinstance(smallest, bool):
             raise ValueError(
-                f"Expected smallest as a size, at least 0, got {self.smallest!r}."
+                f"Expected a number of at least 0 for smallest, got {self.smallest!r}."
             )
 
     @property

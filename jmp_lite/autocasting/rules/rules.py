@@ -362,6 +362,12 @@ class Rules:
         return read_rules(text)
 
     def _with_ops(self, ops: Iterable[str], precision: Precision) -> "Rules":
+        for op in ops:
+            if not isinstance(op, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(
+                    "Expected the names of ops as arguments, such as "
+                    f"rules.{precision.value}('exp', 'log'), got {op!r}."
+                )
         changed = {**self._ops, **dict.fromkeys(ops, precision)}
         return self._with(ops=tuple(changed.items()))
 
@@ -399,24 +405,26 @@ def _check_op(op: str, precision: Precision) -> Precision:
     group = group_of(op)
     if op in HIGHER_ORDER:
         raise ValueError(
-            f"{op!r} is entered, and what it holds is decided op by op: name those "
-            "ops, or a scope."
+            f"{op!r} contains other ops, which are decided one by one: give a "
+            "precision to those ops, or to a scope."
         )
     if group is None:
         raise _unknown_op(op)
     if precision is Precision.FULL_INSIDE:
-        raise ValueError(f"FULL_INSIDE is for scopes; expected another one for {op!r}.")
+        raise ValueError(
+            f"FULL_INSIDE is for scopes only, got it for the op {op!r}: use FULL."
+        )
     if precision is Precision.FLOAT8 and op not in FLOAT8_OPS:
         raise ValueError(
             f"{op!r} cannot be FLOAT8: expected {' or '.join(map(repr, FLOAT8_OPS))}. "
-            "Convolutions and ragged products have no float8 kernels that XLA calls."
+            "XLA has no float8 kernels for convolutions and ragged products."
         )
     cannot = not group.has_low_form and precision is Precision.LOW
     if cannot or (
         group.precision is Precision.KEEP and precision is not Precision.KEEP
     ):
         raise ValueError(
-            f"{op!r} cannot be {precision.name}, because: {group.reason}. It stays "
+            f"{op!r} cannot be {precision.name}: {group.reason}. It stays "
             f"{group.precision.name}."
         )
     return precision
@@ -425,14 +433,14 @@ def _check_op(op: str, precision: Precision) -> Precision:
 def _check_default(precision: Precision) -> Precision:
     if precision in (Precision.FULL_INSIDE, Precision.FLOAT8):
         raise ValueError(
-            f"{precision.name} is for {_IS_FOR[precision]}; expected another default."
+            f"{precision.name} is for {_IS_FOR[precision]}: choose another default."
         )
     return precision
 
 
 _IS_FOR = {
-    Precision.FULL_INSIDE: "scopes",
-    Precision.FLOAT8: "matrix products, see Rules.float8",
+    Precision.FULL_INSIDE: "scopes only",
+    Precision.FLOAT8: "matrix products only, see Rules.float8",
 }
 
 
@@ -440,8 +448,8 @@ def _unknown_op(op: str) -> ValueError:
     near = _CALLED_OTHERWISE.get(op) or nearest_name(op, sorted(EDITABLE))
     hint = f" Did you mean {near!r}?" if near else ""
     return ValueError(
-        f"Unknown op {op!r}.{hint} Ops have the names of JAX's primitives, which "
-        "jmp_lite.explain(fun)(*args) lists."
+        f"Unknown op {op!r}.{hint} Ops have the names of JAX's primitives; "
+        "jmp_lite.explain(fun)(*args) lists those of your function."
     )
 
 
@@ -474,9 +482,11 @@ def _check_compute_dtype(dtype: DTypeLike) -> "np.dtype[Any] | str":
         return HALF_OF_DEVICE
     parsed = parse_dtype(dtype)
     if parsed.itemsize not in (2, 4):
+        hint = " For float8 products use the preset 'float8'."
         raise ValueError(
             "Expected a compute dtype of 16 bits, bfloat16 or float16 (or float32, "
             f"which lowers nothing), got {parsed.name}."
+            + (hint if parsed.itemsize == 1 else "")
         )
     return parsed
 

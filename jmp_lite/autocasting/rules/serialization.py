@@ -113,7 +113,7 @@ def _from_ascend(data: Mapping[str, Any]) -> Rules:
             rules = dataclasses.replace(rules, ops=(*rules.ops, (op, precision)))
     if without_counterpart:
         warnings.warn(
-            "Operators without a counterpart in JAX, passed over: "
+            "These operators have no counterpart in JAX and are ignored: "
             f"{', '.join(without_counterpart)}.",
             stacklevel=4,
         )
@@ -133,6 +133,9 @@ def _from_fields(data: Mapping[str, Any]) -> Rules:
     for name in ("scopes", "carries"):
         pairs = data.get(name, [])
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            raise ValueError(f"Expected {name} as pairs [pattern, precision].")
+            raise ValueError(
+                f"Expected {name} as a list of pairs [pattern, "
+                f"precision], got {pairs!r}."
+            )
         fields[name] = tuple(map(tuple, pairs))
     return Rules(**fields)

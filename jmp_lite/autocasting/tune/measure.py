@@ -109,9 +109,9 @@ class Sample:
         )
         if not any(self._is_judged[: len(self._outputs)]):
             raise ValueError(
-                "There is nothing to compare: the function has no floating result, or "
-                "none that float32 knows to a tenth: the last bit of the arguments "
-                "changes it by more."
+                "There is nothing to compare: the function has no floating-point "
+                "result, or float32 determines none of them to within a tenth. (A "
+                "change in the last bit of the arguments changes each one by more.)"
             )
 
     def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
@@ -156,8 +156,8 @@ class Sample:
             results = jax.jit(measured, compiler_options=dict(options))(*arrays)
         except ValueError as error:
             error.add_note(
-                "tune measures gradients too. If the function is for inference alone, "
-                "stop the gradient inside: jax.lax.stop_gradient."
+                "tune also measures gradients. If the function is for inference "
+                "only, apply jax.lax.stop_gradient inside it."
             )
             raise
         return [_wide(x) for x in jax.device_get(results)]
@@ -178,11 +178,10 @@ class Sample:
         for name, array in zip(self._names, self._exact, strict=True):
             if np.isnan(array).any():
                 raise ValueError(
-                    f"In float32 itself the {name} is NaN on this sample: "
-                    "jmp_lite.watch of the function, or of its gradient, shows where "
-                    "that begins. Of what is not trained, stop the gradient in the "
-                    "function (jax.lax.stop_gradient), and give the loss rather than a "
-                    "whole training step."
+                    f"The {name} is NaN on this sample, even in float32. Apply "
+                    "jmp_lite.watch to the function or to its gradient to find the "
+                    "first NaN. Apply jax.lax.stop_gradient to parts that are not "
+                    "trained, and pass the loss function, not a whole training step."
                 )
 
 
@@ -258,7 +257,7 @@ def _check_arguments(args: PyTree) -> None:
         )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
         raise TypeError(
-            "tune runs the function: expected arrays, got a ShapeDtypeStruct."
+            "Expected arrays, because tune runs the function, got a ShapeDtypeStruct."
         )
 
 

@@ -145,7 +145,7 @@ def _positive(tolerance: Any) -> float:
     is_number = isinstance(tolerance, int | float | np.floating | np.integer)
     if not is_number or isinstance(tolerance, bool) or not 0 < tolerance < math.inf:
         raise ValueError(
-            f"Expected the tolerance as a positive number, such as 1e-2, got "
+            "Expected a positive number for tolerance, such as 1e-2, got "
             f"{tolerance!r}."
         )
     return float(tolerance)
@@ -156,9 +156,8 @@ def _check_not_autocast(sample: Sample) -> None:
     decided = sum(map(is_decided_inside, rows))
     if decided:
         raise ValueError(
-            f"An inner autocast has decided {decided} of the function's equations: no "
-            "rule changes them, and there is no float32 to compare with. Tune the "
-            "function that it was given (fun.__wrapped__)."
+            f"An inner autocast already decides {decided} equations of this function, "
+            "so rules do not reach them. Tune the inner function: fun.__wrapped__."
         )
 
 
@@ -191,11 +190,12 @@ class _Search:
         everything = [Rule("scope", "", Precision.FULL)]
         if not self.is_enough(everything):
             raise ValueError(
-                f"The tolerance of {self._trials.tolerance:.2g} is out of reach. "
-                f"With all in float32 the error is {in_words(self.error(everything))}, "
-                "against products in the highest precision. What stays low is marked "
-                "in the function (as_low, low_precision, low_call), or is what the "
-                "device makes of float32 products (jax_default_matmul_precision)."
+                f"The tolerance of {self._trials.tolerance:.2g} is out of reach: with "
+                "everything in float32 the error is "
+                f"{in_words(self.error(everything))}, relative to products in the "
+                "highest precision. Two causes remain: (a) marks in the function "
+                "(as_low, low_precision, low_call); (b) float32 products that the "
+                "device rounds (jax_default_matmul_precision)."
             )
         ways = ways_to_keep(self._explained(()), self._start)
         found = [rules for way in ways if (rules := self._smallest(way)) is not None]
