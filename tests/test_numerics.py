@@ -715,8 +715,9 @@ def test_a_sample_of_each_result_is_counted_where_that_is_asked_for():
     for share in ("overflow", "underflow", "subnormal"):
         assert getattr(few, share) == pytest.approx(getattr(every, share), abs=0.03)
         assert getattr(few, share) != getattr(every, share)
-    with pytest.raises(ValueError, match="None for all, got elements=0"):
-        jmp.watch(fun, elements=0)
+    for elements in (0, 2.5, True, "all"):
+        with pytest.raises(ValueError, match=f"for elements, got {elements!r}"):
+            jmp.watch(fun, elements=elements)
 
 
 def test_the_step_of_a_loop_that_overflows_is_found():

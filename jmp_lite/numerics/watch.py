@@ -13,6 +13,7 @@ from jmp_lite.autocasting.explain.rows import short
 from jmp_lite.autocasting.explain.tables import text_table
 from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.validation import check_function
+from jmp_lite.autocasting.jaxprs.sampling import check_elements
 from jmp_lite.autocasting.jaxprs.sharding import gathered
 from jmp_lite.casting.mutables import returning_changes, write_changes
 from jmp_lite.numerics.report import dtype_that_overflows
@@ -145,10 +146,8 @@ def watch(
     """
     check_function(fun)
     target = dtype_that_overflows(dtype)
-    if elements is not None and elements < 1:
-        raise ValueError(
-            f"Expected 1 or more elements, or None for all, got elements={elements!r}."
-        )
+    if elements is not None:
+        check_elements(elements)
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:

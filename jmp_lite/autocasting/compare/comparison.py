@@ -26,6 +26,7 @@ from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.jaxprs import compat, sharding
+from jmp_lite.autocasting.jaxprs.sampling import check_elements
 from jmp_lite.autocasting.jaxprs.types import Array, Jaxpr, PyTree
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.host import fetched
@@ -205,8 +206,7 @@ def compare(
       ('sub', 'bfloat16', True)
     """
     check_function(fun)
-    if elements < 1:
-        raise ValueError(f"Expected 1 or more elements, got elements={elements!r}.")
+    check_elements(elements)
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)

@@ -2,10 +2,20 @@
 
 import math
 
+import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.jaxprs import compat, sharding
 from jmp_lite.autocasting.jaxprs.types import Array
+
+
+def check_elements(elements: int) -> None:
+    """Raises a ValueError if ``elements`` is not a whole number of at least 1."""
+    is_whole = isinstance(elements, int | np.integer) and not isinstance(elements, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_whole or elements < 1:
+        raise ValueError(
+            f"Expected a whole number of at least 1 for elements, got {elements!r}."
+        )
 
 
 def sample(array: Array, elements: int) -> Array:
