@@ -3,7 +3,7 @@
 Code that was written for jmp 0.0.4 also runs with ``import jmp_lite as jmp``.
 """
 
-# Imported for what it registers.
+# The import registers pytrees with jax.export.
 from jmp_lite import serialization as serialization
 from jmp_lite.autocasting.compare.comparison import Comparison, OpError, compare
 from jmp_lite.autocasting.explain.explanation import Explanation, explain

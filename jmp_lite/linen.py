@@ -175,7 +175,7 @@ class _Parts:
             self.is_any_selected = True
         above = (path[:n] for n in range(len(path) + 1))
         if any(part in self._selected for part in above) and hasattr(module, "dtype"):
-            # Linen makes a module anew for each call: no other one is changed.
+            # Linen makes a new module for each call, so no other one changes.
             object.__setattr__(module, "dtype", self._dtype)
             self.is_any_cast = True
         return method(*args, **kwargs)

@@ -218,7 +218,7 @@ def value_and_grad(
     """
     transform = functools.partial(nnx.value_and_grad, argnums=argnums)
     found = gradients.under_scale(transform, fun, loss_scale, has_aux, grad_dtype)
-    # Flax reads its mode when a function is transformed, not when it is called.
+    # Flax reads its mode at the transformation of a function, not at its call.
     is_graph = nnx.set_graph_mode.current_value()
     if is_graph and nnx.set_graph_updates.current_value():
         return found
@@ -294,7 +294,7 @@ def restore_if_skipped(model: Any, optimizer: nnx.Optimizer[Any]) -> Generator[N
     _check_model(model)
     if not isinstance(optimizer, nnx.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"Expected an nnx.Optimizer, got {type(optimizer).__name__}.")
-    _grads_finite(optimizer)  # Raises where it never skips a step.
+    _grads_finite(optimizer)  # Raises if it never skips a step.
     goes_on = nnx.Any(optimizer.wrt, nnx.RngState)
     before = [
         (variable, variable.get_value())
@@ -314,7 +314,7 @@ def _grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:
         return isinstance(node, LossScalingState)
 
     leaves = jax.tree.leaves(optimizer.opt_state, is_leaf=is_state)
-    # A variable of Flax stands for each array.
+    # Each array is in a Flax variable.
     checks = jax.tree.leaves([x.grads_finite for x in leaves if is_state(x)])
     if not checks:
         raise ValueError(
@@ -345,7 +345,7 @@ def _unbound(fun: Any) -> tuple[Any, ...]:
         return (fun,)
     method = type(owner).__call__ if fun is owner else fun
 
-    # By its name, so that it is found in whatever class the module has inside.
+    # By name: inside of the trace the module may have another class.
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(owner, method.__name__)(*args, **kwargs)
@@ -568,7 +568,7 @@ def dtype_summary(model: Any) -> ModelDtypes:
     _check_model(model)
     seen: set[int] = set()
     rows: list[ModuleDtypes] = []
-    # Those inside come first, so that what is left is a module's own.
+    # Submodules come first, so that the rest is a module's own.
     for path, module in sorted(_paths(model), key=_depth, reverse=True):
         own = [v for v in _variables(module) if id(v) not in seen]
         seen.update(map(id, own))
@@ -652,8 +652,8 @@ def _unscope(tree: Any, depth: int) -> None:
 
 
 def _become(module: Any, cls: Any) -> None:
-    # Past nnx, which would list `__class__` among the module's attributes for ever: it
-    # would then be another module to `nnx.jit`, and be traced and compiled again.
+    # Without nnx, which would list `__class__` among the module's attributes. The
+    # module would then be a new one for `nnx.jit`, which would compile it again.
     object.__setattr__(module, "__class__", cls)
 
 

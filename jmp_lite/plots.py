@@ -19,7 +19,7 @@ from jmp_lite.casting.quantize import scale_for
 
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MARGIN = 24
-"""How many powers of two beyond the numbers the picture shows: more than float8 has."""
+"""Powers of two that the plot shows beyond the numbers: more than float8 has."""
 
 
 def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
@@ -124,7 +124,7 @@ _STYLES = ("-", ":", "--", "-.")
 
 
 def _scale(largest: float, dtype: str) -> float:
-    # No scale is larger than that of the end of float32.
+    # No scale exceeds that of the largest float32.
     end = float(jnp.finfo(jnp.float32).max)
     with jax.ensure_compile_time_eval():
         return float(scale_for(jnp.float32(min(largest, end)), dtype))

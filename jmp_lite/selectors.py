@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 Selector = Any
-"""None for all, a class, a regular expression, or a tuple of which any will do."""
+"""None for all, a class, a regular expression, or a tuple of these."""
 
 
 def check_selector(selector: Selector) -> None:
@@ -66,13 +66,13 @@ def nothing_selected(selector: Selector, items: Iterable[tuple[str, Any]]) -> st
     """
     found = [(path, type(item).__name__) for path, item in items]
     names = list(dict.fromkeys(name for pair in found for name in pair if name))
-    wanted = [
+    given = [
         one if isinstance(one, str) else getattr(one, "__name__", str(one))
         for one in (selector if isinstance(selector, tuple) else (selector,))
     ]
     near = [
         match
-        for one in wanted
+        for one in given
         for match in difflib.get_close_matches(one, names, n=2, cutoff=0.4)
     ]
     nearest = " or ".join(map(repr, dict.fromkeys(near)))

@@ -207,7 +207,7 @@ def build_train_step(
             )
         )
 
-    # The loss in mixed precision: parameters are float32, and cast where they are used.
+    # The loss in mixed precision: parameters are float32, and cast at each use.
     @autocast(rules=rules, compute_dtype=compute_dtype)
     def low_loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         try:
@@ -226,14 +226,14 @@ def build_train_step(
                 f"{type(state).__name__}: call step(init(params), batch)."
             )
         params, opt_state = state.params, state.opt_state
-        # A skipped step leaves the key alone too, yet the next one draws anew.
+        # A skipped step does not change the key, but the next step draws new numbers.
         attempt = state.step + opt_state.skipped
         rng = None if state.rng is None else jax.random.fold_in(state.rng, attempt)
         if axis_name is not None:
             _check_is_mapped(axis_name)
             rng = None if rng is None else _key_of_this_device(rng, axis_name)
 
-        # The loss in float32, scaled; the gradients unscaled, in float32.
+        # The loss is scaled in float32, and the gradients are unscaled in float32.
         low_grad_fn = value_and_grad(low_loss_fn, opt_state.loss_scale, has_aux=True)
         if accumulate > 1:
             low_grad_fn = _accumulated(
@@ -251,7 +251,7 @@ def build_train_step(
         loss, model_state, aux, grads = evaluate(params)
         value_fn, grad_fn = _at_other_params(evaluate, params)
 
-        # Overflow or not: one decision for all that is state.
+        # One decision on overflow for the whole state.
         finite = all_finite((loss, grads))
         extra_args = {
             "value": upcast_tree(loss),
@@ -263,7 +263,7 @@ def build_train_step(
         updates, new_opt_state = update_if(
             finite, inner, grads, opt_state, params, **_accepted(inner, extra_args)
         )
-        # A loss that is not finite is no fault of the scale, which multiplies it later.
+        # The scale multiplies the loss later, so it does not cause a non-finite loss.
         new_opt_state = new_opt_state._replace(
             loss_scale=select_tree(
                 all_finite(loss), new_opt_state.loss_scale, opt_state.loss_scale
@@ -340,7 +340,7 @@ def _accumulated(
             return (new_state, total), (upcast_tree(loss), aux)
 
         zeros = upcast_tree(jax.tree.map(jnp.zeros_like, params))
-        # Of this device, as what the micro-batches make of it will be.
+        # Of this device, like the results of the micro-batches.
         carry = _of_this_device((model_state, zeros), axis_name)
         (model_state, total), (losses, aux) = lax.scan(
             one, carry, (jnp.arange(times), parts)
@@ -421,8 +421,8 @@ def _split(leaf: Any, axis: int, times: int) -> Any:
                 f"got {rows} rows: a batch of {shape[axis]} in {times} parts. Use a "
                 "larger batch or a smaller accumulate."
             )
-    # Strided: rows that are neighbours stay on one device, and it has some of each
-    # part. With (times, rows) a part would be on few devices, and be sent to all.
+    # Strided: neighboring rows stay on one device, which has rows of each part. With
+    # (times, rows), a part would be on few devices and be sent to all.
     parts = jnp.reshape(leaf, (*shape[:axis], rows, times, *shape[axis + 1 :]))
     return jnp.moveaxis(parts, axis + 1, 0)
 
@@ -488,8 +488,8 @@ def _at_other_params(
     def loss_of(others: Any) -> Any:
         return evaluate_like(others)[0]
 
-    # What differentiates the loss finds these gradients: its own, in 16 bits and
-    # without a loss scale, would vanish.
+    # A caller that differentiates the loss gets these gradients: without a loss scale,
+    # 16-bit ones would become zero.
     @loss_of.defjvp
     def _(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
         loss, grads = evaluate_like(*primals)
@@ -500,13 +500,13 @@ def _at_other_params(
         )
         return loss, sum(jax.tree.leaves(terms), jnp.zeros_like(loss))
 
-    # Optax's line searches refuse every extra argument that value_fn does not name.
+    # optax's line searches refuse extra arguments that value_fn does not name.
     def value_fn(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> Any:
         del obj_fn, grad_fn
         return loss_of(params)
 
     def grad_fn(params: Any, i: Any = 0) -> Any:
-        del i  # The number of the step of sam: all are on this batch.
+        del i  # The step number of sam: all steps use this batch.
         return evaluate_like(params)[1]
 
     return value_fn, grad_fn
@@ -575,7 +575,7 @@ def _apply_updates(params: Any, updates: Any) -> Any:
 
 
 def _moving_average(decay: float, average: Any, params: Any) -> Any:
-    # In float32: with 16 bits it would stall where (1 - decay) rounds away.
+    # In float32: in 16 bits it would stall when (1 - decay) rounds away.
     def mix(old: Any, new: Any) -> Any:
         return decay * old + (1 - decay) * new.astype(old.dtype)
 
@@ -590,7 +590,7 @@ def _check_loss_fn(loss_fn: Any) -> None:
     try:
         signature = inspect.signature(loss_fn)
     except ValueError:
-        return  # Written in C: it cannot be known before it is called.
+        return  # Written in C: its signature is unknown.
     try:
         signature.bind(*["params", "model_state", "batch", "rng"])
     except TypeError:

@@ -83,12 +83,12 @@ def compress_residuals(
     def compressed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         of_arrays, arrays = function_of_arrays(fun, args, kwargs)
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-        # What the function closes over becomes an argument: its gradient is wanted.
+        # Captured arrays become arguments, because they need gradients.
         hoisted, consts = compat.with_consts_as_inputs(traced)
         hoisted = rematerialize.rematerialize(hoisted, kept=FULL_SCOPE)
         try:
             results = _compressed(hoisted, low_dtype)(*consts, *arrays)
-        except TypeError as error:  # It has been traced: nothing else is left to fail.
+        except TypeError as error:  # The trace has succeeded, so only this can fail.
             raise TypeError(
                 "compress_residuals supports reverse mode only (grad, vjp, jacrev), "
                 "but JAX differentiates the function in forward mode (jvp, jacfwd, "
@@ -115,7 +115,7 @@ def _compressed(traced: Jaxpr, low_dtype: Any) -> Callable[..., list[Array]]:
 
             return jax.vjp(of_floats, *floats)
 
-        # As one jaxpr, in which each residual is seen to come from somewhere.
+        # As one jaxpr, which shows the origin of each residual.
         both, shape = jax.make_jaxpr(differentiated, return_shape=True)(*inputs)
         results, backward = jax.tree.unflatten(
             jax.tree.structure(shape), compat.evaluate(both, inputs)
@@ -137,7 +137,7 @@ def _compressed(traced: Jaxpr, low_dtype: Any) -> Callable[..., list[Array]]:
             grads = iter(jax.tree.unflatten(treedef, full)(cotangents))
             return tuple(next(grads) if yes else None for yes in is_float)
 
-        # JAX runs this before the backward pass, and knows no better place for it.
+        # JAX runs this before the backward pass.
         put_together[:] = [backward_of]
         return results, low
 

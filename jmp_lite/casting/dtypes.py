@@ -57,7 +57,7 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
         if dtype not in _NAME_TO_DTYPE:
             raise unknown_name("dtype", dtype, [*_NAME_TO_DTYPE, "half"])
         return _NAME_TO_DTYPE[dtype]
-    # Not whatever NumPy takes for a dtype: it reads None as float64, and more.
+    # NumPy accepts more: it reads None as float64, for example.
     parsed = np.dtype(dtype).type if isinstance(dtype, type | np.dtype) else None
     if parsed not in dtype_to_names:
         raise ValueError(
@@ -184,8 +184,8 @@ def cast_tree(
     target = parse_dtype(dtype)
 
     def cast(path: KeyPath, leaf: Any) -> Any:
-        wanted = is_floating(leaf) and (where is None or where(path, leaf))
-        return _cast_leaf(leaf, target) if wanted else leaf
+        is_cast = is_floating(leaf) and (where is None or where(path, leaf))
+        return _cast_leaf(leaf, target) if is_cast else leaf
 
     return jax.tree_util.tree_map_with_path(cast, tree)
 
@@ -287,7 +287,7 @@ def _cast_leaf(leaf: Any, dtype: np.dtype[Any]) -> Any:
     return leaf.astype(dtype, copy=False)
 
 
-# --------------------------------------------------------------------- what is where
+# ---------------------------------------------------------------------- summaries
 
 
 class DtypeTotals(NamedTuple):

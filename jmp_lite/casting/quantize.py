@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 SCALE_NAME = "float8_scale"
 """The ``checkpoint_name`` of scales, for policies of ``jax.checkpoint``.
 
-A scale is one number, and costs a pass over its array to compute again.
+A scale is one number, but recomputing it takes a pass over its array.
 """
 
 _LEAST_SCALE = 2.0**-100
@@ -93,7 +93,7 @@ def quantize(array: jax.Array, dtype: DTypeLike) -> Quantized:
     """
     largest = jnp.max(jnp.abs(array), initial=0)
     scale = checkpoint_name(scale_for(largest, dtype), SCALE_NAME)
-    # Not times the inverse, which would be a kernel of its own.
+    # Not a product with the inverse, which would be a kernel of its own.
     numbers = array / scale.astype(array.dtype)
     return Quantized(numbers.astype(dtype), scale)
 

@@ -1,1 +1,1 @@
-"""Where numbers overflow, vanish or stop being finite."""
+"""Finds numbers that overflow, become zero, or are not finite."""

@@ -158,18 +158,18 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
       >>> w.dtype, w.overflow, w.underflow, w.max_abs
       ('float32', 0.0, 0.5, 1000000.0)
     """
-    wanted = None if dtype is None else dtype_that_overflows(dtype)
+    target = None if dtype is None else dtype_that_overflows(dtype)
     counts: list[Mapping[str, Any]] = []
     leaves: list[Leaf] = []
     for path, array in _floats_in(tree):
         own = np.dtype(getattr(array, "dtype", type(array)))
-        found, known = counted(array, wanted or own), None
+        found, known = counted(array, target or own), None
         if isinstance(array, jax.Array):
             counts.append(found)
         else:
             known = numbers(on_host(found), 0)
         leaves.append(Leaf(path, own.name, known))
-    name = None if wanted is None else wanted.name
+    name = None if target is None else target.name
     return NumericsReport(of_all_devices(counts), tuple(leaves), name)
 
 
@@ -192,14 +192,14 @@ def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def dtype_that_overflows(dtype: DTypeLike) -> np.dtype[Any]:
     """Returns a dtype that has infinities or NaN; raises for other dtypes."""
-    wanted = parse_dtype(dtype)
-    if jnp.finfo(wanted).bits < 8:
+    target = parse_dtype(dtype)
+    if jnp.finfo(target).bits < 8:
         raise ValueError(
-            f"{wanted.name} has neither infinities nor NaNs: a number that is too "
+            f"{target.name} has neither infinities nor NaNs: a number that is too "
             "large becomes its largest number and does not overflow. Choose another "
             "dtype."
         )
-    return wanted
+    return target
 
 
 class NonfiniteReport(tuple[LeafNumerics, ...]):
@@ -296,7 +296,7 @@ def suggest_loss_scale(
     found = found[np.isfinite(found) & (found > 0)]
     if not found.size:
         raise ValueError("Expected a gradient that is finite and nonzero, got none.")
-    # The end of float64 is infinite in float64.
+    # The overflow limit of float64 is infinite in float64.
     exponent = min(math.log2(ends.overflow / headroom / float(found.max())), 24)
     scale = 2.0 ** math.floor(exponent)
     lost = found <= ends.underflow

@@ -113,7 +113,7 @@ def under_scale(
     check_is_loss_scale(loss_scale)
     dtype = parse_grad_dtype(grad_dtype)
 
-    @functools.wraps(fun)  # nnx looks keywords up in the signature.
+    @functools.wraps(fun)  # nnx reads keywords from the signature.
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         value, aux = _call(fun, has_aux, args, kwargs)
         return loss_scale.scale(value), (value, aux)

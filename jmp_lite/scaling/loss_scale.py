@@ -283,7 +283,7 @@ class DynamicLossScale(LossScale):
         try:
             start = float(self.loss_scale)
         except jax.errors.ConcretizationTypeError:
-            return  # Traced: nobody knows it yet.
+            return  # A tracer, whose value is unknown.
         if not 0 < start < math.inf:
             raise ValueError(f"Expected a finite, positive loss_scale, got {start}.")
 
@@ -310,7 +310,7 @@ class DynamicLossScale(LossScale):
         counter = jnp.where(counter >= self.period, 0, counter)
         overflows, backs_off = self._count_overflow(finite)
 
-        # Zero would be the end: nothing grows from there.
+        # The scale could not grow from zero again.
         floor = max(self.min_loss_scale, float(_FLOAT32.tiny))
         grown = jnp.minimum(loss_scale * self.factor, self.max_loss_scale)
         lower = (
@@ -319,8 +319,8 @@ class DynamicLossScale(LossScale):
             else loss_scale * self.backoff_factor
         )
         shrunk = jnp.maximum(lower, floor)
-        # Of a finite step the counter says whether it was the last of its period. It
-        # is asked for its new value: a GPU then makes it and the scale in one kernel.
+        # After a finite step, the new counter is 0 at the end of a period. Reading the
+        # new value lets a GPU compute the counter and the scale in one kernel.
         return self._with_leaves(
             jnp.where(
                 finite,
@@ -366,8 +366,8 @@ def _flatten_dynamic_with_keys(scale: DynamicLossScale) -> tuple[Any, Any]:
 
 
 def _unflatten_dynamic(static: Any, leaves: Any) -> DynamicLossScale:
-    # Not through __init__: JAX and its libraries also put shapes, shardings and bare
-    # objects where the leaves were, and those must come through unchanged.
+    # Not through __init__: JAX and its libraries also use shapes, shardings and bare
+    # objects as leaves, which must stay unchanged.
     scale = object.__new__(DynamicLossScale)
     vars(scale).update(zip(_DYNAMIC_LEAVES, leaves, strict=True))
     vars(scale).update(zip(_DYNAMIC_STATIC, static, strict=True))
@@ -509,7 +509,7 @@ def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
     if a.dtype == jax.dtypes.float0:
         return a
     if is_16_bit(a):
-        # XLA for a TPU does not fuse a choice in 16 bits with what rounds to them.
+        # XLA for a TPU does not fuse a 16-bit selection with the rounding before it.
         full = (leaf.astype(jnp.float32) for leaf in (a, b))
         return lax.select(pred, *full).astype(a.dtype)
     return lax.select(pred, jnp.asarray(a), jnp.asarray(b))
@@ -543,8 +543,8 @@ def _scale(tree: Tree, loss_scale: Any) -> Tree:
 
 
 def _unscale(tree: Tree, loss_scale: Any) -> Tree:
-    # A division rather than a product with the reciprocal: it is exact for every scale
-    # for which the product is, and rounds once for those that are no power of two.
+    # A division, not a product with the reciprocal: it is exact whenever the product
+    # is, and rounds once for a scale that is not a power of two.
     with jax.named_scope("loss_scale"):
         return _map_inexact(jnp.divide, tree, loss_scale)
 
@@ -559,7 +559,7 @@ def _map_inexact(
             return leaf
         array = jnp.asarray(leaf)
         if jnp.iscomplexobj(array):
-            # Part by part: inf + 0j times a complex factor would be NaN in both.
+            # Each part by itself: inf + 0j times a complex factor would be NaN in both.
             return lax.complex(apply(array.real), apply(array.imag))
         width = max(jnp.finfo(array.dtype).bits, 32)
         dtype = np.dtype(f"float{width}")
@@ -569,7 +569,7 @@ def _map_inexact(
 
 
 def _boolean_scalar(pred: Any) -> jax.Array:
-    # AssertionError is jmp's choice, and code written for jmp catches it.
+    # jmp raises AssertionError, and code written for jmp catches it.
     if not _is_selectable(pred):
         raise AssertionError(f"expected boolean scalar, got {type(pred).__name__}")
     array = jnp.asarray(pred)
@@ -625,9 +625,9 @@ def _warn_if_not_floating(value: Any, name: str) -> None:
     try:
         dtype = jnp.result_type(value)
     except (TypeError, ValueError):
-        return  # No number at all: the conversion will say so.
+        return  # Not a number: the conversion raises an error.
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"Expected a real number for {name}, got {value!r}.")
     if not jnp.issubdtype(dtype, jnp.floating):
-        # Up through __post_init__ and both __init__ to the line that made the scale.
+        # The level of the line that makes the scale.
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=5)

@@ -29,7 +29,7 @@ from jmp_lite.scaling.storage import SQUARES, Stored, restore, spacing_of, store
 from jmp_lite.scaling.transforms import check_grads, strongly_typed, with_extra_args
 
 SMALLEST = 4096
-"""Arrays of fewer elements stay in float32: they cost next to nothing."""
+"""Arrays with fewer elements stay in float32: they take little memory."""
 
 
 class LowPrecisionState(NamedTuple):
@@ -147,7 +147,7 @@ def low_precision_state(
         ]
         scales = None if parsed.itemsize == 2 else tuple(each.scale for each in stored)
         if scales is not None and not shapes:
-            # Optax asks for the parts of parameters with a leaf in place of them all.
+            # optax calls init with placeholders instead of the parameters.
             scales = jnp.zeros(0)
         kept = key if key is None else jnp.array(key, copy=True)
         return LowPrecisionState(_with_leaves(state, stored), kept, scales)
@@ -214,7 +214,7 @@ def _is_large(leaf: Any) -> bool:
     return is_array(leaf) and is_floating(leaf) and leaf.size >= SMALLEST
 
 
-# --------------------------------------------------------------- what is not a moment
+# ----------------------------------------------------------- the stored leaves
 
 
 def _map(fun: Callable[[Any], Any], state: Any) -> Any:
@@ -246,10 +246,10 @@ _INNER_FIELDS = {
     CompensatedState: "inner_state",
     optax.MultiStepsState: "inner_opt_state",
 }
-"""States whose other fields keep their digits."""
+"""States whose other fields are never rounded."""
 
 
-# ------------------------------------------------------------- what few bits bear
+# ------------------------------------------------------------ formats of moments
 
 
 class _Moment(NamedTuple):

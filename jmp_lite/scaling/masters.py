@@ -123,7 +123,7 @@ def master_weights(
     def cast(leaf: Any) -> Any:
         if is_floating(leaf) and jnp.finfo(leaf.dtype).bits > jnp.finfo(parsed).bits:
             return jnp.array(leaf, copy=True)
-        # Copied, because parameters and state may both be donated.
+        # A copy, because parameters and state may both be donated.
         return jnp.array(leaf, parsed, copy=True) if is_floating(leaf) else leaf
 
     def init(params: Any) -> Any:
@@ -256,8 +256,8 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
                 return step, rest
             total = whole + step
             moved = _update_to(nearest(total, grid_of(param.dtype)), param)
-            # The new parameter, as optax.apply_updates makes it of this: XLA makes it
-            # once for both. On a TPU it would else make two kernels of all of it.
+            # The new parameter, computed as in optax.apply_updates: XLA computes it
+            # once for both. Otherwise a TPU would run two kernels.
             rounded = _full((_full(param) + moved).astype(param.dtype))
             left = jnp.where(jnp.isfinite(rounded), total - rounded, 0)
             return moved, nearest(left, grid_of(param.dtype)).astype(param.dtype)
@@ -292,7 +292,7 @@ class StochasticRoundingState(NamedTuple):
     inner_state: Any
 
     def _kept_in_16_bits(self) -> None:
-        return None  # It does not know, so all of them.
+        return None  # Unknown here, so all of them.
 
 
 def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExtraArgs:
@@ -382,7 +382,7 @@ def _full(leaf: Any) -> Any:
 def _with_rest(param: Any, rest: Any) -> Any:
     if not is_16_bit(param):
         return param
-    # A zero keeps its sign where nothing is added to it.
+    # Adding a zero would change the sign of a zero.
     return jnp.where(rest == 0, _full(param), _full(param) + _full(rest))
 
 
@@ -400,7 +400,7 @@ def _update_to(target: Any, param: Any) -> Any:
         it.
     """
     before = param.astype(target.dtype)
-    # What is not finite is what the sum shall be; a zero gets the sign of the target.
+    # The update is the target itself if that is not finite, or the parameter is zero.
     is_sum = (before == 0) | ~jnp.isfinite(target)
     return jnp.where(is_sum, target, target - before)
 
@@ -410,7 +410,7 @@ def _check_16_bit(params: Any, name: str) -> None:
         return isinstance(node, optax.MaskedNode)
 
     leaves = jax.tree.leaves(params, is_leaf=is_left_out)
-    is_part = any(map(is_left_out, leaves))  # Chosen by optax.masked or partition.
+    is_part = any(map(is_left_out, leaves))  # Selected by optax.masked or partition.
     if leaves and not is_part and not any(map(is_16_bit, leaves)):
         raise ValueError(
             f"{name} is for 16-bit parameters, but got only "

@@ -67,7 +67,7 @@ def _spacing(x: Any, grid: Grid) -> Any:
     """Returns the spacing of a format's numbers near ``x``."""
     wide = jnp.finfo(x.dtype)
     infinity = np.asarray(np.inf, x.dtype)
-    exponents = infinity.view(f"uint{wide.bits}")  # Its bits are those of the exponent.
+    exponents = infinity.view(f"uint{wide.bits}")  # Its bits are the exponent mask.
     exponent = lax.bitcast_convert_type(x, exponents.dtype) & exponents
     power = lax.bitcast_convert_type(exponent, x.dtype)
     least = np.asarray(max(grid.least, float(wide.tiny)), x.dtype)

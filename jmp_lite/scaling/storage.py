@@ -20,10 +20,10 @@ from jmp_lite.casting.quantize import power_of_two_for
 from jmp_lite.scaling.rounding import Grid, by_chance, grid_of, nearest
 
 SQUARES = np.dtype("uint8")
-"""What averages of squares are stored in, in 8 bits."""
+"""The 8-bit dtype that stores averages of squares."""
 
 _ROW = 128
-"""The scale of a shorter row would take more than 3 % of the memory of the row."""
+"""The scale of a shorter row would take more than 3 % of the row's memory."""
 
 
 class Stored(NamedTuple):
@@ -88,8 +88,8 @@ def _grid_of(dtype: Any) -> Grid:
     return _SQUARE if dtype == SQUARES else grid_of(dtype)
 
 
-# A code is the float32 number's bits from its exponent to the third of its mantissa,
-# less those of the number that stands for zero.
+# A code has the bits of the float32 number from its exponent to the third bit of its
+# mantissa, minus the code of the number that represents zero.
 _MANTISSA_BITS, _LEAST_EXPONENT = 3, -31
 _SHIFT = np.uint32(jnp.finfo(jnp.float32).nmant - _MANTISSA_BITS)
 _ZERO = np.float32(2.0**_LEAST_EXPONENT).view(np.uint32) >> _SHIFT

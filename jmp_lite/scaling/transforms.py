@@ -312,7 +312,7 @@ def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
       Array(1024., dtype=float32)
     """
     check_is_loss_scale(loss_scale)
-    get_loss_scale(opt_state)  # There is one, and only one.
+    get_loss_scale(opt_state)  # Raises unless there is exactly one.
     new = _fresh(loss_scale)
 
     def replace(node: Any) -> Any:
@@ -474,7 +474,7 @@ def _is_scaling_state(node: Any) -> bool:
 
 
 def _fresh(loss_scale: LossScale) -> LossScale:
-    # Copied, because the state may be donated and the scale used again.
+    # A copy, because the state may be donated and the scale used again.
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), loss_scale)
 
 
@@ -483,7 +483,7 @@ def _update_inner(
 ) -> tuple[Any, Any, Any]:
     """Returns the updates, and the inner state before and after, of the same types."""
     check_grads(grads, params)
-    # Somebody may have put a Python number into it, such as a new learning rate.
+    # A user may have put a Python number into it, such as a new learning rate.
     inner_state = strongly_typed(inner_state)
     try:
         updates, new_inner_state = inner.update(
@@ -513,7 +513,7 @@ def _counted(
         loss_scale=state.loss_scale.adjust(grads_finite),
         inner_state=inner_state,
         grads_finite=grads_finite,
-        # Made of the other count, so that a GPU makes both in one kernel.
+        # Computed from the other count, so that a GPU computes both in one kernel.
         skipped=state.skipped + jnp.minimum(consecutive_skipped, 1),
         consecutive_skipped=consecutive_skipped,
     )
@@ -549,7 +549,7 @@ def _check_structure(
     """
     if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
         return
-    # What is None in one may be anything in the other, as in Equinox.
+    # A None in one tree may be anything in the other, as in Equinox.
     update_paths, param_paths = (
         {
             jax.tree_util.keystr(path) or "the root"
@@ -574,15 +574,15 @@ def _check_structure(
         ) from cause
 
 
-# Parameters of 16 bits are seen in float32, but for those that a wrapper inside rounds.
-# Its state shows which: wherever a chain, a mask or a MultiSteps of optax has put it.
+# The inner optimizer sees 16-bit parameters in float32, except those that an inner
+# wrapper rounds. The wrapper's state names them, also inside of a chain or a mask.
 
 
 def _as_seen_by_init(inner: Any, params: Any) -> Any:
     if not any(map(is_16_bit, jax.tree.leaves(params))):
         return params
     kept = []
-    # Traced without numbers: only the structure of the state is needed.
+    # Only the structure of the state is needed, so no numbers are computed.
     jax.eval_shape(lambda: kept.append(_kept_in_16_bits(inner.init(params))))
     return _as_seen(kept[0], params)
 
@@ -608,7 +608,7 @@ def _as_seen(kept: Any, params: Any) -> Any:
     if kept is None:
         return params
     if not kept <= {path for path, _ in jax.tree.leaves_with_path(params)}:
-        return params  # Something between has given them another structure.
+        return params  # A wrapper in between has changed their structure.
     return jax.tree.map_with_path(
         lambda path, leaf: leaf if path in kept else upcast_tree(leaf), params
     )
@@ -618,8 +618,8 @@ def with_extra_args(inner: Any) -> Any:
     """Returns a transformation that accepts extra arguments."""
     if isinstance(inner, optax.GradientTransformation):
         return optax.with_extra_args_support(inner)
-    # Used as it is: with_extra_args_support would take it for a transformation that
-    # knows no extra arguments, and drop them.
+    # Used unchanged: with_extra_args_support would treat it as a transformation without
+    # extra arguments, and drop them.
     if isinstance(inner, optax.MultiSteps):
         return inner
     name = getattr(inner, "__name__", type(inner).__name__)

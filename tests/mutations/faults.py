@@ -34,8 +34,8 @@ FAULTS = (
     # -------------------------------------------------------------------- casting
     Fault(
         "casting/dtypes.py",
-        "wanted = is_floating(leaf) and (where is None or where(path, leaf))",
-        "wanted = is_floating(leaf)",
+        "is_cast = is_floating(leaf) and (where is None or where(path, leaf))",
+        "is_cast = is_floating(leaf)",
         "cast_tree ignores its predicate",
         "test_casting_dtypes.py::test_cast_tree_keeps_out_what_where_refuses_and_asks_about_floats_only",
     ),
@@ -252,7 +252,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/uses.py",
-        "return wanted if follows_readers else Readers.OTHER",
+        "return readers if follows_readers else Readers.OTHER",
         "return Readers.OTHER",
         "demand does not pass through ops that follow",
         "test_autocasting_uses.py::test_a_whole_training_step_keeps_its_state_in_float32",
@@ -394,9 +394,9 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/evaluate.py",
-        "again = jax.checkpoint(from_held, prevent_cse=False)\n"
+        "again = jax.checkpoint(from_arrays, prevent_cse=False)\n"
         "    return again(*(value.array for value in operands))",
-        "return from_held(*(value.array for value in operands))",
+        "return from_arrays(*(value.array for value in operands))",
         "what is raised for one op is kept in float32",
         "test_autocasting_interpreter.py::test_what_an_op_reads_in_float32_for_its_derivative_is_kept_in_16_bits",
     ),
@@ -516,15 +516,15 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
-        "key = (id(jaxpr), wanted, rules_inside, region is None, as_forced)",
+        "key = (id(jaxpr), result_readers, rules_inside, region is None, as_forced)",
         "key = (id(jaxpr), rules_inside, region is None, as_forced)",
         "a converted call forgets who reads its results",
         "test_autocasting_uses.py::test_each_call_of_a_block_is_demanded_by_its_own_readers",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
-        "key = (id(jaxpr), wanted, rules_inside, region is None, as_forced)",
-        "key = (id(jaxpr), wanted, region is None, as_forced)",
+        "key = (id(jaxpr), result_readers, rules_inside, region is None, as_forced)",
+        "key = (id(jaxpr), result_readers, region is None, as_forced)",
         "a converted call forgets the scope rules",
         "test_autocasting_higher_order.py::test_a_block_that_stands_in_two_scopes_is_decided_in_each",
     ),
@@ -826,7 +826,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/validation.py",
-        '"something that its function captures": _captured(fun),',
+        '"the function itself or an object that it captures": _captured(fun),',
         "",
         "a captured nnx module loses its updates",
         "test_nnx.py::test_the_core_refuses_what_would_lose_its_updates",
@@ -1417,8 +1417,8 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/uses.py",
-        "if op not in KEEPING_DIGITS or wanted & Readers.OTHER:",
-        "if wanted & Readers.OTHER:",
+        "if op not in KEEPING_DIGITS or readers & Readers.OTHER:",
+        "if readers & Readers.OTHER:",
         "digits are needed however far the reader is",
         "test_autocasting_tails.py::test_what_lies_between_and_is_no_scaling_needs_no_digits",
     ),
@@ -1480,8 +1480,8 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/calls.py",
-        "inside = convert(walk, body, operands, wanted, path, name, is_call=True)",
-        "inside = convert(walk, body, operands, wanted, path, name)",
+        "inside = convert(walk, body, operands, result_readers, path, name, is_call=True)",
+        "inside = convert(walk, body, operands, result_readers, path, name)",
         "a function ends where a call begins",
         "test_autocasting_functions_of_one_value.py::test_a_function_goes_on_in_a_call_and_behind_it",
     ),

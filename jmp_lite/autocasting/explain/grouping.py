@@ -10,10 +10,10 @@ _HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
 _HEADERS_OF_A_SUM = ("times", "op", "runs in", "only in")
 
 _NAMED = 3
-"""How many blocks are named where an op runs otherwise than in those like them."""
+"""The number of blocks that are named if an op runs differently in them."""
 
 _LINES = 60
-"""What a terminal shows at once."""
+"""The number of lines on a terminal."""
 
 
 def depth_that_fits(rows: Sequence[Row]) -> int | None:

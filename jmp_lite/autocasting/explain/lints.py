@@ -103,7 +103,7 @@ def find_lints(looked: Looked) -> tuple[Lint, ...]:
     like: dict[object, list[Lint]] = {}
     for check in _CHECKS:
         for lint in check(looked):
-            # Blocks that differ in a number alone are alike.
+            # Blocks whose names differ only in a number are alike.
             scope = re.sub(r"\d+", "", lint.scope)
             message = lint.message.replace(lint.scope, "")
             key = (lint.name, lint.source, scope, message)
@@ -150,7 +150,7 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
                 first.setdefault(name, seen)
             if name in first:
                 after.setdefault(name, []).append(seen)
-        # The result of a norm is 16 bits too.
+        # The result of a norm is 16-bit too.
         match = record.decision.match
         is_norm = match is not None and match.precision is Precision.FULL_INSIDE
         if record.decision.run.lowers or is_norm:
@@ -158,7 +158,7 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
             is_cast_back.update(id(o.origin) for o in hard)
     for name, seen in first.items():
         rows = [one.row for one in after[name]]
-        # The tail of a loss ends in float32. And a cast fuses with the op before it.
+        # The tail of a loss ends in float32, and a cast fuses with a single op.
         if name not in is_cast_back or len(rows) == 1:
             continue
         size = sum(row.bytes_run * counted(row.times) for row in rows)
@@ -211,13 +211,13 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
 
 def _float32_carry(looked: Looked) -> Iterator[Lint]:
     """A carry of a possible stack of layers is float32."""
-    if looked.rules.default is Precision.FULL:  # All but products is.
+    if looked.rules.default is Precision.FULL:  # Everything but products is float32.
         return
     for seen in looked.seen:
         record = seen.record
         if record.result is None or record.decision.run is not Run.FULL:
             continue
-        if _differentiates(record.eqn):  # It trains: its carries are what is trained.
+        if _differentiates(record.eqn):  # It trains its carries.
             continue
         if record.decision.reason is Reason.CARRY_RESULT:
             yield _at(
@@ -260,9 +260,9 @@ def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
         if not seen.record.decision.run.lowers:
             continue
         sizes = cost.product_sizes(seen.record.eqn)
-        if 1 in sizes:  # A vector's, or channel by channel: not for tensor cores.
+        if 1 in sizes:  # A vector product or a depthwise convolution: no tensor cores.
             continue
-        # Of a symbolic size nothing is known.
+        # A symbolic size is unknown.
         odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 8]
         if odd:
             yield _at(
@@ -374,9 +374,9 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
     Ops without a 16-bit form do not count. Or float32 matrix products are inside of it.
     """
     kernels = (None, group_of("pallas_call"))
-    # The record of a loop as a whole does not name its operands.
+    # The record of a whole loop has no operands.
     is_low: set[object] = set()
-    known: set[int] = set()  # Equations inside of one that was looked at.
+    known: set[int] = set()  # Equations inside of one that was checked.
     for seen in looked.seen:
         eqn, decision = seen.record.eqn, seen.record.decision
         if decision.state is State.LOW:
@@ -423,7 +423,7 @@ def _is_float32_product(eqn: Eqn) -> bool:
     return compat.op_of(eqn) in PRODUCTS and any(map(compat.is_float32, eqn.invars))
 
 
-_SOLVING = ("custom_linear_solve", "linear_call")  # For the digits of the solution.
+_SOLVING = ("custom_linear_solve", "linear_call")  # Solvers need digits.
 
 _FOR_A_FUNCTION = "Apply jmp_lite.autocast to the function inside it if 16 bits suffice"
 
@@ -437,7 +437,7 @@ def _literal(looked: Looked) -> Iterator[Lint]:
         if not (_follows_float32(seen) and _has_low(seen)):
             continue
         for operand in seen.record.operands:
-            number = operand.origin  # Of a marked number that is the mark.
+            number = operand.origin  # For a marked number it is the mark.
             if operand.state is State.HARD and isinstance(number, Number):
                 what, remedy = _misfit(number, np.dtype(looked.rules.compute_dtype))
                 yield _at(

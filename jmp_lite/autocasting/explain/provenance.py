@@ -58,7 +58,7 @@ class Addends(Forward[From]):
         del path
         if compat.op_of(eqn) in ADDING:
             pairs = zip(facts, facts[::-1], strict=True)
-            # In a loop the first step finds most: later ones add to what that made.
+            # In a loop the first step finds the most: later ones add to its results.
             found = {
                 i
                 for i, (mine, other) in enumerate(pairs)
@@ -194,7 +194,7 @@ class ProductReaders(Forward[Made]):
             return Made()
         if op in ADDING:
             one, other = facts
-            # The difference of a value and its own mean is no cancellation.
+            # The difference of a value and its own mean does not cancel.
             is_apart = one.products.isdisjoint(other.products)
             is_of_both = all(fact.is_sum or fact.products for fact in facts)
             if products and is_apart and is_of_both:

@@ -225,14 +225,14 @@ class _Seeing:
         """Returns the origin of a value in words."""
         if not is_equation(origin):
             return origin_in_words(origin)
-        # It was seen before, unless a loop carries it from step to step.
+        # It has a row already, unless a loop carries it from step to step.
         place = short(self._sources.get(id(origin)) or compat.source(origin))
         op = _MARKS.get(compat.checkpoint_name_of(origin)) or compat.op_of(origin)
         return op + (place and f" at {place}")
 
 
 _MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
-"""What the user has written, by the name that stands in the program."""
+"""The names of marks, by the names in the program."""
 
 
 def _row(record: DecisionRecord, rules: Rules) -> Row:
@@ -376,7 +376,7 @@ def casts_in(programs: Iterable[Jaxpr], low: Dtype) -> tuple[int, int]:
     known: dict[int, tuple[int, int]] = {}
 
     def inside(jaxpr: Jaxpr) -> tuple[int, int]:
-        # What is called in many places is counted once.
+        # A jaxpr that is called in many places is counted once.
         if id(jaxpr) not in known:
             number = n_bytes = 0
             for eqn in compat.live_equations(jaxpr):

@@ -1,1 +1,1 @@
-"""Decides in which precision each equation runs, and runs it."""
+"""Decides the precision of each equation, and evaluates it."""

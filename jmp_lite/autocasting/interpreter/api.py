@@ -125,7 +125,7 @@ def trace(
     structures: list[Any] = []
 
     def flat(*arrays: Array) -> list[Array]:
-        # Not from the shapes of the results: a node of a user's may refuse those.
+        # Not from the shapes of the results: a user's pytree node may refuse shapes.
         leaves, structure = jax.tree.flatten(of_arrays(*arrays))
         structures.append(structure)
         return leaves

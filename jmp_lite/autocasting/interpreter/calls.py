@@ -1,4 +1,4 @@
-"""Equations that call one jaxpr: jit, remat, shard_map and their like."""
+"""Runs equations that call one jaxpr: jit, remat, shard_map and similar."""
 
 import jax
 
@@ -19,11 +19,11 @@ from jmp_lite.casting.quantize import SCALE_NAME
 
 
 def run_jit(walk: Walk, call: Call) -> list[Value]:
-    """Runs a jitted function, which keeps its name and is lowered once."""
-    eqn, operands, wanted, path = call
+    """Runs a jit-compiled function, which keeps its name and is lowered once."""
+    eqn, operands, result_readers, path = call
     name = compat.call_name(eqn)
     body = compat.body_of(eqn)
-    inside = convert(walk, body, operands, wanted, path, name, is_call=True)
+    inside = convert(walk, body, operands, result_readers, path, name, is_call=True)
     arrays = [
         walk.casts.full(value) if i in inside.raised else value.array
         for i, value in enumerate(operands)
@@ -33,37 +33,41 @@ def run_jit(walk: Walk, call: Call) -> list[Value]:
 
 
 def run_remat(walk: Walk, call: Call) -> list[Value]:
-    """Runs a rematerialized function under its own policy.
+    """Runs a rematerialized function with its own policy.
 
-    The scales of float8 products are kept too: one number for each operand.
+    The scales of float8 products are saved too: one number for each operand.
     """
-    eqn, operands, wanted, path = call
-    inside = convert(walk, compat.body_of(eqn), operands, wanted, path, is_call=True)
+    eqn, operands, result_readers, path = call
+    inside = convert(
+        walk, compat.body_of(eqn), operands, result_readers, path, is_call=True
+    )
     saved = SCALE_NAME if walk.rules.asks_for_float8 else ""
     arrays = compat.bind_remat(eqn, arrays_of(operands), inside.jaxpr, saved)
     return results_of_call(walk, call, arrays, inside)
 
 
 def run_wrapped(walk: Walk, call: Call) -> list[Value]:
-    """Runs what only calls the jaxpr that it holds."""
-    eqn, operands, wanted, path = call
+    """Runs an op that only calls its jaxpr."""
+    eqn, operands, result_readers, path = call
     name = compat.WRAPPERS[compat.op_of(eqn)]
-    inside = convert(walk, compat.body_of(eqn), operands, wanted, path, is_call=True)
+    inside = convert(
+        walk, compat.body_of(eqn), operands, result_readers, path, is_call=True
+    )
     arrays = compat.bind(eqn, arrays_of(operands), **{name: inside.jaxpr})
     return results_of_call(walk, call, arrays, inside)
 
 
 def run_shard_map(walk: Walk, call: Call) -> list[Value]:
-    """Runs what each device runs, bound again through ``jax.shard_map``."""
-    eqn, operands, wanted, path = call
+    """Runs the function of each device, bound again through ``jax.shard_map``."""
+    eqn, operands, result_readers, path = call
     jaxpr, region = compat.body_of(eqn), walk.at.region(path)
     states, found = [value.spec for value in operands], list[Value]()
     with walk.recording() as records:
 
         def run(*arrays: Array) -> list[Array]:
             values = as_values(arrays, states, [Input(i) for i in range(len(arrays))])
-            results = walk.run(jaxpr, values, wanted, path, region)
-            found[:] = leave_functions(walk, results, wanted)
+            results = walk.run(jaxpr, values, result_readers, path, region)
+            found[:] = leave_functions(walk, results, result_readers)
             return arrays_of(found)
 
         mapped = jax.shard_map(run, **compat.shard_map_arguments(eqn))

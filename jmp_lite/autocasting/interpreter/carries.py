@@ -1,6 +1,6 @@
-"""What the body of a loop does with each of its carries, for ``decide_carry``.
+"""Analyses what the body of a loop does with each carry, for ``decide_carry``.
 
-The body is read before any of it is run.
+The analysis reads the body before anything runs.
 """
 
 import enum
@@ -23,14 +23,14 @@ from jmp_lite.autocasting.rules.op_table import ADDING, MOVING, PRODUCTS
 
 
 class Loop(NamedTuple):
-    """What is run again and again.
+    """A loop.
 
     Attributes:
       body: the jaxpr of a step.
-      carries: the result that each carry, an input of the body, is in the next step.
-      sliced: the inputs that are others in each step.
-      has_gradient: whether it has a backward pass, which passes a gradient from step to
-        step in the dtype of the carry.
+      carries: for each carry, the number of its input and the number of its result.
+      sliced: the inputs that differ in each step.
+      has_gradient: whether it has a backward pass, which carries a gradient from step
+        to step in the dtype of the carry.
     """
 
     body: Jaxpr
@@ -40,7 +40,7 @@ class Loop(NamedTuple):
 
     @classmethod
     def of_scan(cls, eqn: Eqn) -> "Loop":
-        """Returns the loop that a ``scan`` is."""
+        """Returns a ``scan`` as a loop."""
         n_consts, n_carry = compat.scan_counts(eqn)
         carries = {n_consts + i: i for i in range(n_carry)}
         sliced = frozenset(range(n_consts + n_carry, len(eqn.invars)))
@@ -48,7 +48,7 @@ class Loop(NamedTuple):
 
     @classmethod
     def of_while(cls, eqn: Eqn) -> "Loop":
-        """Returns the loop that a ``while`` is."""
+        """Returns a ``while`` as a loop."""
         _, body, _, n_consts = compat.while_parts(eqn)
         carries = {n_consts + i: i for i in range(len(eqn.outvars))}
         return cls(body, carries, frozenset(), has_gradient=False)
@@ -57,14 +57,13 @@ class Loop(NamedTuple):
 def classify(
     rules: RuleLookup, loop: Loop, last_is_read: Sequence[bool], path: str
 ) -> list[Carry]:
-    """Returns what each carry of a loop may be.
+    """Returns the slot of each carry of a loop, with the reason.
 
     Args:
-      rules: what the rules say, by path.
+      rules: the rules, by path.
       loop: the loop.
-      last_is_read: for each carry, whether something else than an output reads its last
-        value.
-      path: the scopes that the loop stands in.
+      last_is_read: for each carry, whether anything but an output reads its last value.
+      path: the path of the loop.
     """
     read_by, in_any_step = _uses_of_carries(rules, loop, path)
     flow = _Flow(rules, loop, path) if loop.has_gradient else None
@@ -86,15 +85,15 @@ def classify(
 
 
 class _Source(NamedTuple):
-    """Where a value of a loop's body comes from.
+    """The origin of a value in the body of a loop.
 
     Attributes:
       inputs: the inputs of the body that it is computed from.
-      around: the carries among them that reach it without passing a low op.
-      added: what was added to such a carry on the way: the carry, and the inputs that
-        the addend is computed from.
-      is_moved: whether it is an input, a slice of one, or a number: nothing computed.
-      is_sliced: whether this step's slice of something is in it.
+      around: the carries among them that reach it without a low op in between.
+      added: the sums on the way from such a carry: pairs of the carry and the inputs of
+        the addend.
+      is_moved: whether it is an input, a slice of one, or a number, and not computed.
+      is_sliced: whether it depends on a slice of this step.
     """
 
     inputs: frozenset[int] = frozenset()
@@ -105,7 +104,7 @@ class _Source(NamedTuple):
 
 
 class _Flow(Forward[_Source]):
-    """Follows a loop's body from its inputs to its results."""
+    """Follows the body of a loop from its inputs to its results."""
 
     def __init__(self, rules: RuleLookup, loop: Loop, path: str) -> None:
         invars = compat.parts(loop.body).invars
@@ -127,7 +126,7 @@ class _Flow(Forward[_Source]):
         self._results = self.outputs(loop.body, sources, path)
 
     def is_added_to(self, carry: int) -> bool:
-        """Whether something is added to a carry, step by step, that is not its own."""
+        """Whether each step adds a value to a carry that is independent of it."""
         return any(
             carry not in self._in_any_step(inputs)
             for added_to, inputs in self._results[self._carries[carry]].added
@@ -135,7 +134,7 @@ class _Flow(Forward[_Source]):
         )
 
     def _in_any_step(self, inputs: frozenset[int]) -> frozenset[int]:
-        """Returns what inputs are computed from, in this step and those before."""
+        """Returns the inputs of values, in this step and earlier ones."""
         while True:
             more = inputs.union(
                 *(
@@ -149,11 +148,11 @@ class _Flow(Forward[_Source]):
             inputs = more
 
     def nothing(self) -> _Source:
-        """A number is computed from nothing."""
+        """A number has no inputs."""
         return _Source()
 
     def join(self, one: _Source, other: _Source) -> _Source:
-        """Returns where a value comes from that is one of two."""
+        """Returns the origin of a value that is one of two."""
         return _Source(
             one.inputs | other.inputs,
             one.around | other.around,
@@ -165,7 +164,7 @@ class _Flow(Forward[_Source]):
     def through(
         self, eqn: Eqn, facts: Sequence[_Source], path: str
     ) -> Sequence[_Source]:
-        """Returns where the results of an op come from."""
+        """Returns the origins of the results of an op."""
         return [self._of_op(eqn, facts, path)] * len(eqn.outvars)
 
     def _of_op(self, eqn: Eqn, operands: Sequence[_Source], path: str) -> _Source:
@@ -187,7 +186,7 @@ class _Flow(Forward[_Source]):
         return _Source(joined.inputs, joined.around, added, is_moved, is_sliced)
 
     def _takes_a_slice(self, op: str, operands: Sequence[_Source]) -> bool:
-        """Whether an op takes of a loop constant what the step decides."""
+        """Whether an op takes a slice of a loop constant that depends on the step."""
         if op not in _TAKING:
             return False
         stack, *indices = operands
@@ -195,7 +194,7 @@ class _Flow(Forward[_Source]):
         return varies and not stack.inputs & self._varying
 
     def _see_product(self, operands: Sequence[_Source]) -> None:
-        """Notes a product of what comes from a carry and this step's slice."""
+        """Records a product of a carry's value and a slice of this step."""
         for one, other in (operands[:2], operands[1::-1]):
             weights = other.is_sliced and not other.inputs & self._float_carries
             if weights and one.inputs & self._float_carries:
@@ -205,11 +204,11 @@ class _Flow(Forward[_Source]):
 _MOVING = MOVING | {"convert_element_type"}
 
 _TAKING = frozenset(["dynamic_slice", "gather"])
-"""Their operands after the first are indices."""
+"""The operands after the first are indices."""
 
 
 class _Use(enum.Flag):
-    """What a value is used for, perhaps moved."""
+    """The uses of a value, also after moves."""
 
     NONE = 0
     PRODUCT = 1
@@ -217,13 +216,13 @@ class _Use(enum.Flag):
 
 
 class _CarryUses(Backward[_Use]):
-    """Finds what the inputs of a loop's body are used for."""
+    """Finds the uses of the inputs of a loop's body."""
 
     def __init__(self, rules: RuleLookup) -> None:
         self._rules = rules
 
     def nothing(self) -> _Use:
-        """Nothing reads it."""
+        """An unread value has no use."""
         return _Use.NONE
 
     def join(self, one: _Use, other: _Use) -> _Use:
@@ -231,11 +230,11 @@ class _CarryUses(Backward[_Use]):
         return one | other
 
     def of_predicate(self) -> _Use:
-        """A predicate is no product."""
+        """A predicate is another use than a product."""
         return _Use.OTHER
 
     def through(self, eqn: Eqn, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
-        """Returns what an op uses its operands for."""
+        """Returns how an op uses its operands."""
         op, n_in = compat.op_of(eqn), len(eqn.invars)
         if op in MOVING:
             return [functools.reduce(operator.or_, facts)] * n_in
@@ -246,9 +245,9 @@ class _CarryUses(Backward[_Use]):
 def _uses_of_carries(
     rules: RuleLookup, loop: Loop, path: str
 ) -> tuple[Mapping[int, _Use], Mapping[int, _Use]]:
-    """Returns what each carry is used for: in one step, and in that or a later one.
+    """Returns the uses of each carry: in one step, and in that step or later ones.
 
-    In the first answer, a use in the next step counts as another use.
+    In the first result, a use in the next step counts as another use.
     """
     parts, analysis = compat.parts(loop.body), _CarryUses(rules)
 

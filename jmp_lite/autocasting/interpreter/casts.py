@@ -1,7 +1,7 @@
-"""Makes values of arguments, constants and numbers, and casts them.
+"""Makes the values of arguments, constants and numbers, and casts them.
 
-A value is cast where it is read in the other dtype, and not before. One that was
-computed is cast once for all its readers.
+A value is cast when an op reads it in the other dtype, not earlier. A computed value is
+cast once for all its readers.
 """
 
 from typing import Any
@@ -34,12 +34,12 @@ class Casts:
 
     Args:
       low_dtype: the compute dtype.
-      float8_format: the formats of products in float8.
+      float8_format: the formats of float8 products.
 
     Attributes:
-      low_dtype: the same.
-      float8_format: the same.
-      bound: the ops that were bound to values of it; see ``compat.bind``.
+      low_dtype: the compute dtype.
+      float8_format: the formats of float8 products.
+      bound: the ops that were bound so far; see ``compat.bind``.
     """
 
     def __init__(self, low_dtype: DTypeLike, float8_format: Float8) -> None:
@@ -48,12 +48,12 @@ class Casts:
         self.bound: set[object] = set()
 
     def given(self, var: Var, array: Array, origin: Origin) -> Value:
-        """Returns an argument or a constant."""
+        """Returns the value of an argument or a constant."""
         state = State.SOFT if compat.is_float32(var) else None
         return Value(array, state, Kind.GIVEN, origin=origin)
 
     def constant(self, var: Var, array: Array) -> Value:
-        """Returns a constant; one with elements too large for 16 bits is HARD."""
+        """Returns a constant's value; HARD if an element is too large for 16 bits."""
         value = self.given(var, array, Constant())
         if value.state is State.SOFT and not compat.is_tracer(array):
             numbers = np.asarray(array)
@@ -61,18 +61,18 @@ class Casts:
                 low = numbers.astype(self.low_dtype).astype(np.float32)
             too_large = numbers[np.isfinite(numbers) & ~np.isfinite(low)]
             if too_large.size:
-                # As a number of the program: it saturates where all is low.
+                # Like a number of the program, it saturates if everything is low.
                 value.state, value.kind = State.HARD, Kind.LITERAL
                 value.origin = Number(float(too_large.flat[0]), is_element=True)
         return value
 
     def literal(self, atom: Literal) -> Value:
-        """Returns a number of the program; HARD if 16 bits cannot hold it."""
+        """Returns the value of a literal; HARD if 16 bits cannot represent it."""
         is_real = jnp.issubdtype(compat.dtype_of(atom), jnp.floating)
         is_real |= compat.is_integer(atom)
         fits = not is_real or _fits(_as_float32(atom.val), self.low_dtype)
         if not compat.is_float32(atom):
-            # One that does not fit is judged here for what it may be converted to.
+            # A number that does not fit the compute dtype is HARD.
             kind = Kind.LITERAL if fits else Kind.COMPUTED
             return Value(compat.as_array(atom.val), None, kind)
         number: Any = _as_float32(atom.val)
@@ -84,7 +84,7 @@ class Casts:
         return Value(number, state, kind, origin=Number(float(number)))
 
     def full(self, value: Value) -> Array:
-        """Returns a value as it was traced."""
+        """Returns the array of a value in its traced dtype."""
         if value.state is not State.LOW:
             return value.array
         if value.raised is None:  # Once: the gradients of its uses add up in float32.
@@ -92,7 +92,7 @@ class Casts:
         return value.raised
 
     def low(self, value: Value) -> Array:
-        """Returns a float32 value in the compute dtype, and any other as it is."""
+        """Returns the array of a value; if it is float32, in the compute dtype."""
         if value.state is None or value.state is State.LOW:
             return value.array
         if value.kind is not Kind.COMPUTED:
@@ -127,7 +127,7 @@ def _as_float32(number: float) -> np.float32:
 
 
 def _fits(number: np.float32, dtype: Dtype) -> bool:
-    """Whether a number does not overflow, vanish, or become one in a dtype."""
+    """Whether a number does not become infinite, zero or one in a dtype."""
     with np.errstate(over="ignore"):
         low = np.float32(number.astype(dtype))
     if not np.isfinite(number):

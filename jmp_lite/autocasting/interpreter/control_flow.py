@@ -1,4 +1,4 @@
-"""Branches and loops: cond, scan, while, and loops that are written out as calls."""
+"""Runs branches and loops: cond, scan, while, and unrolled loops."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,17 +31,17 @@ from jmp_lite.autocasting.passes import rematerialize, scan_weight_gradients
 
 
 def run_cond(walk: Walk, call: Call) -> list[Value]:
-    """Runs branches, whose results are joined."""
-    eqn, (index, *operands), wanted, path = call
+    """Runs the branches of a cond, and joins their results."""
+    eqn, (index, *operands), result_readers, path = call
 
     traced = compat.branches_of(eqn)
-    branches = [convert(walk, each, operands, wanted, path) for each in traced]
+    branches = [convert(walk, each, operands, result_readers, path) for each in traced]
     joined = join_all([branch.specs for branch in branches])
     forced = dict(enumerate(joined))
     branches = [
         branch
         if branch.specs == joined
-        else convert(walk, each, operands, wanted, path, forced=forced)
+        else convert(walk, each, operands, result_readers, path, forced=forced)
         for each, branch in zip(traced, branches, strict=True)
     ]
     jaxprs = tuple(branch.jaxpr for branch in branches)
@@ -71,17 +71,18 @@ def run_scan(walk: Walk, call: Call) -> list[Value]:
 
 
 def _settled(walk: Walk, call: Call, loop: Loop) -> tuple[Call, Converted]:
-    """Returns a loop's body, and the call of it with its carries as the body has them.
+    """Returns a loop's converted body, and the call with its carries in their dtypes.
 
-    A carry that may follow starts low, and is raised where the body makes it hard. One
-    that is written into is low if what is written is, whatever it starts from.
+    A carry with the slot FOLLOW starts low, and is raised if the body makes it hard. A
+    carry with the slot WRITTEN is low if the body writes low values into it, whatever
+    its initial value is.
     """
-    eqn, operands, wanted, path = call
+    eqn, operands, result_readers, path = call
     numbers, n_carry = list(loop.carries), len(loop.carries)
     at = slice(numbers[0], numbers[0] + n_carry) if numbers else slice(0)
-    is_read = uses.are_read(wanted[:n_carry])
+    is_read = uses.are_read(result_readers[:n_carry])
     carries = classify(walk.at, loop, is_read, path)
-    readers = [*uses.of_carries(carries), *wanted[n_carry:]]
+    readers = [*uses.of_carries(carries), *result_readers[n_carry:]]
     specs = [
         _carry(value, slot is not Slot.FULL)
         for value, (slot, _) in zip(operands[at], carries, strict=True)
@@ -123,7 +124,7 @@ def _settled(walk: Walk, call: Call, loop: Loop) -> tuple[Call, Converted]:
 
 
 def run_while(walk: Walk, call: Call) -> list[Value]:
-    """Runs a while, as it was traced where a float ends it."""
+    """Runs a while; as traced if its condition depends on a float."""
     eqn, operands, path = call.eqn, call.operands, call.path
     if decision := decide_to_keep(walk.at, eqn, path):
         return keep(walk, call, decision)
@@ -144,7 +145,7 @@ def run_while(walk: Walk, call: Call) -> list[Value]:
 
 
 def _invariant(walk: Walk, value: Value) -> Value:
-    """Returns what a loop reads at every step: float32, cast at each use.
+    """Returns a value that every step of a loop reads: float32, cast at each use.
 
     Otherwise its gradient would add up in 16 bits over the steps.
     """
@@ -162,7 +163,7 @@ def _carry(value: Value, is_low: bool) -> Spec:
 def _recast(
     walk: Walk, values: Sequence[Value], specs: Sequence[Spec], loop: Eqn
 ) -> list[Value]:
-    """Returns values as the specs say; the loop is the origin of what changes."""
+    """Returns values cast to their specs; the loop is the origin of a changed value."""
     origins = [
         value.origin if value.state is spec[0] else loop
         for value, spec in zip(values, specs, strict=True)

@@ -1,7 +1,7 @@
-"""A sub-jaxpr converted for what its inputs are held in, and remembered.
+"""Converts sub-jaxprs for the states of their inputs, and remembers the results.
 
-Rebinding a jaxpr with operands of other dtypes is not checked by JAX, so each one is
-converted for exactly the dtypes that it is bound to.
+JAX does not check a jaxpr that is bound to operands of other dtypes. So each jaxpr is
+converted for exactly the dtypes of its operands.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from jmp_lite.autocasting.passes import upcasts
 from jmp_lite.autocasting.rules.rules import Rules
 
 Given: TypeAlias = tuple[tuple[Spec, ...], tuple[Lineage | None, ...]]
-"""What the inputs of a jaxpr are held in, and what they are functions of."""
+"""The specs and the lineages of the inputs of a jaxpr."""
 
 
 class Walk(Protocol):
-    """What the files below need of the interpreter, which imports them."""
+    """The part of the interpreter that the handlers need."""
 
     rules: Rules
     at: RuleLookup
@@ -56,7 +56,7 @@ class Walk(Protocol):
     def recording(
         self,
     ) -> contextlib.AbstractContextManager[list[DecisionRecord | RecordsInside]]:
-        """Yields the list of what is decided inside."""
+        """Yields the list of decisions that are made inside of the block."""
         ...
 
     def run(
@@ -72,18 +72,18 @@ class Walk(Protocol):
 
 
 class Call(NamedTuple):
-    """An equation that holds a jaxpr, and where and on what it is met.
+    """An equation that contains a jaxpr, with its operands and its path.
 
     Attributes:
       eqn: the equation.
       operands: the values of its operands.
-      wanted: the readers of its results.
-      path: the scopes that it stands in.
+      result_readers: the readers of its results.
+      path: its path.
     """
 
     eqn: Eqn
     operands: Sequence[Value]
-    wanted: Sequence[Readers]
+    result_readers: Sequence[Readers]
     path: str
 
 
@@ -92,14 +92,14 @@ class Converted(NamedTuple):
 
     Attributes:
       jaxpr: the jaxpr, closed.
-      specs: what its results are.
-      made: what they would be if nothing were forced.
-      origins: where they come from, as ``Value.origin`` says it inside of the jaxpr.
-      records: what was decided in it.
-      raised: the inputs that it takes in float32 although they are low, because all
-        that it does with them is to raise them.
-      lineages: what its results are functions of, with the numbers of inputs for their
-        roots; empty if the equation is no mere call.
+      specs: the states and kinds of its results.
+      made: the specs that the results would have if none were forced.
+      origins: the origins of the results, as ``Value.origin`` inside of the jaxpr.
+      records: the decisions inside.
+      raised: the low inputs that it takes in float32, because it only casts them to
+        float32.
+      lineages: the lineages of the results, with numbers of inputs as their roots;
+        empty if the equation is not a mere call.
     """
 
     jaxpr: Jaxpr
@@ -115,7 +115,7 @@ def convert(
     walk: Walk,
     jaxpr: Jaxpr,
     operands: Sequence[Value],
-    wanted: Sequence[Readers],
+    result_readers: Sequence[Readers],
     path: str,
     name: str = "",
     forced: Mapping[int, Spec] | None = None,
@@ -123,28 +123,30 @@ def convert(
 ) -> Converted:
     """Returns a jaxpr in mixed precision.
 
-    The same jaxpr under the same rules, operands and readers is converted once, so that
-    a block which is called many times is lowered once.
+    A jaxpr with the same rules, operands and readers is converted once, so a block that
+    is called many times is lowered once.
 
     Args:
-      walk: the walk that comes to it.
+      walk: the interpreter.
       jaxpr: the jaxpr, closed or open.
-      operands: what it will be bound to.
-      wanted: the readers of its results.
-      path: the scopes that the equation stands in which holds it.
-      name: the scope that it is itself, if it has a name.
-      forced: what some of its results have to be, by number.
-      is_call: whether the equation is a mere call: a function of one 16-bit value may
-        then begin outside of it and end inside, or the other way round.
+      operands: the operands of the call.
+      result_readers: the readers of its results.
+      path: the path of the equation that contains it.
+      name: the scope of the jaxpr itself, if it has a name.
+      forced: the required specs of some results, by number.
+      is_call: whether the equation is a mere call. Then a function of one 16-bit value
+        may begin outside of it and end inside, or the reverse.
     """
     inside, region = compat.join(path, name), walk.at.region(path)
     states = tuple(value.spec for value in operands)
     rules_inside = walk.at.inside(jaxpr, inside)
-    wanted = tuple(Readers.OTHER if r & Readers.OTHER else r for r in wanted)
+    result_readers = tuple(
+        Readers.OTHER if r & Readers.OTHER else r for r in result_readers
+    )
     forced = forced or {}
     as_forced = tuple(forced.items())
-    key = (id(jaxpr), wanted, rules_inside, region is None, as_forced)
-    # The jaxpr is kept with the answer, so that its id stays its own.
+    key = (id(jaxpr), result_readers, rules_inside, region is None, as_forced)
+    # The jaxpr is stored with the result, so that its id is not reused.
     _, known = walk.memo.setdefault(key, (jaxpr, {}))
     lineages = _lineages_inside(operands) if is_call else (None,) * len(operands)
     given = (states, lineages)
@@ -154,14 +156,16 @@ def convert(
             values = as_values(arrays, states, [Input(i) for i in range(len(arrays))])
             for value, lineage in zip(values, lineages, strict=True):
                 value.lineage = lineage
-            results = walk.run(jaxpr, values, wanted, inside, region)
-            return results if is_call else leave_functions(walk, results, wanted)
+            results = walk.run(jaxpr, values, result_readers, inside, region)
+            return (
+                results if is_call else leave_functions(walk, results, result_readers)
+            )
 
         new = _converted(walk, jaxpr, states, run, forced)
         new = new if is_call else new._replace(lineages=())
         if name and "upcasts" in walk.rules.passes:
             new = _raised_outside(walk, new, states)
-            # A checkpoint would keep a raised input in float32.
+            # A checkpoint would save an upcast input in float32.
             if not any(compat.op_of(e) in compat.REMAT for e, _ in equations(jaxpr)):
                 new = _shared(new, states, known)
         known[given] = new
@@ -175,7 +179,7 @@ def _converted(
     run: Callable[..., list[Value]],
     forced: Mapping[int, Spec],
 ) -> Converted:
-    """Returns what running a jaxpr on values of some states makes of it."""
+    """Returns the jaxpr in mixed precision for operands in these states."""
     specs: list[Spec] = []
     made: list[Spec] = []
     origins: list[Origin] = []
@@ -208,8 +212,11 @@ def _converted(
 
 
 def _raised_outside(walk: Walk, new: Converted, states: Sequence[Spec]) -> Converted:
-    """Returns a conversion whose caller raises the inputs that it would only raise."""
-    # Outside they are raised once, and the gradients of all uses add up in float32.
+    """Returns a conversion whose caller casts some inputs to float32.
+
+    These are the inputs that the jaxpr only casts to float32.
+    """
+    # The upcast is outside, once, so the gradients of all uses add up in float32.
     are_low = {i for i, (state, _) in enumerate(states) if state is State.LOW}
     raised = upcasts.only_raised(new.jaxpr) & are_low
     walk.note_pass("upcasts", bool(raised))
@@ -217,7 +224,7 @@ def _raised_outside(walk: Walk, new: Converted, states: Sequence[Spec]) -> Conve
 
 
 def leave_functions(
-    walk: Walk, values: Sequence[Value], wanted: Sequence[Readers]
+    walk: Walk, values: Sequence[Value], result_readers: Sequence[Readers]
 ) -> list[Value]:
     """Casts the results of functions of one 16-bit value to 16 bits.
 
@@ -227,12 +234,12 @@ def leave_functions(
         Value(walk.casts.low(value), State.LOW, origin=value.origin)
         if value.is_rejoined and not readers.want_float32
         else value
-        for value, readers in zip(values, wanted, strict=True)
+        for value, readers in zip(values, result_readers, strict=True)
     ]
 
 
 def _lineages_inside(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
-    """Returns the lineages of operands inside of a call, where roots are numbers."""
+    """Returns the lineages of operands inside of a call, with numbers as roots."""
     numbers: dict[object, InputRoot] = {}
     found: list[Lineage | None] = []
     for value in operands:
@@ -259,7 +266,7 @@ def _lineages_outside(
     found: list[Lineage | None] = []
     for lineage in lineages:
         if lineage is not None and lineage.roots is not None:
-            # Each call makes the 16-bit values inside of it anew.
+            # Each call makes new 16-bit values inside.
             roots = [outside.setdefault(root, object()) for root in lineage.roots]
             lineage = lineage._replace(roots=frozenset(roots))
         found.append(lineage)
@@ -271,10 +278,10 @@ def _shared(
     states: tuple[Spec, ...],
     known: Mapping[Given, Converted],
 ) -> Converted:
-    """Returns a conversion, with the jaxpr of an earlier one that computes the same.
+    """Returns a conversion, with the jaxpr of an earlier equivalent one.
 
-    The first block of a stack has a float32 input, and the others have 16-bit ones. If
-    each equation runs alike in both conversions, the caller raises the input of the
+    The first block of a stack has a float32 input, and the others have 16-bit inputs.
+    If each equation runs alike in both conversions, the caller casts the input of the
     others to float32, and JAX lowers all blocks as one function.
     """
     for (others, _), old in known.items():
@@ -298,7 +305,7 @@ def as_values(
     specs: Sequence[Spec],
     origins: Sequence[Origin] | None = None,
 ) -> list[Value]:
-    """Returns arrays as values that are what the specs say."""
+    """Returns arrays as values with the given specs."""
     return [
         Value(array, state, kind, origin=origin)
         for array, (state, kind), origin in zip(
@@ -314,7 +321,7 @@ def results_of_call(
     converted: Converted,
     times: int | None = 1,
 ) -> list[Value]:
-    """Returns the results of an equation, and notes what was decided inside of it."""
+    """Returns the results of an equation, and records the decisions inside of it."""
     origins = [value.origin for value in call.operands]
     walk.record(RecordsInside(call.eqn, converted.records, origins, times))
     outer = [origin_outside(origin, call.operands) for origin in converted.origins]
@@ -327,27 +334,27 @@ def results_of_call(
 
 
 def origin_outside(origin: Origin, operands: Sequence[Value]) -> Origin:
-    """Returns where a value comes from that inside is the number of an input."""
+    """Returns the origin outside of a jaxpr for an origin inside of it."""
     return operands[origin.number].origin if isinstance(origin, Input) else origin
 
 
 def arrays_of(operands: Sequence[Value]) -> list[Array]:
-    """Returns the arrays of values, in the dtypes that those are held in."""
+    """Returns the arrays of values, in the dtypes of their states."""
     return [value.array for value in operands]
 
 
 def as_spec(walk: Walk, value: Value, spec: Spec) -> Array:
-    """Returns the array of a value, cast to what a spec says."""
+    """Returns the array of a value, cast to a spec."""
     return walk.casts.low(value) if spec[0] is State.LOW else walk.casts.full(value)
 
 
 def as_specs(walk: Walk, values: Sequence[Value], specs: Sequence[Spec]) -> list[Array]:
-    """Returns the arrays of values, each cast to what its spec says."""
+    """Returns the arrays of values, each cast to its spec."""
     return [as_spec(walk, v, spec) for v, spec in zip(values, specs, strict=True)]
 
 
 def join_all(rows: Sequence[Sequence[Spec]]) -> tuple[Spec, ...]:
-    """Returns what values are where branches join, of which each row is one."""
+    """Returns the joined specs of branches; each row is one branch."""
     return tuple(_join(column) for column in zip(*rows, strict=True))
 
 
@@ -358,7 +365,7 @@ def _join(specs: Sequence[Spec]) -> Spec:
 
 
 def keep(walk: Walk, call: Call, decision: Decision) -> list[Value]:
-    """Binds an equation as it was traced, with all that it holds."""
+    """Binds an equation, and everything inside of it, as traced."""
     walk.record(DecisionRecord(call.eqn, decision))
     arrays = compat.bind(call.eqn, [walk.casts.full(value) for value in call.operands])
     return [

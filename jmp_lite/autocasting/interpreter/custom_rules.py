@@ -1,7 +1,6 @@
-"""Functions with derivative or batching rules of their own.
+"""Runs functions with derivative or batching rules of their own.
 
-The function and its rules are converted inside, and see the dtypes that they were
-traced with.
+The function and its rules are converted inside. They see the dtypes of their traces.
 """
 
 from collections.abc import Sequence
@@ -29,12 +28,12 @@ from jmp_lite.autocasting.jaxprs.types import Array, Aval, Function, Jaxpr, PyTr
 
 def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
     """Binds a function with a ``jvp`` rule, both converted inside."""
-    eqn, operands, wanted, path = call
+    eqn, operands, result_readers, path = call
     jaxpr = compat.body_of(eqn)
     if decision := decide_to_keep(walk.at, eqn, path):
         return keep(walk, call, decision)
     states = [value.spec for value in operands]
-    inside = convert(walk, jaxpr, operands, wanted, path)
+    inside = convert(walk, jaxpr, operands, result_readers, path)
     specs = inside.specs
 
     def replace(fun: Function, jvp: Function) -> PyTree:
@@ -58,9 +57,9 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
 
 
 def run_custom_vjp(walk: Walk, call: Call) -> list[Value]:
-    """Binds it to what its operands are held in; each function is low inside."""
+    """Binds a ``custom_vjp`` to its operands, with its functions converted."""
     inside = convert(
-        walk, compat.body_of(call.eqn), call.operands, call.wanted, call.path
+        walk, compat.body_of(call.eqn), call.operands, call.result_readers, call.path
     )
 
     def replace(fun: Function, fwd: Function, bwd: Function) -> PyTree:
@@ -75,14 +74,14 @@ def run_custom_vjp(walk: Walk, call: Call) -> list[Value]:
 class _LowVjp:
     """The three functions of a custom_vjp in mixed precision.
 
-    Residuals wait for the backward pass in the dtype that they have in the forward one.
+    Residuals are saved in the dtype that they have in the forward pass.
 
     Args:
       walk: the interpreter.
       call: the equation.
       inside: its function, converted.
-      fwd: its forward function, as the user wrote it.
-      bwd: its backward function, likewise.
+      fwd: the user's forward function.
+      bwd: the user's backward function.
     """
 
     def __init__(
@@ -95,11 +94,11 @@ class _LowVjp:
         self._bwd = bwd
         self._jaxpr = compat.body_of(call.eqn)
         self._specs = tuple(value.spec for value in call.operands)
-        # Of each residual that is no operand: what it is, or None for a number.
+        # For each residual that is not an operand: its spec, or None for a number.
         self._computed: list[Spec | None] = []
 
     def functions(self) -> tuple[Function, Function, Function]:
-        """Returns the function, its forward and its backward function."""
+        """Returns the function, its forward function and its backward function."""
         return self._function, self._forward, self._backward
 
     def _function(self, *arrays: Array) -> list[Array]:
@@ -117,7 +116,7 @@ class _LowVjp:
 
         values = as_values(args[::2], self._specs)
         avals = [var.aval for var in compat.parts(self._jaxpr).invars]
-        out = self._follow(flat, values, avals, self._call.wanted)
+        out = self._follow(flat, values, avals, self._call.result_readers)
         kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
         self._computed = [
             (one.state, Kind.COMPUTED) if isinstance(one, Value) else None
@@ -128,9 +127,9 @@ class _LowVjp:
 
     def _backward(self, *args: PyTree) -> PyTree:
         """Runs ``bwd`` on residuals and cotangents."""
-        held = compat.forwarded_residuals(self._call.eqn, len(self._computed))
+        forwarded = compat.forwarded_residuals(self._call.eqn, len(self._computed))
         fresh = iter(self._computed)
-        kept = [next(fresh) if i is None else self._specs[i] for i in held]
+        kept = [next(fresh) if i is None else self._specs[i] for i in forwarded]
         given = [*kept, *((s, Kind.COMPUTED) for s, _ in self._inside.specs)]
         # Python numbers are not traced, because bwd may branch on them.
         is_array = [spec is not None for spec in given]
@@ -150,7 +149,7 @@ class _LowVjp:
 
         grads = self._follow(flat, values, list(map(_type_as_traced, values)))
         n_operands = len(self._specs)
-        # JAX puts what it logs of a backward pass behind the gradients.
+        # JAX appends the logs of a backward pass to the gradients.
         grads[:n_operands] = [
             _out(self._walk, grad, spec)
             for grad, spec in zip(grads[:n_operands], self._specs, strict=True)
@@ -163,17 +162,19 @@ class _LowVjp:
         fun: Function,
         values: Sequence[Value],
         avals: Sequence[Aval],
-        wanted: Sequence[Readers] = (),
+        result_readers: Sequence[Readers] = (),
     ) -> list[PyTree]:
         path = self._call.path
-        return _follow(self._walk, fun, values, avals, self._jaxpr, path, wanted)
+        return _follow(
+            self._walk, fun, values, avals, self._jaxpr, path, result_readers
+        )
 
 
 def run_custom_vmap(walk: Walk, call: Call) -> list[Value]:
-    """Binds a function with a rule for ``vmap``, which is low inside too."""
-    eqn, operands, wanted, path = call
+    """Binds a function with a rule for ``vmap``, both converted inside."""
+    eqn, operands, result_readers, path = call
     jaxpr, states = compat.body_of(eqn), [value.spec for value in operands]
-    inside = convert(walk, jaxpr, operands, wanted, path)
+    inside = convert(walk, jaxpr, operands, result_readers, path)
 
     def low_rule(batched: Function, *arrays: Array) -> list[Array]:
         values = as_values(arrays, states)
@@ -201,24 +202,25 @@ def _follow(
     avals: Sequence[Aval],
     like: Jaxpr,
     path: str,
-    wanted: Sequence[Readers] = (),
+    result_readers: Sequence[Readers] = (),
 ) -> list[PyTree]:
     """Runs a function of a derivative rule under the rules.
 
-    It is traced with the types it was written for, then walked. Symbolic zeros and
-    whatever is no array reach it, and leave it, as they are.
+    It is traced with its original types and then interpreted. Symbolic zeros and items
+    that are not arrays pass unchanged, in both directions.
 
     Args:
-      walk: the walk that comes to it.
-      fun: takes arrays and symbolic zeros, and returns a list.
-      values: what it is called on.
-      avals: the types that it was written for.
+      walk: the interpreter.
+      fun: a function of arrays and symbolic zeros that returns a list.
+      values: its arguments.
+      avals: its original types.
       like: the jaxpr that it belongs to.
-      path: the scopes that it stands in.
-      wanted: the readers of its last results; anything may read those before.
+      path: its path.
+      result_readers: the readers of its last results; the results before may have any
+        readers.
 
     Returns:
-      A ``Value`` for each array that ``fun`` returns, everything else as it came.
+      A ``Value`` for each array that ``fun`` returns; other items unchanged.
     """
     live = [
         i for i, value in enumerate(values) if not compat.is_symbolic_zero(value.array)
@@ -239,8 +241,8 @@ def _follow(
         return [item for item in out if _is_array(item)]
 
     jaxpr = compat.trace(traced, [avals[i] for i in live], like)
-    n_before = len(compat.parts(jaxpr).outvars) - len(wanted)
-    readers = [*[Readers.OTHER] * n_before, *wanted]
+    n_before = len(compat.parts(jaxpr).outvars) - len(result_readers)
+    readers = [*[Readers.OTHER] * n_before, *result_readers]
     region = walk.at.region(path)
     results = iter(walk.run(jaxpr, [values[i] for i in live], readers, path, region))
     return [next(results) if item is None else item for item in others]
@@ -266,5 +268,5 @@ def _boxed(item: PyTree) -> PyTree:
 
 
 def _is_array(item: PyTree) -> bool:
-    """Whether an item is an array or a typed number, and no symbolic zero."""
+    """Whether an item is an array or a typed number, not a symbolic zero."""
     return hasattr(item, "dtype") and not compat.is_zero(item)

@@ -1,8 +1,8 @@
-"""Every decision there is: in which precision an equation runs, and what a carry is.
+"""Makes every decision: the precision of an equation, and the slot of a carry.
 
-Each function here is pure: it reads the rules, an equation, what its operands are held
-in, who reads its results and the path that it stands in, and returns a value.
-``autocast`` and ``explain`` both go through them.
+Each function here is pure. It reads the rules, an equation, the states of its operands,
+the readers of its results, and its path. ``autocast`` and ``explain`` both use these
+functions.
 """
 
 import enum
@@ -44,13 +44,13 @@ from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules, asks_for_low
 
 
 def changes_nothing(rules: Rules, paths: Iterable[str]) -> bool:
-    """Whether rules leave a whole program as it was traced.
+    """Whether rules leave a whole program as traced.
 
     Args:
       rules: the rules.
-      paths: those of the program's equations.
+      paths: the paths of the program's equations.
     """
-    # Marks win over rules that lower nothing; one that asks for float32 changes none.
+    # Marks win over rules that lower nothing. A mark for float32 changes nothing here.
     return rules.is_identity and not any(LOW_SCOPE in p.split("/") for p in paths)
 
 
@@ -64,14 +64,14 @@ def decide(
     readers: Readers,
     path: str,
 ) -> Decision:
-    """Decides how an equation runs that holds no jaxpr to enter.
+    """Decides how an equation runs, if it contains no jaxpr to convert.
 
     Args:
-      rules: what the rules say, by path.
+      rules: the rules, by path.
       eqn: the equation.
       operands: the states and origins of its operands.
-      readers: who reads its results.
-      path: the scopes that it stands in.
+      readers: the readers of its results.
+      path: its path.
     """
     op = rules.op_decided_as(eqn, path)
     if op == "convert_element_type":
@@ -96,7 +96,7 @@ def decide(
 
 
 def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
-    """Whether the rules run an equation low, whatever its operands are."""
+    """Whether the rules run an equation low, for any operands."""
     op = rules.op_decided_as(eqn, path)
     if not rules.match(op, path).precision.lowers:
         return False
@@ -104,9 +104,9 @@ def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
 
 
 def follows(match: RuleMatch) -> bool:
-    """Whether an op runs in float32 where all that reads its result demands that.
+    """Whether an op runs in float32 if all readers of its result demand it.
 
-    One whose precision is the default of the rules does, even if that is ``LOW``.
+    An op with the default precision of the rules does, even if that is ``LOW``.
     """
     if match.precision in (Precision.FOLLOW, Precision.WIDEST):
         return True
@@ -135,13 +135,13 @@ def _by_class(
         return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
     state, leader = _joined(op, precision, operands)
     if op in POSITIONAL:
-        # Positions need their digits going in, not coming out.
+        # The operand (a position) needs its digits, the result does not.
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
     if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
         return _low(op, Reason.ROUNDS_NOTHING, leader)
     if readers.want_float32:
-        held = State.SOFT if state is State.SOFT else State.HARD
-        return Decision(Run.FULL, held, Reason.READ_IN_FLOAT32)
+        kept = State.SOFT if state is State.SOFT else State.HARD
+        return Decision(Run.FULL, kept, Reason.READ_IN_FLOAT32)
     if state is State.LOW:
         return _low(op, Reason.FOLLOWS_LOW, leader)
     if precision is Precision.FOLLOW and _is_one_function(operands):
@@ -154,7 +154,7 @@ def _by_class(
 def _low(
     op: str, reason: Reason, leader: int | None = None, match: RuleMatch | None = None
 ) -> Decision:
-    # In float32 for its derivative, and its result is cast.
+    # It runs in float32 for its derivative, and its result is cast.
     run = Run.FULL if op in ADDED_UP else Run.LOW
     return Decision(run, State.LOW, reason, leader, match)
 
@@ -162,9 +162,9 @@ def _low(
 def _joined(
     op: str, precision: Precision, operands: Sequence[Operand]
 ) -> tuple[State, int | None]:
-    """Returns the state of an op that follows, and which operand it follows."""
+    """Returns the state of an op that follows, and the operand that it follows."""
     joined, leader = State.SOFT, None
-    # As a branch of a selection, the end of the range is that of the other branch.
+    # As a branch of a selection, the end of the range becomes the end of the other's.
     ends = op == "select_n" and any(o.state is State.LOW for o in operands)
     stays_inside = op in INSIDE_OF_FUNCTIONS or any(
         o.state is State.LOW for o in operands
@@ -190,17 +190,19 @@ def _is_one_function(operands: Sequence[Operand]) -> bool:
     In a norm or a softplus, a float32 value is computed from a 16-bit one, and an op
     reads both. That op is part of the function, and so are ops on its result.
     """
-    held = [o for o in operands if o.state is not State.SOFT and o.kind is not Kind.END]
-    is_joined = any(o.lineage.is_rejoined for o in held) or (
-        {o.state for o in held} == {State.LOW, State.HARD}
+    decided = [
+        o for o in operands if o.state is not State.SOFT and o.kind is not Kind.END
+    ]
+    is_joined = any(o.lineage.is_rejoined for o in decided) or (
+        {o.state for o in decided} == {State.LOW, State.HARD}
     )
-    return is_joined and bool(roots_of(held))
+    return is_joined and bool(roots_of(decided))
 
 
 def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
-    """Returns the one 16-bit value that operands are functions of, or no value.
+    """Returns the only 16-bit value that operands are functions of, or an empty set.
 
-    None if there are several, or if one operand is float32 for other reasons.
+    None if there are several, or if an operand is float32 for other reasons.
     """
     found = frozenset[object]()
     for operand in operands:
@@ -211,10 +213,10 @@ def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
 
 
 def lineage_of(decision: Decision, operands: Sequence[Operand]) -> Lineage | None:
-    """Returns what the float32 results of an equation are functions of.
+    """Returns the lineage of the float32 results of an equation.
 
     Args:
-      decision: how the equation runs.
+      decision: the decision for the equation.
       operands: its operands.
     """
     floats = [o for o in operands if o.state is not None]
@@ -241,10 +243,10 @@ _TRACKED = (
 
 
 def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> bool:
-    """Whether an op on 16-bit operands has the result that it has in float32.
+    """Whether an op on 16-bit operands has the same result as in float32.
 
-    That is a choice among 16-bit numbers; and a scale by a power of two, in bfloat16,
-    whose exponents are float32's.
+    This is the case for a choice among 16-bit numbers. In bfloat16, which has float32's
+    exponents, it is also the case for a scale by a power of two.
     """
     if op == "select_n":
         return all(
@@ -252,7 +254,7 @@ def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> b
         )
     if op not in ("mul", "div") or low_dtype != jnp.bfloat16:
         return False
-    if len(operands) < 2:  # The other has 16 bits in the function itself.
+    if len(operands) < 2:  # The function itself casts the other one to 16 bits.
         return False
     one, other = operands
     if op == "mul" and isinstance(one.origin, Number):
@@ -266,9 +268,9 @@ def _is_power_of_two(number: Origin) -> bool:
 
 
 def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:
-    """Whether an op is given other floats than float32.
+    """Whether an op has floating-point operands of another dtype than float32.
 
-    Those of the compute dtype are welcome beside float32 ones.
+    The compute dtype is allowed next to float32.
     """
     others = [
         compat.dtype_of(atom)
@@ -291,14 +293,14 @@ def decide_product(
     readers: Readers,
     path: str,
 ) -> Decision | None:
-    """Decides of a product that is float32 although its class is low; else None.
+    """Decides a product that is float32 although its class is low; else returns None.
 
     Args:
-      rules: what the rules say, by path.
+      rules: the rules, by path.
       eqn: an equation.
-      operands: its operands; none where they are not known.
-      readers: who reads its result.
-      path: the scopes that it stands in.
+      operands: its operands; empty if they are unknown.
+      readers: the readers of its result.
+      path: its path.
     """
     params, op = compat.product_params(eqn), rules.op_decided_as(eqn, path)
     if params is None or op not in PRODUCTS:
@@ -318,7 +320,7 @@ def decide_product(
 
 
 def demanded_by(readers: Readers) -> Reason | None:
-    """Returns why a product is float32 for its readers; None where it is not."""
+    """Returns why the readers of a product demand float32; None if they do not."""
     if readers & Readers.OTHER:
         return None
     if readers & Readers.INTEGER_CAST:
@@ -330,7 +332,7 @@ def demanded_by(readers: Readers) -> Reason | None:
 
 
 def _asks_for_float32(params: compat.ProductParams) -> bool:
-    """Whether a matrix product asks for more than every other one here gets."""
+    """Whether a matrix product requests more than the ambient precision."""
     if params.result_dtype not in (None, np.dtype("float32")):
         return True
     asked, usual = params.precision, compat.ambient_precision()
@@ -354,10 +356,10 @@ def _in_float8(
     readers: Readers,
     match: RuleMatch,
 ) -> Decision:
-    """Decides of a product for which float8 was asked; one that cannot be is low."""
+    """Decides a product that requests float8; it is low if it does not qualify."""
     reason = _not_in_float8(rules, eqn, operands)
     if reason is None and readers.want_float32:
-        # A scope names the very product, where an op rule means all of them.
+        # A scope names this product, while an op rule names all of them.
         if match.source is RuleSource.SCOPE:
             reason = Reason.FLOAT8_THOUGH_READ_IN_FLOAT32
             return Decision(Run.FLOAT8, State.LOW, reason, match=match)
@@ -370,7 +372,7 @@ def _in_float8(
 def _not_in_float8(
     rules: RuleLookup, eqn: Eqn, operands: Sequence[Operand]
 ) -> Reason | None:
-    """Returns why a product cannot be in float8 or does not gain; None if it does."""
+    """Returns why a product does not qualify for float8; None if it does."""
     if rules.low_dtype != jnp.bfloat16:
         return Reason.FLOAT8_COMPUTE_DTYPE
     if not any(operand.kind is Kind.GIVEN for operand in operands):
@@ -386,15 +388,15 @@ def _not_in_float8(
 
 
 def fits_float8(size: object) -> bool:
-    """Whether matrix units take a size in float8. Of a symbolic one that is unknown."""
+    """Whether matrix units accept a size in float8. False for a symbolic size."""
     return isinstance(size, int) and size > 0 and size % 16 == 0
 
 
 def harmonic_mean(sizes: Sequence[int]) -> float:
     """Returns the harmonic mean of sizes.
 
-    Of the sizes of a product it is three times its multiplications divided by the
-    numbers in its operands and its result: what it computes for what it moves.
+    For the sizes of a product, it is three times the multiplications divided by the
+    elements of operands and result: the ratio of arithmetic to memory traffic.
     """
     return len(sizes) / sum(1 / size for size in sizes)
 
@@ -403,7 +405,7 @@ def harmonic_mean(sizes: Sequence[int]) -> float:
 
 
 def _of_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Decision:
-    """Decides of a cast that the user has written, or JAX for them."""
+    """Decides an existing cast, which the user or JAX has written."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     if not compat.is_float32(var):
         is_float32 = compat.is_float32(atom)
@@ -431,15 +433,15 @@ def _of_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Decisi
 
 
 def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:
-    """Decides whether an equation is run with all it holds as it was traced.
+    """Decides whether an equation, and everything inside of it, runs as traced.
 
     Args:
-      rules: what the rules say, by path.
-      eqn: an equation that holds jaxprs.
-      path: the scopes that it stands in.
+      rules: the rules, by path.
+      eqn: an equation that contains jaxprs.
+      path: its path.
 
     Returns:
-      The decision; None where what it holds is decided op by op.
+      The decision; None if the ops inside are decided one by one.
     """
     op, reason = compat.op_of(eqn), None
     if op == "while" and rules.carry(path) != "follow":
@@ -451,10 +453,10 @@ def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:
 
 
 class Slot(enum.Enum):
-    """What a carry of a loop may be.
+    """The possible precisions of a carry.
 
-    ``LOW``: low, whatever it starts from. ``FOLLOW``: low unless the body makes it
-    hard. ``WRITTEN``: low if what the body writes into it is. ``FULL``: float32.
+    ``LOW``: low, whatever its initial value is. ``FOLLOW``: low unless the body makes
+    it hard. ``WRITTEN``: low if the body writes low values into it. ``FULL``: float32.
     """
 
     LOW = "low"
@@ -464,7 +466,7 @@ class Slot(enum.Enum):
 
 
 class Carry(NamedTuple):
-    """What one carry may be, and why."""
+    """The slot of a carry, and the reason."""
 
     slot: Slot
     reason: Reason
@@ -474,12 +476,12 @@ class CarryFacts(NamedTuple):
     """What the body of a loop does with one carry.
 
     Attributes:
-      is_multiplied: whether low products alone read it in a step.
-      is_multiplied_later: whether they alone do in this step or a later one.
+      is_multiplied: whether only low products read it in a step.
+      is_multiplied_later: whether only low products read it in this step or later ones.
       has_gradient: whether the loop has a backward pass.
       is_of_layers: whether the loop is a stack of layers.
-      is_added_to: whether something else is added to it at each step.
-      last_is_read: whether something besides an output reads its last value.
+      is_added_to: whether each step adds another value to it.
+      last_is_read: whether anything but an output reads its last value.
     """
 
     is_multiplied: bool
@@ -491,12 +493,12 @@ class CarryFacts(NamedTuple):
 
 
 def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> Carry:
-    """Decides what a carry may be: float32, unless there is a reason that it is low.
+    """Decides the slot of a carry: float32, unless there is a reason for a low one.
 
     Args:
-      rules: what the rules say, by path.
+      rules: the rules, by path.
       facts: what the body of the loop does with it.
-      path: the scopes that the loop stands in.
+      path: the path of the loop.
     """
     match, rule = rules.scope(path), rules.carry(path)
     if match and match.source is RuleSource.MARK and match.precision is Precision.LOW:
@@ -509,7 +511,7 @@ def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> Carry:
         if facts.is_multiplied_later and not facts.is_multiplied:
             return Carry(Slot.WRITTEN, Reason.CARRY_CACHE)
         return Carry(Slot.FULL, Reason.CARRY_WHILE)
-    # Low products would cast it anyway: the hidden state of an LSTM.
+    # Low products would cast it anyway, as the hidden state of an LSTM.
     if facts.is_multiplied:
         return Carry(Slot.LOW, Reason.CARRY_PRODUCTS)
     if not facts.is_of_layers:
@@ -522,6 +524,6 @@ def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> Carry:
 
 
 def carry_settled(carry: Carry, state: State) -> Decision:
-    """Returns the decision for a carry, once its state is a fixed point of the loop."""
+    """Returns the decision for a carry whose state is a fixed point of the loop."""
     run = Run.LOW if state is State.LOW else Run.FULL
     return Decision(run, state, carry.reason)

@@ -1,6 +1,6 @@
-"""What a decision is: how an equation runs, and why, as data.
+"""Decisions as data: how an equation runs, and why.
 
-A reason is a code. What it means in words is in ``explain/reasons.py`` alone.
+A reason is a code. Only ``explain/reasons.py`` has its text.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from jmp_lite.autocasting.rules.precision import RuleMatch
 class Run(enum.Enum):
     """The dtype that an equation runs in.
 
-    ``LOW``: the compute dtype. ``FULL``: float32. ``AS_TRACED``: those it was traced
-    in. ``PASS``: each result is its operand, in whatever that is held. ``FLOAT8``: on
-    quantized operands, with a result in the compute dtype.
+    ``LOW``: the compute dtype. ``FULL``: float32. ``AS_TRACED``: the dtypes of the
+    trace. ``PASS``: each result is its operand, in its state. ``FLOAT8``: quantized
+    operands, with a result in the compute dtype.
     """
 
     LOW = "low"
@@ -29,48 +29,48 @@ class Run(enum.Enum):
 
     @property
     def lowers(self) -> bool:
-        """Whether it takes 16 bits, or fewer, of each operand."""
+        """Whether it takes each operand in 16 bits or fewer."""
         return self in (Run.LOW, Run.FLOAT8)
 
 
 class Reason(enum.Enum):
-    """Why an equation runs as it does, or why the carry of a loop is what it is."""
+    """The reason of a decision for an equation or for a carry."""
 
-    # What the rules say alone; the decision's ``match`` is the rule.
+    # The rules alone decide; the decision's ``match`` is the rule.
     RULE = enum.auto()
     HIGHEST_PRECISION = enum.auto()
     CAST_TO_INTEGERS = enum.auto()
     SOLVED = enum.auto()
     PHASE = enum.auto()
-    # Why a product is 16-bit although float8 was asked for.
+    # A product is 16-bit although float8 is requested.
     FLOAT8_COMPUTE_DTYPE = enum.auto()
     FLOAT8_NO_WEIGHT = enum.auto()
     FLOAT8_BATCH = enum.auto()
     FLOAT8_SIZE = enum.auto()
     FLOAT8_SMALL = enum.auto()
     FLOAT8_READ_IN_FLOAT32 = enum.auto()
-    # One that is in float8 because a scope names it.
+    # A product is in float8 because a scope names it.
     FLOAT8_THOUGH_READ_IN_FLOAT32 = enum.auto()
-    # What an equation is.
+    # The equation itself decides.
     NOT_FLOAT32 = enum.auto()
     EFFECTS = enum.auto()
     OTHER_FLOATS = enum.auto()
     PASSES_ON = enum.auto()
     POSITION = enum.auto()
-    # Its operands and its readers.
+    # Its operands and its readers decide.
     ROUNDS_NOTHING = enum.auto()
     READ_IN_FLOAT32 = enum.auto()
     ONE_FUNCTION = enum.auto()
     FOLLOWS_LOW = enum.auto()
     FOLLOWS_FLOAT32 = enum.auto()
     UNDECIDED = enum.auto()
-    # Casts that are written in the function.
+    # Existing casts in the function.
     CAST_TO_OTHER = enum.auto()
     CAST_OF_FLOAT32 = enum.auto()
     CAST_OF_GIVEN = enum.auto()
     CAST_OF_NUMBER = enum.auto()
     CAST_OF_COMPUTED = enum.auto()
-    # Equations that are run with all they hold as they were traced.
+    # Equations that run as traced, with everything inside of them.
     INSIDE = enum.auto()
     ENDS_BY_A_FLOAT = enum.auto()
     ROOT = enum.auto()
@@ -88,16 +88,16 @@ class Reason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How one equation runs, what its float32 results are, and why.
+    """How one equation runs, the state of its float32 results, and the reason.
 
     Attributes:
-      run: the dtype it runs in.
-      state: what its float32 results are held in; None where it has none.
-      reason: why.
-      leader: which of its float32 operands decided, if one did.
-      match: the rule that decided; None where the equation itself, its operands or its
+      run: the dtype that it runs in.
+      state: the state of its float32 results; None if it has none.
+      reason: the reason.
+      leader: the number of the float32 operand that decided; None if none did.
+      match: the rule that decided; None if the equation itself, its operands or its
         readers did.
-      within: the op whose jaxpr is run as it was traced, around this equation.
+      within: the op around this equation whose jaxpr runs as traced.
     """
 
     run: Run
@@ -109,14 +109,14 @@ class Decision:
 
 
 class Operand(NamedTuple):
-    """What stood for an operand or a result.
+    """An operand or a result, without its numbers.
 
     Attributes:
-      state: what it was held in; None for what was not traced in float32.
-      kind: where it came from.
-      origin: what made it what it was held in.
+      state: its state; None if it was not traced in float32.
+      kind: its kind.
+      origin: the origin of its state.
       shape: its shape.
-      lineage: what it is a function of.
+      lineage: its lineage.
     """
 
     state: State | None
@@ -130,11 +130,10 @@ class DecisionRecord(NamedTuple):
     """One decision of an interpretation.
 
     Attributes:
-      eqn: the equation that was decided.
-      decision: what was decided of it.
-      origin: where the operand comes from that decided it, if one did.
-      result: which of its results, where those are decided one by one: the carries of
-        a loop.
+      eqn: the equation.
+      decision: the decision.
+      origin: the origin of the operand that decided; None if none did.
+      result: the number of the result, if results are decided one by one (carries).
       operands: its operands that were traced in float32.
     """
 
@@ -146,13 +145,13 @@ class DecisionRecord(NamedTuple):
 
 
 class RecordsInside(NamedTuple):
-    """The decisions along a jaxpr that an equation holds.
+    """The decisions along a jaxpr that an equation contains.
 
     Attributes:
       eqn: the equation.
       records: the decisions, in order.
-      origins: where the inputs of the jaxpr come from.
-      times: how often the jaxpr is run; None where that is not known.
+      origins: the origins of the inputs of the jaxpr.
+      times: how often the jaxpr runs; None if unknown.
     """
 
     eqn: Eqn
@@ -165,7 +164,7 @@ def run_alike(
     some: "Sequence[DecisionRecord | RecordsInside]",
     others: "Sequence[DecisionRecord | RecordsInside]",
 ) -> bool:
-    """Whether the equations of a jaxpr run alike, whatever the reasons."""
+    """Whether the equations of two jaxprs run alike, whatever the reasons."""
 
     def key(item: DecisionRecord | RecordsInside) -> object:
         if isinstance(item, RecordsInside):

@@ -1,4 +1,4 @@
-"""Binds one equation as it was decided; nothing is decided here."""
+"""Evaluates one equation with its operands cast as its ``Decision`` says."""
 
 import dataclasses
 import math
@@ -25,14 +25,14 @@ def evaluate(
     decision: Decision,
     origin: Origin,
 ) -> list[Value]:
-    """Binds an equation as it was decided.
+    """Evaluates an equation as its decision says.
 
     Args:
-      casts: what casts values.
+      casts: casts values.
       eqn: the equation.
       operands: the values of its operands.
-      decision: how it runs.
-      origin: what makes its results what they are held in.
+      decision: the decision.
+      origin: the origin of the state of its results.
     """
     op = compat.op_of(eqn)
     if op == "convert_element_type":
@@ -76,16 +76,16 @@ def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list
     if compat.op_of(eqn) in MOVING:
         return in_full(*map(casts.full, operands))
 
-    def from_held(*held: Array) -> list[Array]:
+    def from_arrays(*arrays: Array) -> list[Array]:
         return in_full(
             *(
                 casts.full(Value(array, value.state))
-                for array, value in zip(held, operands, strict=True)
+                for array, value in zip(arrays, operands, strict=True)
             )
         )
 
-    # The residuals are its operands as they are held, in 16 bits.
-    again = jax.checkpoint(from_held, prevent_cse=False)
+    # The residuals are its operands in 16 bits.
+    again = jax.checkpoint(from_arrays, prevent_cse=False)
     return again(*(value.array for value in operands))
 
 
@@ -95,7 +95,7 @@ def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
     for value in operands:
         is_spread = op in BROADCASTING and not value.is_number
         if value.state is not None and is_spread and value.array.shape != shape:
-            # In float32, and cast after: JAX's transpose of it is a sum.
+            # In float32, with a cast after it: its transpose in JAX is a sum.
             full = _spread(casts.full(value), shape)
             arrays.append(casts.cast(full, value.saturates))
         else:
@@ -127,12 +127,12 @@ def _in_float8(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> Array:
 
 
 def _is_of_matrices(eqn: Eqn) -> bool:
-    """Whether a product is of matrices, or of many vectors with their matrices.
+    """Whether a product is one of matrices, or a batch of matrix-vector products.
 
-    XLA for CPUs fuses a vector's product with what makes its matrix, and that fusion
-    takes no algorithm (jax 0.10). XLA also aborts on some products with an algorithm
-    that have three batch axes and a contracted size of 1 (jax 0.12 too). The derivative
-    of a product with a vector has such a size.
+    XLA for CPUs fuses the product of a vector with the ops that make its matrix, and
+    that fusion accepts no algorithm (jax 0.10). XLA also aborts on some products with
+    an algorithm, three batch axes and a contracted size of 1 (jax 0.12 too). The
+    derivative of a product with a vector has such a size.
     """
     if compat.op_of(eqn) != "dot_general":
         return False
@@ -164,7 +164,7 @@ def _value(
 def _cast(
     casts: Casts, eqn: Eqn, value: Value, decision: Decision, origin: Origin
 ) -> Value:
-    """Returns the result of a cast that is written in the function."""
+    """Returns the result of an existing cast."""
     (var,), atom = eqn.outvars, eqn.invars[0]
     if not compat.is_float32(var):
         if value.state is State.LOW and compat.dtype_of(var) == casts.low_dtype:
@@ -203,7 +203,7 @@ def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
 
 
 def _takes_one_slice(op: str, operands: Sequence[Value]) -> bool:
-    """Whether an op takes one slice of its first operand, wherever that is."""
+    """Whether an op takes one slice of its first operand, at any position."""
     is_one = op == "gather" and jnp.ndim(operands[1].array) == 1
     return op == "dynamic_slice" or is_one
 
@@ -212,7 +212,7 @@ _SCALING = frozenset(["add", "sub", "mul", "div", "neg"])
 
 
 def _spread(array: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcasts a scalar, or the axes of size 1, to a shape."""
+    """Broadcasts a scalar, or axes of size 1, to a shape."""
     dims = range(len(shape)) if jnp.ndim(array) else ()
     return lax.broadcast_in_dim(array, shape, tuple(dims))
 
@@ -225,7 +225,7 @@ SCATTERS: dict[str, Function] = {
 
 
 def scatter(eqn: Eqn, arrays: Sequence[Array]) -> Array:
-    """Binds a scatter anew, whose combiner is typed, to operands of another dtype."""
+    """Binds a scatter to operands of another dtype, with a combiner of that dtype."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     params = compat.params_named(eqn, names)
     return SCATTERS[compat.op_of(eqn)](*arrays, **params)

@@ -1,14 +1,14 @@
 """Matrix products in float8, which JAX can differentiate any number of times.
 
-An operand is quantized (e4m3), and the product reads the numbers that it then stands
-for, in bfloat16: ``dot(numbers * scale, ...)``. XLA for a GPU with float8 matrix units
-makes one float8 kernel of that; elsewhere the same numbers are multiplied in bfloat16.
-The cotangent of the result is quantized too (e5m2), so that both products of the
-backward pass are float8. In derivatives, rounding counts as the identity.
+An operand is quantized (e4m3), and the product reads its dequantized numbers in
+bfloat16: ``dot(numbers * scale, ...)``. On a GPU with float8 matrix units, XLA compiles
+this to one float8 kernel. Elsewhere the same numbers are multiplied in bfloat16. The
+cotangent of the result is quantized too (e5m2), so both products of the backward pass
+are float8. The derivative of rounding counts as the identity.
 
-A product keeps its quantized operands for the backward pass, a byte a number, and
-dequantizes them again. Their numbers have no derivative. An operand has zeros beside
-them, which no compiled program reads, and whose tangent is that of the operand.
+A product saves its quantized operands for the backward pass, one byte per element, and
+dequantizes them again. The quantized numbers have no derivative. Next to them, an
+operand has zeros, which no compiled program reads and whose tangent is the operand's.
 """
 
 import functools
@@ -27,7 +27,7 @@ class QuantizedOperand(NamedTuple):
     """An operand of a float8 product.
 
     Attributes:
-      quantized: what it is, which has no derivative.
+      quantized: the quantized array, which has no derivative.
       tangent: zeros in its shape and dtype, whose tangent is that of the operand.
     """
 
@@ -36,7 +36,7 @@ class QuantizedOperand(NamedTuple):
 
 
 def quantize_operand(array: Array, dtype: Dtype) -> QuantizedOperand:
-    """Returns an array as an operand.
+    """Returns an array as a quantized operand.
 
     Args:
       array: a 16-bit array.
@@ -47,7 +47,7 @@ def quantize_operand(array: Array, dtype: Dtype) -> QuantizedOperand:
 
 
 def apart(operand: QuantizedOperand, weight: QuantizedOperand) -> QuantizedOperand:
-    """Returns an operand that XLA takes for another one in each product.
+    """Returns an operand that XLA treats as a different one in each product.
 
     XLA merges small products of one operand, such as those for queries, keys and
     values, and has no float8 kernel for a merged product.
@@ -92,7 +92,7 @@ def _stands_for(numbers: Array, scale: Array, tangent: Array) -> Array:
 
 
 TANGENT_OF, DEQUANTIZE = "tangent_of", "dequantize"
-"""Primitives that read nothing of their last operand."""
+"""Primitives that do not read the numbers of their last operand."""
 
 _tangent_of = compat.primitive(TANGENT_OF, _zeros)
 _dequantize = compat.primitive(DEQUANTIZE, _stands_for)
@@ -101,7 +101,7 @@ compat.pass_last_tangent(_dequantize)
 
 
 def is_of_float8(op: str) -> bool:
-    """Whether an op is one of this module, which takes operands of any dtype."""
+    """Whether an op belongs to this module; such ops accept operands of any dtype."""
     return op in (TANGENT_OF, DEQUANTIZE) or op.startswith(_RECEIVED)
 
 
@@ -109,7 +109,7 @@ _RECEIVED = "cotangent_in_"
 
 
 def _dequantized(operand: QuantizedOperand) -> Array:
-    """Returns the numbers of an operand, whose tangent is that of the operand."""
+    """Returns the numbers of an operand, with the tangent of the operand."""
     return _dequantize.bind(*operand.quantized, operand.tangent)
 
 
@@ -118,9 +118,9 @@ def _dot(lhs: Array, rhs: Array, dimensions: Any, backward: Dtype) -> Array:
     """Returns a product whose cotangent is quantized."""
     del backward
     result = _plain_dot(lhs, rhs, dimensions, None)
-    # XLA would compute a gelu in the product's kernel and keep the product beside it,
-    # which its float8 kernels cannot do: it fails. This op changes no number, and
-    # hides the one from the other.
+    # XLA would compute a gelu in the product's kernel and also return the product,
+    # which its float8 kernels cannot do, so compilation fails. This op changes no
+    # number, and separates the two.
     finfo = jax.numpy.finfo(result.dtype)
     return lax.reduce_precision(result, finfo.nexp, finfo.nmant)
 
@@ -130,7 +130,7 @@ def _(
     dimensions: Any, backward: Dtype, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
     (lhs, rhs), (of_lhs, of_rhs) = primals, tangents
-    # By default a float8 kernel adds up in fewer digits than float32's.
+    # By default a float8 kernel accumulates with fewer digits than float32.
     precise = lax.Precision.HIGHEST
     tangent = _plain_dot(of_lhs, rhs, dimensions, precise)
     tangent += _plain_dot(lhs, of_rhs, dimensions, precise)

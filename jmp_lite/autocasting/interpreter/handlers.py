@@ -1,4 +1,4 @@
-"""Which function runs each higher-order primitive."""
+"""Maps each higher-order primitive to the function that runs it."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""What rules say at each path, remembered for one interpretation."""
+"""Looks rules up by path, once for each path of an interpretation."""
 
 import functools
 
@@ -12,13 +12,13 @@ from jmp_lite.autocasting.rules.rules import Rules
 
 
 class RuleLookup:
-    """Looks rules up by path; each path is searched once.
+    """Looks rules up by path; searches each path once.
 
     Args:
       rules: the rules, with the compute dtype of a device.
 
     Attributes:
-      rules: the same.
+      rules: the rules.
       low_dtype: their compute dtype.
     """
 
@@ -33,10 +33,10 @@ class RuleLookup:
         self._paths: dict[int, tuple[Jaxpr, tuple[str, ...]]] = {}
 
     def op_decided_as(self, eqn: Eqn, path: str) -> str:
-        """Returns the op whose rules hold for an equation.
+        """Returns the op whose rules apply to an equation.
 
-        A product that contracts nothing is a multiplication, unless a rule names
-        products where it stands.
+        A product that contracts no axis is a multiplication, unless a rule names
+        products at its path.
         """
         op = compat.op_of(eqn)
         is_outer = op in PRODUCTS and compat.contracts_nothing(eqn)
@@ -45,37 +45,37 @@ class RuleLookup:
         return op
 
     def match(self, op: str, path: str) -> RuleMatch:
-        """Returns the rule that decides of an op where it stands."""
+        """Returns the rule that decides an op at a path."""
         return self._match(op, path)
 
     def scope(self, path: str) -> RuleMatch | None:
-        """Returns the mark or the scope rule that holds in a path, if there is one."""
+        """Returns the mark or the scope rule that matches a path, or None."""
         return self._scope(path)
 
     def region(self, path: str) -> str | None:
-        """Returns the path of the ``FULL_INSIDE`` scope that a path is in, or None."""
+        """Returns the path of the ``FULL_INSIDE`` scope around a path, or None."""
         return self._region(path)
 
     def carry(self, path: str) -> str | None:
-        """Returns what a rule says of the carries of a loop: follow, full or None."""
+        """Returns the rule for the carries of a loop: follow, full or None."""
         return self._carry(path)
 
     def inside(self, jaxpr: Jaxpr, path: str) -> tuple[object, ...]:
-        """Returns what the scope and carry rules say at each place inside of a jaxpr.
+        """Returns the scope and carry rules at each path inside of a jaxpr.
 
-        All that a path decides: a block that stands in many places is converted once
-        where they say the same.
+        Nothing else depends on a path. So a block at many paths is converted once if
+        the rules agree.
         """
         key = (id(jaxpr), path)
         if key not in self._inside:
-            # The jaxpr is kept with the answer, so that its id stays its own.
+            # The jaxpr is stored with the result, so that its id is not reused.
             places = [compat.join(path, inner) for inner in self._paths_inside(jaxpr)]
             found = tuple((self.scope(place), self.carry(place)) for place in places)
             self._inside[key] = (jaxpr, found)
         return self._inside[key][1]
 
     def _paths_inside(self, jaxpr: Jaxpr) -> tuple[str, ...]:
-        """Returns the paths of all equations; of a jaxpr in many places found once."""
+        """Returns the paths of all equations, found once for each jaxpr."""
         if id(jaxpr) not in self._paths:
             found: dict[str, None] = {}
             for eqn in compat.parts(jaxpr).eqns:

@@ -1,7 +1,7 @@
-"""The ``FULL_INSIDE`` scopes of one jaxpr: what enters them, and what leaves.
+"""Handles the ``FULL_INSIDE`` scopes of one jaxpr.
 
-Inside, such a scope is float32. What leaves it is low if anything
-low has entered, unless all that reads it outside is float32 anyway.
+Such a scope is float32 inside. Its result is low if a low value entered, unless all
+readers outside of the scope run in float32 anyway.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ class Regions:
     """Follows the values of one jaxpr into such scopes and out of them.
 
     Args:
-      walk: the walk along the jaxpr.
+      walk: the interpreter.
       parts: the jaxpr.
-      path: the scopes that it stands in.
+      path: its path.
       readers: the readers of each of its values.
       outside: the readers of its outputs.
     """
@@ -40,7 +40,7 @@ class Regions:
         self._read_by: Mapping[Var, list[Eqn | None]] | None = None
 
     def enter(self, operands: Sequence[Value]) -> list[Value]:
-        """Returns what the operands of an op are inside: float32."""
+        """Returns the operands of an op inside of the scope: float32."""
         return [
             Value(
                 self._walk.casts.full(value),
@@ -54,7 +54,7 @@ class Regions:
         ]
 
     def leave(self, atom: Var, value: Value) -> Value:
-        """Returns what a value is outside of its region."""
+        """Returns a value as it is outside of its scope."""
         array, state, kind = value.array, value.state, value.kind
         if self._readers_outside(atom, value.region).want_float32:
             return Value(array, state, kind, origin=value.origin)

@@ -1,8 +1,8 @@
-"""Who reads each value: one backward pass before the interpreter runs.
+"""Finds the readers of each value, in one backward pass before the interpreter runs.
 
-A value is demanded in float32 if all its readers demand it: ops that run in float32,
-comparisons, outputs, and ops that follow whose own results are demanded in float32. One
-other reader, such as a matrix product, is enough that it is not.
+A value is demanded in float32 if all its readers demand it. Such readers are ops that
+run in float32, comparisons, outputs, and ops that follow whose own results are demanded
+in float32. One other reader, such as a matrix product, removes the demand.
 """
 
 import functools
@@ -37,7 +37,7 @@ class UseAnalysis(Backward[Readers]):
     """Finds the readers of every value in a jaxpr, and remembers them.
 
     Args:
-      rules: what the rules say, by path.
+      rules: the rules, by path.
     """
 
     def __init__(self, rules: RuleLookup) -> None:
@@ -47,20 +47,20 @@ class UseAnalysis(Backward[Readers]):
     def variables(
         self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
     ) -> Mapping[Var, Readers]:
-        """Returns the readers of each variable, found once for all equal paths."""
-        # An output that was not traced in float32 is no reader's float32.
+        """Returns the readers of each variable, found once for equal paths."""
+        # An output that was not traced in float32 does not demand float32.
         outputs = [
             readers if compat.is_float32(atom) else Readers.OTHER
             for atom, readers in zip(compat.parts(jaxpr).outvars, outputs, strict=True)
         ]
         key = (id(jaxpr), tuple(outputs), self._rules.inside(jaxpr, path))
         if key not in self._known:
-            # The jaxpr is kept with the answer, so that its id stays its own.
+            # The jaxpr is stored with the result, so that its id is not reused.
             self._known[key] = (jaxpr, super().variables(jaxpr, outputs, path))
         return self._known[key][1]
 
     def nothing(self) -> Readers:
-        """Nothing reads it."""
+        """An unread value has no readers."""
         return Readers.NOBODY
 
     def join(self, one: Readers, other: Readers) -> Readers:
@@ -68,64 +68,64 @@ class UseAnalysis(Backward[Readers]):
         return one | other
 
     def of_predicate(self) -> Readers:
-        """A predicate is not float32."""
+        """A predicate does not demand float32."""
         return Readers.OTHER
 
     def of_equation(
         self, eqn: Eqn, results: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
-        """Returns what an equation is to each of its operands, as a reader.
+        """Returns the kind of reader that an equation is for each of its operands.
 
         Args:
           eqn: an equation of a jaxpr.
           results: the readers of its results.
-          path: the scopes that the jaxpr stands in.
+          path: the path of the jaxpr.
         """
         if compat.op_of(eqn) == "while":
             inside = compat.path_of(eqn, path)
             if decide_to_keep(self._rules, eqn, inside):
                 return [Readers.FULL] * len(eqn.invars)
-        # A value that nothing reads counts as returned.
+        # An unread value counts as returned.
         results = [readers or Readers.OUTPUT for readers in results]
         return super().of_equation(eqn, results, path)
 
     def through(
         self, eqn: Eqn, facts: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
-        """Returns what an op is to each of its operands, as a reader."""
-        op, wanted = self._rules.op_decided_as(eqn, path), of_floats(eqn, facts)
-        return [self._reader(eqn, op, wanted, path)] * len(eqn.invars)
+        """Returns the kind of reader that an op is for each of its operands."""
+        op, readers = self._rules.op_decided_as(eqn, path), of_floats(eqn, facts)
+        return [self._reader(eqn, op, readers, path)] * len(eqn.invars)
 
-    def _reader(self, eqn: Eqn, op: str, wanted: Readers, path: str) -> Readers:
+    def _reader(self, eqn: Eqn, op: str, readers: Readers, path: str) -> Readers:
         match = self._rules.match(op, path)
         if match.precision is Precision.FULL_INSIDE:
-            # What enters such a scope need not be float32: its result may be low.
+            # A value that enters such a scope may be low, like the scope's result.
             match = self._rules.rules.match(op, "")
         if op in SOLVING:
             return Readers.SOLVER
         if op == "convert_element_type" and compat.is_integer(eqn.outvars[0]):
             return Readers.INTEGER_CAST
-        # A sort of several takes along what belongs to each number.
+        # A sort of several arrays compares the first and moves the others.
         discerns = op in DISCERNING or (op == "sort" and len(eqn.invars) > 1)
         if discerns and follows(match):
             return Readers.FULL
         if not any(map(compat.is_float32, eqn.outvars)):
             return Readers.OTHER
         if op in PRODUCTS and match.precision.lowers:
-            decided = decide_product(self._rules, eqn, (), wanted, path)
-            # Its operands decide whether one that makes phases is float32.
+            decided = decide_product(self._rules, eqn, (), readers, path)
+            # The operands of a product of phases decide whether it is float32.
             keeps = decided is not None and decided.reason is not Reason.PHASE
             return Readers.FULL if keeps else Readers.OTHER
         is_full = match.precision is Precision.FULL
         if op in POSITIONAL and (is_full or follows(match)):
-            is_demanded = is_full or wanted.want_float32
+            is_demanded = is_full or readers.want_float32
             return Readers.PHASE if is_demanded else Readers.LOW_PHASE
-        if op not in KEEPING_DIGITS or wanted & Readers.OTHER:
-            wanted = wanted.in_general
+        if op not in KEEPING_DIGITS or readers & Readers.OTHER:
+            readers = readers.in_general
         if is_full:
-            return wanted.in_float32
+            return readers.in_float32
         follows_readers = follows(match) or op == "convert_element_type"
-        return wanted if follows_readers else Readers.OTHER
+        return readers if follows_readers else Readers.OTHER
 
     def of_loop(
         self,
@@ -136,7 +136,7 @@ class UseAnalysis(Backward[Readers]):
         results: Sequence[Readers],
         path: str,
     ) -> Sequence[Readers]:
-        """Returns the readers of what a loop is given: of a carry what that is."""
+        """Returns the readers of a loop's operands; a carry's depend on its slot."""
         of = Loop.of_while if compat.op_of(eqn) == "while" else Loop.of_scan
         carries = classify(self._rules, of(eqn), are_read(results[:n_carry]), path)
         outputs = [*of_carries(carries), *results[n_carry:]]
@@ -146,22 +146,22 @@ class UseAnalysis(Backward[Readers]):
         return readers
 
 
-def are_read(wanted: Sequence[Readers]) -> list[bool]:
-    """Returns, for each value, whether more than outputs and float32 ops read it."""
-    return [not readers.want_float32 for readers in wanted]
+def are_read(result_readers: Sequence[Readers]) -> list[bool]:
+    """Returns whether anything but outputs and float32 ops reads each value."""
+    return [not readers.want_float32 for readers in result_readers]
 
 
 def of_carries(carries: Sequence[Carry]) -> list[Readers]:
-    """Returns the readers of what the body of a loop makes of each carry.
+    """Returns the readers of the value that a loop's body returns for each carry.
 
-    What is float32 from step to step is a result, step by step.
+    A carry that is float32 from step to step counts as an output of each step.
     """
     is_full = [slot is Slot.FULL for slot, _ in carries]
     return [Readers.OUTPUT if yes else Readers.OTHER for yes in is_full]
 
 
 def of_floats(eqn: Eqn, readers: Sequence[Readers]) -> Readers:
-    """Returns all kinds of readers that the float32 results of an equation have."""
+    """Returns all kinds of readers of the float32 results of an equation."""
     pairs = zip(readers, eqn.outvars, strict=True)
     found = (kinds for kinds, var in pairs if compat.is_float32(var))
     return functools.reduce(operator.or_, found, Readers.NOBODY)

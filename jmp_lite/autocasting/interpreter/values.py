@@ -1,4 +1,4 @@
-"""What stands for a traced value while its function runs in another precision."""
+"""Values: traced arrays together with their precision while a function runs."""
 
 import dataclasses
 import enum
@@ -8,10 +8,10 @@ from jmp_lite.autocasting.jaxprs.types import Array, Eqn
 
 
 class State(enum.IntEnum):
-    """What a float32 value is held in, and why; where values join, the largest wins.
+    """The precision of a float32 value; where values join, the largest wins.
 
-    ``SOFT``: float32, because nobody has decided. ``LOW``: the compute dtype. ``HARD``:
-    float32 on purpose.
+    ``SOFT``: float32, not decided yet. ``LOW``: the compute dtype. ``HARD``: deliberate
+    float32.
     """
 
     SOFT = 0
@@ -20,14 +20,14 @@ class State(enum.IntEnum):
 
 
 class Kind(enum.Enum):
-    """Where a value comes from.
+    """The kind of a value.
 
-    ``GIVEN``: an argument or a constant, perhaps moved: it is cast at each use, so that
-    the gradients of its uses add up in float32. ``LITERAL``: a number in the program.
-    ``EXACT``: one that 16 bits hold as it is, such as 0, 0.5 or -inf. ``INTEGER``: from
-    integers, such as positions, perhaps scaled or shifted. ``END``: the end of
-    float32's range, which as a branch of a selection means the end of whatever range
-    there is.
+    ``GIVEN``: an argument or a constant, possibly moved. It is cast at each use, so
+    that the gradients of its uses add up in float32. ``LITERAL``: a number in the
+    program. ``EXACT``: a number that 16 bits represent exactly, such as 0, 0.5 or -inf.
+    ``INTEGER``: computed from integers, such as positions, possibly scaled or shifted.
+    ``END``: the largest or smallest float32. As a branch of a selection it means the
+    end of the range of any dtype.
     """
 
     COMPUTED = "computed"
@@ -39,14 +39,14 @@ class Kind(enum.Enum):
 
 
 class Readers(enum.IntFlag):
-    """What kinds of readers a value has; a value that nobody reads has ``OUTPUT``.
+    """The kinds of readers of a value; an unread value has ``OUTPUT``.
 
     ``FULL``: ops that run in float32, and ops that follow if their own results are
     demanded in float32. ``OUTPUT``: outputs of the function. ``OTHER``: ops that take
     16 bits, such as matrix products. The other kinds need digits that a product loses
     in 16 bits. ``INTEGER_CAST``: casts to integers. ``SOLVER``: factorizations and
-    solvers. ``PHASE``: sines and cosines. ``LOW_PHASE``: a sine or a cosine whose
-    result is not demanded in float32.
+    solvers. ``PHASE``: sin and cos. ``LOW_PHASE``: sin or cos whose result is not
+    demanded in float32.
     """
 
     NOBODY = 0
@@ -60,12 +60,12 @@ class Readers(enum.IntFlag):
 
     @property
     def want_float32(self) -> bool:
-        """Whether no reader would rather have the value in 16 bits."""
+        """Whether all readers demand float32."""
         return not self & (Readers.OTHER | Readers.LOW_PHASE)
 
     @property
     def in_general(self) -> "Readers":
-        """The same readers as ``FULL`` or ``OTHER``, without the kinds of digits."""
+        """These readers as ``FULL`` or ``OTHER``, without those that need digits."""
         if not self.want_float32:
             return Readers.OTHER
         digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
@@ -73,7 +73,7 @@ class Readers(enum.IntFlag):
 
     @property
     def in_float32(self) -> "Readers":
-        """What a float32 sum is as a reader, if these read its result."""
+        """The kind of reader that a float32 sum is if these read its result."""
         digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
         if self & Readers.LOW_PHASE:
             digits |= Readers.PHASE
@@ -85,7 +85,7 @@ class Number:
     """A number of the program, as the origin of a value.
 
     Attributes:
-      value: the number; of an array constant one that does not fit 16 bits.
+      value: the number; for an array constant, an element that does not fit 16 bits.
       is_element: whether it is an element of an array constant.
     """
 
@@ -97,7 +97,7 @@ class Argument(NamedTuple):
     """An argument of the function, as the origin of a value.
 
     Attributes:
-      path: where it is in the tree of arguments; nothing where that is not known.
+      path: its path in the tree of arguments; empty if unknown.
     """
 
     path: str = ""
@@ -112,22 +112,22 @@ class RangeEnd(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An input of the jaxpr that a value is in, as its origin inside of that."""
+    """An input of the value's jaxpr, as its origin inside of that jaxpr."""
 
     number: int
 
 
 Origin: TypeAlias = Eqn | Argument | Constant | Number | RangeEnd | Input | None
-"""What made a value what it is held in; an equation may be a loop, for its carries."""
+"""The origin of a value's state; for the carry of a loop it is the loop."""
 
 
 class Lineage(NamedTuple):
-    """What a value is a function of, beside parameters and numbers.
+    """What a value is a function of, apart from parameters and numbers.
 
     Attributes:
       roots: the 16-bit values; None if it is float32 for other reasons too.
-      is_rejoined: whether the value is float32, and its only root was an operand again
-        on the way to it, as the input of a norm is beside its mean. Then the value is
+      is_rejoined: whether the value is float32 and its only root was an operand again
+        on the way to it, as the input of a norm joins its own mean. Then the value is
         part of one function, whose result is 16 bits.
     """
 
@@ -136,28 +136,28 @@ class Lineage(NamedTuple):
 
 
 class InputRoot(NamedTuple):
-    """A root of an input of the jaxpr that a value is in; equal ones are one value."""
+    """An input of the value's jaxpr as a root; equal ones are one value."""
 
     number: int
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """What stands for a traced value.
+    """A traced value with its precision.
 
     Attributes:
-      array: the array, in the compute dtype where ``state`` is LOW.
-      state: None for what was not traced in float32.
-      kind: where it comes from.
-      region: the ``FULL_INSIDE`` scope that computed it, if one did.
-      is_from_low: whether something low that entered that scope is in it.
-      cast: the array in the compute dtype, once a use has asked for it.
-      raised: the array in float32, likewise, where ``state`` is LOW.
-      quantized: the array as an operand of a float8 product, likewise.
-      origin: what made it what it is held in.
-      lineage: what it is a function of; None for what its state says alone.
+      array: the array, in the compute dtype if ``state`` is LOW.
+      state: its state; None if it was not traced in float32.
+      kind: its kind.
+      region: the ``FULL_INSIDE`` scope that computed it, or None.
+      is_from_low: whether it depends on a low value that entered that scope.
+      cast: the array in the compute dtype, after the first use that needs it.
+      raised: the array in float32 for the state LOW, after the first use that needs it.
+      quantized: the array as an operand of a float8 product, after the first such use.
+      origin: the origin of its state.
+      lineage: its lineage; None if the state determines it.
       root: the object that represents it in the lineages of other values, made on first
-        use. It holds no array: a converted jaxpr keeps lineages.
+        use. It holds no array, because a converted jaxpr keeps lineages.
     """
 
     array: Array
@@ -174,7 +174,7 @@ class Value:
 
     @property
     def roots(self) -> frozenset[object] | None:
-        """The roots of its lineage; a 16-bit value without one is a root."""
+        """The roots of its lineage; without one, a 16-bit value is a root itself."""
         if self.state is State.SOFT:
             return frozenset()
         if self.lineage is not None:
@@ -191,9 +191,9 @@ class Value:
 
     @property
     def saturates(self) -> bool:
-        """Whether it is a number of the program that 16 bits may not reach.
+        """Whether it is a number of the program that may be out of range in 16 bits.
 
-        In 16 bits it is then the largest there is, and not infinite.
+        In 16 bits it becomes the largest finite number, not an infinity.
         """
         is_large = self.state is State.HARD and self.kind is Kind.LITERAL
         return is_large or self.kind in (Kind.END, Kind.INTEGER)
@@ -205,7 +205,7 @@ class Value:
 
     @property
     def spec(self) -> "Spec":
-        """All but the numbers."""
+        """Its state and kind, without the array."""
         return self.state, self.kind
 
 

@@ -1,4 +1,4 @@
-"""Runs a jaxpr equation by equation: each is decided first and then evaluated."""
+"""Runs a jaxpr equation by equation: first the decision, then the evaluation."""
 
 import contextlib
 from collections import Counter
@@ -42,17 +42,17 @@ class Interpreter:
 
     Args:
       rules: the rules, with the compute dtype of a device.
-      casts: the class of what makes and casts values.
+      casts: the class that makes and casts values.
 
     Attributes:
-      rules: the same.
-      at: what they say, by path.
-      casts: what makes and casts values.
-      uses: who reads each value.
+      rules: the rules.
+      at: the rules, by path.
+      casts: makes and casts values.
+      uses: the readers of each value.
       memo: the converted jaxprs.
-      records: what was decided, in order.
-      results: what stood for the results of the function, once all was run.
-      passes: how many loops or calls each pass has changed.
+      records: the decisions, in order.
+      results: the results of the function as operands, after the run.
+      passes: the number of loops or calls that each pass has changed.
     """
 
     def __init__(self, rules: Rules, casts: type[Casts] = Casts) -> None:
@@ -75,7 +75,7 @@ class Interpreter:
 
     @contextlib.contextmanager
     def recording(self) -> Generator[list[DecisionRecord | RecordsInside]]:
-        """Yields the list of what is decided inside, apart from what was before."""
+        """Yields the list of decisions that are made inside of the block."""
         outer, self.records = self.records, []
         try:
             yield self.records
@@ -90,7 +90,7 @@ class Interpreter:
         Args:
           traced: its jaxpr, closed.
           arrays: its arguments.
-          paths: where each is in the tree of arguments.
+          paths: the path of each argument.
         """
         parts = compat.parts(traced)
         values = [
@@ -121,8 +121,8 @@ class Interpreter:
           jaxpr: a jaxpr, closed or open.
           values: the values of its inputs.
           outside: the readers of its outputs.
-          path: the scopes that it stands in.
-          region: the ``FULL_INSIDE`` scope that it is called from, if any.
+          path: its path.
+          region: the ``FULL_INSIDE`` scope of the caller, or None.
         """
         frame = _Frame(self, jaxpr, values, outside, path)
         for eqn in frame.parts.eqns:
@@ -136,12 +136,12 @@ class Interpreter:
 
     def _equation(self, call: Call) -> list[Value]:
         """Decides and evaluates one equation."""
-        eqn, operands, wanted, path = call
+        eqn, operands, result_readers, path = call
         op = compat.op_of(eqn)
         if op in HANDLERS:
             return HANDLERS[op](self, call)
         given = list(map(_operand, operands))
-        decision = decide(self.at, eqn, given, of_floats(eqn, wanted), path)
+        decision = decide(self.at, eqn, given, of_floats(eqn, result_readers), path)
         given = tuple(one for one in given if one.state is not None)
         origin = None if decision.leader is None else given[decision.leader].origin
         if decision.run is not Run.PASS:
@@ -156,14 +156,14 @@ class Interpreter:
 
 
 class _Frame:
-    """The values of one jaxpr while it is run.
+    """The values of one jaxpr while it runs.
 
     Args:
       walk: the interpreter.
       jaxpr: the jaxpr.
       values: the values of its inputs.
       outside: the readers of its outputs.
-      path: the scopes that it stands in.
+      path: its path.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class _Frame:
         self._env.update(zip(self.parts.invars, values, strict=True))
 
     def read(self, atom: Var, region: str | None) -> Value:
-        """Returns the value of a variable as an equation in a scope reads it.
+        """Returns the value of a variable for an equation in a scope.
 
         Args:
           atom: the variable, or a literal.
-          region: the ``FULL_INSIDE`` scope of the equation, if it is in one.
+          region: the ``FULL_INSIDE`` scope of the equation, or None.
         """
         if compat.is_literal(atom):
             return self._walk.casts.literal(atom)
@@ -203,15 +203,15 @@ class _Frame:
         operands = [self.read(atom, region) for atom in eqn.invars]
         if region:
             operands = self._regions.enter(operands)
-        wanted = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
+        result_readers = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
         is_entered = compat.op_of(eqn) in HANDLERS and not compat.is_call(eqn)
         if is_entered and any(value.is_rejoined for value in operands):
-            readers = self._walk.uses.of_equation(eqn, wanted, self._path)
+            readers = self._walk.uses.of_equation(eqn, result_readers, self._path)
             operands = leave_functions(self._walk, operands, readers)
-        return Call(eqn, operands, wanted, path)
+        return Call(eqn, operands, result_readers, path)
 
     def write(self, call: Call, results: Sequence[Value], region: str | None) -> None:
-        """Notes the results of an equation."""
+        """Stores the results of an equation."""
         is_from_low = any(value.is_from_low for value in call.operands)
         for var, result in zip(call.eqn.outvars, results, strict=True):
             if region and result.state is not None:

@@ -1,10 +1,10 @@
-"""Whether a float that 16 bits would change decides when a ``while`` ends.
+"""Analyses whether the end of a ``while`` depends on a float that 16 bits change.
 
-A loop whose condition is not understood counts as such a one, and is run as it was
-traced: a tolerance that float32 reaches may never be reached in 16 bits. A time that
-grows by fixed steps is computed in float32 in any case. The analysis compares the
-identity of values through calls, and goes backward from the condition only as far as a
-comparison needs, so it has a traversal of its own.
+A loop whose condition is not understood counts as one that does, and runs as traced: a
+tolerance that float32 reaches may never be reached in 16 bits. A time that grows by
+fixed steps is computed in float32 in any case. The analysis compares the identity of
+values through calls, and follows the condition backward only as far as a comparison
+needs, so it has a traversal of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ from jmp_lite.autocasting.rules.op_table import COMPARING, PICKING
 
 
 def ends_by_a_float(eqn: Eqn, path: str, runs_low: Callable[[Eqn, str], bool]) -> bool:
-    """Whether a float that its body computes in 16 bits decides when a ``while`` ends.
+    """Whether the end of a ``while`` depends on a float that its body computes low.
 
-    A token that is the most likely one, and the last where it is a certain one, is no
-    tolerance, if a count ends the loop at the latest.
+    The index of the largest float (the most likely token) is no such float if a count
+    also ends the loop.
 
     Args:
       eqn: the loop.
-      path: the scopes that it stands in.
-      runs_low: whether an equation that holds no jaxpr runs in 16 bits in a path.
+      path: its path.
+      runs_low: returns whether an equation without a jaxpr runs in 16 bits at a path.
     """
     loop = _Loop(eqn, path, runs_low)
     conditions = list(loop.conditions(loop.test.results[0]))
@@ -38,7 +38,7 @@ Name = TypeVar("Name", int, object)
 
 
 class _Step(NamedTuple):
-    """One equation; what it reads and makes is named by what is the same throughout."""
+    """One equation, with unique names of its operands and results."""
 
     eqn: Eqn
     path: str
@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 
 
 class _Flat(NamedTuple):
-    """A jaxpr with its calls taken apart.
+    """A jaxpr with its calls inlined.
 
     Attributes:
       inputs: the names of its inputs.
@@ -61,7 +61,7 @@ class _Flat(NamedTuple):
 
     @classmethod
     def of(cls, jaxpr: Jaxpr, path: str) -> "_Flat":
-        """Takes a jaxpr apart, which stands in a path."""
+        """Inlines the calls of a jaxpr at a path."""
         parts = compat.parts(jaxpr)
         inputs = [object() for _ in parts.invars]
         names = dict(zip(parts.invars, inputs, strict=True))
@@ -70,7 +70,7 @@ class _Flat(NamedTuple):
         return cls(inputs, steps, results)
 
     def made_by(self, name: object) -> _Step | None:
-        """Returns the equation that makes a value, if one does."""
+        """Returns the equation that computes a value, or None."""
         for step in self.steps:
             if any(name is result for result in step.results):
                 return step
@@ -114,9 +114,9 @@ class _Loop:
         self._changes = [name is not result for name, result in handed_on]
 
     def conditions(self, result: object) -> Iterator[object]:
-        """Yields the values that all have to be true for the condition to be."""
+        """Yields the values that must all be true for the condition to be true."""
         made_by = self.test.made_by(result)
-        # A cast is one of booleans: it changes nothing.
+        # A cast of booleans changes nothing.
         if made_by is None or compat.op_of(made_by.eqn) not in (
             "and",
             "convert_element_type",
@@ -127,7 +127,7 @@ class _Loop:
             yield from self.conditions(operand)
 
     def is_count(self, condition: object) -> bool:
-        """Whether a condition compares a count of steps with what stays as it is."""
+        """Whether a condition compares a count of steps with a loop-invariant value."""
         compared = self.test.made_by(condition)
         if compared is None or compat.op_of(compared.eqn) not in COMPARING:
             return False
@@ -148,7 +148,7 @@ class _Loop:
         return found[0] if found else None
 
     def _counts(self, carry: int) -> bool:
-        """Whether each step adds to a carry what is the same in all steps."""
+        """Whether each step adds the same value to a carry."""
         added = self.body.made_by(self.body.results[carry])
         if added is None or compat.op_of(added.eqn) not in ("add", "sub"):
             return False
@@ -157,7 +157,7 @@ class _Loop:
         return len(others) == 1 and self._is_the_same(self.body, others[0])
 
     def _is_the_same(self, flat: _Flat, name: object) -> bool:
-        """Whether a value is a number, or computed from what no step changes."""
+        """Whether a value is a number, or computed from loop-invariant values."""
         if name is None:
             return True
         carries = self._of_test if flat is self.test else self._of_body
@@ -172,8 +172,8 @@ class _Loop:
 
         Args:
           condition: a value of the condition's jaxpr.
-          may_pick: whether the index of the largest float, compared with what stays
-            the same, does not count as one.
+          may_pick: whether to ignore the index of the largest float, compared with a
+            loop-invariant value.
         """
         same_in_test = lambda name: self._is_the_same(self.test, name)
         same_in_body = lambda name: self._is_the_same(self.body, name)
@@ -181,11 +181,11 @@ class _Loop:
         deciding = _among(self._of_test, reads)
         steps = _makers(self.test, reads)
         while True:
-            wanted: dict[object, bool] = {}
+            values: dict[object, bool] = {}
             for i, is_judged in deciding.items():
-                _note(wanted, self.body.results[i], is_judged)
+                _note(values, self.body.results[i], is_judged)
             more = dict(deciding)
-            reads = _reads(self.body, wanted, same_in_body, may_pick)
+            reads = _reads(self.body, values, same_in_body, may_pick)
             for i, judged in _among(self._of_body, reads).items():
                 _note(more, i, judged)
             if more == deciding:
@@ -196,7 +196,7 @@ class _Loop:
         return any(map(self._is_low, [*steps, *_makers(self.body, reads)]))
 
     def _is_low(self, step: _Step) -> bool:
-        """Whether 16 bits change what a step computes, or something inside of it."""
+        """Whether 16 bits change what a step, or something inside of it, computes."""
         eqn, inner = step.eqn, list(compat.inner_jaxprs(step.eqn))
         if not inner:
             path = compat.join(step.path, *compat.scopes(eqn))
@@ -214,7 +214,7 @@ def _has_floats(eqn: Eqn) -> bool:
 
 
 def _makers(flat: _Flat, found: Mapping[object, bool]) -> list[_Step]:
-    """Returns the steps that make any of some values."""
+    """Returns the steps that compute some values."""
     return [step for step in flat.steps if any(name in found for name in step.results)]
 
 
@@ -229,24 +229,24 @@ def _note(found: dict[Name, bool], name: Name, is_judged: bool) -> None:
 
 def _reads(
     flat: _Flat,
-    wanted: Mapping[object, bool],
+    values: Mapping[object, bool],
     stays: Callable[[object], bool],
     may_pick: bool = True,
 ) -> dict[object, bool]:
-    """Returns what some values are computed from.
+    """Returns the values that some values are computed from.
 
     Args:
       flat: the jaxpr.
-      wanted: the values, and whether each is judged: read by nothing but a comparison
-        with what stays the same.
-      stays: whether a value is the same in all steps.
-      may_pick: whether a judged number of the largest float is not followed further.
+      values: the values, and whether each is judged: read only by a comparison with a
+        loop-invariant value.
+      stays: returns whether a value is loop-invariant.
+      may_pick: whether to stop at a judged index of the largest float.
 
     Returns:
       The names, and whether each is judged.
     """
     found: dict[object, bool] = {}
-    for name, is_judged in wanted.items():
+    for name, is_judged in values.items():
         _note(found, name, is_judged)
     for eqn, _, operands, results in reversed(flat.steps):
         judged = [found[name] for name in results if name in found]
@@ -269,7 +269,7 @@ def _reads(
 def _picks_a_float(
     eqn: Eqn, results: Sequence[object], found: Mapping[object, bool]
 ) -> bool:
-    """Whether all that is read of a choice among floats is the number of the chosen."""
+    """Whether only the index of a choice among floats is read."""
     if not compat.is_float(eqn.invars[0]):
         return False
     pairs = zip(results, eqn.outvars, strict=True)

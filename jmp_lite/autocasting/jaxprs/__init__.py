@@ -1,1 +1,1 @@
-"""Reading, analysing and rebuilding jaxprs."""
+"""Reads, analyses and rebuilds jaxprs."""

@@ -1,7 +1,7 @@
-"""All that this library uses of JAX and JAX does not promise, seen on 0.10.2 and 0.12.
+"""Everything this library uses of JAX that JAX does not promise (0.10.2 and 0.12).
 
-The rest of the library reads jaxprs and parameters of equations through these names
-alone. Where versions differ, a feature is asked for, never a version number.
+The rest of the library reads jaxprs and parameters of equations only through these
+names. If versions differ, the code checks for a feature, never for a version number.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from jmp_lite.autocasting.rules.op_table import PRODUCTS
 
 
 class Parts(NamedTuple):
-    """A jaxpr, whichever class it is of, with its constants beside it."""
+    """The parts of a jaxpr of any class, with its constants."""
 
     constvars: Sequence[Var]
     consts: Sequence[Array]
@@ -47,8 +47,8 @@ class Parts(NamedTuple):
 
 
 def parts(jaxpr: Jaxpr) -> Parts:
-    """Takes a closed or an open jaxpr apart; an open one has no constants."""
-    # 0.10 has two classes, of which the closed one holds the other; 0.12 has one.
+    """Returns the parts of a closed or open jaxpr; an open one has no constants."""
+    # 0.10 has two classes, and the closed one contains the other; 0.12 has one.
     inner = _open(jaxpr)
     consts = getattr(jaxpr, "consts", ())
     return Parts(inner.constvars, consts, inner.invars, inner.eqns, inner.outvars)
@@ -58,14 +58,14 @@ def trace(fun: Function, avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
     """Traces a function of arrays to a closed jaxpr.
 
     Args:
-      fun: takes one tracer per aval and returns a list of arrays.
+      fun: a function that takes one tracer for each aval and returns a list of arrays.
       avals: the types of its arguments.
-      like: a jaxpr that the new one stands in for, of which its name is taken.
+      like: the jaxpr that the new one replaces; the new one takes its name.
     """
     debug_info = _open(like).debug_info.with_unknown_names()
     wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
-    # 0.12 has the constants as the first inputs; 0.10 keeps them apart.
+    # In 0.12 constants are the first inputs; 0.10 stores them separately.
     return _closed(jaxpr, consts)
 
 
@@ -76,7 +76,7 @@ def _closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
 
 
 def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
-    """Returns a closed jaxpr whose constants are its first inputs, and them."""
+    """Returns a closed jaxpr with its constants as first inputs, and the constants."""
     consts = parts(jaxpr).consts
     n_consts = len(consts)
     avals = [var.aval for var in (*parts(jaxpr).constvars, *parts(jaxpr).invars)]
@@ -95,40 +95,40 @@ def evaluate(jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
 
 
 def has_effects(jaxpr: Jaxpr) -> bool:
-    """Whether an equation of a closed jaxpr has effects."""
+    """Whether an equation of a closed jaxpr has side effects."""
     return bool(_open(jaxpr).effects)
 
 
 def _open(jaxpr: Jaxpr) -> Any:
-    """Returns JAX's own open jaxpr of one that is closed or open."""
+    """Returns JAX's open jaxpr of a closed or open one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def without_consts(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the open jaxpr of a closed one that has no constants."""
+    """Returns the open jaxpr of a closed one without constants."""
     consts = parts(jaxpr).consts
     assert not consts, "a rematerialized function may not gain constants"
     return _open(jaxpr)
 
 
 def is_literal(atom: Var) -> TypeGuard[Literal]:
-    """Whether an atom is a number written into the jaxpr."""
+    """Whether an atom is a number in the jaxpr."""
     kinds: Any = core.Literal
     return isinstance(atom, kinds)
 
 
 def dtype_of(atom: Var) -> Any:
-    """Returns the dtype that an atom was traced with; None for what has none."""
+    """Returns the traced dtype of an atom; None if it has no dtype."""
     return getattr(atom.aval, "dtype", None)
 
 
 def is_float32(atom: Var) -> bool:
-    """Whether an atom was traced as an array of float32 (a Ref is no array)."""
+    """Whether an atom was traced as a float32 array. A Ref is not an array."""
     return isinstance(atom.aval, jax.core.ShapedArray) and dtype_of(atom) == np.float32
 
 
 def is_float(atom: Var) -> bool:
-    """Whether an atom was traced as an array of floats of any width (no Ref)."""
+    """Whether an atom was traced as a floating-point array. A Ref is not an array."""
     is_array = isinstance(atom.aval, jax.core.ShapedArray)
     return is_array and jnp.issubdtype(dtype_of(atom), jnp.inexact)
 
@@ -145,22 +145,22 @@ def name_of(jaxpr: Jaxpr) -> str:
 
 
 def is_tracer(array: Array) -> bool:
-    """Whether the numbers of an array are not known yet."""
+    """Whether the numbers of an array are unknown."""
     return isinstance(array, jax.core.Tracer)
 
 
 def is_zero(item: object) -> bool:
-    """Whether an item is a zero that is no array."""
+    """Whether an item is a zero that is not an array."""
     return type(item).__name__ in ("SymbolicZero", "Zero")
 
 
 def is_symbolic_zero(item: object) -> bool:
-    """Whether an item is a zero that a rule of a user's may be given."""
+    """Whether an item is a zero that JAX may pass to a user's rule."""
     return type(item).__name__ == "SymbolicZero"
 
 
 def op_of(eqn: Eqn) -> str:
-    """Returns the name of an equation's op, under JAX's newest flags too."""
+    """Returns the name of an equation's op, also under JAX's newest flags."""
     name = eqn.primitive.name
     return _HIGH_OPS.get(_high_name(eqn), name) if name == _HIGH else name
 
@@ -190,7 +190,7 @@ def _unbatched(primitive: Any) -> Any:
 
 
 def checkpoint_name_of(eqn: Eqn) -> str:
-    """Returns what an equation names a value, if it does."""
+    """Returns the ``checkpoint_name`` that an equation gives to a value, or None."""
     if op_of(eqn) != "name":
         return ""
     params = eqn.params
@@ -212,13 +212,13 @@ def inner_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
 REMAT = ("checkpoint", "remat", "remat2")
 
 CALLS = ("jit", *REMAT)
-"""Ops that users write, and that only call the jaxpr they hold."""
+"""Ops that users write and that only call their jaxpr."""
 
 WRAPPERS = {
     **dict.fromkeys(("compute_on", "xla_metadata_call"), "jaxpr"),
     **dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr"),
 }
-"""Other ops that only call a jaxpr, and the parameter that holds it."""
+"""Other ops that only call a jaxpr, with the parameter that contains it."""
 
 CALLED = {
     **dict.fromkeys(CALLS, "jaxpr"),
@@ -226,11 +226,11 @@ CALLED = {
     "custom_vmap_call": "call",
     **WRAPPERS,
 }
-"""All ops that only call a jaxpr, and the parameter that holds it."""
+"""All ops that only call a jaxpr, with the parameter that contains it."""
 
 
 def called(eqn: Eqn) -> Jaxpr | None:
-    """Returns the jaxpr that an equation does no more than call, or None."""
+    """Returns the jaxpr that an equation only calls, or None."""
     op = op_of(eqn)
     if op not in CALLED:
         return None
@@ -251,19 +251,19 @@ def _called_high(primitive: Any) -> Jaxpr:
 
 
 def is_call(eqn: Eqn) -> bool:
-    """Whether an equation only calls a jaxpr, and has no rule of its own."""
+    """Whether an equation only calls a jaxpr, without a rule of its own."""
     return op_of(eqn) in (*CALLS, *WRAPPERS)
 
 
 def trips(eqn: Eqn) -> int | None:
-    """Returns how often what an equation holds is run; None where it is not known."""
+    """Returns how often the jaxpr of an equation runs; None if unknown."""
     if op_of(eqn) == "while":
         return None
     return eqn.params["length"] if op_of(eqn) == "scan" else 1
 
 
 def live_equations(jaxpr: Jaxpr) -> list[Eqn]:
-    """Returns the equations of a jaxpr of which anything is read, in order."""
+    """Returns the equations of a jaxpr whose results are read, in order."""
     of = parts(jaxpr)
     read = {atom for atom in of.outvars if not is_literal(atom)}
     found: list[Eqn] = []
@@ -275,7 +275,7 @@ def live_equations(jaxpr: Jaxpr) -> list[Eqn]:
 
 
 def retyped(aval: Aval, dtype: Any) -> Aval:
-    """Returns a type with another dtype, or itself."""
+    """Returns a type with another dtype."""
     if getattr(aval, "dtype", None) == dtype:
         return aval
     # NumPy does not know the dtype of keys.
@@ -284,7 +284,7 @@ def retyped(aval: Aval, dtype: Any) -> Aval:
 
 
 def flag_beside(aval: Aval) -> Any:
-    """Returns the type of a boolean that varies as an array of some type does."""
+    """Returns the type of a boolean that varies over the same axes as an array."""
     dtype = np.dtype(bool)
     if not isinstance(aval, jax.core.ShapedArray):  # A reference.
         return jax.core.ShapedArray((), dtype)
@@ -293,28 +293,29 @@ def flag_beside(aval: Aval) -> Any:
 
 
 def scopes(eqn: Eqn) -> tuple[str, ...]:
-    """Returns the names of the scopes that an equation stands in, outermost first."""
+    """Returns the names of the scopes of an equation, the outermost first."""
     stack = eqn.source_info.name_stack.stack
     return tuple(item.name for item in stack if isinstance(item, _Scope))
 
 
 def is_transposed(eqn: Eqn) -> bool:
-    """Returns whether an equation belongs to the backward pass of something."""
+    """Returns whether an equation belongs to a backward pass."""
     stack = eqn.source_info.name_stack.stack
     return any(getattr(item, "name", "") == "transpose" for item in stack)
 
 
 def source(eqn: Eqn, caller: str = "") -> str:
-    """Returns where an equation stands in the user's code: file, line, (function).
+    """Returns the line of an equation in the user's code: file, line, (function).
 
     Args:
       eqn: the equation.
-      caller: where the equation stands that holds it, if one does. What a package has
-        wrapped in ``jit``, as most of ``jax.numpy`` is, does not know its caller.
+      caller: the source of the equation that contains it, if there is one. A function
+        that a package has wrapped in ``jit``, as most of ``jax.numpy`` is, does not
+        know its caller.
 
     Returns:
-      The innermost line that is the user's, else that of the caller, else that of an
-      installed package; an empty text if there is no line at all.
+      The innermost line of the user's code, else the caller's line, else a line of an
+      installed package; an empty string if there is no line.
     """
     own, of_a_package = _sources(eqn.source_info.traceback)
     return own or caller or of_a_package
@@ -322,7 +323,7 @@ def source(eqn: Eqn, caller: str = "") -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _sources(traceback: Any) -> tuple[str, str]:
-    """Returns the innermost lines that are the user's, and an installed package's."""
+    """Returns the innermost line of the user's code, and that of installed packages."""
     of_a_package = ""
     for frame in user_frames(traceback):
         if frame.file_name.startswith(_THIS_LIBRARY):
@@ -342,21 +343,21 @@ _Scope = type(source_info_util.new_name_stack("a").stack[0])
 
 
 def join(*names: str) -> str:
-    """Returns a path of those names that there are."""
+    """Joins names that are not empty to a path."""
     return "/".join(filter(None, names))
 
 
 def path_of(eqn: Eqn, path: str) -> str:
-    """Returns the path that an equation stands in, of a jaxpr that stands in one.
+    """Returns the path of an equation in a jaxpr at a path.
 
-    That of what is inside of it, if it is a call with a name.
+    For a call with a name, it is the path of the equations inside.
     """
     return join(path, *scopes(eqn), call_name(eqn))
 
 
 @contextlib.contextmanager
 def context_of(eqn: Eqn) -> Generator[None]:
-    """Everything bound inside stands where the equation stood, in its settings."""
+    """Gives the ops of a block the source line, scopes and settings of an equation."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with (
@@ -378,16 +379,16 @@ def bind(
     Args:
       eqn: the equation.
       operands: the operands.
-      bound: the ops that were bound before, to which this one is added: JAX
-        differentiates an op that comes again once.
-      changed: parameters that are not the equation's.
+      bound: the ops that were bound before; this op is added. JAX differentiates a
+        repeated op once.
+      changed: parameters that replace the equation's.
     """
     if eqn.primitive.name == _HIGH and op_of(eqn) == "name":
         name = _unbatched(eqn.params["_prim"])
         return [type(name)(name.name, jax.typeof(operands[0]))(*operands)]
     params = {**eqn.params, **changed}
     run = functools.partial(_bind, eqn.primitive, tuple(params.items()))
-    # An op that contains a jaxpr is not kept: it may close over arrays and tracers.
+    # An op that contains a jaxpr is not stored: it may capture arrays and tracers.
     is_plain = not eqn.effects and next(inner_jaxprs(eqn), None) is None
     if bound is not None and is_plain and any(map(_is_being_linearized, operands)):
         with contextlib.suppress(TypeError):  # Its parameters cannot be hashed.
@@ -406,11 +407,11 @@ def _bind(primitive: Any, params: tuple[tuple[str, Any], ...], *operands: Any) -
 
 @functools.lru_cache(maxsize=4096)
 def _one_op(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
-    """Returns an op as a function of ``jit``, which leaves no trace of it.
+    """Returns an op as a ``jit`` function that leaves no trace of itself.
 
-    JAX takes a function of jit apart for ``grad`` once, which takes longer than for an
-    op, and an op again at every use: a model of equal layers is traced in less time.
-    (What jax.numpy is made of is wrapped so for the same reason.)
+    For ``grad``, JAX analyses a jit function once, which takes longer than for an op,
+    and an op at every use. So a model of equal layers is traced in less time. (The
+    functions of ``jax.numpy`` are wrapped for the same reason.)
     """
     function = functools.partial(_bind, primitive, params)
     return jax.jit(function, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
@@ -425,7 +426,7 @@ class _Inline:
 
 
 def _is_being_linearized(operand: Any) -> bool:
-    """Whether an operand is differentiated in reverse, while something else traces."""
+    """Whether an operand is differentiated in reverse while another trace is active."""
     if type(operand).__name__ != "LinearizeTracer":
         return False
     return is_tracer(operand.primal)
@@ -438,12 +439,12 @@ def bind_remat(
 
     Args:
       eqn: the equation.
-      operands: what to bind it to.
-      jaxpr: what to run.
-      saved: a ``checkpoint_name`` of what is kept besides what its policy keeps.
+      operands: the operands.
+      jaxpr: the jaxpr to run.
+      saved: the ``checkpoint_name`` of values that are saved in addition to its policy.
     """
     if eqn.primitive.name == _HIGH:
-        # Forward mode does not know what its policies save by name (jax 0.12).
+        # Forward mode does not support policies that save by name (jax 0.12).
         high = eqn.params["_prim"]
         return list(type(high)(**{**high.params, "jaxpr": jaxpr})(*operands))
     changed: dict[str, Any] = {}
@@ -457,11 +458,11 @@ def bind_remat(
 
 
 def bind_custom(eqn: Eqn, operands: Sequence[Any], replace: Function) -> list[Array]:
-    """Binds a function with a custom derivative rule, its functions replaced.
+    """Binds a function with a custom derivative rule, with its functions replaced.
 
     Args:
       eqn: a ``custom_jvp_call`` or a ``custom_vjp_call``.
-      operands: what to bind it to.
+      operands: the operands.
       replace: takes ``(fun, jvp)`` or ``(fun, fwd, bwd)`` as plain functions and
         returns as many.
     """
@@ -471,7 +472,7 @@ def bind_custom(eqn: Eqn, operands: Sequence[Any], replace: Function) -> list[Ar
         return list(build(eqn.params["_prim"], replace)(*operands))
     params = dict(eqn.primitive.get_bind_params(eqn.params))
     wrapped = params["subfuns"]
-    # On 0.12 a backward function may be of a kind that is no function: it stays.
+    # On 0.12 a backward function may be an object that is not a function: it stays.
     plain = replace(*(getattr(fun, "call_wrapped", fun) for fun in wrapped))
     params["subfuns"] = tuple(
         linear_util.wrap_init(new, debug_info=old.debug_info)
@@ -489,7 +490,7 @@ def _high_fun(primitive: Any) -> Callable[..., list[Array]]:
 
 
 def _high_custom_jvp(primitive: Any, replace: Function) -> Any:
-    """Returns a function with a ``custom_jvp`` like a primitive's, of flat arrays."""
+    """Returns a function of flat arrays with a ``custom_jvp`` like a primitive's."""
     inputs, outputs = primitive.in_tree, primitive.out_tree
 
     def jvp(*arrays: Array) -> list[Array]:
@@ -511,11 +512,11 @@ def _high_custom_jvp(primitive: Any, replace: Function) -> Any:
 
 
 def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
-    """Returns a function with a ``custom_vjp`` like a primitive's, of flat arrays."""
+    """Returns a function of flat arrays with a ``custom_vjp`` like a primitive's."""
     inputs, outputs = primitive.in_tree, primitive.out_tree
     has_zeros = _unbatched(primitive).symbolic_zeros
-    # On 0.12 the first input is what the function closes over. JAX refuses to
-    # differentiate with regard to it, so what is differentiated has to be known.
+    # On 0.12 the first input holds the captured arrays. JAX refuses to differentiate
+    # with respect to it, so the differentiated inputs have to be known.
     is_closed = hasattr(primitive, "drop_fwd_consts")
     closes_over = is_closed and bool(jax.tree.leaves(primitive.in_avals[0]))
     structure: list[Any] = []
@@ -567,14 +568,14 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
 def bind_custom_vmap(
     eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, replace: Function
 ) -> list[Array]:
-    """Binds a function with a rule for ``vmap``, the rule replaced.
+    """Binds a function with a rule for ``vmap``, with the rule replaced.
 
     Args:
       eqn: a ``custom_vmap_call``.
-      operands: what to bind it to.
-      jaxpr: what it calls, closed.
-      replace: is given the rule as a function of batched arrays, and these; returns a
-        list of batched results.
+      operands: the operands.
+      jaxpr: the jaxpr that it calls, closed.
+      replace: takes the rule as a function of batched arrays, and these arrays; returns
+        a list of batched results.
     """
     inputs, outputs = eqn.params["in_tree"], eqn.params["out_tree"]
 
@@ -602,13 +603,13 @@ def _instantiated(array: Array) -> Any:
 
 
 def forwarded_residuals(eqn: Eqn, n_residuals: int) -> Sequence[int | None]:
-    """Returns which operand of a ``custom_vjp_call`` each of its residuals is, if any.
+    """Returns, for each residual of a ``custom_vjp_call``, the operand that it is.
 
-    It is known once the forward function has been run.
+    JAX knows this once the forward function has run.
 
     Args:
       eqn: the equation.
-      n_residuals: how many residuals it returned itself.
+      n_residuals: the number of residuals that it returned itself.
     """
     if eqn.primitive.name == _HIGH:
         return [None] * n_residuals
@@ -617,7 +618,7 @@ def forwarded_residuals(eqn: Eqn, n_residuals: int) -> Sequence[int | None]:
 
 
 def body_of(eqn: Eqn) -> Jaxpr:
-    """Returns the jaxpr of a scan, of a shard_map, or that an equation calls."""
+    """Returns the jaxpr of a scan, of a shard_map, or of a call."""
     inner = called(eqn)
     return eqn.params["jaxpr"] if inner is None else inner
 
@@ -628,7 +629,7 @@ def branches_of(eqn: Eqn) -> Sequence[Jaxpr]:
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """Returns how many constants and how many carries a scan has."""
+    """Returns the numbers of constants and carries of a scan."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -642,7 +643,7 @@ def scan_options(eqn: Eqn) -> dict[str, Any]:
 
 
 class While(NamedTuple):
-    """The two jaxprs of a while, and how many constants each has."""
+    """The two jaxprs of a while, and their numbers of constants."""
 
     cond: Jaxpr
     body: Jaxpr
@@ -651,17 +652,17 @@ class While(NamedTuple):
 
 
 def while_parts(eqn: Eqn) -> While:
-    """Takes a while apart."""
+    """Returns the parts of a while."""
     names = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
     return While(*params_named(eqn, names).values())
 
 
 class ProductParams(NamedTuple):
-    """What a matrix product asks for.
+    """The requests of a matrix product.
 
     Attributes:
-      precision: its precision or its algorithm; None where it asks for none.
-      result_dtype: the dtype of its result; None where that is its operands'.
+      precision: its precision or its algorithm; None if it requests none.
+      result_dtype: the dtype of its result; None for the dtype of its operands.
     """
 
     precision: Any
@@ -669,7 +670,7 @@ class ProductParams(NamedTuple):
 
 
 def product_params(eqn: Eqn) -> ProductParams | None:
-    """Returns what a matrix product asks for; None for any other op."""
+    """Returns the requests of a matrix product; None for any other op."""
     if op_of(eqn) not in PRODUCTS:
         return None
     params = eqn.params
@@ -678,7 +679,7 @@ def product_params(eqn: Eqn) -> ProductParams | None:
 
 
 def contracts_nothing(eqn: Eqn) -> bool:
-    """Whether each number of a matrix product's result is one product of two."""
+    """Whether a matrix product contracts no axis, so that it is a multiplication."""
     if op_of(eqn) != "dot_general":
         return False
     (contracted, _), _ = dot_dimensions(eqn)
@@ -686,17 +687,17 @@ def contracts_nothing(eqn: Eqn) -> bool:
 
 
 def dot_dimensions(eqn: Eqn) -> Any:
-    """Returns the contracted and the batch axes of a dot_general, of both operands."""
+    """Returns the contracted and the batch axes of both operands of a dot_general."""
     return eqn.params["dimension_numbers"]
 
 
 def params_named(eqn: Eqn, names: Iterable[str]) -> dict[str, Any]:
-    """Returns those of some parameters that an equation has."""
+    """Returns those of the named parameters that an equation has."""
     return {name: eqn.params[name] for name in names if name in eqn.params}
 
 
 def call_name(eqn: Eqn) -> str:
-    """Returns the name of a jitted function that an equation calls, else nothing."""
+    """Returns the name of the jit-compiled function in an equation, or nothing."""
     return eqn.params["name"] if op_of(eqn) == "jit" else ""
 
 
@@ -706,7 +707,7 @@ def is_custom_root(eqn: Eqn) -> bool:
 
 
 def shard_map_arguments(eqn: Eqn) -> dict[str, Any]:
-    """Returns what ``jax.shard_map`` has to be given to make an equation again."""
+    """Returns the arguments of ``jax.shard_map`` that make an equation again."""
     params = eqn.params
     return {
         "mesh": params["mesh"],
@@ -720,13 +721,13 @@ def shard_map_arguments(eqn: Eqn) -> dict[str, Any]:
 def primitive(name: str, fun: Callable[..., Any]) -> Any:
     """Returns a primitive whose result has the type of its last operand.
 
-    Unlike a ``custom_jvp``, whose rule JAX may drop where a loop is differentiated
-    twice, it keeps its derivative: see ``pass_last_tangent`` and ``set_transpose``.
+    Unlike a ``custom_jvp``, whose rule JAX may drop if a loop is differentiated twice,
+    it keeps its derivative: see ``pass_last_tangent`` and ``set_transpose``.
 
     Args:
-      name: of the primitive.
-      fun: computes its result. Under ``vmap`` its operands have more axes in front,
-        all as many.
+      name: the name of the primitive.
+      fun: computes its result. Under ``vmap`` all operands have the same number of
+        additional leading axes.
     """
     made = core.Primitive(name)
     made.def_impl(fun)
@@ -764,7 +765,7 @@ def set_transpose(made: Any, transpose: Callable[[Any], Any]) -> None:
 
 
 def ambient_precision() -> Any:
-    """Returns the precision or algorithm that a dot gets which asks for none."""
+    """Returns the precision or algorithm of a product that requests none."""
     name: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     algorithms = jax.lax.DotAlgorithmPreset.__members__
     if name in algorithms:
@@ -773,7 +774,7 @@ def ambient_precision() -> Any:
 
 
 def has_only_axis_effects(eqn: Eqn) -> bool:
-    """Whether an equation does nothing but talk over named axes."""
+    """Whether an equation has no side effects except communication over named axes."""
     inside = called(eqn) if eqn.primitive.name == _HIGH else None
     effects = eqn.effects | (set() if inside is None else _open(inside).effects)
     return all(type(effect).__name__ == "NamedAxisEffect" for effect in effects)
@@ -782,12 +783,12 @@ def has_only_axis_effects(eqn: Eqn) -> bool:
 def retraced(
     jaxpr: Jaxpr, avals: Sequence[Aval], steps: Callable[[dict[Var, Any]], None]
 ) -> Jaxpr:
-    """Returns a closed jaxpr, traced again with its equations run another way.
+    """Returns a closed jaxpr, traced again with its equations run in another way.
 
     Args:
       jaxpr: the jaxpr.
-      avals: the types of its inputs, which may be other ones.
-      steps: is given what the inputs are, by variable, and adds the results.
+      avals: the types of its inputs, which may be new ones.
+      steps: takes the inputs by variable, and adds the results.
     """
     old = parts(jaxpr)
 
@@ -801,7 +802,7 @@ def retraced(
 
 
 def run_equations(eqns: Sequence[Eqn], env: dict[Var, Array]) -> None:
-    """Runs equations, and adds their results to what is known by variable."""
+    """Runs equations, and adds their results by variable."""
     for eqn in eqns:
         with context_of(eqn):
             results = bind(eqn, [read(env, atom) for atom in eqn.invars])
@@ -809,12 +810,12 @@ def run_equations(eqns: Sequence[Eqn], env: dict[Var, Array]) -> None:
 
 
 def read(env: dict[Var, Array], atom: Var) -> Any:
-    """Returns what an atom is, given what is known by variable."""
+    """Returns the value of an atom, given values by variable."""
     return as_array(atom.val) if is_literal(atom) else env[atom]
 
 
 def as_typed(value: Any, aval: Aval) -> Any:
-    """Returns a value as an array of a type, which may be a weak one."""
+    """Returns a value as an array of a type, which may be weak."""
     value = value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
     if getattr(aval, "weak_type", False) and not value.weak_type:
         return lax._convert_element_type(value, aval.dtype, weak_type=True)  # pyright: ignore[reportPrivateUsage]
@@ -822,5 +823,5 @@ def as_typed(value: Any, aval: Aval) -> Any:
 
 
 def as_array(value: Any) -> Any:
-    """Returns a literal's or a constant's value as something that has a dtype."""
+    """Returns the value of a literal or a constant as an object with a dtype."""
     return value if hasattr(value, "dtype") else jnp.asarray(value)

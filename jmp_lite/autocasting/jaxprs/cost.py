@@ -1,4 +1,4 @@
-"""What an equation costs: sizes and operations of products, and numbers of arrays."""
+"""The cost of an equation: sizes and operations of products, and sizes of arrays."""
 
 import math
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ from jmp_lite.autocasting.rules.op_table import PRODUCTS
 
 
 def product_sizes(eqn: Eqn) -> tuple[Any, ...]:
-    """Returns the sizes of a matrix product: of a result's sides, and what is summed.
+    """Returns the sizes M, N and K of a matrix product.
 
-    Of a convolution those of its channels. Nothing for any other op. A size may be
-    symbolic.
+    For a convolution it returns the numbers of channels, and for other ops nothing. A
+    size may be symbolic.
     """
     if op_of(eqn) not in PRODUCTS:
         return ()
@@ -59,15 +59,15 @@ def product_flops(eqn: Eqn) -> int:
     else:
         summed = [lhs[-1]]
     (out,) = eqn.outvars
-    # A complex multiplication is four, and two more sums.
+    # A complex multiplication is four real ones, and two more sums.
     each = 8 if jnp.issubdtype(dtype_of(out), jnp.complexfloating) else 2
-    # The derivative of a stride spreads numbers out: what it fills in is no work.
+    # The derivative of a stride inserts zeros, which are not work.
     spread = math.prod(params_named(eqn, ["lhs_dilation"]).get("lhs_dilation", ()))
     return each * known_size(out.aval.shape) * known_size(summed) // spread
 
 
 def is_at_most(one: Any, other: Any) -> bool:
-    """Whether a size is at most another; not where a symbolic one leaves it open."""
+    """Whether a size is at most another; False if a symbolic size leaves it open."""
     try:
         return one <= other
     except jax.errors.InconclusiveDimensionOperation:
@@ -75,5 +75,5 @@ def is_at_most(one: Any, other: Any) -> bool:
 
 
 def known_size(shape: Iterable[Any]) -> int:
-    """Returns how many numbers an array holds; a symbolic size counts as one."""
+    """Returns the number of elements of an array; a symbolic size counts as one."""
     return math.prod(n for n in shape if isinstance(n, int))

@@ -1,9 +1,9 @@
 """Analyses that follow facts along jaxprs, forward and backward.
 
-An analysis says what a fact is, how two join and what an equation makes of facts. The
-classes here carry them into every jaxpr that an equation holds, around loops to a fixed
-point, and know the path of each equation. A join must be able to grow only finitely
-often.
+An analysis defines a fact, the join of two facts, and the effect of an equation on
+facts. The classes here carry facts into the jaxprs of equations, iterate loops to a
+fixed point, and know the path of each equation. Repeated joins must reach a fixed
+point.
 """
 
 import abc
@@ -18,7 +18,7 @@ Fact = TypeVar("Fact")
 
 
 def jaxprs(jaxpr: Jaxpr, path: str = "") -> Iterator[tuple[str, Jaxpr]]:
-    """Yields a jaxpr and those inside of it, each with the path that it stands in."""
+    """Yields a jaxpr and the jaxprs inside of it, each with its path."""
     yield path, jaxpr
     for eqn in compat.parts(jaxpr).eqns:
         for inner in compat.inner_jaxprs(eqn):
@@ -26,14 +26,14 @@ def jaxprs(jaxpr: Jaxpr, path: str = "") -> Iterator[tuple[str, Jaxpr]]:
 
 
 def equations(jaxpr: Jaxpr, path: str = "") -> Iterator[tuple[Eqn, str]]:
-    """Yields each equation of a jaxpr, and of those inside of it, with its path."""
+    """Yields each equation of a jaxpr and of the jaxprs inside of it, with its path."""
     for where, each in jaxprs(jaxpr, path):
         for eqn in compat.parts(each).eqns:
             yield eqn, compat.join(where, *compat.scopes(eqn))
 
 
 def readers_of(parts: compat.Parts) -> Mapping[Var, list[Eqn | None]]:
-    """Returns the equations that read each variable, in order; an output as None."""
+    """Returns the equations that read each variable, in order; None for an output."""
     readers: dict[Var, list[Eqn | None]] = defaultdict(list)
     for eqn in (*parts.eqns, None):
         for atom in parts.outvars if eqn is None else eqn.invars:
@@ -43,37 +43,37 @@ def readers_of(parts: compat.Parts) -> Mapping[Var, list[Eqn | None]]:
 
 
 def has_lanes(loop: Eqn) -> bool:
-    """Whether vmap has made one predicate for each lane of a while loop."""
+    """Whether vmap has given a while loop one predicate for each batch element."""
     (predicate,) = compat.parts(compat.while_parts(loop).cond).outvars
     return bool(predicate.aval.shape)
 
 
 _ONE_BODY = frozenset([*compat.CALLED, "shard_map"])
-"""Ops whose operands and results are those of the one jaxpr that they contain."""
+"""Ops with the operands and results of the one jaxpr that they contain."""
 
 
 class _Analysis(abc.ABC, Generic[Fact]):
-    """What both directions share."""
+    """The common part of both directions."""
 
     @abc.abstractmethod
     def nothing(self) -> Fact:
-        """Returns the least fact: of a number, or of what nothing reads."""
+        """Returns the least fact: for a number, or for an unread value."""
 
     @abc.abstractmethod
     def join(self, one: Fact, other: Fact) -> Fact:
-        """Returns what is known of a value of which one fact or the other holds."""
+        """Returns the fact of a value for which one of two facts holds."""
 
     @abc.abstractmethod
     def through(self, eqn: Eqn, facts: Sequence[Fact], path: str) -> Sequence[Fact]:
-        """Returns what an equation that is not entered makes of facts.
+        """Returns the effect of an equation, whose jaxprs are not entered, on facts.
 
         Args:
           eqn: the equation.
-          facts: of its operands; in a backward analysis of its results.
-          path: the scopes that it stands in.
+          facts: the facts of its operands; in a backward analysis, of its results.
+          path: its path.
 
         Returns:
-          The facts of its results; in a backward analysis of its operands.
+          The facts of its results; in a backward analysis, of its operands.
         """
 
     def _join_all(self, rows: Sequence[Sequence[Fact]]) -> list[Fact]:
@@ -94,7 +94,7 @@ class Forward(_Analysis[Fact]):
         Args:
           jaxpr: a jaxpr, closed or open.
           inputs: the facts of its inputs.
-          path: the scopes that it stands in.
+          path: its path.
         """
         parts = compat.parts(jaxpr)
         known = dict(zip(parts.invars, inputs, strict=True))
@@ -161,7 +161,7 @@ class Backward(_Analysis[Fact]):
         Args:
           jaxpr: a jaxpr, closed or open.
           outputs: the facts of its outputs.
-          path: the scopes that it stands in.
+          path: its path.
         """
         parts = compat.parts(jaxpr)
         known: dict[Any, Fact] = defaultdict(self.nothing)
@@ -180,7 +180,7 @@ class Backward(_Analysis[Fact]):
     def inputs(
         self, jaxpr: Jaxpr, outputs: Sequence[Fact], path: str = ""
     ) -> list[Fact]:
-        """Returns the facts of the inputs of a jaxpr, as ``variables`` finds them."""
+        """Returns the facts of the inputs of a jaxpr; see ``variables``."""
         known = self.variables(jaxpr, outputs, path)
         return [known[var] for var in compat.parts(jaxpr).invars]
 
@@ -192,7 +192,7 @@ class Backward(_Analysis[Fact]):
         Args:
           eqn: an equation of a jaxpr.
           results: the facts of its results.
-          path: the scopes that the jaxpr stands in.
+          path: the path of the jaxpr.
         """
         op, inside = compat.op_of(eqn), compat.path_of(eqn, path)
         if op in _ONE_BODY:
@@ -216,7 +216,7 @@ class Backward(_Analysis[Fact]):
 
     @abc.abstractmethod
     def of_predicate(self) -> Fact:
-        """Returns the fact of what decides which branch runs, or when a loop ends."""
+        """Returns the fact of a value that selects a branch or ends a loop."""
 
     def of_loop(
         self,
@@ -227,15 +227,15 @@ class Backward(_Analysis[Fact]):
         results: Sequence[Fact],
         path: str,
     ) -> Sequence[Fact]:
-        """Returns the facts of what a loop is given.
+        """Returns the facts of the operands of a loop.
 
         Args:
           eqn: the loop.
           body: the jaxpr of a step.
-          n_consts: how many of its inputs are the same in all steps.
-          n_carry: how many results are inputs of the next step.
+          n_consts: the number of loop-invariant inputs.
+          n_carry: the number of carries.
           results: the facts of its results.
-          path: the scopes that the body stands in.
+          path: the path of the body.
         """
         del eqn
         carries = list(results[:n_carry])

@@ -1,4 +1,4 @@
-"""Arrays whose types say how they are sharded, or over which axes they vary."""
+"""Handles arrays whose types state their sharding, or the axes over which they vary."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from jmp_lite.autocasting.jaxprs.types import Array, Aval, Var
 
 
 def zeros(aval: Aval, length: int | None = None) -> Any:
-    """Returns zeros of a type; with a length, with an axis of that in front."""
+    """Returns zeros of a type; with a length, with a leading axis of that length."""
     more = () if length is None else (length,)
     zero, shape = jnp.zeros((), aval.dtype), (*more, *aval.shape)
     sharding = None
@@ -22,7 +22,7 @@ def zeros(aval: Aval, length: int | None = None) -> Any:
 
 
 def is_sharded(array: Array) -> bool:
-    """Whether the type of an array says how it is sharded, as on an Explicit mesh."""
+    """Whether the type of an array states its sharding, as on an Explicit mesh."""
     return _is_sharded(jax.typeof(array))
 
 
@@ -31,11 +31,11 @@ def _is_sharded(aval: Aval) -> bool:
 
 
 def as_varying(array: Array, axes: Iterable[str]) -> Any:
-    """Returns an array whose type says that it may differ over some mapped axes.
+    """Returns an array whose type states that it may differ over some mapped axes.
 
-    Only ``shard_map`` has them in its types: anywhere else it is the array itself.
+    Only ``shard_map`` has such types. Elsewhere the array is returned unchanged.
     """
-    # From the context: the type of what a mapped function closes over has no axes.
+    # From the context: the types of captured arrays have no axes.
     inside = jax.sharding.get_abstract_mesh().manual_axes
     missing = {*axes}.intersection(inside) - jax.typeof(array).manual_axis_type.varying
     if not missing:
@@ -49,9 +49,10 @@ def axes_of(array: Array) -> frozenset[str]:
 
 
 def gathered(array: Array) -> Any:
-    """Returns what all devices of a ``shard_map`` have, stacked up, the same on each.
+    """Returns the stacked arrays of all devices of a ``shard_map``.
 
-    Outside of one it is the array itself.
+    The result is the same on each device. Outside of ``shard_map`` it is the array
+    itself.
     """
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if not axes:
@@ -60,7 +61,7 @@ def gathered(array: Array) -> Any:
     dtype = jnp.int32 if mine.dtype == jnp.bool_ else mine.dtype
     everyone = jnp.zeros((jax.lax.axis_size(axes), *mine.shape), dtype)
     mine = as_varying(mine.astype(dtype), axes)
-    # psum, because shard_map takes what all_gather returns for different on each.
+    # psum: shard_map treats the result of all_gather as different on each device.
     own = as_varying(everyone, axes).at[jax.lax.axis_index(axes)].set(mine)
     return jax.lax.psum(own, axes).astype(jnp.asarray(array).dtype)
 

@@ -1,4 +1,4 @@
-"""The types of what a jaxpr consists of, as far as this library reads them."""
+"""Types of the parts of a jaxpr that this library reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -9,9 +9,9 @@ import numpy as np
 Dtype: TypeAlias = np.dtype[Any]
 PyTree: TypeAlias = Any
 Function: TypeAlias = Callable[..., Any]
-"""A function of a user's, of which nothing is known."""
+"""A user's function, with an unknown signature."""
 Array: TypeAlias = jax.Array
-"""An array, a tracer, or a number of NumPy that stands for one."""
+"""An array, a tracer, or a NumPy scalar."""
 
 
 class Aval(Protocol):
@@ -29,25 +29,25 @@ class Aval(Protocol):
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of its elements."""
         ...
 
     @property
     def sharding(self) -> Any:
-        """How it is sharded, where types say so."""
+        """Its sharding, if types state it."""
         ...
 
     @property
     def manual_axis_type(self) -> Any:
-        """Over which mapped axes it varies."""
+        """The mapped axes over which it varies."""
         ...
 
     def update(self, **changes: Any) -> "Aval":
-        """Returns the type with something changed."""
+        """Returns the type with some fields changed."""
         ...
 
     def str_short(self) -> str:
-        """Returns the type in words."""
+        """Returns the type as text."""
         ...
 
 
@@ -61,7 +61,7 @@ class Var(Protocol):
 
 
 class Literal(Var, Protocol):
-    """A number that is written into a jaxpr."""
+    """A number in a jaxpr."""
 
     @property
     def val(self) -> Any:
@@ -76,11 +76,11 @@ class Primitive(Protocol):
     multiple_results: bool
 
     def bind(self, *operands: Any, **params: Any) -> Any:
-        """Applies it."""
+        """Applies it to operands."""
         ...
 
     def get_bind_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the parameters with which it is bound."""
+        """Returns the parameters for ``bind``."""
         ...
 
 
@@ -89,7 +89,7 @@ class Eqn(Protocol):
 
     @property
     def primitive(self) -> Primitive:
-        """What it applies."""
+        """The primitive."""
         ...
 
     @property
@@ -104,27 +104,27 @@ class Eqn(Protocol):
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Its parameters, which ``compat`` alone reads."""
+        """Its parameters; only ``compat`` reads them."""
         ...
 
     @property
     def effects(self) -> Any:
-        """Its effects."""
+        """Its side effects."""
         ...
 
     @property
     def source_info(self) -> Any:
-        """Where it stands in the code, and in which scopes."""
+        """Its line of code and its scopes."""
         ...
 
     @property
     def ctx(self) -> Any:
-        """The settings that it was traced in."""
+        """The settings of its trace."""
         ...
 
 
 class Jaxpr(Protocol):
-    """A jaxpr, closed or open; ``compat.parts`` takes it apart."""
+    """A jaxpr, closed or open; ``compat.parts`` returns its parts."""
 
     def pretty_print(self) -> str:
         """Returns it as text."""

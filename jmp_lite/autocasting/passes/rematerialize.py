@@ -1,9 +1,9 @@
-"""Cheap ops in the body of a loop, run again in its backward pass rather than kept.
+"""Recomputes the cheap ops of a loop's body in its backward pass.
 
-What a loop keeps for its backward pass is stacked, step by step. Where cheap ops stand
-between matrix products (a softmax, a norm, a gelu, the cell of an LSTM), their inputs
-and results are kept, and what is between is computed again: most of it is float32, or
-would be kept many times over. Results do not change.
+A loop stacks its residuals, step by step. For cheap ops between matrix products (a
+softmax, a norm, a gelu, the cell of an LSTM), only their inputs and results are saved;
+the values in between are recomputed. Most of these are float32, or would be saved
+several times. Results do not change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> J
 
     Args:
       jaxpr: the body.
-      n_consts: how many of its inputs are the same in all steps.
-      kept: a scope in which nothing is computed again.
+      n_consts: the number of loop-invariant inputs.
+      kept: a scope in which nothing is recomputed.
     """
     parts = compat.parts(jaxpr)
     plan = _plan(parts, moved_constants(parts, n_consts).eqns, kept)
@@ -36,7 +36,7 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> J
     def steps(env: dict[Var, Array]) -> None:
         for item in plan:
             if isinstance(item, list):
-                _run_island(item, _wanted(item, parts, raises), raises, env)
+                _run_island(item, _read_outside(item, parts, raises), raises, env)
             else:
                 compat.run_equations([item], env)
 
@@ -46,11 +46,12 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> J
 def _plan(
     parts: compat.Parts, constant: Sequence[Eqn], kept: str | None
 ) -> list[Eqn | Run]:
-    """Returns the equations in an order to run them, those of an island in a list.
+    """Returns the equations in order of execution, with those of an island in a list.
 
-    An island is a run of cheap ops. An equation that does not read what the run has
-    made goes before it; one that does ends it. A sum goes before it too: it is kept in
-    place of what it adds up; and so does what is the same in all steps.
+    An island is a run of cheap ops. An equation that does not read the results of the
+    run goes before it. An equation that does ends the run. A sum of two arrays goes
+    before it too, so that the sum is saved in place of its operands. Loop-invariant
+    equations also go before it.
     """
     outside = set(map(id, constant))
     plan: list[Eqn | Run] = []
@@ -78,13 +79,13 @@ def _plan(
 
 
 def _is_cheap(eqn: Eqn, kept: str | None) -> bool:
-    """Whether an equation of floats is one pass over memory, or a call of such."""
+    """Whether an equation of floats is one pass over memory, or a call of such ops."""
     has_floats = any(map(compat.is_float, (*eqn.invars, *eqn.outvars)))
     return has_floats and _is_light(eqn, kept)
 
 
 def _is_sum(eqn: Eqn) -> bool:
-    """Whether an equation adds two arrays of one shape."""
+    """Whether an equation adds two arrays of the same shape."""
     if compat.op_of(eqn) not in ADDING:
         return False
     one, other = eqn.invars
@@ -101,25 +102,27 @@ def _is_light(eqn: Eqn, kept: str | None) -> bool:
     return compat.op_of(eqn) in CHEAP
 
 
-def _wanted(island: Run, parts: compat.Parts, raises: Mapping[Var, Eqn]) -> list[Var]:
-    """Returns the results of an island that are read outside of it."""
+def _read_outside(
+    island: Run, parts: compat.Parts, raises: Mapping[Var, Eqn]
+) -> list[Var]:
+    """Returns the results of an island that other equations read."""
     inside = set(map(id, island))
     read = {id(atom) for atom in parts.outvars}
     for eqn in parts.eqns:
         if id(eqn) not in inside:
             read.update(map(id, eqn.invars))
-    # What reads a raised value may raise it again, and then reads what was raised.
+    # A reader of an upcast may repeat the upcast, and then reads the 16-bit value.
     read.update(id(r.invars[0]) for var, r in raises.items() if id(var) in read)
     return [var for eqn in island for var in eqn.outvars if id(var) in read]
 
 
 def _run_island(
-    island: Run, wanted: Sequence[Var], maker: Mapping[Var, Eqn], env: dict[Var, Array]
+    island: Run, results: Sequence[Var], maker: Mapping[Var, Eqn], env: dict[Var, Array]
 ) -> None:
     made = {var for eqn in island for var in eqn.outvars}
     atoms = [a for eqn in island for a in eqn.invars if not compat.is_literal(a)]
     needed = dict.fromkeys(atom for atom in atoms if atom not in made)
-    # What was raised before is raised again: it is kept in 16 bits.
+    # An earlier upcast is repeated, so the value is saved in 16 bits.
     raises = [maker[atom] for atom in needed if atom in maker]
     island = [*raises, *island]
     atoms = [*(eqn.invars[0] for eqn in raises), *(a for a in needed if a not in maker)]
@@ -128,8 +131,8 @@ def _run_island(
     def run(*arrays: Array) -> list[Array]:
         inner = dict(zip(inputs, arrays, strict=True))
         compat.run_equations(island, inner)
-        return [inner[var] for var in wanted]
+        return [inner[var] for var in results]
 
-    # In a loop XLA has nothing to eliminate: what is kept is stacked already.
+    # In a loop XLA cannot merge the recomputation: residuals are stacked.
     again = jax.checkpoint(run, prevent_cse=False)
-    env.update(zip(wanted, again(*(env[a] for a in inputs)), strict=True))
+    env.update(zip(results, again(*(env[a] for a in inputs)), strict=True))

@@ -1,10 +1,10 @@
-"""The gradient of a weight that all steps of a loop multiply with, as one product.
+"""Computes the gradient of a weight that all steps of a loop use as one product.
 
-JAX adds the gradient of such a weight up step by step, and reads and writes all of it
-at each step. Here the other operand of the product is stacked, and so is the gradient
-of the product: one product of the two, after the loop, is the sum. It adds up in
-float32, as products do, and is rounded once. That is done where the weight is larger
-than what is stacked at a step, as in a recurrent network. Results do not change.
+JAX adds up the gradient of such a weight step by step, and reads and writes all of it
+at each step. This pass stacks the other operand of the product, and the gradient of the
+product. One product of both stacks, after the loop, is the sum. It adds up in float32,
+like all products, and is rounded once. The pass applies if the weight is larger than
+the stacked arrays of a step, as in a recurrent network. Results do not change.
 """
 
 import math
@@ -27,9 +27,10 @@ class _Use(NamedTuple):
 
     Attributes:
       eqn: the product.
-      side: which of its operands the weight is.
+      side: the number of the operand that is the weight.
       consts: the numbers of the constants that the weight is made of.
-      at: the sum that the product goes into, or the product: its tangent enters there.
+      at: the sum that reads the product, or the product itself: its tangent enters
+        there.
     """
 
     eqn: Eqn
@@ -39,12 +40,12 @@ class _Use(NamedTuple):
 
     @property
     def weight(self) -> Var:
-        """The variable that is the weight."""
+        """The variable of the weight."""
         return self.eqn.invars[self.side]
 
     @property
     def other(self) -> Var:
-        """The variable that it is multiplied with."""
+        """The variable of the other operand."""
         return self.eqn.invars[1 - self.side]
 
 
@@ -53,8 +54,8 @@ class _Body(NamedTuple):
 
     Attributes:
       eqn: the scan.
-      parts: the jaxpr that it runs.
-      moves: the equations that make weights of constants.
+      parts: its jaxpr.
+      moves: the equations that make weights from constants.
       uses: the products.
     """
 
@@ -65,15 +66,15 @@ class _Body(NamedTuple):
 
 
 def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
-    """Returns a function that runs a scan; None where it has no such weight.
+    """Returns a function that runs a scan; None if it has no such weight.
 
     Args:
       eqn: the scan.
       jaxpr: the body to run, a closed jaxpr.
 
     Returns:
-      A function of the constants, of what the carries start from and of what is
-      sliced, whose derivative adds the gradients of weights up after the loop.
+      A function of the constants, the initial carries and the sliced arrays. Its
+      derivative adds up the gradients of weights after the loop.
     """
 
     def plain(*arrays: Array) -> list[Array]:
@@ -92,10 +93,10 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
 
 
 class Moved(NamedTuple):
-    """What the body of a loop makes of constants by casting and moving them.
+    """The values that the body of a loop makes from constants by casts and moves.
 
     Attributes:
-      eqns: the equations that do so.
+      eqns: the equations that make them.
       made_of: the numbers of the constants in each variable.
     """
 
@@ -104,7 +105,7 @@ class Moved(NamedTuple):
 
 
 def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
-    """Finds what is cast and moved only, and is no larger than it was."""
+    """Finds values that are only cast and moved, and do not become larger."""
     made_of = {var: frozenset([i]) for i, var in enumerate(parts.invars[:n_consts])}
     eqns: list[Eqn] = []
     for eqn in parts.eqns:
@@ -124,7 +125,7 @@ def _n_bytes(atoms: Sequence[Var]) -> int:
 
 
 def _read(eqn: Eqn, jaxpr: Jaxpr) -> _Body:
-    """Finds the products with weights that are larger than what would be stacked."""
+    """Finds the products whose weights are larger than the arrays to stack."""
     parts = compat.parts(jaxpr)
     n_consts, _ = compat.scan_counts(eqn)
     moves, made_of = moved_constants(parts, n_consts)
@@ -147,7 +148,7 @@ def _is_worth_it(use: _Use) -> bool:
 
 
 def _sum_of(product: Eqn, readers: Mapping[Var, list[Eqn | None]]) -> Var:
-    """Returns the sum that a product goes into, and into nothing else."""
+    """Returns the sum that is the only reader of a product, or None."""
     (var,) = product.outvars
     while True:
         reader, *others = readers.get(var, [None])
@@ -164,8 +165,8 @@ def _linearized(
 ) -> Any:
     """Returns the results of a loop and their tangents.
 
-    The tangents of the products are computed for all steps at once. Transposed, that is
-    the one product which the gradient of a weight is.
+    The tangents of the products are computed for all steps at once. Their transpose is
+    the one product that computes the gradient of a weight.
     """
     n_consts, _ = compat.scan_counts(body.eqn)
     moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
@@ -182,10 +183,12 @@ def _linearized(
         compat.run_equations(body.moves, env)
         return [env[use.weight] for use in uses]
 
-    held, directions = jax.jvp(
+    fixed_weights, directions = jax.jvp(
         weights, [primals[i] for i in consts], [tangents[i] for i in consts]
     )
-    fixed = {id(use.eqn): (use.side, w) for use, w in zip(uses, held, strict=True)}
+    fixed = {
+        id(use.eqn): (use.side, w) for use, w in zip(uses, fixed_weights, strict=True)
+    }
 
     def shifted(shifts: Sequence[Array], *arrays: Array) -> Any:
         every = [*primals]
@@ -207,9 +210,9 @@ def _linearized(
 
 
 def _products(use: _Use, stack: Array, direction: Array) -> Array:
-    """Returns the products, of all steps, of what was stacked and one weight."""
+    """Returns the products of stacked operands and one weight, for all steps."""
     contracted, batch = compat.dot_dimensions(use.eqn)
-    # Axes that are sharded by their types cannot be merged.
+    # Axes with a sharding in their types cannot be merged.
     if not any(batch) and not sharding.is_sharded(stack):
         return _one_product(use, stack, direction, *contracted)
 
@@ -223,10 +226,10 @@ def _products(use: _Use, stack: Array, direction: Array) -> Array:
 def _one_product(
     use: _Use, stack: Array, direction: Array, *contracted: Sequence[int]
 ) -> Array:
-    """Returns the same as a product of two matrices.
+    """Returns these products as one product of two matrices.
 
-    Transposed, it contracts one axis: where there are two, XLA for CPUs may add up in
-    16 bits (seen on jax 0.12).
+    Its transpose contracts one axis. With two axes, XLA for CPUs may add up in 16 bits
+    (jax 0.12).
     """
     of_weight, of_other = contracted if use.side == 0 else contracted[::-1]
     n_contracted = len(of_weight)
@@ -256,17 +259,17 @@ def _scan(
     others: Sequence[Var],
     arrays: Sequence[Array],
 ) -> tuple[list[Array], list[Array]]:
-    """Runs a loop whose weights are fixed, and whose sums can be moved.
+    """Runs a loop with fixed weights and sums that can be shifted.
 
     Args:
       body: the body.
       fixed: the side and the weight of each product, by the id of its equation.
-      shifts: for each sum that is moved, what has its tangent, stacked up.
-      others: the variables to stack up.
-      arrays: what the scan is bound to.
+      shifts: for each shifted sum, a stacked array with its tangent.
+      others: the variables to stack.
+      arrays: the operands of the scan.
 
     Returns:
-      The results of the loop, and what was stacked up.
+      The results of the loop, and the stacked arrays.
     """
     parts = body.parts
     n_consts, n_carry = compat.scan_counts(body.eqn)
@@ -303,7 +306,7 @@ def _scan(
 
 @jax.custom_jvp
 def _moved_by(value: Array, shift: Array) -> Array:
-    """Returns a value whose tangent is its own and that of a shift."""
+    """Returns a value whose tangent is the sum of its own and that of a shift."""
     del shift
     return value
 

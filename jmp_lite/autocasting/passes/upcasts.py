@@ -1,4 +1,4 @@
-"""16-bit values that are raised to float32 once, outside of the calls that read them.
+"""Casts 16-bit values to float32 once, outside of the calls that read them.
 
 The gradients of all uses of such a value then add up in float32.
 """
@@ -17,7 +17,7 @@ def is_raise(eqn: Eqn) -> bool:
 
 
 def only_raised(jaxpr: Jaxpr) -> frozenset[int]:
-    """Returns which 16-bit inputs of a jaxpr are read by nothing but raises."""
+    """Returns the 16-bit inputs of a jaxpr that are only cast to float32."""
     parts = compat.parts(jaxpr)
     raised = {eqn.invars[0] for eqn in parts.eqns if is_raise(eqn)}
     read = {
@@ -33,7 +33,7 @@ def only_raised(jaxpr: Jaxpr) -> frozenset[int]:
 
 
 def with_raised(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
-    """Returns a jaxpr that takes some of its inputs in float32 already."""
+    """Returns a jaxpr that takes some of its inputs in float32."""
     if not raised:
         return jaxpr
     parts = compat.parts(jaxpr)

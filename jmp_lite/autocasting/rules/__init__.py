@@ -1,1 +1,1 @@
-"""What the rules are: precisions, the table of ops, presets, and their JSON."""
+"""The rules: precisions, the op table, presets, and JSON."""

@@ -1,7 +1,7 @@
-"""The precision of every primitive that is known, by group, with the reason.
+"""The op table: the precision of every known primitive, by group, with the reason.
 
-A primitive is known by its name alone, and this module imports nothing of JAX. Seen in
-jax 0.10.2 and 0.12.0; an op that is in no group is ``KEEP``.
+A primitive is known by its name only, and this module imports nothing of JAX. The names
+are those of jax 0.10.2 and 0.12.0. An op in no group is ``KEEP``.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from jmp_lite.autocasting.rules.precision import Precision
 
 
 class Group(NamedTuple):
-    """Ops of one kind.
+    """A group of similar ops.
 
     Attributes:
-      id: a name, which nobody but a program reads.
-      precision: their precision where no rule says otherwise.
-      reason: why it is that, in words for people.
-      ops: the names of their primitives.
-      has_low_form: whether they can run in 16 bits.
+      id: its name, for code.
+      precision: the precision of its ops, if no rule changes it.
+      reason: the reason for the precision, in words.
+      ops: the names of the primitives.
+      has_low_form: whether the ops can run in 16 bits.
     """
 
     id: str
@@ -216,7 +216,7 @@ GROUPS: tuple[Group, ...] = (
     ),
 )
 
-# Entered by a handler of their own, and decided op by op inside.
+# A handler converts these; the ops inside are decided one by one.
 HIGHER_ORDER = frozenset(
     {
         *("jit", "scan", "while", "cond", "checkpoint", "remat", "remat2"),
@@ -231,13 +231,13 @@ def _ops_in(*ids: str) -> frozenset[str]:
 
 
 PRODUCTS = _ops_in("product")
-"""Matrix products: what is low in every preset that lowers anything."""
+"""Matrix products, which are low in every preset that lowers anything."""
 
 FLOAT8_OPS = ("dot_general",)
-"""The products that XLA has float8 kernels for."""
+"""The products with float8 kernels in XLA."""
 
 MOVING = _ops_in("moving", "sending")
-"""Each number of the result is a number of an operand, whatever those are."""
+"""Each element of the result is an element of an operand, independent of the values."""
 
 EXACT = _ops_in("moving", "sending", "choosing") | {"neg", "abs"}
 """These round nothing."""
@@ -249,30 +249,30 @@ _LIGHT = _ops_in("arithmetic", "bounded", "moving", "choosing")
 _ADDS = frozenset(["add", "add_any", "sub", "neg", "reduce_sum"])
 
 LINEAR = MOVING | _ADDS | {"convert_element_type"}
-"""Their derivative needs nothing of what they were given."""
+"""Their derivative does not need their operands."""
 
 CHEAP = (
     LINEAR | _LIGHT | {"exp", "exp2", "expm1", "log", "log1p", "log2", "rsqrt"}
 ) - (_DEAR | _ops_in("sending"))
-"""Ops that one pass over memory computes: to run them again costs little."""
+"""Ops of one pass over memory, which are cheap to recompute."""
 
 ADDING = frozenset(["add", "sub", "add_any"])
-"""Sums of two: what they are given is added up in what reads their result."""
+"""Sums of two operands."""
 
 PICKING = frozenset(["argmax", "argmin", "top_k", "approx_top_k"])
-"""Their integers say which number is the largest, however near the next one is."""
+"""They return the index of the largest number, even if another one is close."""
 
 COMPARING = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
-"""Comparisons of two."""
+"""Comparisons of two operands."""
 
 DISCERNING = COMPARING | PICKING | {"is_finite"}
-"""Their results differ where 16 bits round two numbers to one, or one to infinity."""
+"""Their results change if 16 bits round two numbers to one, or one to infinity."""
 
 INSIDE_OF_FUNCTIONS = _ops_in("arithmetic", "moving")
-"""What norms are made of, beside sums and roots: scales, shifts, reshapes."""
+"""The ops of norms besides sums and roots: scales, shifts, reshapes."""
 
 SOLVING = _ops_in("linear_algebra") | {"custom_linear_solve"}
-"""Factorizations and solvers, of matrices whose digits cancel."""
+"""Factorizations and solvers, in which digits cancel."""
 
 KEEPING_DIGITS = (MOVING | ADDING).union(
     ("mul", "div", "neg", "round", "floor", "ceil", "clamp", "select_n"),
@@ -282,7 +282,7 @@ KEEPING_DIGITS = (MOVING | ADDING).union(
 their operands."""
 
 PASSING = frozenset(["optimization_barrier"])
-"""Each result is an operand: their precisions are not joined."""
+"""Each result is one operand: their precisions are not joined."""
 
 ADDED_UP = frozenset(
     [
@@ -299,7 +299,7 @@ ADDED_UP = frozenset(
 run in float32, and their result is cast."""
 
 POSITIONAL = frozenset(["sin", "cos"])
-"""In float32, because arguments may be positions; what comes out is bounded."""
+"""These run in float32, because operands may be positions; results are bounded."""
 
 BROADCASTING = frozenset(
     [
@@ -317,12 +317,12 @@ BROADCASTING = frozenset(
         "nextafter",
     ]
 )
-"""These spread scalars and axes of size 1 over the other operands."""
+"""These broadcast scalars and axes of size 1 to the other operands."""
 
 DTYPE_PARAMS: Mapping[str, bool] = MappingProxyType(
     {"preferred_element_type": True, "out_dtype": True, "precision": False}
 )
-"""Parameters that name a dtype, which low ops change (True) or drop (False)."""
+"""Parameters with a dtype, which low ops change (True) or drop (False)."""
 
 _GROUP_OF: Mapping[str, Group] = MappingProxyType(
     {op: group for group in GROUPS for op in group.ops}
@@ -332,5 +332,5 @@ EDITABLE = [op for op, group in _GROUP_OF.items() if group.precision != Precisio
 
 
 def group_of(op: str) -> Group | None:
-    """Returns the group that an op is in; None if it is not known."""
+    """Returns the group of an op; None for an unknown op."""
     return _GROUP_OF.get(op)

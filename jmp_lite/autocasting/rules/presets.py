@@ -67,7 +67,7 @@ _MIXED = Rules(scopes=(NORM_LAYERS,))
 
 _O0 = Rules(default=Precision.KEEP).keep(*_ops_that_are(Precision.LOW, Precision.FULL))
 
-# By name: what is low by default alone is float32 where only float32 reads it.
+# By name: with the default alone, values that only float32 ops read stay in float32.
 _O3 = Rules(default=Precision.LOW).low(
     *(
         op
@@ -79,7 +79,7 @@ _O3 = Rules(default=Precision.LOW).low(
 
 _MATMULS = ("dot_general", "ragged_dot_general")
 
-# What Ascend's lists edit: float16, in which no op has a precision of its own.
+# The start of Ascend's lists: float16, and no op has a precision of its own.
 ALL_FOLLOW = Rules(compute_dtype="float16").follow(
     *(
         op
@@ -97,7 +97,7 @@ PRESETS: Mapping[str, Rules] = MappingProxyType(
         "O1": Rules(default=Precision.FULL),
         "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),
         "O3": _O3,
-        # What PyTorch calls pow is integer_pow here where the exponent is an integer.
+        # PyTorch's pow is integer_pow in JAX if the exponent is an integer.
         "torch": Rules(default=Precision.WIDEST).full("integer_pow", "square"),
         "must_keep_origin_dtype": _O0,
         "allow_fp32_to_fp16": Rules(

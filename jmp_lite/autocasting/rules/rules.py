@@ -47,7 +47,7 @@ _MARKS: Mapping[str, Precision] = MappingProxyType(
         AS_WRITTEN_SCOPE: Precision.KEEP,
     }
 )
-"""Reserved names of scopes, which come before all others, the innermost first."""
+"""Reserved names of scopes, which win over all others, the innermost first."""
 
 
 def of_the_user(path: str) -> str:
@@ -62,7 +62,7 @@ Carry = tuple[str, str]
 PASSES = ("rematerialize", "scan_weight_gradients", "upcasts")
 
 NORM_LAYERS: Scope = (
-    # Not a block or a cell that is called after its norm.
+    # It does not match a block or a cell that is named after its norm.
     r"(?i)(layer|rms|group|batch|instance)_?norm(s|alization)?(?![a-z])",
     Precision.FULL_INSIDE,
 )
@@ -283,7 +283,7 @@ class Rules:
         if match is None or match.precision is not Precision.FULL_INSIDE:
             return None
         found = re.search(match.name, path)
-        # A pattern may end with the slash behind a name, or with the end of the path.
+        # A pattern may end with the slash after a name, or with the end of the path.
         end = path.find("/", max(found.end() - 1, 0)) if found else -1
         return path if end < 0 else path[:end]
 
@@ -356,7 +356,7 @@ class Rules:
           >>> jmp.Rules.from_json(ascend).compute_dtype
           dtype('float16')
         """
-        # It makes rules, so that it imports this module.
+        # Imported here, because that module imports this one.
         from jmp_lite.autocasting.rules.serialization import read_rules
 
         return read_rules(text)
@@ -453,7 +453,7 @@ def _unknown_op(op: str) -> ValueError:
     )
 
 
-# What users call ops, by JAX's names of them.
+# JAX's names of ops, by common names.
 _CALLED_OTHERWISE = {
     **dict.fromkeys(("matmul", "dot", "einsum", "linear", "dense"), "dot_general"),
     **dict.fromkeys(("conv", "conv2d", "convolution"), "conv_general_dilated"),

@@ -15,8 +15,8 @@ from jmp_lite.autocasting.rules.rules import (
 )
 from jmp_lite.casting.dtypes import unknown_name
 
-# Ascend's operators by the ops that JAX makes of them. A layer is many ops in JAX: its
-# name becomes a scope.
+# JAX's ops by the names of Ascend's operators. A layer is many ops in JAX, so its name
+# becomes a scope.
 ASCEND_OPS = {
     "MatMul": "dot_general",
     "MatMulV2": "dot_general",

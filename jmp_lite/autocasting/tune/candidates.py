@@ -20,7 +20,7 @@ from jmp_lite.autocasting.rules.rules import (
 )
 
 NUMBER = "\0"
-"""Stands for a number in names that are alike but for it; no name holds it."""
+"""The placeholder for a number in a name; no name contains it."""
 
 
 class Rule(NamedTuple):
@@ -56,8 +56,8 @@ class Units(NamedTuple):
 
     def ordered(self, names: Iterable[str]) -> list[str]:
         """Returns units in the order of execution."""
-        wanted = set(names)
-        return [name for name in self.costs if name in wanted]
+        selected = set(names)
+        return [name for name in self.costs if name in selected]
 
     def by_growth(self, growth: Mapping[tuple[str, str], float]) -> list[str]:
         """Returns the units, those in which an error grows most first.
@@ -141,10 +141,10 @@ class Units(NamedTuple):
 
 
 def ways_to_keep(rows: Iterable[Row], rules: Rules) -> list[Units]:
-    """Returns the ways to keep in float32 what rules run low.
+    """Returns the units that rules can keep in float32, in several ways.
 
     Args:
-      rows: of a function under the rules.
+      rows: the rows of a function under the rules.
       rules: the rules.
     """
     rows = [row for row in rows if _is_raisable(row)]
@@ -152,8 +152,8 @@ def ways_to_keep(rows: Iterable[Row], rules: Rules) -> list[Units]:
     ops, scopes = _costs(rounding, _op_of), _costs(rows, _scope_of)
     return [
         Units("op", Precision.FULL, ops, _kind_of_op),
-        # A block at a time, whose ends are low; and a kind of layer at a time, between
-        # which all is float32.
+        # Single blocks, with low results; and kinds of layers, with float32 between
+        # them.
         Units("scope", Precision.FULL_INSIDE, scopes, _place_of_scope),
         Units("scope", Precision.FULL, scopes, _kind_of_scope),
     ]
@@ -163,8 +163,8 @@ def products_in_float8(rows: Iterable[Row], others: Iterable[str]) -> Units:
     """Returns the scopes of products that are in float8.
 
     Args:
-      rows: of a function under the rules.
-      others: scopes of products that rules may not name.
+      rows: the rows of a function under the rules.
+      others: scopes of products that rules must not name.
     """
     others = tuple(others)
     named = (r for r in rows if is_in_float8(r) and r.scope not in others)
@@ -173,12 +173,12 @@ def products_in_float8(rows: Iterable[Row], others: Iterable[str]) -> Units:
 
 
 def is_in_float8(row: Row) -> bool:
-    """Whether an equation is a product in float8."""
+    """Whether an equation is a float8 product."""
     return row.op in FLOAT8_OPS and is_low(row, bits=8)
 
 
 def rules_with(rules: Rules, kept: Iterable[Rule]) -> Rules:
-    """Returns rules that keep more in float32 than others do."""
+    """Returns rules with more rules for float32."""
     kept = list(kept)
     scopes = tuple((r.name, r.precision) for r in kept if r.kind == "scope")
     ops = [rule.name for rule in kept if rule.kind == "op"]
@@ -187,18 +187,18 @@ def rules_with(rules: Rules, kept: Iterable[Rule]) -> Rules:
 
 
 def without_numbers(name: str) -> str:
-    """Returns what names have in common that differ in a number alone."""
+    """Returns a name with its numbers replaced by a placeholder."""
     return re.sub(r"\d+", NUMBER, name)
 
 
 def _is_raisable(row: Row) -> bool:
-    """Whether rules can raise what an equation runs in."""
+    """Whether rules can raise the precision of an equation."""
     scopes = row.scope.split("/")
     return is_low(row) and not {LOW_SCOPE, AS_WRITTEN_SCOPE}.intersection(scopes)
 
 
 def _rounds(row: Row, rules: Rules) -> bool:
-    """Whether an op can be kept, and is not exact."""
+    """Whether an op can have a rule, and is not exact."""
     # An op that contains jaxprs has no group, and a cast has no rule.
     group = group_of(row.op)
     if group is None or group.precision is Precision.KEEP:
@@ -209,7 +209,7 @@ def _rounds(row: Row, rules: Rules) -> bool:
 def _costs(
     rows: Iterable[Row], name_of: Callable[[Row], str]
 ) -> Mapping[str, tuple[int, int]]:
-    """Returns the operations and bytes of rows, summed by a name of theirs."""
+    """Returns the operations and bytes of rows, summed by a name."""
     costs: dict[str, tuple[int, int]] = {}
     for row in rows:
         times = counted(row.times)
@@ -243,7 +243,7 @@ def _kind_of_scope(path: str) -> Sequence[str]:
 
 
 def _shared(kinds: Iterable[Sequence[str]]) -> int:
-    """Returns how many names all kinds begin with alike."""
+    """Returns the number of leading names that all kinds share."""
     columns = zip(*kinds, strict=False)
     same = [len(set(column)) == 1 for column in columns]
     return same.index(False) if False in same else len(same)

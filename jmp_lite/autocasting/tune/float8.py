@@ -1,9 +1,9 @@
-"""Which matrix products bear float8: the second half of the search.
+"""Finds the matrix products that tolerate float8: the second half of the search.
 
-The rules found name the scopes whose products are in float8; they change no other op
-there. In a named scope a product is in float8 even if float32 alone reads it, which an
-op rule leaves in 16 bits. A scope with such a product is not named: its other products
-are in float8 only if all are.
+The rules found name the scopes whose products are in float8, and change no other op
+there. In a named scope, a product is in float8 even if only float32 ops read it; an op
+rule leaves such a product in 16 bits. A scope with such a product is not named: its
+other products are in float8 only if all products are.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jmp_lite.autocasting.tune.report import Kept, Step
 
 
 def without_float8(rules: Rules) -> Rules:
-    """Returns rules in which nothing asks for float8."""
+    """Returns rules without any request for float8."""
     return dataclasses.replace(
         rules,
         ops=tuple(one for one in rules.ops if one[1] is not Precision.FLOAT8),
@@ -33,21 +33,21 @@ def without_float8(rules: Rules) -> Rules:
 
 
 def has_float8(trials: Trials, rules: Rules) -> bool:
-    """Whether rules have any product of a function in float8."""
+    """Whether rules run any product of a function in float8."""
     return rules.asks_for_float8 and any(map(is_in_float8, trials.rows(rules)))
 
 
 class Float8Search:
-    """The search for the products that bear float8.
+    """The search for the products that tolerate float8.
 
     Args:
-      trials: what measures.
-      start: rules that ask for float8.
-      kept: what is kept in float32 besides. With it, and without float8, the error is
+      trials: the measurements.
+      start: rules that request float8.
+      kept: the rules for float32. With them, and without float8, the error is
         tolerated.
 
     Attributes:
-      steps: what was tried.
+      steps: the steps so far.
     """
 
     def __init__(self, trials: Trials, start: Rules, kept: Sequence[Rule]) -> None:
@@ -69,9 +69,9 @@ class Float8Search:
         self._given: set[str] = set()
 
     def found(self) -> Rules:
-        """Returns rules with most products in float8, but for what is kept."""
+        """Returns rules with most products in float8."""
         if not self._units.costs and self._has_names:
-            return without_float8(self._start)  # What is kept includes all products.
+            return without_float8(self._start)  # The kept rules include all products.
         if self._is_tolerated(FLOAT8_OPS, self._start):
             self._given, self._has_names = set(self._units.costs), True
             return self._start
@@ -81,7 +81,7 @@ class Float8Search:
             group = queue.pop()
             if not self._gave(group) and len(group) > 1:
                 queue += reversed(self._units.parts(group))
-        # Beside the others something may be tolerated that was not before.
+        # A group may be tolerated now, although it was not before.
         for group in self._left_out().values():
             if self._is_enough(self._rules({*self._given, *group})):
                 self._gave(group)
@@ -99,13 +99,13 @@ class Float8Search:
         return [Kept(kind, name, low, self._error(rules)) for kind, name, rules in left]
 
     def _left_out(self) -> dict[str, list[str]]:
-        """Returns the scopes that are not in float8, by patterns for them."""
+        """Returns the scopes that are not in float8, by their patterns."""
         left = [scope for scope in self._units.costs if scope not in self._given]
         patterns = [rule.name for rule in self._units.rules(left)]
         return {pattern: self._units.matched(pattern) for pattern in patterns}
 
     def _gave(self, group: Sequence[str]) -> bool:
-        """Puts the products of some scopes in float8 if that is tolerated."""
+        """Puts the products of some scopes in float8 if the error is tolerated."""
         more = {*self._given, *group}
         if self._is_tolerated(group, self._rules(more)):
             self._given = more
@@ -132,9 +132,10 @@ class Float8Search:
         return self._rules_with_scopes([(one.name, one.precision) for one in rules])
 
     def _rules_with_scopes(self, scopes: Sequence[Scope]) -> Rules:
-        """Returns rules that ask for float8 in these scopes alone.
+        """Returns rules that request float8 in these scopes only.
 
-        They stand where the first one was, or behind the user's.
+        The scopes take the place of the first float8 scope, or follow the user's
+        scopes.
         """
         before = 0
         for scope in self._start.scopes:

@@ -29,8 +29,8 @@ from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.host import fetched
 
-# Every rounding happens, whatever a compiler could fuse here and not elsewhere; and
-# what this compiler makes of it.
+# First with every rounding, even if this compiler could fuse it away; then with this
+# compiler's defaults.
 WAYS_TO_COMPILE = ({"xla_allow_excess_precision": False}, {})
 
 
@@ -85,7 +85,7 @@ class Sample:
         self._arrays = jax.device_put(list(arrays))
         self._floats = _floats_in(parts.invars)
         self._outputs = _floats_in(parts.outvars)
-        fetched([self._arrays[i] for i in self._floats])  # They have to be known.
+        fetched([self._arrays[i] for i in self._floats])  # They have to be concrete.
         self._losses = losses_of(outs, structure)
         self._structure = structure
         self._cotangents = cotangents_of([outs[i] for i in self._losses])
@@ -298,7 +298,7 @@ def _distance(a: PyTree, b: PyTree) -> float:
     if (a == b).all():
         return 0.0
     finite = np.where(np.isfinite(b), b, 0).ravel()
-    unit = np.abs(finite).max()  # Squares of what is very small are zero.
+    unit = np.abs(finite).max()  # Squares of very small numbers are zero.
     if not unit:
         return math.inf
     with np.errstate(invalid="ignore", over="ignore"):

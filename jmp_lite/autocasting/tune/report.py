@@ -144,7 +144,7 @@ class TunedRules(Rules):
 
 
 _SHOWN = 3
-"""How many names one line shows."""
+"""The number of names on one line."""
 
 
 def _cells(error: Error) -> tuple[str, str]:
