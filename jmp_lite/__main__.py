@@ -1,7 +1,7 @@
 """The commands ``python -m jmp_lite demo`` and ``python -m jmp_lite doctor``.
 
-The demo trains with public names alone. Packages from outside the core are imported by
-the functions that use them, so that the doctor runs without them.
+The demo uses public names only. Each function imports the optional packages that it
+needs, so the doctor runs without them.
 """
 
 import argparse
@@ -27,17 +27,17 @@ BATCH_SIZE = 64
 TEST_SIZE = 449  # A quarter of the images.
 PEAK_LEARNING_RATE = 3e-3
 WINDOW = 20
-"""A loss that is shown is the mean of this many steps in a row."""
+"""Each printed or plotted loss is the mean of this many steps in a row."""
 
-# float16 starts far too high and tries to grow often, so that within one short training
-# its scale is seen to back off, to grow again and to find its level.
+# float16 starts far too high and grows often, so that one short training shows the
+# scale back off, grow again and settle.
 LOSS_SCALES: dict[str, jmp.LossScale] = {
     "float32": jmp.NoOpLossScale(),
     "bfloat16": jmp.NoOpLossScale(),
     "float16": jmp.DynamicLossScale(2.0**24, period=50),
 }
 
-# What the demo needs, by the name to install and the name to import.
+# The packages of the demo: the name to install, and the name to import.
 DEMO_PACKAGES = {
     "flax": "flax",
     "matplotlib": "matplotlib",
@@ -50,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: the words after ``python -m jmp_lite``; None for those of this process.
+      argv: the arguments after ``python -m jmp_lite``; None for those of this process.
 
     Returns:
-      The exit code: 0, or 1 where something that the command needs is not there.
+      The exit code: 0, or 1 if something that the command needs is missing.
 
     Raises:
-      SystemExit: the words make no command (code 2), or ask for help (code 0).
+      SystemExit: the arguments are not valid (code 2), or ask for help (code 0).
     """
     parser = make_parser()
     options = parser.parse_args(argv)
@@ -83,20 +83,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+_ABOUT_DOCTOR = """\
+Prints the versions of jmp_lite, JAX and related packages, the settings of JAX that
+change precision, the devices that JAX finds, and the 16-bit dtype that they compute in,
+with the reason. Include this output in a bug report. The exit code is 1 if JAX finds no
+device.
+"""
+
+_ABOUT_DEMO = """\
+Trains a LeNet on the 1,797 handwritten digits of scikit-learn, three times from the
+same seed: in float32, bfloat16 and float16. Prints a table of the three trainings and
+what autocast does with the float16 loss, and draws the losses and the loss scale. Takes
+about a minute on two cores. The last digits vary between machines and versions.
+"""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser("python -m jmp_lite")
+    parser = argparse.ArgumentParser(
+        "python -m jmp_lite", description="Mixed precision for JAX."
+    )
     version = f"jmp_lite {jmp.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
-    about = "print versions, devices and the half dtype"
-    commands.add_parser("doctor", help=about, description=about)
-    about = "train on handwritten digits in three precisions"
-    demo = commands.add_parser("demo", help=about, description=about)
+    about = "print versions, devices and the 16-bit dtype that they compute in"
+    commands.add_parser("doctor", help=about, description=_ABOUT_DOCTOR)
+    about = "train a small network in float32, bfloat16 and float16"
+    demo = commands.add_parser("demo", help=about, description=_ABOUT_DEMO)
     positive = functools.partial(whole_number, at_least=1)
     for name, metavar, read, default, text in (
-        ("--epochs", "N", positive, 20, "passes over the images"),
-        ("--seed", "S", whole_number, 0, "of the parameters and the order of images"),
+        ("--epochs", "N", positive, 20, "number of passes over the images"),
+        (
+            "--seed",
+            "S",
+            whole_number,
+            0,
+            "seed of the parameters and of the order of images",
+        ),
         ("--out", "DIR", pathlib.Path, "demo_out", "folder for the picture"),
     ):
         text += " (default: %(default)s)"
@@ -117,7 +140,7 @@ def whole_number(text: str, at_least: int = 0) -> int:
 
 
 class Run(NamedTuple):
-    """What one training came to; ``losses`` and what follows have a row per step."""
+    """The results of one training; ``losses`` and later fields have a row per step."""
 
     precision: str
     share_low: float
@@ -145,7 +168,7 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
         f"2**{np.log2(run.final_loss_scale):g}" if run.is_scaled else "none"
     ),
     "param kB": lambda run: f"{run.param_bytes / 1e3:,.0f}",
-    "kept kB": lambda run: f"{run.kept_bytes / 1e3:,.0f}",
+    "saved kB": lambda run: f"{run.kept_bytes / 1e3:,.0f}",
 }
 
 
@@ -158,7 +181,8 @@ def show(runs: Sequence[Run], seed: int, picture: pathlib.Path) -> None:
         title=f"LeNet on handwritten digits: {len(runs[0].losses)} steps, seed {seed}",
         caption="16-bit products: share of matmuls and convs, backward ones too\n"
         f"final loss: mean of the last {WINDOW} steps\n"
-        f"kept: for the backward pass of {BATCH_SIZE} images",
+        f"saved: residuals of the backward pass for {BATCH_SIZE} images\n"
+        "last digits vary between machines and versions",
     )
     for header in COLUMNS:
         justify = "left" if header == "precision" else "right"
@@ -174,11 +198,11 @@ def show(runs: Sequence[Run], seed: int, picture: pathlib.Path) -> None:
 
 
 def train_all(epochs: int, seed: int) -> list[Run]:
-    """Trains once per precision, from the same seed and in the same order of data."""
+    """Trains once per precision, with the same seed and the same order of images."""
     from rich import progress
     from rich.console import Console
 
-    # On stderr: it depends on the time, while stdout depends on the seed alone.
+    # On stderr, because it shows times. stdout depends on the seed only.
     with progress.Progress(
         progress.TextColumn("{task.description:<8}"),
         progress.BarColumn(),
@@ -200,14 +224,14 @@ def train(
     seed: int,
     track: Callable[..., Iterable[Any]],
 ) -> Run:
-    """Trains once; ``track`` goes through the batches and shows how far it is."""
+    """Trains once; ``track`` iterates over the batches and shows the progress."""
     (images, labels), (test_images, test_labels) = load_digits()
     batches = order_of_images(len(images), epochs, seed)
     model = make_lenet()
     forward = in_precision(model.apply, precision)
 
     def loss_fn(params: Any, images: Any, labels: Any) -> Any:
-        logits = forward(params, images)  # In float32, as is all that follows.
+        logits = forward(params, images)  # In float32, like the rest of the loss.
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     schedule = optax.cosine_decay_schedule(PEAK_LEARNING_RATE, len(batches))
@@ -217,7 +241,7 @@ def train(
     opt_state = optimizer.init(params)
 
     history: list[Any] = []
-    # Step by step from Python: on a CPU, XLA's convolutions are slow in a lax.scan.
+    # A Python loop: on a CPU, XLA's convolutions are slow in a lax.scan.
     for batch in track(batches, description=precision):
         params, opt_state, metrics = step(
             params, opt_state, images[batch], labels[batch]
@@ -241,14 +265,14 @@ def train(
 
 
 def load_digits() -> tuple[Any, Any]:
-    """Returns ``(images, labels)`` to train on and to test on, the same every time.
+    """Returns ``(images, labels)`` for training and for testing, always the same.
 
     Images are float32 of shape ``(n, 8, 8, 1)`` in [0, 1], labels int32 of ``(n,)``.
     """
     from sklearn import datasets
 
     digits: Any = datasets.load_digits()
-    # Shuffled, because the file is not: it starts 0, 1, 2, ..., 9, 0, 1, 2, ...
+    # Shuffled, because the file is sorted: 0, 1, 2, ..., 9, 0, 1, 2, ...
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = digits.images[order, :, :, None].astype(np.float32) / 16
     labels = digits.target[order].astype(np.int32)
@@ -257,7 +281,7 @@ def load_digits() -> tuple[Any, Any]:
 
 
 def order_of_images(n_images: int, epochs: int, seed: int) -> np.ndarray:
-    """Returns indices of shape ``(steps, BATCH_SIZE)``, shuffled anew every epoch."""
+    """Returns indices of shape ``(steps, BATCH_SIZE)``, shuffled in each epoch."""
     rng = np.random.default_rng(seed)
     n_used = n_images - n_images % BATCH_SIZE
     order = [rng.permutation(n_images)[:n_used] for _ in range(epochs)]
@@ -265,7 +289,7 @@ def order_of_images(n_images: int, epochs: int, seed: int) -> np.ndarray:
 
 
 def make_lenet() -> Any:
-    """Returns the network. Nothing in it says which precision it runs in."""
+    """Returns the network, whose code does not mention a precision."""
     from flax import linen as nn
 
     class LeNet(nn.Module):
@@ -282,12 +306,12 @@ def make_lenet() -> Any:
 
 
 def in_precision(forward: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    """Returns ``forward`` computing in ``dtype``, with float32 outside."""
+    """Returns ``forward`` computing in ``dtype``, with float32 results."""
     return forward if dtype == "float32" else jmp.autocast(forward, compute_dtype=dtype)
 
 
 def make_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
-    """Returns the training step, which also reports what happened in it."""
+    """Returns the training step, which also returns its loss and loss scale."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, images: Any, labels: Any) -> Any:
@@ -301,7 +325,7 @@ def make_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]
 
 
 def explain_loss(seed: int) -> jmp.Explanation:
-    """Returns what autocast to float16 does with the scaled loss of one batch."""
+    """Explains the scaled loss of one batch under autocast to float16."""
     (images, labels), _ = load_digits()
     model = make_lenet()
     params = model.init(jax.random.key(seed), images[:1])
@@ -316,18 +340,18 @@ def explain_loss(seed: int) -> jmp.Explanation:
 
 
 def share_in_16_bits(fun: Callable[..., Any], *args: Any) -> float:
-    """Returns which part of the matrix products and convolutions is in 16 bits."""
+    """Returns the share of matrix products and convolutions that run in 16 bits."""
     products = jmp.explain(fun, "O0")(*args).totals.products
     low = sum(n for dtype, n in products.items() if dtype in ("bfloat16", "float16"))
     return low / sum(products.values())
 
 
 def bytes_kept(loss_fn: Callable[..., Any], params: Any, *batch: Any) -> int:
-    """Returns how many bytes wait for the backward pass, without computing anything.
+    """Returns the bytes of the backward pass's residuals, without computing them.
 
-    They are the residuals of ``jax.vjp``, each counted once, but for the parameters and
-    the batch, which are there anyway. Whatever is made of those counts, such as weights
-    cast to 16 bits. (XLA may compute a residual twice rather than keep it.)
+    They are the residuals of ``jax.vjp``, each counted once. Parameters and the batch
+    do not count, because they exist anyway. Arrays made from them, such as weights cast
+    to 16 bits, do count. (XLA may recompute a residual instead of saving it.)
     """
 
     def residuals(params: Any, batch: Any) -> list[Any]:
@@ -341,10 +365,10 @@ def bytes_kept(loss_fn: Callable[..., Any], params: Any, *batch: Any) -> int:
 
 
 def draw(runs: Sequence[Run], path: pathlib.Path) -> None:
-    """Draws the losses and, of each run that has one, the loss scale over the steps."""
+    """Draws the losses and, for each run with one, the loss scale over the steps."""
     from matplotlib.figure import Figure
 
-    # Not by pyplot: a figure of its own is drawn by Agg and needs no screen.
+    # Not with pyplot: Agg draws a standalone figure without a screen.
     figure = Figure(figsize=(8, 7), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     upper.set_title("LeNet on handwritten digits")
@@ -352,7 +376,7 @@ def draw(runs: Sequence[Run], path: pathlib.Path) -> None:
     lower.set(ylabel="loss scale", xlabel="step")
     lower.set_yscale("log", base=2)
 
-    # From wide and light to thin and dark, because the curves lie on each other.
+    # From wide and light to thin and dark, because the curves overlap.
     styles = (("#f0b040", "-", 5.0), ("#2f7fc1", "--", 2.5), ("black", ":", 1.5))
     for run, (color, line, width) in zip(runs, styles, strict=True):
         means, name = running_mean(run.losses), run.precision
@@ -378,7 +402,7 @@ def running_mean(losses: np.ndarray) -> np.ndarray:
 
 
 def doctor() -> int:
-    """Prints what there is to know about this machine and how JAX is set up on it."""
+    """Prints versions, settings and devices."""
     config: Any = jax.config
     rows = [("python", platform.python_version()), ("jmp_lite", jmp.__version__)]
     rows += [(name, version(name)) for name in ("jax", "jaxlib", "optax", "flax")]
@@ -393,7 +417,7 @@ def doctor() -> int:
 
 
 def why_no_device() -> str | None:
-    """Returns why no backend starts, or not the one asked for; None where one does."""
+    """Returns why JAX finds no device; None if it finds one."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -402,7 +426,7 @@ def why_no_device() -> str | None:
 
 
 def version(package: str) -> str:
-    """Returns the version of a package, or says that there is none."""
+    """Returns the version of a package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -410,7 +434,7 @@ def version(package: str) -> str:
 
 
 def describe_devices() -> list[tuple[str, str]]:
-    """Returns what devices there are, and the half dtype of the one JAX uses first."""
+    """Returns the devices, and the half dtype of JAX's default device."""
     kinds = collections.Counter(f"{d.platform}: {d.device_kind}" for d in jax.devices())
     rows = [("devices", f"{count} x {kind}") for kind, count in kinds.items()]
     (default,) = jnp.zeros([]).devices()

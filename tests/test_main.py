@@ -122,6 +122,22 @@ def test_the_version_is_told(capsys):
     assert capsys.readouterr().out == f"jmp_lite {jmp.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "fragments"),
+    [
+        ("demo", ("1,797 handwritten digits", "last digits vary", "seed of the")),
+        ("doctor", ("devices that JAX finds", "exit code is 1")),
+    ],
+)
+def test_help_describes_what_a_command_does(command, fragments, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main([command, "--help"])
+    assert error.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for fragment in fragments:
+        assert fragment in text
+
+
 @pytest.mark.parametrize("package", cli.DEMO_PACKAGES)
 def test_a_demo_without_its_extra_says_what_to_install(
     package, monkeypatch, capsys, tmp_path
@@ -183,6 +199,7 @@ def test_the_demo_prints_a_table_with_a_row_per_precision(quick_demo):
     for precision in ("float32", "bfloat16", "float16"):
         assert len(cells_of(table, precision)) == len(cli.COLUMNS)
     assert "…" not in table
+    assert "last digits vary between machines and versions" in table
 
 
 @pytest.mark.slow
