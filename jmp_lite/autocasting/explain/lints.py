@@ -223,14 +223,14 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
             yield _at(
                 seen,
                 "float32 carry",
-                seen.row.reason,
+                f"float32 {seen.row.reason}",
                 'Use rules.carry(scope, "follow") if layers pass it on',
             )
         elif record.origin is not None:
             yield _at(
                 seen,
                 "float32 carry",
-                seen.row.reason,
+                f"float32 {seen.row.reason}",
                 "Apply jmp_lite.as_low to the named value if 16 bits suffice",
             )
 
@@ -316,8 +316,8 @@ def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
         most = found.most_common(1)[0][0].name.removeprefix("FLOAT8_").lower()
         yield Lint(
             "no float8 product",
-            f"none of {found.total()} products runs in float8, mostly because of: "
-            f"{most.replace('_', ' ')}",
+            f"none of {found.total()} products runs in float8 (most common reason: "
+            f"{most.replace('_', ' ')})",
             'Use the preset "mixed", which does the same',
         )
 

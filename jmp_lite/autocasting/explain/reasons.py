@@ -24,6 +24,7 @@ from jmp_lite.autocasting.rules.rules import (
     AUTOCAST_SCOPE,
     FULL_SCOPE,
     LOW_SCOPE,
+    NORM_LAYERS,
 )
 
 _NOT_FLOAT8 = "LOW, not float8:"
@@ -132,6 +133,8 @@ def code_of(record: DecisionRecord) -> str:
 
 
 def _rule_in_words(match: RuleMatch) -> str:
+    if match.source is RuleSource.SCOPE and match.name == NORM_LAYERS[0]:
+        return "a norm layer"
     by_source = {
         RuleSource.TABLE: _GROUPS.get(match.name, ""),
         RuleSource.UNKNOWN: f"unknown op {match.name!r}",
