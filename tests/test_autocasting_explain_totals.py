@@ -252,7 +252,7 @@ def test_a_backward_pass_in_a_loop_has_its_trips(wrap):
 
 
 def test_what_has_no_gradient_is_refused_in_words():
-    with pytest.raises(ValueError, match="no backward pass: no float among"):
+    with pytest.raises(ValueError, match="no backward pass: the function has no floating"):
         explain(lambda x: x > 0, backward=True)(X)
     with pytest.raises(ValueError, match="no backward pass"):
         explain(lambda n: n + 1, backward=True)(3)
@@ -286,7 +286,7 @@ def test_a_test_can_ask_what_runs_in_what():
         told.share_low("dot_genral")
     with pytest.raises(ValueError, match="Unknown op 'conv'"):
         told.precision_of(op="conv")
-    with pytest.raises(ValueError, match=r"scope like 'LayreNorm_0'.*'Block/LayerNorm"):
+    with pytest.raises(ValueError, match=r"matches 'LayreNorm_0'.*'Block/LayerNorm"):
         told.precision_of("LayreNorm_0")
     with pytest.raises(ValueError, match="Expected a regular expression"):
         told.precision_of("([")
@@ -306,7 +306,7 @@ def test_a_share_is_of_what_holds_floats():
         ValueError, match="No equation in this function has a floating-point"
     ):
         ints.share_low()
-    with pytest.raises(ValueError, match=r"There is no equation\.$"):
+    with pytest.raises(ValueError, match=r"No equation exists\.$"):
         explain(lambda: None)().precision_of()
     tiny = explain(lambda x: jnp.exp(x @ x), compute_dtype="float16")(W)
     assert tiny.share_low("dot_general") == 1.0
