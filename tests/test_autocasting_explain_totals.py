@@ -252,7 +252,7 @@ def test_a_backward_pass_in_a_loop_has_its_trips(wrap):
 
 
 def test_what_has_no_gradient_is_refused_in_words():
-    with pytest.raises(ValueError, match="no backward pass: the function has no floating"):
+    with pytest.raises(ValueError, match="has no floating-point result"):
         explain(lambda x: x > 0, backward=True)(X)
     with pytest.raises(ValueError, match="no backward pass"):
         explain(lambda n: n + 1, backward=True)(3)
@@ -292,7 +292,7 @@ def test_a_test_can_ask_what_runs_in_what():
         told.precision_of("([")
     with pytest.raises(TypeError, match="Expected an Explanation, got int"):
         told.diff(3)
-    with pytest.raises(ValueError, match=r"several: \d+ in .*bfloat16.*Narrow it down"):
+    with pytest.raises(ValueError, match=r"dtypes: \d+ in .*bfloat16.*Narrow"):
         told.precision_of("Block")
 
 
