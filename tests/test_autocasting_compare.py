@@ -272,8 +272,14 @@ def test_what_it_refuses():
         jmp.compare(lambda n: n + 1, backward=True)(3)
     with pytest.raises(ValueError, match="elements"):
         jmp.compare(jnp.tanh, elements=0)
-    with pytest.raises(TypeError, match="being traced"):
+    with pytest.raises(TypeError, match="got tracers"):
         jax.jit(lambda x: len(jmp.compare(jnp.tanh)(x).rows))(X)
+
+
+def test_a_result_that_is_nan_in_float32_has_no_error_of_zero():
+    comparison = jmp.compare(lambda x: (jnp.log(x @ x), x))(-jnp.ones((2, 2)) * jnp.nan)
+    assert np.isnan(comparison.errors["result[0]"])
+    assert np.isnan(comparison.errors["result[1]"])
 
 
 def test_nothing_is_nothing():

@@ -192,6 +192,25 @@ def test_norm_layers_are_float32_inside_whatever_their_spelling(path):
 # ----------------------------------------------------------------------------- edits
 
 
+@pytest.mark.parametrize(
+    "dtype, meant",
+    [
+        ("float32", "full"),
+        ("bfloat16", "low"),
+        ("f16", "low"),
+        ("float8_e4m3fn", "float8"),
+    ],
+)
+def test_a_dtype_is_not_a_precision(dtype, meant):
+    with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+        get_rules("mixed").scope("head", dtype)
+
+
+def test_a_function_of_several_ops_needs_a_scope():
+    with pytest.raises(ValueError, match="'gelu' is a function of several ops"):
+        get_rules("mixed").full("gelu")
+
+
 def test_an_edit_is_a_new_value_and_leaves_the_old_one():
     rules = get_rules("mixed")
     edited = (

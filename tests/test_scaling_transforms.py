@@ -122,6 +122,21 @@ def test_a_composition_is_a_scan_carry(name):
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
+def test_one_scale_is_enough():
+    twice = jmp.loss_scaling(optax.chain(jmp.loss_scaling(optax.sgd(0.1))))
+    with pytest.raises(ValueError, match="applied twice"):
+        twice.init({"w": jnp.ones(2)})
+    skipping = jmp.loss_scaling(jmp.skip_nonfinite(optax.sgd(0.1)))
+    assert int(skipping.init({"w": jnp.ones(2)}).skipped) == 0
+
+
+def test_integer_parameters_are_named_as_the_cause(standard_promotion):
+    optimizer, params = jmp.loss_scaling(optax.adam(0.1)), {"n": jnp.ones(2, jnp.int32)}
+    state = optimizer.init(params)
+    with pytest.raises(TypeError, match=r"mu\['n'\].*exclude it with optax.masked"):
+        jax.eval_shape(optimizer.update, params, state, params)
+
+
 def test_clipping_sees_true_gradients_wherever_it_stands():
     clip, sgd = optax.clip_by_global_norm(0.5), optax.sgd(1.0)
     expected, _ = run(optax.chain(clip, sgd), GOOD)
@@ -415,7 +430,7 @@ def test_a_state_with_two_scales_lists_them():
         ValueError, match=r"(?s)found 2.*\['one'\].*Dynamic.*\['two'\].*NoOp"
     ):
         jmp.get_loss_scale(two)
-    nested = wrap(optax.chain(wrap(optax.sgd(0.1)))).init(PARAMS)
+    nested = optax.chain(wrap(optax.sgd(0.1)), wrap(optax.sgd(0.1))).init(PARAMS)
     with pytest.raises(ValueError, match=r"(?s)the root.*\.inner_state\[0\]"):
         jmp.get_loss_scale(nested)
 
@@ -438,7 +453,7 @@ def test_set_loss_scale_refuses_what_get_loss_scale_does():
     scale = jmp.DynamicLossScale()
     with pytest.raises(ValueError, match="No LossScalingState"):
         jmp.set_loss_scale(optax.sgd(0.1).init(PARAMS), scale)
-    nested = wrap(optax.chain(wrap(optax.sgd(0.1)))).init(PARAMS)
+    nested = optax.chain(wrap(optax.sgd(0.1)), wrap(optax.sgd(0.1))).init(PARAMS)
     with pytest.raises(ValueError, match="found 2"):
         jmp.set_loss_scale(nested, scale)
     with pytest.raises(TypeError, match="Expected a LossScale, got float"):

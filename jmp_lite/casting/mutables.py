@@ -40,9 +40,8 @@ def refuse_modules(found: Iterable[Any], place: str, instead: str) -> None:
         raise TypeError(
             f"Got an nnx object, a {type(module).__name__}, as {place}. Its changes "
             "(batch statistics, counts of random numbers) would be lost. Use "
-            f"{instead}, which takes the object as an argument and writes its changes "
-            "back. Or use nnx.split and a function of the state that returns the new "
-            "state."
+            f"{instead} with the object as an argument, which writes its changes back. "
+            "Or use nnx.split and a function of the state that returns the new state."
         )
 
 

@@ -630,4 +630,8 @@ def _warn_if_not_floating(value: Any, name: str) -> None:
         raise TypeError(f"Expected a real number for {name}, got {value!r}.")
     if not jnp.issubdtype(dtype, jnp.floating):
         # The level of the line that makes the scale.
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=5)
+        warnings.warn(
+            f"Expected floating type for {name}, got {dtype}: pass a float, such as "
+            "2.0**15.",
+            stacklevel=5,
+        )

@@ -166,9 +166,12 @@ def loss_scaling(
 
     def init(params: Any) -> Any:
         start = DynamicLossScale() if loss_scale is None else loss_scale
+        inner_state = strongly_typed(inner.init(_as_seen_by_init(inner, params)))
+        if not isinstance(start, NoOpLossScale):
+            _refuse_a_second_scale(inner_state)
         return LossScalingState(
             loss_scale=_fresh(start),
-            inner_state=strongly_typed(inner.init(_as_seen_by_init(inner, params))),
+            inner_state=inner_state,
             grads_finite=jnp.array(True),
             skipped=jnp.zeros([], jnp.int32),
             consecutive_skipped=jnp.zeros([], jnp.int32),
@@ -627,6 +630,20 @@ def with_extra_args(inner: Any) -> Any:
     raise TypeError(f"Expected an optax.GradientTransformation, got {name}.{hint}")
 
 
+def _refuse_a_second_scale(inner_state: Any) -> None:
+    """Raises a ValueError if an inner wrapper holds a loss scale, too."""
+
+    def is_scaled(node: Any) -> bool:
+        has_scale = isinstance(node, LossScalingState)
+        return has_scale and not isinstance(node.loss_scale, NoOpLossScale)
+
+    if any(map(is_scaled, jax.tree.leaves(inner_state, is_leaf=is_scaled))):
+        raise ValueError(
+            "loss_scaling is applied twice: the wrapped optimizer already holds a loss "
+            "scale. Remove one of the two wrappers."
+        )
+
+
 def _finite_or_ones(grads_finite: jax.Array, tree: Tree) -> Tree:
     """Replaces floating-point leaves by ones on a non-finite step.
 
@@ -665,6 +682,11 @@ def _like(old_state: Any, new_state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(_leaf_like, old_state, new_state)
 
 
+_OF_INTEGERS = (
+    " If a parameter is an integer, exclude it with optax.masked: it has no gradient."
+)
+
+
 def _leaf_like(path: Any, before: Any, after: Any) -> Any:
     if not is_array(before) or not (is_array(after) or is_number(after)):
         return after
@@ -677,6 +699,6 @@ def _leaf_like(path: Any, before: Any, after: Any) -> Any:
             f"The wrapped optimizer changes its state at {jax.tree_util.keystr(path)} "
             f"from {type_of(before)} to {type_of(after)} in update, so a skipped step "
             "cannot keep the old state. Its init has to return the types that its "
-            "update returns."
+            "update returns." + (_OF_INTEGERS if is_number(before, jnp.integer) else "")
         )
     return after.astype(before.dtype) if same_kind else after

@@ -84,7 +84,10 @@ class Comparison:
 
     @property
     def errors(self) -> Mapping[str, float]:
-        """The relative error of each result and each gradient, by name."""
+        """The relative error of each result and each gradient, by name.
+
+        It is NaN if the result contains a NaN in float32, too.
+        """
         off, size = (_joined(column) for column in fetched(self.results))
         return dict(zip(self.names, map(float, _ratio(off, size)), strict=True))
 
@@ -250,11 +253,19 @@ class Compared(NamedTuple):
             names += [f"gradient of {self.given[i]}" for i in floats]
         comparer = Comparer(self.elements)
         results = comparer.run(program, list(map(Twin, arrays)))
-        errors = [error(twin.low, twin.full) for twin in results]
+        errors = [_error_of_result(twin) for twin in results]
         off, size = (jnp.asarray(c, jnp.float32) for c in _columns(errors))
         sums: Sums = jax.tree.map(sharding.gathered, comparer.total())
         of_results: Error = jax.tree.map(sharding.gathered, Error(off, size))
         return Comparison(sums, of_results, tuple(comparer.ops), tuple(names))
+
+
+def _error_of_result(twin: Twin) -> Error:
+    """Returns the error of a result; NaN if float32's result contains a NaN."""
+    found, full = error(twin.low, twin.full), twin.full
+    if not jnp.issubdtype(jnp.result_type(full), jnp.inexact):
+        return found
+    return found._replace(off=jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off))
 
 
 def _columns(errors: Sequence[Error]) -> Sequence[Any]:
@@ -285,7 +296,8 @@ def _joined(column: Any) -> np.ndarray:
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(whole > 0, part / whole, np.where(part > 0, np.inf, 0.0))
+        of_zeros = np.where(part > 0, np.inf, part)
+        return np.where(whole > 0, part / whole, of_zeros)
 
 
 def _amplification(before: float, after: float, rounding: float) -> float:

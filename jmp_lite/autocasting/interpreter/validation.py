@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting.jaxprs.types import Array, Function, PyTree
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.casting.dtypes import is_traceable
+from jmp_lite.casting.dtypes import dtype_names, is_traceable
 from jmp_lite.casting.mutables import is_module, refuse_modules
 
 
@@ -21,11 +21,10 @@ def check_function(fun: Function) -> None:
     """Raises a TypeError for an object that is not a function."""
     if callable(fun):
         return
-    hint = (
-        f" Pass rules by keyword: rules={fun!r}."
-        if isinstance(fun, str | Rules)
-        else ""
-    )
+    hint = ""
+    if isinstance(fun, str | Rules):
+        keyword = "compute_dtype" if fun in dtype_names() else "rules"
+        hint = f" Pass {keyword} by keyword: {keyword}={fun!r}."
     raise TypeError(f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}")
 
 
@@ -78,7 +77,7 @@ def refuse_mutable_graphs(fun: Function, args: PyTree, kwargs: PyTree) -> None:
         "the function itself or an object that it captures": _captured(fun),
     }
     for place, found in places.items():
-        refuse_modules(found, place, "jmp_lite.nnx.autocast")
+        refuse_modules(found, place, "jmp_lite.nnx.autocast or jmp_lite.nnx.explain")
 
 
 def _captured(fun: PyTree) -> list[PyTree]:

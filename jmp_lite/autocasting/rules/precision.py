@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_lite.casting.dtypes import parse_dtype, unknown_name
+from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
 
 
 class Precision(enum.Enum):
@@ -162,6 +162,14 @@ def parse_precision(precision: "Precision | str") -> Precision:
     if isinstance(precision, Precision):
         return precision
     names = {member.value: member for member in Precision}
-    if str(precision).lower() not in names:
+    name = str(precision).lower()
+    if name not in names and name in dtype_names():
+        bits = parse_dtype(name).itemsize * 8
+        meant = "full" if bits == 32 else "float8" if bits == 8 else "low"
+        raise ValueError(
+            f"Expected a precision, got the dtype {precision!r}. Did you mean "
+            f"{meant!r}? The precision 'low' is the compute dtype, 'full' is float32."
+        )
+    if name not in names:
         raise unknown_name("precision", str(precision), names)
-    return names[str(precision).lower()]
+    return names[name]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -445,7 +446,13 @@ _IS_FOR = {
 
 
 def _unknown_op(op: str) -> ValueError:
-    near = _CALLED_OTHERWISE.get(op) or nearest_name(op, sorted(EDITABLE))
+    near = _CALLED_OTHERWISE.get(op)
+    if near is None and hasattr(jax.nn, op):
+        return ValueError(
+            f"{op!r} is a function of several ops. Put jax.named_scope around its "
+            "call, and use rules.scope(pattern, precision)."
+        )
+    near = near or nearest_name(op, sorted(EDITABLE))
     hint = f" Did you mean {near!r}?" if near else ""
     return ValueError(
         f"Unknown op {op!r}.{hint} Ops have the names of JAX's primitives; "
