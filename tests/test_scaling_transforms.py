@@ -430,7 +430,8 @@ def test_a_state_with_two_scales_lists_them():
         ValueError, match=r"(?s)found 2.*\['one'\].*Dynamic.*\['two'\].*NoOp"
     ):
         jmp.get_loss_scale(two)
-    nested = optax.chain(wrap(optax.sgd(0.1)), wrap(optax.sgd(0.1))).init(PARAMS)
+    state = wrap(optax.sgd(0.1)).init(PARAMS)
+    nested = state._replace(inner_state=(state,))
     with pytest.raises(ValueError, match=r"(?s)the root.*\.inner_state\[0\]"):
         jmp.get_loss_scale(nested)
 
