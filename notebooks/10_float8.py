@@ -212,7 +212,10 @@ def train(rules):
     def one(start, rows):
         return jax.lax.scan(step, (start, optimizer.init(start)), rows)[1]
 
-    return np.asarray(jax.jit(jax.vmap(one))(starts, rows))
+    # The arrays are small: a lower level saves more time than it costs.
+    options = {"xla_backend_optimization_level": 1}
+    run = jax.jit(jax.vmap(one), compiler_options=options)
+    return np.asarray(run(starts, rows))
 
 
 starts = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(start_of, range(SEEDS)))
