@@ -101,7 +101,7 @@ for name, (_, losses) in runs.items():
     print(f"{name:15} loss {np.median(losses[:, -1]):.3f}")
 print(*{f"\n{warning.message}" for warning in caught})
 final = {name: float(np.median(losses[:, -1])) for name, (_, losses) in runs.items()}
-assert final["plain bfloat16"] > 2 * final["float32"]
+assert final["plain bfloat16"] > 1.5 * final["float32"]
 
 # %% [markdown]
 # Plain bfloat16 stalls. `build_train_step` has warned of it. Its message names three
