@@ -193,7 +193,7 @@ def test_norm_layers_are_float32_inside_whatever_their_spelling(path):
 
 
 @pytest.mark.parametrize(
-    "dtype, meant",
+    ("dtype", "meant"),
     [
         ("float32", "full"),
         ("bfloat16", "low"),
