@@ -107,8 +107,9 @@ def watch(
     ``shard_map`` the numbers of all devices are counted, and ``out_specs`` of the
     statistics is ``P()``.
 
-    To look for a NaN, count all numbers, which is the default. To watch a training run,
-    count a sample (``elements=65_536``), which moves few bytes.
+    To look for a NaN, count all numbers, which is the default. To watch a training run
+    on a GPU, count a sample (``elements=65_536``), which moves few bytes. On a TPU a
+    sample moves more bytes than all numbers.
 
     Args:
       fun: any function of pytrees that JAX can trace. ``shard_map``, kernels, and
