@@ -115,12 +115,12 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     lines = (
         (
-            "gradient: bytes moved, relative to code by hand",
+            "gradient: bytes moved, relative to casts by hand",
             f"{statistics.median(moved):.2f} ({min(moved):.2f} to {max(moved):.2f})",
         ),
         (
-            "train step: GPT-2 small, relative to float32",
-            f"{step.roofline / float32.roofline:.2f} of the time, "
+            "train step: GPT-2 small, relative to TF32 products",
+            f"{step.roofline / float32.roofline:.2f} of the least time, "
             f"{step.memory / float32.memory:.2f} of the memory",
         ),
         (
@@ -129,19 +129,19 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
             f"({skipping['plain']:.0f} without loss scaling)",
         ),
         (
-            "optimizer state: bytes for each parameter",
-            f"{max(held):.0f}, down to {min(held):.0f}",
+            "memory: bytes for each parameter under adam",
+            f"{max(held):.0f}, with all wrappers {min(held):.0f}",
         ),
         (
             "explain: time, relative to tracing",
             f"{statistics.median(looked):.1f} ({min(looked):.1f} to {max(looked):.1f})",
         ),
         (
-            "accuracy: test loss above float32's",
-            f"at most {max(above):.1f} standard deviations",
+            "accuracy: test loss minus that of float32",
+            f"at most {max(above):.1f} of its deviation over seeds",
         ),
     )
-    return "\n".join(f"{what:50}{figure}" for what, figure in lines)
+    return "\n".join(f"{what:51}{figure}" for what, figure in lines)
 
 
 def _thirdparty(rows: Sequence[measure.Row]) -> str:
