@@ -119,7 +119,7 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
             f"{statistics.median(moved):.2f} ({min(moved):.2f} to {max(moved):.2f})",
         ),
         (
-            "train step: GPT-2 small, relative to TF32 products",
+            "GPT-2 small, train step, relative to TF32",
             f"{step.roofline / float32.roofline:.2f} of the least time, "
             f"{step.memory / float32.memory:.2f} of the memory",
         ),
@@ -138,7 +138,7 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
         ),
         (
             "accuracy: test loss minus that of float32",
-            f"at most {max(above):.1f} of its deviation over seeds",
+            f"at most {max(above):.1f} standard deviations",
         ),
     )
     return "\n".join(f"{what:51}{figure}" for what, figure in lines)
