@@ -120,7 +120,7 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
         ),
         (
             "GPT-2 small, train step, relative to TF32",
-            f"{step.roofline / float32.roofline:.2f} of the least time, "
+            f"{step.roofline / float32.roofline:.2f} of the time, "
             f"{step.memory / float32.memory:.2f} of the memory",
         ),
         (
