@@ -169,7 +169,9 @@ def test_the_page_on_semantics_explains_its_layer():
 def test_the_page_on_loss_scaling_runs_and_skips_as_it_says(standard_promotion, capsys):
     names = run_blocks("loss_scaling.md")
     printed = capsys.readouterr().out
-    assert "67% of the gradients are zero\n0% of" in printed
+    vanished, left = re.findall(r"(\d+)% of the gradients are zero", printed)
+    assert (int(vanished) > 50, left) == (True, "0")
+    assert vanished == "67" or jax.__version__ != "0.10.2"  # As the page says.
     first = jax.random.normal(jax.random.key(0), (16, 16)) / 4
     assert not bool(names["new_state"].grads_finite)
     assert float(jmp.get_loss_scale(names["new_state"]).loss_scale) == 2.0**7
