@@ -13,7 +13,7 @@ BENCHMARKS ?= autocast loss_scaling moments steps insight accuracy
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
-	@echo "make test     the tests and doctests, in about four minutes"
+	@echo "make test     the tests and doctests, in about five minutes"
 	@echo "make test-benchmarks  the tests of the benchmarks"
 	@echo "make slow     the tests that take longer, notebooks among them"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
@@ -31,7 +31,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m jmp_lite demo $(ARGS)
 
 test: $(VENV)/.test
-	@echo "All tests but the slow ones: about four minutes on two cores, less on more."
+	@echo "All tests but the slow ones: about five minutes on two cores, less on more."
 	$(BIN)/python -m pytest -m "not (slow or targets or benchmarks)" -q \
 	  --numprocesses auto --dist loadscope $(ARGS)
 
