@@ -26,7 +26,7 @@ class Numbers:
       nan: the number of NaNs.
       inf: the number of infinities.
       max_abs: the largest finite absolute value.
-      min_abs: the smallest absolute value that is not zero; infinity if there is none.
+      min_abs: the smallest absolute value above zero; infinity if all numbers are zero.
       overflow: the share of finite numbers that would overflow in the dtype.
       underflow: the share of nonzero numbers that would become zero.
       subnormal: the share of numbers that would become subnormal and lose digits.

@@ -19,10 +19,10 @@ from jmp_lite.autocasting.jaxprs import compat, sharding
 from jmp_lite.autocasting.jaxprs.dataflow import has_lanes
 from jmp_lite.autocasting.jaxprs.sampling import sample
 from jmp_lite.autocasting.rules.rules import of_the_user
+from jmp_lite.numerics.counter import Counted, Counter
 from jmp_lite.numerics.statistics import (
     added,
     are_finite,
-    counted_together,
     nothing,
     stacked,
 )
@@ -59,7 +59,7 @@ class Seen:
         array: Any,
         is_finite: Any = None,
         of_steps: Any = None,
-        counted: "Counted | None" = None,
+        counted: Counted | None = None,
     ) -> None:
         self.array = array
         self.counted = counted
@@ -87,53 +87,6 @@ class Seen:
     def with_array(self, array: Any) -> "Seen":
         """Returns a value with the same numbers in another array."""
         return Seen(array, self._is_finite, counted=self.counted)
-
-
-class Counter:
-    """Counts the numbers of arrays: all arrays added since the last count together.
-
-    Args:
-      dtype: what the numbers might be held in.
-    """
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._added: list[Counted] = []
-
-    def add(self, array: Any) -> "Counted":
-        """Adds an array; its counts are computed when they are read."""
-        counted = Counted(array, self)
-        self._added.append(counted)
-        return counted
-
-    def count(self) -> None:
-        """Counts the arrays that have been added."""
-        each = counted_together([x.array for x in self._added], self._dtype)
-        for one, counts in zip(self._added, each, strict=True):
-            one.known = counts
-        self._added.clear()
-
-
-class Counted:
-    """The numbers of an array.
-
-    Args:
-      array: the array.
-      counter: what counts them.
-    """
-
-    def __init__(self, array: Any, counter: Counter) -> None:
-        self.array = array
-        self.known: dict[str, Any] | None = None
-        self._counter = counter
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """The counts."""
-        if self.known is None:
-            self._counter.count()
-        assert self.known is not None
-        return self.known
 
 
 class Note(NamedTuple):

@@ -105,7 +105,7 @@ class Seen(NamedTuple):
     Attributes:
       row: the row.
       record: the decision.
-      origin: the origin of the operand that decided, in words; empty if there is none.
+      origin: the operand that decided, in words; otherwise empty.
     """
 
     row: Row
