@@ -95,7 +95,7 @@ class Casts:
         """Returns the array of a value; if it is float32, in the compute dtype."""
         if value.state is None or value.state is State.LOW:
             return value.array
-        if value.kind is not Kind.COMPUTED:
+        if not value.kind.is_cast_once:
             return self.cast(value.array, value.saturates)
         if value.cast is None:  # Once for all uses: each would be kept for backward.
             value.cast = self.cast(value.array)
@@ -104,7 +104,7 @@ class Casts:
     def quantized(self, value: Value) -> QuantizedOperand:
         """Returns a value as an operand of a float8 product."""
         dtype = self.float8_format.forward_dtype
-        if value.kind is not Kind.COMPUTED:
+        if not value.kind.is_cast_once:
             return quantize_operand(self.low(value), dtype)
         if value.quantized is None:  # Once for all uses, as its cast.
             value.quantized = quantize_operand(self.low(value), dtype)

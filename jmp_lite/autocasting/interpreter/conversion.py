@@ -98,8 +98,9 @@ class Converted(NamedTuple):
       records: the decisions inside.
       raised: the low inputs that it takes in float32, because it only casts them to
         float32.
-      lineages: the lineages of the results, with numbers of inputs as their roots;
-        empty if the equation is not a mere call.
+      lineages: the lineages of the results. Their roots are numbers of inputs of a
+        mere call. Of another equation, a result that is computed from 16-bit values
+        but is undecided has a root of its own.
     """
 
     jaxpr: Jaxpr
@@ -140,15 +141,13 @@ def convert(
     inside, region = compat.join(path, name), walk.at.region(path)
     states = tuple(value.spec for value in operands)
     rules_inside = walk.at.inside(jaxpr, inside)
-    result_readers = tuple(
-        Readers.OTHER if r & Readers.OTHER else r for r in result_readers
-    )
+    result_readers = tuple(readers.that_decide for readers in result_readers)
     forced = forced or {}
     as_forced = tuple(forced.items())
     key = (id(jaxpr), result_readers, rules_inside, region is None, as_forced)
     # The jaxpr is stored with the result, so that its id is not reused.
     _, known = walk.memo.setdefault(key, (jaxpr, {}))
-    lineages = _lineages_inside(operands) if is_call else (None,) * len(operands)
+    lineages = (_lineages_inside if is_call else _own_roots)(operands)
     given = (states, lineages)
     if given not in known:
 
@@ -162,7 +161,15 @@ def convert(
             )
 
         new = _converted(walk, jaxpr, states, run, forced)
-        new = new if is_call else new._replace(lineages=())
+        if not is_call:
+            # Negative numbers: none of an input.
+            own = [
+                _own_root(~i) if spec[0] is State.SOFT and lineage else None
+                for i, (spec, lineage) in enumerate(
+                    zip(new.specs, new.lineages, strict=True)
+                )
+            ]
+            new = new._replace(lineages=own)
         if name and "upcasts" in walk.rules.passes:
             new = _raised_outside(walk, new, states)
             # A checkpoint would save an upcast input in float32.
@@ -191,9 +198,7 @@ def _converted(
         specs[:] = [forced.get(i, spec) for i, spec in enumerate(made)]
         origins[:] = [value.origin for value in results]
         lineages[:] = [
-            Lineage(value.roots, value.is_rejoined)
-            if value.state in (State.LOW, State.HARD)
-            else None
+            Lineage(value.roots, value.is_rejoined) if value.has_lineage else None
             for value in results
         ]
         return as_specs(walk, results, specs)
@@ -228,14 +233,22 @@ def leave_functions(
 ) -> list[Value]:
     """Casts the results of functions of one 16-bit value to 16 bits.
 
-    A value that its readers demand in float32 stays float32.
+    A value that its readers demand in float32 stays float32. One of which a reader
+    amplifies an error stays so too, but is no longer deliberate float32.
     """
     return [
-        Value(walk.casts.low(value), State.LOW, origin=value.origin)
+        leave_function(walk.casts, value, readers)
         if value.is_rejoined and not readers.want_float32
         else value
         for value, readers in zip(values, result_readers, strict=True)
     ]
+
+
+def leave_function(casts: Casts, value: Value, readers: Readers) -> Value:
+    """Returns a result of a function of 16-bit values as its readers take it."""
+    if readers.amplify:
+        return Value(casts.full(value), State.SOFT, origin=value.origin)
+    return Value(casts.low(value), State.LOW, origin=value.origin)
 
 
 def _lineages_inside(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
@@ -244,14 +257,30 @@ def _lineages_inside(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
     found: list[Lineage | None] = []
     for value in operands:
         roots = value.roots
-        if value.state in (None, State.SOFT) or roots is None:
+        if not value.has_lineage:
             found.append(None)
             continue
-        for root in roots:
+        for root in roots or ():
             numbers.setdefault(root, InputRoot(len(numbers)))
-        inside = frozenset[object](numbers[root] for root in roots)
+        inside = roots and frozenset[object](numbers[root] for root in roots)
         found.append(Lineage(inside, value.is_rejoined))
     return tuple(found)
+
+
+def _own_roots(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
+    """Returns the lineages of operands inside of an equation that is not a mere call.
+
+    Each 16-bit value is a root of its own there, and so is an undecided value that is
+    computed from 16-bit values.
+    """
+    return tuple(
+        _own_root(i) if value.state is State.SOFT and value.has_lineage else None
+        for i, value in enumerate(operands)
+    )
+
+
+def _own_root(number: int) -> Lineage:
+    return Lineage(frozenset([InputRoot(number)]))
 
 
 def _lineages_outside(
@@ -291,7 +320,9 @@ def _shared(
             if mine != other
         ]
         are_raised = all(
-            states[i] == (State.LOW, others[i][1]) and others[i][0] is State.SOFT
+            (states[i][0], others[i][0]) == (State.LOW, State.SOFT)
+            and states[i][1].is_cast_once
+            and others[i][1].is_cast_once
             for i in differing
         )
         is_same = old.specs == new.specs and run_alike(old.records, new.records)

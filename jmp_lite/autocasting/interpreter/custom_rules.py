@@ -42,12 +42,20 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
         def low_fun(*arrays: Array) -> list[Array]:
             return compat.evaluate(inside.jaxpr, arrays)
 
+        def tangents_first(*arrays: Array) -> PyTree:
+            out = jvp(*arrays)
+            return [*out[len(specs) :], *out[: len(specs)]]
+
         def low_jvp(*arrays: Array) -> list[Array]:
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
             avals = 2 * [var.aval for var in compat.parts(jaxpr).invars]
             values = as_values(arrays, [*states, *tangents])
-            out = _follow(walk, jvp, values, avals, jaxpr, path)
-            return [_out(walk, o, s) for o, s in zip(out, 2 * specs, strict=True)]
+            # The results have the readers that they have without the derivative.
+            out = _follow(
+                walk, tangents_first, values, avals, jaxpr, path, result_readers
+            )
+            out = [_out(walk, o, s) for o, s in zip(out, 2 * specs, strict=True)]
+            return [*out[len(specs) :], *out[: len(specs)]]
 
         return low_fun, low_jvp
 

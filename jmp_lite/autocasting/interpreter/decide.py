@@ -38,6 +38,7 @@ from jmp_lite.autocasting.rules.op_table import (
     PASSING,
     POSITIONAL,
     PRODUCTS,
+    SELECTING,
 )
 from jmp_lite.autocasting.rules.precision import Precision, RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules, asks_for_low
@@ -130,7 +131,9 @@ def _by_class(
     if precision is Precision.LOW:
         if follows(match) and readers.want_float32:
             return Decision(Run.FULL, State.HARD, Reason.READ_IN_FLOAT32)
-        return _low(op, Reason.RULE, match=match)
+        if follows(match) and _is_amplified(op, operands, readers):
+            return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
+        return _low(op, operands, Reason.RULE, match=match)
     if precision in (Precision.FULL, Precision.FULL_INSIDE):
         return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
     state, leader = _joined(op, precision, operands)
@@ -138,12 +141,16 @@ def _by_class(
         # The operand (a position) needs its digits, the result does not.
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
     if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
-        return _low(op, Reason.ROUNDS_NOTHING, leader)
+        return _low(op, operands, Reason.ROUNDS_NOTHING, leader)
     if readers.want_float32:
         kept = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, kept, Reason.READ_IN_FLOAT32)
     if state is State.LOW:
-        return _low(op, Reason.FOLLOWS_LOW, leader)
+        is_narrow = _is_narrow(low_dtype)
+        return (
+            precision is Precision.FOLLOW
+            and _in_full_beside_low(op, operands, readers, is_narrow)
+        ) or _low(op, operands, Reason.FOLLOWS_LOW, leader, is_narrow=is_narrow)
     if precision is Precision.FOLLOW and _is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     if state is State.HARD:
@@ -151,11 +158,64 @@ def _by_class(
     return Decision(Run.FULL, state, Reason.UNDECIDED)
 
 
+def _in_full_beside_low(
+    op: str, operands: Sequence[Operand], readers: Readers, is_narrow: bool
+) -> Decision | None:
+    """Decides an op with 16-bit operands that is float32 nevertheless, or None."""
+    if _is_amplified(op, operands, readers):
+        return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
+    if is_narrow and _is_power(op, operands):
+        return Decision(Run.FULL, State.HARD, Reason.POWER)
+    if any(o.state is State.LOW for o in operands) and _is_one_function(operands):
+        return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
+    return None
+
+
+def _is_amplified(op: str, operands: Sequence[Operand], readers: Readers) -> bool:
+    """Whether a reader amplifies the rounding error that 16 bits make in a result.
+
+    A move or a choice of 16-bit numbers makes none.
+    """
+    rounds = op not in SELECTING or not all(map(_has_16_bits, operands))
+    return readers.amplify and rounds
+
+
+def _has_16_bits(operand: Operand) -> bool:
+    return operand.state is State.LOW or operand.kind in (Kind.EXACT, Kind.END)
+
+
+def _is_power(op: str, operands: Sequence[Operand]) -> bool:
+    """Whether an op multiplies functions of one 16-bit value.
+
+    In ``tanh(x * x * x)`` the products leave float16's range for numbers above 255,
+    although the result does not. Each is a part of a function of ``x``.
+    """
+    is_power = op in ("square", "integer_pow")
+    is_power |= op == "mul" and all(o.lineage.roots for o in operands)
+    return is_power and bool(roots_of(operands))
+
+
+def _is_narrow(dtype: Dtype) -> bool:
+    """Whether the square of an ordinary number leaves the range of a dtype."""
+    return jnp.finfo(dtype).maxexp < jnp.finfo("float32").maxexp
+
+
 def _low(
-    op: str, reason: Reason, leader: int | None = None, match: RuleMatch | None = None
+    op: str,
+    operands: Sequence[Operand],
+    reason: Reason,
+    leader: int | None = None,
+    match: RuleMatch | None = None,
+    is_narrow: bool = False,
 ) -> Decision:
-    # It runs in float32 for its derivative, and its result is cast.
-    run = Run.FULL if op in ADDED_UP else Run.LOW
+    # In float32, with a cast after it: the derivative of some ops, or a cast of a
+    # computed operand to a dtype of small range, is infinite where the result is not.
+    is_quotient = op == "div" and not isinstance(operands[-1].origin, Number)
+    is_computed = any(
+        o.state is not State.LOW and o.kind.is_cast_once for o in operands
+    )
+    is_cast_late = op in ADDED_UP or is_quotient or (is_narrow and is_computed)
+    run = Run.FULL if is_cast_late else Run.LOW
     return Decision(run, State.LOW, reason, leader, match)
 
 
@@ -188,15 +248,18 @@ def _is_one_function(operands: Sequence[Operand]) -> bool:
     """Whether an op with these operands is part of a function of one 16-bit value.
 
     In a norm or a softplus, a float32 value is computed from a 16-bit one, and an op
-    reads both. That op is part of the function, and so are ops on its result.
+    reads both. That op is part of the function, and so are ops on its result. The
+    16-bit value itself is float32 and undecided if an op amplifies its error.
     """
-    decided = [
-        o for o in operands if o.state is not State.SOFT and o.kind is not Kind.END
+    computed = [
+        o
+        for o in operands
+        if o.kind is not Kind.END
+        and (o.state is not State.SOFT or o.lineage.roots != frozenset())
     ]
-    is_joined = any(o.lineage.is_rejoined for o in decided) or (
-        {o.state for o in decided} == {State.LOW, State.HARD}
-    )
-    return is_joined and bool(roots_of(decided))
+    states = {o.state for o in computed}
+    is_joined = len(states) > 1 or any(o.lineage.is_rejoined for o in computed)
+    return is_joined and bool(roots_of(computed))
 
 
 def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
@@ -223,9 +286,11 @@ def lineage_of(decision: Decision, operands: Sequence[Operand]) -> Lineage | Non
     if decision.reason is Reason.CAST_OF_FLOAT32:
         return floats[0].lineage
     roots, match = roots_of(floats), decision.match
+    if decision.state is State.SOFT:
+        return Lineage(roots) if decision.reason in _TRACKED else None
     if roots is None:
         return None
-    if decision.reason is Reason.ONE_FUNCTION:
+    if decision.reason in (Reason.ONE_FUNCTION, Reason.POWER):
         return Lineage(roots, is_rejoined=True)
     of_table = match is not None and match.source is RuleSource.TABLE
     is_tracked = decision.reason in _TRACKED or (
@@ -239,6 +304,8 @@ _TRACKED = (
     Reason.ROUNDS_NOTHING,
     Reason.FOLLOWS_FLOAT32,
     Reason.READ_IN_FLOAT32,
+    Reason.AMPLIFIED,
+    Reason.UNDECIDED,
 )
 
 
@@ -249,9 +316,7 @@ def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> b
     exponents, it is also the case for a scale by a power of two.
     """
     if op == "select_n":
-        return all(
-            o.state is State.LOW or o.kind in (Kind.EXACT, Kind.END) for o in operands
-        )
+        return all(map(_has_16_bits, operands))
     if op not in ("mul", "div") or low_dtype != jnp.bfloat16:
         return False
     if len(operands) < 2:  # The function itself casts the other one to 16 bits.
@@ -311,10 +376,11 @@ def decide_product(
     if _asks_for_float32(params):
         return Decision(Run.FULL, State.HARD, Reason.HIGHEST_PRECISION)
     reason = demanded_by(readers)
-    is_phase_of_low = reason is Reason.PHASE and any(
-        o.state is State.LOW for o in operands
-    )
-    if reason is None or is_phase_of_low or asks_for_low(rules.rules, op, path):
+    if reason is None or asks_for_low(rules.rules, op, path):
+        return None
+    # The phases of given coordinates need their digits. Those of a hidden layer have
+    # the error of its inputs anyway.
+    if reason is Reason.PHASE and any(o.kind is Kind.COMPUTED for o in operands):
         return None
     return Decision(Run.FULL, State.HARD, reason)
 

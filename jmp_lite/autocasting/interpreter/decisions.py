@@ -60,6 +60,8 @@ class Reason(enum.Enum):
     # Its operands and its readers decide.
     ROUNDS_NOTHING = enum.auto()
     READ_IN_FLOAT32 = enum.auto()
+    AMPLIFIED = enum.auto()
+    POWER = enum.auto()
     ONE_FUNCTION = enum.auto()
     FOLLOWS_LOW = enum.auto()
     FOLLOWS_FLOAT32 = enum.auto()

@@ -15,7 +15,13 @@ from jmp_lite.autocasting.interpreter.decisions import Decision, Run
 from jmp_lite.autocasting.interpreter.values import Kind, Origin, State, Value
 from jmp_lite.autocasting.jaxprs import compat, cost
 from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Function, Var
-from jmp_lite.autocasting.rules.op_table import BROADCASTING, DTYPE_PARAMS, MOVING
+from jmp_lite.autocasting.rules.op_table import (
+    ADDING,
+    BROADCASTING,
+    DTYPE_PARAMS,
+    MOVING,
+    PRODUCTS,
+)
 
 
 def evaluate(
@@ -194,12 +200,14 @@ def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
         return Kind.INTEGER
     if Kind.COMPUTED in kinds or not kinds:
         return Kind.COMPUTED
-    if op not in MOVING and not (op in _SCALING and Kind.INTEGER in kinds):
-        return Kind.COMPUTED
-    for kind in (Kind.INTEGER, Kind.GIVEN, Kind.END, Kind.LITERAL):
-        if kind in kinds:
-            return kind
-    return Kind.EXACT
+    if op in _SCALING:
+        return Kind.INTEGER if Kind.INTEGER in kinds else Kind.SCALED
+    if op not in MOVING:
+        are_numbers = kinds.isdisjoint([Kind.GIVEN, Kind.SCALED])
+        is_table = are_numbers and op not in PRODUCTS
+        return Kind.SCALED if is_table else Kind.COMPUTED
+    order = (Kind.INTEGER, Kind.SCALED, Kind.GIVEN, Kind.END, Kind.LITERAL)
+    return next((kind for kind in order if kind in kinds), Kind.EXACT)
 
 
 def _takes_one_slice(op: str, operands: Sequence[Value]) -> bool:
@@ -208,7 +216,7 @@ def _takes_one_slice(op: str, operands: Sequence[Value]) -> bool:
     return op == "dynamic_slice" or is_one
 
 
-_SCALING = frozenset(["add", "sub", "mul", "div", "neg"])
+_SCALING = ADDING | {"mul", "div", "neg", "reduce_sum", "cumsum"}
 
 
 def _spread(array: Array, shape: tuple[int, ...]) -> Array:

@@ -35,13 +35,14 @@ class RuleLookup:
     def op_decided_as(self, eqn: Eqn, path: str) -> str:
         """Returns the op whose rules apply to an equation.
 
-        A product that contracts no axis is a multiplication, unless a rule names
-        products at its path.
+        A product that contracts no axis is a multiplication, ``x * x`` is a square, and
+        a power with a negative exponent is a reciprocal, unless a rule names the op at
+        its path.
         """
         op = compat.op_of(eqn)
-        is_outer = op in PRODUCTS and compat.contracts_nothing(eqn)
-        if is_outer and self.match(op, path).source is RuleSource.TABLE:
-            return "mul"
+        like = _like(eqn, op)
+        if like != op and self.match(op, path).source is RuleSource.TABLE:
+            return like
         return op
 
     def match(self, op: str, path: str) -> RuleMatch:
@@ -86,3 +87,14 @@ class RuleLookup:
                         found[compat.join(there, path)] = None
             self._paths[id(jaxpr)] = (jaxpr, tuple(found))
         return self._paths[id(jaxpr)][1]
+
+
+def _like(eqn: Eqn, op: str) -> str:
+    """Returns the op that an equation is, whatever the op is that it is written as."""
+    if op in PRODUCTS and compat.contracts_nothing(eqn):
+        return "mul"
+    if op == "mul" and eqn.invars[0] is eqn.invars[1]:
+        return "square"
+    if op == "integer_pow" and compat.exponent_of(eqn) < 0:
+        return "reciprocal"
+    return op

@@ -6,7 +6,7 @@ readers outside of the scope run in float32 anyway.
 
 from collections.abc import Mapping, Sequence
 
-from jmp_lite.autocasting.interpreter.conversion import Walk
+from jmp_lite.autocasting.interpreter.conversion import Walk, leave_function
 from jmp_lite.autocasting.interpreter.values import Readers, State, Value
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import readers_of
@@ -56,10 +56,11 @@ class Regions:
     def leave(self, atom: Var, value: Value) -> Value:
         """Returns a value as it is outside of its scope."""
         array, state, kind = value.array, value.state, value.kind
-        if self._readers_outside(atom, value.region).want_float32:
+        readers = self._readers_outside(atom, value.region)
+        if readers.want_float32:
             return Value(array, state, kind, origin=value.origin)
         if value.is_from_low:
-            return Value(self._walk.casts.low(value), State.LOW, origin=value.origin)
+            return leave_function(self._walk.casts, value, readers)
         return Value(array, State.SOFT, kind, origin=value.origin)
 
     def _readers_outside(self, atom: Var, region: str | None) -> Readers:

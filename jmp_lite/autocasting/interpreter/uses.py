@@ -3,6 +3,10 @@
 A value is demanded in float32 if all its readers demand it. Such readers are ops that
 run in float32, comparisons, outputs, and ops that follow whose own results are demanded
 in float32. One other reader, such as a matrix product, removes the demand.
+
+An op that amplifies a rounding error of its operand, such as a logarithm, demands
+float32 by itself. It demands it also of the ops on the way to it that follow, such as
+``1 - g`` and ``g`` in ``log(1 - g)``, up to a product or a sum.
 """
 
 import functools
@@ -24,13 +28,15 @@ from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.dataflow import Backward
 from jmp_lite.autocasting.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.op_table import (
+    AMPLIFYING,
+    AMPLIFYING_DIVISORS,
     DISCERNING,
     KEEPING_DIGITS,
     POSITIONAL,
     PRODUCTS,
     SOLVING,
 )
-from jmp_lite.autocasting.rules.precision import Precision
+from jmp_lite.autocasting.rules.precision import Precision, RuleMatch
 
 
 class UseAnalysis(Backward[Readers]):
@@ -94,13 +100,31 @@ class UseAnalysis(Backward[Readers]):
     ) -> Sequence[Readers]:
         """Returns the kind of reader that an op is for each of its operands."""
         op, readers = self._rules.op_decided_as(eqn, path), of_floats(eqn, facts)
-        return [self._reader(eqn, op, readers, path)] * len(eqn.invars)
+        found = [self._reader(eqn, op, readers, path)] * len(eqn.invars)
+        for i in self._amplified(eqn, op, path):
+            found[i] |= Readers.AMPLIFIER
+        return found
 
-    def _reader(self, eqn: Eqn, op: str, readers: Readers, path: str) -> Readers:
+    def _amplified(self, eqn: Eqn, op: str, path: str) -> Sequence[int]:
+        """Returns the operands of which an op amplifies a rounding error."""
+        if op == "convert_element_type" and compat.is_integer(eqn.outvars[0]):
+            return [0]
+        match = self._match(op, path)
+        is_full = match.precision is Precision.FULL
+        if op not in AMPLIFYING or not (is_full or follows(match)):
+            return []
+        return range(op in AMPLIFYING_DIVISORS, len(eqn.invars))
+
+    def _match(self, op: str, path: str) -> RuleMatch:
+        """Returns the rule that decides what an op demands of its operands."""
         match = self._rules.match(op, path)
         if match.precision is Precision.FULL_INSIDE:
             # A value that enters such a scope may be low, like the scope's result.
-            match = self._rules.rules.match(op, "")
+            return self._rules.rules.match(op, "")
+        return match
+
+    def _reader(self, eqn: Eqn, op: str, readers: Readers, path: str) -> Readers:
+        match = self._match(op, path)
         if op in SOLVING:
             return Readers.SOLVER
         if op == "convert_element_type" and compat.is_integer(eqn.outvars[0]):

@@ -25,6 +25,7 @@ class Kind(enum.Enum):
     ``GIVEN``: an argument or a constant, possibly moved. It is cast at each use, so
     that the gradients of its uses add up in float32. ``LITERAL``: a number in the
     program. ``EXACT``: a number that 16 bits represent exactly, such as 0, 0.5 or -inf.
+    ``SCALED``: scalings and sums of given values, or any function of numbers alone.
     ``INTEGER``: computed from integers, such as positions, possibly scaled or shifted.
     ``END``: the largest or smallest float32. As a branch of a selection it means the
     end of the range of any dtype.
@@ -32,10 +33,16 @@ class Kind(enum.Enum):
 
     COMPUTED = "computed"
     GIVEN = "given"
+    SCALED = "scaled"
     LITERAL = "literal"
     EXACT = "exact"
     INTEGER = "integer"
     END = "end"
+
+    @property
+    def is_cast_once(self) -> bool:
+        """Whether all uses share one cast. It is the result of an op, and no move."""
+        return self in (Kind.COMPUTED, Kind.SCALED)
 
 
 class Readers(enum.IntFlag):
@@ -46,7 +53,9 @@ class Readers(enum.IntFlag):
     16 bits, such as matrix products. The other kinds need digits that a product loses
     in 16 bits. ``INTEGER_CAST``: casts to integers. ``SOLVER``: factorizations and
     solvers. ``PHASE``: sin and cos. ``LOW_PHASE``: sin or cos whose result is not
-    demanded in float32.
+    demanded in float32. ``AMPLIFIER``: ops that amplify a rounding error of the value,
+    directly or through ops that follow. One such reader is enough: the value is then
+    computed in float32, whatever else reads it.
     """
 
     NOBODY = 0
@@ -57,6 +66,7 @@ class Readers(enum.IntFlag):
     SOLVER = 16
     PHASE = 32
     LOW_PHASE = 64
+    AMPLIFIER = 128
 
     @property
     def want_float32(self) -> bool:
@@ -64,10 +74,21 @@ class Readers(enum.IntFlag):
         return not self & (Readers.OTHER | Readers.LOW_PHASE)
 
     @property
+    def amplify(self) -> bool:
+        """Whether a reader amplifies a rounding error of the value."""
+        return bool(self & Readers.AMPLIFIER)
+
+    @property
+    def that_decide(self) -> "Readers":
+        """These readers without those that change no decision beside the others."""
+        is_low = self & Readers.OTHER
+        return self & (Readers.OTHER | Readers.AMPLIFIER) if is_low else self
+
+    @property
     def in_general(self) -> "Readers":
         """These readers as ``FULL`` or ``OTHER``, without those that need digits."""
         if not self.want_float32:
-            return Readers.OTHER
+            return Readers.OTHER | (self & Readers.AMPLIFIER)
         digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
         return (self & ~digits) | Readers.FULL if digits else self
 
@@ -175,14 +196,21 @@ class Value:
     @property
     def roots(self) -> frozenset[object] | None:
         """The roots of its lineage; without one, a 16-bit value is a root itself."""
-        if self.state is State.SOFT:
-            return frozenset()
         if self.lineage is not None:
             return self.lineage.roots
+        if self.state is State.SOFT:
+            return frozenset()
         if self.state is not State.LOW:
             return None
         self.root = self.root or object()
         return frozenset([self.root])
+
+    @property
+    def has_lineage(self) -> bool:
+        """Whether it may be a function of 16-bit values, unlike a parameter."""
+        if self.state is State.SOFT:
+            return self.roots != frozenset()
+        return self.state is not None
 
     @property
     def is_rejoined(self) -> bool:

@@ -29,7 +29,6 @@ from jmp_lite.autocasting.interpreter.values import (
     Argument,
     Lineage,
     Readers,
-    State,
     Value,
 )
 from jmp_lite.autocasting.jaxprs import compat
@@ -150,7 +149,7 @@ class Interpreter:
         results = evaluate(self.casts, eqn, operands, decision, made_by)
         lineage = lineage_of(decision, given)
         for result in results:
-            if result.state in (State.LOW, State.HARD) and result.lineage is None:
+            if result.state is not None and result.lineage is None:
                 result.lineage = lineage
         return results
 

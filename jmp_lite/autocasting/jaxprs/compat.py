@@ -691,6 +691,11 @@ def dot_dimensions(eqn: Eqn) -> Any:
     return eqn.params["dimension_numbers"]
 
 
+def exponent_of(eqn: Eqn) -> int:
+    """Returns the exponent of an ``integer_pow``."""
+    return eqn.params["y"]
+
+
 def params_named(eqn: Eqn, names: Iterable[str]) -> dict[str, Any]:
     """Returns those of the named parameters that an equation has."""
     return {name: eqn.params[name] for name in names if name in eqn.params}

@@ -239,7 +239,10 @@ FLOAT8_OPS = ("dot_general",)
 MOVING = _ops_in("moving", "sending")
 """Each element of the result is an element of an operand, independent of the values."""
 
-EXACT = _ops_in("moving", "sending", "choosing") | {"neg", "abs"}
+SELECTING = _ops_in("moving", "sending", "choosing")
+"""Their results are elements of operands, or comparisons."""
+
+EXACT = SELECTING | {"neg", "abs"}
 """These round nothing."""
 
 _DEAR = {"sort", "top_k", "approx_top_k", "gather", "scatter", "cummax", "cummin"}
@@ -292,14 +295,27 @@ ADDED_UP = frozenset(
         *("scatter-min", "scatter-max", "all_gather", "all_gather_invariant"),
         *("all_gather_start", "all_gather_reduced", "all_gather_reduced_start"),
         *("pvary", "pbroadcast", "pbroadcast_start"),
-        *("erf", "erfc", "asinh", "acosh", "polynomial"),
+        *("erf", "erfc", "asinh", "acosh", "polynomial", "atan", "atan2", "cbrt"),
     ]
 )
-"""JAX's derivative of these adds up, or takes an exp or an rsqrt, in their dtype: they
-run in float32, and their result is cast."""
+"""JAX's derivative of these adds up, or takes an exp, a square or a reciprocal, in
+their dtype: they run in float32, and their result is cast. So does a quotient."""
 
 POSITIONAL = frozenset(["sin", "cos"])
 """These run in float32, because operands may be positions; results are bounded."""
+
+AMPLIFYING = _ops_in("amplifying", "special", "factors") | {
+    *("sqrt", "cbrt", "acosh", "round", "floor", "ceil", "rem", "div"),
+}
+"""A rounding error of an operand becomes at least eight times as large in the result.
+
+The error is relative to the number, or to 1 if the number is smaller: it may be a
+difference of larger ones. (sin and cos are positional. For sign, as for a comparison,
+only the side of zero counts.)
+"""
+
+AMPLIFYING_DIVISORS = frozenset(["div"])
+"""These amplify an error of their second operand only."""
 
 BROADCASTING = frozenset(
     [
