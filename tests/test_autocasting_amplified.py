@@ -196,6 +196,43 @@ def test_beside_an_amplified_value_the_stream_stays_16_bit():
     assert (rows["mul"].precision, rows["max"].precision) == ("bfloat16", "bfloat16")
 
 
+@pytest.mark.parametrize("way", ["plain", "jit", "remat"])
+def test_a_softplus_of_a_shifted_product_widens_nothing(way):
+    """The sum that a softplus takes the exp of is float32, and its result 16-bit."""
+    softplus = WRAPS[way](jax.nn.softplus)
+
+    def fun(x):
+        return jnp.maximum(softplus(x @ W + W[0]) + x @ W.T, 0) @ W
+
+    rows = explain(fun)(X).rows
+    added, largest = [r for r in rows if r.op in ("add", "max")][-2:]
+    assert (added.precision, largest.precision) == ("bfloat16", "bfloat16")
+    assert "amplified" in {row.code for row in rows}
+
+
+def test_a_function_of_one_value_leaves_with_its_digits_for_an_amplifying_reader():
+    def normal(h):
+        return h * lax.rsqrt((h * h).mean(-1, keepdims=True))
+
+    def fun(w, x):
+        places = 64 * lax.cond(x[0, 0] < 9, normal, normal, x @ w)
+        return ((places - jnp.floor(places)) ** 2).mean() + (places @ w).mean()
+
+    mixed, level_1, expected = (
+        compiled(f, WIDE, DATA) for f in (autocast(fun), autocast(fun, "O1"), fun)
+    )
+    assert abs(mixed - expected) <= 2 * abs(level_1 - expected)
+
+
+def test_a_quotient_amplifies_its_divisor_only():
+    def fun(x):
+        above, below = 1 + x @ W, 2 + jnp.abs(x @ W.T)
+        return (above / below) @ W, above @ W, below @ W
+
+    rows = [r for r in explain(fun)(X).rows if r.op == "add"]
+    assert [r.precision for r in rows] == ["bfloat16", "float32"]
+
+
 def test_a_move_of_16_bit_numbers_stays_16_bit_for_an_amplifying_reader():
     def fun(x):
         h = (x @ W).reshape(-1)

@@ -57,9 +57,9 @@ NUMBERS = np.concatenate([-SIZES, [0], SIZES]).astype("float16").astype("float32
 
 
 def between_products(function):
-    """A function of one 16-bit number at a time, between products by one."""
-    one = jnp.ones((1, 1))
-    return lambda x: function(x[:, None] @ one) @ one
+    """A function of 16-bit numbers, each beside a one, between products."""
+    one = jnp.eye(2)
+    return lambda x: function(jnp.stack([x, jnp.ones_like(x)], 1) @ one) @ one
 
 
 def gradient(fun):

@@ -220,6 +220,46 @@ def test_phases_of_given_coordinates_are_float32(wave, nest):
     assert {r.precision for r in rows if r.op == "dot_general"} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("nest", NEST)
+def test_phases_of_scaled_coordinates_and_computed_frequencies_are_float32(nest):
+    def fun(coordinates, rates, w):
+        centred = (coordinates - coordinates.mean(0)) / 2
+        frequencies = rates * jnp.exp2(jnp.arange(rates.shape[1], dtype=jnp.float32))
+        return jnp.sin(centred @ frequencies) @ w
+
+    def by_table(coordinates, rates, w):
+        table = jnp.exp2(lax.broadcasted_iota(jnp.float32, rates.shape, 1) / 8)
+        return jnp.sin(coordinates @ table) @ w
+
+    args = 50 * X[:, :2], X[:2], X[0, :, None]
+    for each in (fun, by_table):
+        actual, expected = (
+            jax.jit(f)(*args) for f in (autocast(NEST[nest](each)), each)
+        )
+        assert relative_error(actual, expected) < 0.01
+
+
+def test_the_hidden_layers_of_a_siren_are_16_bit():
+    """The phases of the first layer are of coordinates, those of others of sines."""
+
+    def siren(coordinates, first, hidden, last):
+        h = jnp.sin(30 * (coordinates @ first))
+        for w in hidden:
+            h = jnp.sin(30 * (h @ w))
+        return h @ last
+
+    for rules in ("mixed", "O1"):
+        args = X[:, :2], X[:2] / 8, [X[:32] / 80, X[:32] / 90], X[:32, :1]
+        rows = explain(siren, rules)(*args).rows
+        found = [row.precision for row in rows if row.op == "dot_general"]
+        assert found == ["float32", "bfloat16", "bfloat16", "bfloat16"]
+        gradients = (
+            compiled(jax.grad(lambda *a, f=f: (f(*a) ** 2).mean(), (1, 2, 3)), *args)
+            for f in (autocast(siren, rules), siren)
+        )
+        assert relative_error(*gradients) < 0.05
+
+
 def test_a_product_that_another_product_reads_too_is_low():
     def fun(x):
         a = gram(x)

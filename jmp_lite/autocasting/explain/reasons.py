@@ -50,7 +50,7 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.ONE_FUNCTION: "part of a function of one 16-bit value",
         Reason.FOLLOWS_LOW: "follows a 16-bit operand",
         Reason.FOLLOWS_FLOAT32: "follows a float32 operand",
-        Reason.UNDECIDED: "undecided: only arguments and constants",
+        Reason.UNDECIDED: "undecided: no operand is 16-bit or deliberate float32",
         Reason.CAST_TO_OTHER: "existing cast to another dtype",
         Reason.CAST_OF_GIVEN: "existing cast of an argument: undecided",
         Reason.CAST_OF_NUMBER: "existing cast of a number: undecided",
