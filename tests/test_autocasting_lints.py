@@ -456,3 +456,25 @@ def test_integers_that_a_product_looks_up_are_pointed_to():
     )
     learned = lambda x, w, ids: jax.nn.one_hot(ids, 8) @ w @ (x @ w).T
     assert lints(learned, X, W, ids, name="low lookup") == []
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda g: jnp.log(1 - g),
+        lambda g: jnp.sqrt(jnp.maximum(1 - g**2, 0)),
+        lambda g: 1 / (2 * (1 - g)).T,
+        lambda g: jnp.round(g - 0.25),
+    ],
+)
+def test_a_16_bit_difference_whose_error_an_op_amplifies_is_pointed_to(read):
+    def gated(x, w, read=read):
+        gate = jax.nn.sigmoid(x @ w)
+        return (gate * (x @ w)) @ w, read(gate)
+
+    lowered = get_rules("mixed").low("sub")
+    lint = only(gated, X, W, name="amplified rounding", rules=lowered)
+    assert lint.remedy == "Compute it under jmp_lite.full_precision"
+    assert lints(gated, X, W, name="amplified rounding") == []
+    squared = lambda x, w: gated(x, w, lambda g: jnp.log(((1 - g) ** 2).sum()))
+    assert lints(squared, X, W, name="amplified rounding", rules=lowered) == []

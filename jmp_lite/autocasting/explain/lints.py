@@ -15,6 +15,7 @@ import numpy as np
 
 from jmp_lite.autocasting.explain.provenance import (
     Addends,
+    Differences,
     From,
     Made,
     ProductReaders,
@@ -367,6 +368,23 @@ def _lost_digits(looked: Looked) -> Iterator[Lint]:
             )
 
 
+def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
+    """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
+    differences = Differences()
+    inputs = compat.parts(looked.jaxpr).invars
+    differences.outputs(looked.jaxpr, [frozenset()] * len(inputs))
+    for seen in looked.seen:
+        is_low = seen.record.decision.state is State.LOW
+        if is_low and id(seen.record.eqn) in differences.amplified:
+            yield _at(
+                seen,
+                "amplified rounding",
+                "a logarithm, a root, a quotient or a step reads this 16-bit sum or "
+                "difference, and amplifies its rounding error",
+                "Compute it under jmp_lite.full_precision",
+            )
+
+
 def _opaque(looked: Looked) -> Iterator[Lint]:
     """An op that runs as traced receives a 16-bit value, and could be converted.
 
@@ -531,6 +549,7 @@ _CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
     _off_tensor_cores,
     _unfit_for_float8,
     _lost_digits,
+    _amplified_rounding,
     _opaque,
     _literal,
     _low_result,

@@ -13,6 +13,8 @@ from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn
 from jmp_lite.autocasting.rules.op_table import (
     ADDED_UP,
     ADDING,
+    AMPLIFYING,
+    AMPLIFYING_DIVISORS,
     KEEPING_DIGITS,
     MOVING,
     PICKING,
@@ -211,3 +213,46 @@ class ProductReaders(Forward[Made]):
 _ROOTS = frozenset(["sqrt", "rsqrt", "pow"])
 
 _BOUNDING = frozenset(["max", "min", "abs"])
+
+
+class Differences(Forward[frozenset[int]]):
+    """Follows differences to ops that amplify their rounding error.
+
+    A fact is the differences that a value is made of, by id of the equation.
+
+    Attributes:
+      amplified: the differences that a root, a logarithm, a step or a quotient reads.
+    """
+
+    def __init__(self) -> None:
+        self.amplified: set[int] = set()
+
+    def nothing(self) -> frozenset[int]:
+        """A number is not a difference."""
+        return frozenset()
+
+    def join(self, one: frozenset[int], other: frozenset[int]) -> frozenset[int]:
+        """Returns the differences in a value that is one of two."""
+        return one | other
+
+    def through(
+        self, eqn: Eqn, facts: Sequence[frozenset[int]], path: str
+    ) -> Sequence[frozenset[int]]:
+        """Returns the differences in the results of an op, and records its own."""
+        del path
+        op = compat.op_of(eqn)
+        if op in AMPLIFYING - _LARGE_OPERANDS:
+            for fact in facts[op in AMPLIFYING_DIVISORS :]:
+                self.amplified |= fact
+        found = frozenset[int]()
+        if op in (KEEPING_DIGITS | _BOUNDING) - _SUMMING:
+            found = found.union(*facts)
+        if op in ADDING:
+            found |= {id(eqn)}
+        return [found] * len(eqn.outvars)
+
+
+_LARGE_OPERANDS = frozenset(["exp", "exp2", "expm1", "sinh", "cosh"])
+"""These amplify the errors of large numbers, and a small difference is exact enough."""
+
+_SUMMING = frozenset(["reduce_sum", "cumsum"])
