@@ -150,6 +150,22 @@ def test_an_amplified_value_is_float32_in_every_wrapper(wrap, dtype):
     assert relative_error(grads, expected[1]) < 0.02
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_jit_around_a_program_or_a_part_changes_no_bit(name, dtype, monkeypatch):
+    cast = lambda f: autocast(f, compute_dtype=dtype)
+    fun = PROGRAMS[name]
+    expected, whole = compiled(
+        lambda *args: (cast(fun)(*args), cast(jax.jit(fun))(*args)), WIDE, DATA
+    )
+    for part in (jax.nn.sigmoid, jnp.tanh, jnp.log, jnp.sqrt, lax.erf, jnp.round):
+        place = {"sigmoid": jax.nn, "erf": lax}.get(part.__name__, jnp)
+        monkeypatch.setattr(place, part.__name__, jax.jit(lambda x, f=part: f(x)))
+    parts = compiled(cast(lambda *args: fun(*args)), WIDE, DATA)
+    np.testing.assert_array_equal(whole, expected)
+    np.testing.assert_array_equal(parts, expected)
+
+
 def test_a_value_that_enters_or_leaves_a_function_keeps_its_digits():
     """The value is made in one jit function, and its logarithm in another."""
     gate, amount = jax.jit(jax.nn.sigmoid), jax.jit(lambda g: jnp.log(1 - g))
