@@ -319,3 +319,31 @@ def test_a_multiplication_may_have_operands_of_two_dtypes(dtype):
     actual, expected = (compiled(f, X, X.T[:, :32]) for f in (autocast(fun), fun))
     assert actual.dtype == expected.dtype
     assert relative_error(actual, expected) < 0.05
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y: jnp.abs(jnp.fft.rfft(y)),
+        lambda y: jnp.abs(jnp.fft.fft2(y)),
+        lambda y: jnp.abs(y * jnp.exp(1j * jnp.arange(y.shape[-1]))),
+        lambda y: jnp.abs(lax.complex(y, y)),
+    ],
+)
+def test_what_becomes_complex_is_float32(read):
+    """Complex numbers have no 16-bit form, so their readers demand float32."""
+
+    def loss(x, w):
+        y = jnp.tanh(x @ w) @ w + x
+        return jnp.log1p(read(y)).sum()
+
+    args = X, X[:32] / 6
+    with jax.numpy_dtype_promotion("standard"):
+        rows = explain(loss)(*args).rows
+        assert next(r for r in rows if r.op == "add").precision == "float32"
+        mixed, level_1, expected = (
+            compiled(jax.grad(f, 1), *args)
+            for f in (autocast(loss), autocast(loss, "O1"), loss)
+        )
+    bound = relative_error(level_1, expected)
+    assert relative_error(mixed, expected) <= 1.5 * bound

@@ -134,7 +134,9 @@ class UseAnalysis(Backward[Readers]):
         if discerns and follows(match):
             return Readers.FULL
         if not any(map(compat.is_float32, eqn.outvars)):
-            return Readers.OTHER
+            # A Fourier transform, or a cast to complex numbers or to float64.
+            is_wide = any(map(compat.is_wide_float, eqn.outvars))
+            return Readers.FULL if is_wide else Readers.OTHER
         if op in PRODUCTS and match.precision.lowers:
             decided = decide_product(self._rules, eqn, (), readers, path)
             # The operands of a product of phases decide whether it is float32.

@@ -133,6 +133,11 @@ def is_float(atom: Var) -> bool:
     return is_array and jnp.issubdtype(dtype_of(atom), jnp.inexact)
 
 
+def is_wide_float(atom: Var) -> bool:
+    """Whether an atom is an array of complex numbers or of 64-bit floats."""
+    return is_float(atom) and dtype_of(atom).itemsize > 4
+
+
 def is_integer(atom: Var) -> bool:
     """Whether an atom was traced as an array of integers."""
     dtype = dtype_of(atom)
