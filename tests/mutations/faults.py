@@ -1476,6 +1476,13 @@ FAULTS = (
         "frequencies that a program computes from numbers are not given",
         "test_autocasting_tails.py::test_phases_of_scaled_coordinates_and_computed_frequencies_are_float32",
     ),
+    Fault(
+        "autocasting/interpreter/uses.py",
+        "return Readers.FULL if is_wide else Readers.OTHER",
+        "return Readers.OTHER",
+        "a Fourier transform demands nothing",
+        "test_autocasting_tails.py::test_what_becomes_complex_is_float32",
+    ),
     # ---------------------------------------------------------------------- others
     Fault(
         "plots.py",
