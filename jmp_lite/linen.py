@@ -225,6 +225,9 @@ def _to_state_dict(scale: Any) -> dict[str, Any]:
 
 def _from_state_dict(scale: Any, state: dict[str, Any]) -> Any:
     names = sorted(_to_state_dict(scale))
+    # A scale without hysteresis counts no overflows.
+    if "overflows" in names:
+        state = {"overflows": None, **state}
     if sorted(state) != names:
         raise ValueError(
             f"Expected a {type(scale).__name__} with "

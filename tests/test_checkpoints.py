@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +91,27 @@ def test_orbax_restores_a_training_state_bit_for_bit(tmp_path, scale, moments):
         restored = checkpointer.restore(tmp_path / "state", abstract)
     assert_same(restored, state)
     assert_same(step(restored, x)[0], step(state, x)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_without_hysteresis_is_restored_into_a_scale_with_it(tmp_path):
+    w = jnp.ones(2)
+    plain, patient = (
+        jmp.loss_scaling(optax.sgd(0.1), jmp.DynamicLossScale(8.0, hysteresis=n))
+        for n in (1, 2)
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", plain.init(w))
+        checkpointer.wait_until_finished()
+        state = checkpointer.restore(tmp_path / "state", patient.init(w))
+    scales = []
+    for _ in range(3):
+        _, state = patient.update(w * jnp.inf, state, w)
+        scales.append(float(jmp.get_loss_scale(state).loss_scale))
+    assert scales == [8, 4, 2]
+    expected = patient.init(w)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, expected)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
 
 
 @pytest.mark.filterwarnings("ignore")

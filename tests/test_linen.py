@@ -342,10 +342,25 @@ def test_what_build_train_step_carries_is_restored_too():
     assert_same(step(restored, X)[0], step(state, X)[0])
 
 
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+def test_scales_of_several_seeds_go_through_flax_s_serialization(scale):
+    states = jax.vmap(jmp.loss_scaling(optax.sgd(0.1), scale).init)(jnp.ones((3, 2)))
+    zeros = jax.tree.map(jnp.zeros_like, states)
+    restored = serialization.from_bytes(zeros, serialization.to_bytes(states))
+    assert_same(restored, states)
+
+
+def test_a_checkpoint_without_hysteresis_starts_to_count_overflows():
+    saved = serialization.to_bytes(jmp.DynamicLossScale(2.0**9, counter=3))
+    restored = serialization.from_bytes(jmp.DynamicLossScale(hysteresis=2), saved)
+    assert_same(restored, jmp.DynamicLossScale(2.0**9, counter=3, hysteresis=2))
+
+
 def test_a_checkpoint_of_another_scale_is_refused():
     saved = serialization.to_state_dict(jmp.DynamicLossScale())
+    hysteresis = serialization.to_state_dict(jmp.DynamicLossScale(hysteresis=2))
     with pytest.raises(ValueError, match="another loss scale"):
-        serialization.from_state_dict(jmp.DynamicLossScale(hysteresis=2), saved)
+        serialization.from_state_dict(jmp.DynamicLossScale(), hysteresis)
     with pytest.raises(ValueError, match=r"no state, got counter, loss_scale"):
         serialization.from_state_dict(jmp.StaticLossScale(8), saved)
 
