@@ -5,16 +5,18 @@ import subprocess
 import sys
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from optimizers import lenient
 
 import jmp_lite as jmp
+import jmp_lite.linen
 import jmp_lite.nnx
 
 RUN = pathlib.Path(__file__).with_name("resumable_run.py")
@@ -91,6 +93,28 @@ def test_orbax_restores_a_training_state_bit_for_bit(tmp_path, scale, moments):
         restored = checkpointer.restore(tmp_path / "state", abstract)
     assert_same(restored, state)
     assert_same(step(restored, x)[0], step(state, x)[0])
+
+
+def test_raw_random_keys_are_saved_where_typed_ones_are_not(tmp_path):
+    w = jnp.ones((8, 1024), jnp.bfloat16)
+
+    def start(key):
+        inner = jmp.low_precision_state(lenient(optax.adam(0.1)), key=key)
+        optimizer = jmp.loss_scaling(jmp.stochastic_rounding(inner, key))
+        return optimizer.update(w, optimizer.init(w), w)[1]
+
+    def through_flax(state, like):
+        return serialization.from_bytes(like, serialization.to_bytes(state))
+
+    def through_equinox(state, like):
+        eqx.tree_serialise_leaves(tmp_path / "state", state)
+        return eqx.tree_deserialise_leaves(tmp_path / "state", like)
+
+    state, like = start(jax.random.PRNGKey(1)), start(jax.random.PRNGKey(2))
+    for through in (through_flax, through_equinox):
+        assert_same(through(state, like), state)
+        with pytest.raises(Exception, match=r"PRNGKey dtype|at leaf with path"):
+            through(start(jax.random.key(1)), like)
 
 
 @pytest.mark.filterwarnings("ignore")
