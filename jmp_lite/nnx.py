@@ -328,7 +328,7 @@ def _places(models: list[Any], without: Any) -> dict[Any, nnx.Variable[Any]]:
 
 
 def _restored(is_finite: jax.Array, new: Any, old: Any) -> Any:
-    """Returns ``new``, on a skipped step with the arrays that ``old`` has, too."""
+    """Returns ``new``; on a skipped step, with the arrays of ``old`` that fit it."""
     before = dict(jax.tree.leaves_with_path(old))
 
     def restore(path: Any, leaf: Any) -> Any:

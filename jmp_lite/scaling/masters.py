@@ -396,7 +396,7 @@ def _master_of(param: Any, master: Any) -> Any:
 
 
 def _with_rest(param: Any, rest: Any) -> Any:
-    """Returns parameter and rounding error, or a parameter with another's error."""
+    """Returns a parameter with its rounding error, or alone if the error is not its."""
     if not is_16_bit(param):
         return param
     wide, rest = _full(param), _full(rest)
