@@ -7,6 +7,7 @@ under the same names. Importing this module registers the loss scales with
 
 import dataclasses
 import functools
+import inspect
 import types
 from typing import Any, TypeVar
 
@@ -28,7 +29,8 @@ def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module
     It sets the field ``dtype`` of each selected module that has one. Such a module
     casts its inputs and parameters to this dtype. Everything inside of a selected
     module computes in the dtype too. Parameters stay in their ``param_dtype``, and
-    variables keep their names, so checkpoints do not change.
+    variables keep their names, so checkpoints do not change. ``nn.SpectralNorm`` and
+    ``nn.WeightNorm`` keep their dtype; the layer inside computes in the new one.
 
     Args:
       module: an unbound linen module.
@@ -74,12 +76,15 @@ def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module
 
 
 @functools.cache
-def _floating_class(cls: type, dtype: Any, where: Selector) -> Any:
+def _floating_class(cls: Any, dtype: Any, where: Selector) -> Any:
     """Returns a subclass whose methods run its parts in a dtype."""
 
     def floating(method: Any) -> Any:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # An unbound module has no parts yet, such as a cell that makes its carry.
+            if getattr(self, "scope", None) is None:
+                return method(self, *args, **kwargs)
             parts = _Parts(self, dtype, where)
             with nn.intercept_methods(parts.intercept):
                 out = method(self, *args, **kwargs)
@@ -106,15 +111,40 @@ def _floating_class(cls: type, dtype: Any, where: Selector) -> Any:
 
         return enter
 
+    @nn.nowrap
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        # Not by the name of the class, which is that of the original.
+        _, _, *state = cls.__reduce_ex__(self, protocol)
+        return _new, _recipe(type(self)), *state
+
     def body(namespace: dict[str, Any]) -> None:
         methods = {name: getattr(cls, name) for name in _methods(cls)}
         namespace.update({name: floating(method) for name, method in methods.items()})
         namespace.update(apply=taking_methods(cls.apply))
         namespace.update(init_with_output=taking_methods(cls.init_with_output))
+        namespace.update({"__reduce_ex__": reduce_ex, _MADE_OF: (cls, dtype, where)})
         namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__)
         namespace.update(__doc__=cls.__doc__)
 
     return types.new_class(cls.__name__, (cls,), exec_body=body)
+
+
+_MADE_OF = "_jmp_lite_made_of"
+
+
+def _recipe(cls: Any) -> tuple[Any, ...]:
+    """Returns the class that a module was written as, and what it became then."""
+    if _MADE_OF not in vars(cls):
+        return (cls,)
+    base, dtype, where = vars(cls)[_MADE_OF]
+    return *_recipe(base), (dtype, where)
+
+
+def _new(cls: Any, *changes: tuple[Any, Selector]) -> Any:
+    """Returns an empty module of a recipe, for ``pickle`` and ``copy``."""
+    for dtype, where in changes:
+        cls = _floating_class(cls, dtype, where)
+    return object.__new__(cls)
 
 
 def _as_function(module: Any, method: Any) -> Any:
@@ -141,7 +171,7 @@ def _methods(cls: Any) -> list[str]:
     return [
         name
         for name in ("__call__", *written)
-        if isinstance(getattr(cls, name, None), types.FunctionType)
+        if isinstance(inspect.getattr_static(cls, name, None), types.FunctionType)
         and name not in fields
     ]
 
@@ -174,7 +204,10 @@ class _Parts:
             self._selected.add(path)
             self.is_any_selected = True
         above = (path[:n] for n in range(len(path) + 1))
-        if any(part in self._selected for part in above) and hasattr(module, "dtype"):
+        is_inside = any(part in self._selected for part in above)
+        # These store parameters in their dtype. The layer inside has one of its own.
+        is_norm_of_weights = isinstance(module, nn.SpectralNorm | nn.WeightNorm)
+        if is_inside and hasattr(module, "dtype") and not is_norm_of_weights:
             # Linen makes a new module for each call, so no other one changes.
             object.__setattr__(module, "dtype", self._dtype)
             self.is_any_cast = True
@@ -192,6 +225,9 @@ def _to_state_dict(scale: Any) -> dict[str, Any]:
 
 def _from_state_dict(scale: Any, state: dict[str, Any]) -> Any:
     names = sorted(_to_state_dict(scale))
+    # A scale without hysteresis counts no overflows.
+    if "overflows" in names:
+        state = {"overflows": None, **state}
     if sorted(state) != names:
         raise ValueError(
             f"Expected a {type(scale).__name__} with "

@@ -258,11 +258,18 @@ def restore_if_skipped(model: Any, optimizer: nnx.Optimizer[Any]) -> Generator[N
 
     If a gradient is not finite, the variables of the model return to their values at
     the start of the ``with`` block, bit for bit. Two kinds of variables are not
-    restored: those that the optimizer updates, and random number state
+    restored: those of a type that the optimizer updates, and random number state
     (``nnx.RngState``), which continues.
 
+    The block may change the structure of the model, as ``Module.sow`` and ``nnx.pop``
+    do. A structure cannot depend on a traced value, so it is the same whether the step
+    is skipped or not: new variables stay, with their new values, and popped ones stay
+    away. Inside of a variable, each array with its old place, shape and dtype returns
+    to its old value.
+
     Args:
-      model: a module.
+      model: a module, or a tuple, list or dictionary of modules, such as a generator
+        and a discriminator that one loss runs.
       optimizer: the optimizer that the block updates, with ``loss_scaling`` or
         ``skip_nonfinite`` in it. If it contains several, all gradients have to be
         finite.
@@ -271,8 +278,8 @@ def restore_if_skipped(model: Any, optimizer: nnx.Optimizer[Any]) -> Generator[N
       A context manager, for use inside or outside of ``nnx.jit``.
 
     Raises:
-      TypeError: ``model`` is not an nnx module, or ``optimizer`` is not an
-        ``nnx.Optimizer``.
+      TypeError: ``model`` contains something other than nnx modules, or ``optimizer``
+        is not an ``nnx.Optimizer``.
       ValueError: the optimizer never skips a step.
 
     Example:
@@ -291,20 +298,52 @@ def restore_if_skipped(model: Any, optimizer: nnx.Optimizer[Any]) -> Generator[N
       >>> model.mean[...]
       Array([0., 0.], dtype=float32)
     """
-    _check_model(model)
+    models = jax.tree.leaves(model, is_leaf=_is_mutable) or [model]
+    for each in models:
+        _check_model(each)
     if not isinstance(optimizer, nnx.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"Expected an nnx.Optimizer, got {type(optimizer).__name__}.")
     _grads_finite(optimizer)  # Raises if it never skips a step.
     goes_on = nnx.Any(optimizer.wrt, nnx.RngState)
-    before = [
-        (variable, variable.get_value())
-        for path, variable in nnx.iter_graph(model, graph=True)
-        if isinstance(variable, nnx.Variable) and not goes_on(path, variable)
-    ]
+    before = _places(models, goes_on)
+    # The block may put another variable in the place of one, or move one.
+    old_of = {id(variable): variable.get_value() for variable in before.values()}
+    old_at = {place: old_of[id(variable)] for place, variable in before.items()}
     yield
     is_finite = _grads_finite(optimizer)
-    for variable, old in before:
-        variable.set_value(select_tree(is_finite, variable.get_value(), old))
+    for place, variable in _places(models, goes_on).items():
+        new = variable.get_value()
+        old = old_of.get(id(variable), old_at.get(place, new))
+        variable.set_value(_restored(is_finite, new, old))
+
+
+def _places(models: list[Any], without: Any) -> dict[Any, nnx.Variable[Any]]:
+    """Returns the variables of models, except some, by model and path."""
+    return {
+        (number, path): variable
+        for number, model in enumerate(models)
+        for path, variable in nnx.iter_graph(model, graph=True)
+        if isinstance(variable, nnx.Variable) and not without(path, variable)
+    }
+
+
+def _restored(is_finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns ``new``; on a skipped step, with the arrays of ``old`` that fit it."""
+    before = dict(jax.tree.leaves_with_path(old))
+
+    def restore(path: Any, leaf: Any) -> Any:
+        was = before.get(path, leaf)
+        is_alike = _shape_and_dtype(leaf) == _shape_and_dtype(was) is not None
+        return select_tree(is_finite, leaf, was) if is_alike else leaf
+
+    return jax.tree.map_with_path(restore, new)
+
+
+def _shape_and_dtype(leaf: Any) -> Any:
+    """Returns None for a leaf that is neither an array nor a number."""
+    if isinstance(leaf, bool | int | float | complex):
+        leaf = jnp.asarray(leaf)
+    return (leaf.shape, leaf.dtype) if is_array(leaf) else None
 
 
 def _grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:

@@ -510,7 +510,7 @@ def test_a_power_of_two_scales_gradients_exactly():
     gradient = jax.jit(
         lambda scale: jax.grad(lambda w: scale * autocast(block)(X, w, V))(W)
     )
-    for scale in (2.0**15, 2.0**-30):
+    for scale in (2.0**15, 2.0**-30, 2.0**-90, 2.0**110):
         np.testing.assert_array_equal(gradient(scale) / scale, gradient(1.0))
 
 

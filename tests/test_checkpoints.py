@@ -4,16 +4,19 @@ import pathlib
 import subprocess
 import sys
 
+import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from optimizers import lenient
 
 import jmp_lite as jmp
+import jmp_lite.linen
 import jmp_lite.nnx
 
 RUN = pathlib.Path(__file__).with_name("resumable_run.py")
@@ -90,6 +93,49 @@ def test_orbax_restores_a_training_state_bit_for_bit(tmp_path, scale, moments):
         restored = checkpointer.restore(tmp_path / "state", abstract)
     assert_same(restored, state)
     assert_same(step(restored, x)[0], step(state, x)[0])
+
+
+def test_raw_random_keys_are_saved_where_typed_ones_are_not(tmp_path):
+    w = jnp.ones((8, 1024), jnp.bfloat16)
+
+    def start(key):
+        inner = jmp.low_precision_state(lenient(optax.adam(0.1)), key=key)
+        optimizer = jmp.loss_scaling(jmp.stochastic_rounding(inner, key))
+        return optimizer.update(w, optimizer.init(w), w)[1]
+
+    def through_flax(state, like):
+        return serialization.from_bytes(like, serialization.to_bytes(state))
+
+    def through_equinox(state, like):
+        eqx.tree_serialise_leaves(tmp_path / "state", state)
+        return eqx.tree_deserialise_leaves(tmp_path / "state", like)
+
+    state, like = start(jax.random.PRNGKey(1)), start(jax.random.PRNGKey(2))
+    for through in (through_flax, through_equinox):
+        assert_same(through(state, like), state)
+        with pytest.raises(Exception, match=r"PRNGKey dtype|at leaf with path"):
+            through(start(jax.random.key(1)), like)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_without_hysteresis_is_restored_into_a_scale_with_it(tmp_path):
+    w = jnp.ones(2)
+    plain, patient = (
+        jmp.loss_scaling(optax.sgd(0.1), jmp.DynamicLossScale(8.0, hysteresis=n))
+        for n in (1, 2)
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", plain.init(w))
+        checkpointer.wait_until_finished()
+        state = checkpointer.restore(tmp_path / "state", patient.init(w))
+    scales = []
+    for _ in range(3):
+        _, state = patient.update(w * jnp.inf, state, w)
+        scales.append(float(jmp.get_loss_scale(state).loss_scale))
+    assert scales == [8, 4, 2]
+    expected = patient.init(w)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, expected)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -166,6 +166,95 @@ def test_a_model_that_has_seen_a_nan_is_as_if_it_had_not(wrap, is_graph):
     assert counts == [2, 1], "random numbers go on"
 
 
+class Sowing(nnx.Module):
+    """Whose calls add to a variable, make one and take one away."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(2, 1, rngs=rngs)
+        self.norm = nnx.BatchNorm(1, rngs=rngs)
+        self.last = nnx.Cache(jnp.zeros(()))
+        self.seen = nnx.Cache(jnp.zeros(1))
+
+    def __call__(self, x):
+        y = self.norm(self.layer(x))
+        self.sow(nnx.Intermediate, "outputs", jnp.mean(y))
+        self.last = nnx.Cache(jnp.max(y))  # Another one at the same place.
+        self.seen.set_value(jnp.append(self.seen.get_value(), jnp.max(y)))
+        if hasattr(self, "fresh"):
+            del self.fresh
+        else:
+            self.fresh = nnx.Cache(jnp.min(y))
+        return y
+
+
+def sow(batches, is_jitted, does_pop):
+    model = Sowing(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jmp.skip_nonfinite(optax.sgd(0.1)), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        with jmp_lite.nnx.restore_if_skipped(model, optimizer):
+            grads = nnx.grad(lambda model: jnp.mean((model(x) - Y) ** 2))(model)
+            optimizer.update(model, grads)
+            if does_pop:
+                nnx.pop(model, nnx.Intermediate)
+
+    for x in batches:
+        (nnx.jit(step) if is_jitted else step)(model, optimizer, x)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("does_pop", [False, True])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_what_a_step_adds_and_takes_away_stays_so_and_values_return(
+    is_jitted, does_pop
+):
+    good, bad = (sow([X, x], is_jitted, does_pop) for x in (X + 1, X * jnp.nan))
+    first = sow([X], is_jitted, does_pop)
+    assert jax.tree.structure(nnx.state(good)) == jax.tree.structure(nnx.state(bad))
+    assert not hasattr(good, "fresh")
+    assert hasattr(first, "fresh")
+    for of in (lambda m: m.norm.mean, lambda m: m.norm.var, lambda m: m.last):
+        np.testing.assert_array_equal(of(bad)[...], of(first)[...])
+        assert np.any(of(good)[...] != of(first)[...])
+    # An array of another shape has no old value.
+    assert good.seen.get_value().shape == bad.seen.get_value().shape == (3,)
+    assert np.isnan(bad.seen.get_value()[2])
+    if does_pop:
+        assert not any(hasattr(model, "outputs") for model in (first, good, bad))
+    else:
+        (kept,), (again, new) = first.outputs.get_value(), bad.outputs.get_value()
+        assert float(again) == float(kept)
+        assert np.isnan(new)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize(
+    "collect", [lambda g, d: (g, d), lambda g, d: {"g": g, "d": d}]
+)
+def test_one_block_restores_all_modules_that_a_loss_runs(is_jitted, collect):
+    generator, discriminator = (nnx.BatchNorm(2, rngs=nnx.Rngs(0)) for _ in "gd")
+    transformation = jmp.skip_nonfinite(optax.sgd(0.1))
+    optimizer = nnx.Optimizer(discriminator, transformation, wrt=nnx.Param)
+
+    def step(generator, discriminator, optimizer, x):
+        def loss_fn(discriminator, generator):
+            return jnp.mean(discriminator(generator(x)))
+
+        both = collect(generator, discriminator)
+        with jmp_lite.nnx.restore_if_skipped(both, optimizer):
+            grads = nnx.grad(loss_fn)(discriminator, generator)
+            optimizer.update(discriminator, grads)
+
+    step = nnx.jit(step) if is_jitted else step
+    step(generator, discriminator, optimizer, X)
+    before = [np.asarray(m.mean[...]) for m in (generator, discriminator)]
+    step(generator, discriminator, optimizer, X * jnp.nan)
+    after = [np.asarray(m.mean[...]) for m in (generator, discriminator)]
+    np.testing.assert_array_equal(after, before)
+    assert np.any(before[0] != 0)
+
+
 def test_what_cannot_be_restored_is_refused_before_the_step():
     model = Normed(nnx.Rngs(0))
     plain = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -173,6 +262,8 @@ def test_what_cannot_be_restored_is_refused_before_the_step():
         ((model, plain), ValueError, r"wrap .* loss_scaling\(...\) or skip_nonfinite"),
         ((model, optax.sgd(0.1)), TypeError, "Expected an nnx.Optimizer, got Gradient"),
         ((plain, model), TypeError, "Expected an nnx module, got Optimizer"),
+        (((model, plain), plain), TypeError, "Expected an nnx module, got Optimizer"),
+        (((), plain), TypeError, "Expected an nnx module, got tuple"),
     ):
         restored = jmp_lite.nnx.restore_if_skipped(*args)
         with pytest.raises(error, match=message), restored:

@@ -1,6 +1,8 @@
 """Linen modules of which parts compute in 16 bits, and scales in Flax's checkpoints."""
 
+import copy
 import functools
+import pickle
 
 import flax.linen as nn
 import jax
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
+from flax import errors, serialization
 from flax.training.train_state import TrainState
 from helpers import initialized, live_equations, products
 from optimizers import lenient
@@ -52,8 +54,8 @@ class Net(nn.Module):
         return self.head(h) + self.head(-h)
 
 
-def dots(module, params, x=X, **options):
-    eqns = live_equations(lambda p: module.apply(p, x, **options), params)
+def dots(module, params, *before, x=X, **options):
+    eqns = live_equations(lambda p: module.apply(p, *before, x, **options), params)
     return [
         tuple(str(v.aval.dtype) for v in (*eqn.invars[:2], eqn.outvars[0]))
         for eqn in eqns
@@ -128,6 +130,71 @@ def test_other_methods_and_transforms_work_too(net):
     again = jmp_lite.linen.to_float(net, "bfloat16", "blocks")
     assert type(again) is type(jmp_lite.linen.to_float(net, "bfloat16", "blocks"))
     assert again == jmp_lite.linen.to_float(net, "bfloat16", "blocks")
+
+
+class Helpful(nn.Module):
+    width: int = 3
+
+    def double(self):
+        return 2 * self.width
+
+    @staticmethod
+    def add(a, b):
+        return a + b
+
+    @nn.compact
+    def __call__(self, x):
+        return self.add(nn.Dense(self.double())(x), 1)
+
+
+def test_methods_that_need_no_variables_work_on_an_unbound_module():
+    low = jmp_lite.linen.to_float(Helpful(), "bfloat16")
+    assert low.double() == 6
+    assert low.add(1, 2) == 3
+    out, _ = low.init_with_output(jax.random.key(0), X)
+    assert (out.shape, out.dtype) == ((4, 6), jnp.bfloat16)
+    with pytest.raises(errors.CallCompactUnboundModuleError):
+        low(X)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.SimpleCell])
+def test_a_cell_makes_its_carry_before_it_has_parameters(cell):
+    low = jmp_lite.linen.to_float(cell(4), "bfloat16")
+    carry = low.initialize_carry(jax.random.key(0), (2, 8))
+    expected = cell(4).initialize_carry(jax.random.key(0), (2, 8))
+    jax.tree.map(np.testing.assert_array_equal, carry, expected)
+    params = low.init(jax.random.key(1), carry, X[:2])
+    assert {dtype for dot in dots(low, params, carry, x=X[:2]) for dtype in dot} == {
+        "bfloat16"
+    }
+
+
+@pytest.mark.parametrize("where", [None, nn.Dense, (nn.SpectralNorm, nn.WeightNorm)])
+@pytest.mark.parametrize("norm", [nn.SpectralNorm, nn.WeightNorm])
+def test_norms_of_weights_keep_their_parameters_in_float32(norm, where):
+    module = norm(nn.Dense(3))
+    options = {"update_stats": True} if norm is nn.SpectralNorm else {}
+    low = jmp_lite.linen.to_float(module, "bfloat16", where)
+    variables = low.init(jax.random.key(0), X, **options)
+    expected = module.init(jax.random.key(0), X, **options)
+    jax.tree.map(np.testing.assert_array_equal, variables, expected)
+    out, _ = low.apply(variables, X, **options, mutable=["batch_stats"])
+    assert out.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_module_survives_pickle(copied):
+    low = jmp_lite.linen.to_float(Helpful(), "float16")
+    twice = jmp_lite.linen.to_float(low, "bfloat16", nn.Dense)
+    for module in (low, twice):
+        again = copied(module)
+        assert again == module
+        assert type(again) is type(module)
+        params = again.init(jax.random.key(0), X)
+        assert again.apply(params, X).dtype == module.apply(params, X).dtype
+        assert again.apply(params, X).dtype != jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -275,10 +342,25 @@ def test_what_build_train_step_carries_is_restored_too():
     assert_same(step(restored, X)[0], step(state, X)[0])
 
 
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+def test_scales_of_several_seeds_go_through_flax_s_serialization(scale):
+    states = jax.vmap(jmp.loss_scaling(optax.sgd(0.1), scale).init)(jnp.ones((3, 2)))
+    zeros = jax.tree.map(jnp.zeros_like, states)
+    restored = serialization.from_bytes(zeros, serialization.to_bytes(states))
+    assert_same(restored, states)
+
+
+def test_a_checkpoint_without_hysteresis_starts_to_count_overflows():
+    saved = serialization.to_bytes(jmp.DynamicLossScale(2.0**9, counter=3))
+    restored = serialization.from_bytes(jmp.DynamicLossScale(hysteresis=2), saved)
+    assert_same(restored, jmp.DynamicLossScale(2.0**9, counter=3, hysteresis=2))
+
+
 def test_a_checkpoint_of_another_scale_is_refused():
     saved = serialization.to_state_dict(jmp.DynamicLossScale())
+    hysteresis = serialization.to_state_dict(jmp.DynamicLossScale(hysteresis=2))
     with pytest.raises(ValueError, match="another loss scale"):
-        serialization.from_state_dict(jmp.DynamicLossScale(hysteresis=2), saved)
+        serialization.from_state_dict(jmp.DynamicLossScale(), hysteresis)
     with pytest.raises(ValueError, match=r"no state, got counter, loss_scale"):
         serialization.from_state_dict(jmp.StaticLossScale(8), saved)
 

@@ -237,6 +237,11 @@ def test_a_loss_scale_of_one_s_own_needs_all_three_methods():
         (dict(loss_scale=np.inf), "got inf"),
         (dict(loss_scale=np.nan), "got nan"),
         (dict(loss_scale=np.ones(2)), r"scalar loss_scale, got the shape \(2,\)"),
+        (
+            dict(loss_scale=np.ones(2), counter=np.zeros(3)),
+            r"a loss_scale of the counter's shape \(3,\), got the shape \(2,\)",
+        ),
+        (dict(loss_scale=np.float32([1, 0]), counter=np.zeros(2)), "got .1. 0."),
         (dict(period=0), "from 1 to .* for period.*got 0"),
         (dict(period=2.5), "from 1 to .* for period.*got 2.5"),
         (dict(factor=1), "factor above 1, got 1"),

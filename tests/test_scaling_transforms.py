@@ -450,6 +450,31 @@ def test_set_loss_scale_replaces_the_scale_wherever_it_is_and_nothing_else():
     assert jmp.get_loss_scale(other_kind) == jmp.StaticLossScale(8.0)
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_set_loss_scale_reaches_every_state_of_a_stack(hysteresis):
+    scale = jmp.DynamicLossScale(16.0, hysteresis=hysteresis)
+    optimizer = jmp.loss_scaling(optax.sgd(0.1), scale)
+    states = jax.vmap(optimizer.init)(jnp.ones((3, 2)))
+    found = jmp.get_loss_scale(states)
+    each = jmp.DynamicLossScale(8.0, hysteresis=hysteresis)
+    for lower, expected in (
+        (each, [8, 8, 8]),
+        (dataclasses.replace(found, loss_scale=8.0), [8, 8, 8]),
+        (dataclasses.replace(found, loss_scale=jnp.array([4.0, 2, 8])), [4, 2, 8]),
+    ):
+        changed = jmp.set_loss_scale(states, lower)
+        chex.assert_trees_all_equal_shapes_and_dtypes(changed, states)
+        scales = jmp.get_loss_scale(changed).loss_scale
+        np.testing.assert_array_equal(scales, expected)
+        grads = jnp.full((3, 2), jnp.inf)
+        _, after = jax.vmap(optimizer.update)(grads, changed)
+        halved = 2 if hysteresis == 1 else 1
+        scales = jmp.get_loss_scale(after).loss_scale
+        np.testing.assert_array_equal(scales, np.array(expected) / halved)
+    static = jmp.set_loss_scale(states, jmp.StaticLossScale(8.0))
+    assert jmp.get_loss_scale(static) == jmp.StaticLossScale(8.0)
+
+
 def test_set_loss_scale_refuses_what_get_loss_scale_does():
     scale = jmp.DynamicLossScale()
     with pytest.raises(ValueError, match="No LossScalingState"):

@@ -197,7 +197,8 @@ class DynamicLossScale(LossScale):
 
     The scale grows on exactly the ``period``-th finite step in a row. It backs off on a
     non-finite step. Its leaves are strongly typed float32 and int32 scalars, so a step
-    that takes and returns it compiles once.
+    that takes and returns it compiles once. ``vmap`` may stack several scales into one,
+    whose leaves are arrays of one shape; call its methods inside of ``vmap``.
 
     Attributes:
       loss_scale: the current factor. A start value outside of the bounds moves inside
@@ -247,16 +248,21 @@ class DynamicLossScale(LossScale):
             _warn_if_not_floating(getattr(self, name), name)
         hysteresis = _whole_number(self.hysteresis, "hysteresis", at_least=1)
         overflows = 0 if self.overflows is None else self.overflows
+        # A scale that vmap has stacked: all of its numbers have the counter's shape.
+        counter = _counter(self.counter, "counter")
+        stack = counter.shape
         canonical = {
-            "loss_scale": _scalar(self.loss_scale, np.float32, "loss_scale"),
-            "counter": _counter(self.counter, "counter"),
+            "loss_scale": _number(self.loss_scale, np.float32, "loss_scale", stack),
+            "counter": counter,
             "period": _whole_number(self.period, "period", at_least=1),
             "factor": _host_number(self.factor, "factor"),
             "min_loss_scale": _host_number(self.min_loss_scale, "min_loss_scale"),
             "max_loss_scale": _host_number(self.max_loss_scale, "max_loss_scale"),
             "hysteresis": hysteresis,
-            "overflows": _counter(overflows, "overflows") if hysteresis > 1 else None,
+            "overflows": None,
         }
+        if hysteresis > 1:
+            canonical["overflows"] = _counter(overflows, "overflows", stack)
         if self.backoff_factor is not None:
             canonical["backoff_factor"] = _host_number(
                 self.backoff_factor, "backoff_factor"
@@ -281,10 +287,10 @@ class DynamicLossScale(LossScale):
                 f"got min_loss_scale={low} and max_loss_scale={high}."
             )
         try:
-            start = float(self.loss_scale)
-        except jax.errors.ConcretizationTypeError:
+            start = np.asarray(self.loss_scale)
+        except jax.errors.TracerArrayConversionError:
             return  # A tracer, whose value is unknown.
-        if not 0 < start < math.inf:
+        if not np.all((start > 0) & np.isfinite(start)):
             raise ValueError(f"Expected a finite, positive loss_scale, got {start}.")
 
     def scale(self, tree: Tree) -> Tree:
@@ -333,9 +339,12 @@ class DynamicLossScale(LossScale):
 
     def _count_overflow(self, finite: jax.Array) -> tuple[Any, jax.Array | bool]:
         """Returns the overflows in a row, and whether the scale backs off."""
-        if self.overflows is None:
+        if self.hysteresis == 1:
             return None, True
-        more = jnp.minimum(jnp.asarray(self.overflows) + 1, self.hysteresis)
+        # A checkpoint of a scale without hysteresis has no such number.
+        none = jnp.zeros_like(jnp.asarray(self.counter))
+        before = none if self.overflows is None else jnp.asarray(self.overflows)
+        more = jnp.minimum(before + 1, self.hysteresis)
         overflows = jnp.where(finite, 0, more)
         return overflows, overflows >= self.hysteresis
 
@@ -578,10 +587,16 @@ def _boolean_scalar(pred: Any) -> jax.Array:
     return array
 
 
-def _scalar(value: Any, dtype: Any, name: str) -> Any:
-    """Returns a strongly typed scalar: on the host if it was a host number.
+def _number(value: Any, dtype: Any, name: str, stack: tuple[int, ...] | None) -> Any:
+    """Returns a strongly typed number: on the host if it was a host number.
 
     A loss scale that is made at import then starts no backend.
+
+    Args:
+      value: a number, or an array of the shape ``stack``.
+      dtype: the dtype of the result.
+      name: the name of the argument.
+      stack: the shape of the result; None allows any.
     """
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         array = np.asarray(value).astype(dtype)[()]
@@ -590,9 +605,14 @@ def _scalar(value: Any, dtype: Any, name: str) -> Any:
             array = jnp.asarray(value).astype(dtype)
         except (TypeError, ValueError) as error:
             raise TypeError(f"Expected a number for {name}, got {value!r}.") from error
+    if stack is None or array.shape == stack:
+        return array
     if array.ndim != 0:
-        raise ValueError(f"Expected a scalar {name}, got the shape {array.shape}.")
-    return array
+        expected = f"a scalar {name}"
+        if stack:
+            expected = f"a {name} of the counter's shape {stack}"
+        raise ValueError(f"Expected {expected}, got the shape {array.shape}.")
+    return jnp.broadcast_to(array, stack)
 
 
 def _host_number(value: Any, name: str) -> float:
@@ -615,10 +635,10 @@ def _whole_number(value: Any, name: str, at_least: int) -> int:
     return int(number)
 
 
-def _counter(value: Any, name: str) -> Any:
+def _counter(value: Any, name: str, stack: tuple[int, ...] | None = None) -> Any:
     if isinstance(value, bool | int | float):
         value = _whole_number(value, name, at_least=0)
-    return _scalar(value, np.int32, name)
+    return _number(value, np.int32, name, stack)
 
 
 def _warn_if_not_floating(value: Any, name: str) -> None:

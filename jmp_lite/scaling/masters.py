@@ -63,10 +63,12 @@ def master_weights(
     - While a finite master is out of the parameter's range, the parameter is the
       largest finite number. A non-finite master stays visible in the parameter. No
       update repairs a parameter that is infinite from the start.
-    - No float32 sum of a parameter and an update is exact in two cases: the parameter
-      shrinks by a factor of 2**13 (float16) or 2**16 (bfloat16) in one step, or the two
-      differ by less than 2**-126. The next step corrects the difference.
+    - Differences below 2**-126 are not corrected.
     - A parameter that becomes zero loses the sign of the zero.
+
+    You may change parameters between two steps: load weights, clip or project them, or
+    apply a mask. A parameter that is not its master rounded is the new master. An
+    element that did not change keeps its master, with all its digits.
 
     Parameters as wide as the masters, such as float32 ones, are trained as by ``inner``
     alone.
@@ -134,10 +136,7 @@ def master_weights(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         _check_params(updates, params, "master_weights")
-        # A parameter as wide as its master is the master.
-        masters = jax.tree.map(
-            lambda m, p: m if _is_narrower(p, m) else p, state.masters, params
-        )
+        masters = jax.tree.map(_master_of, params, state.masters)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
@@ -191,6 +190,10 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     ``master_weights`` takes 4. Parameter and rounding error together have the digits of
     both: 16 mantissa bits in bfloat16, 22 in float16. Both stop at the largest finite
     number.
+
+    You may change parameters between two steps, as under ``master_weights``. An old
+    rounding error is dropped if it is larger than half a unit in the last place of the
+    new parameter.
 
     Put it inside of ``loss_scaling`` or around it. If it is inside, a ``chain``,
     ``masked``, ``partition`` or ``MultiSteps`` of optax may be between the two. The
@@ -375,15 +378,33 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
 def _full(leaf: Any) -> Any:
     return leaf.astype(jnp.float32)
 
 
+def _master_of(param: Any, master: Any) -> Any:
+    """Returns the master, or the parameter if it is not the master rounded."""
+    if not _is_narrower(param, master):
+        return param
+    wide = param.astype(master.dtype)
+    off = wide - nearest(master, grid_of(param.dtype))
+    # No update removes a difference below the smallest normal number.
+    return jnp.where(jnp.abs(off) <= _TINY, master, wide)
+
+
 def _with_rest(param: Any, rest: Any) -> Any:
+    """Returns a parameter with its rounding error, or alone if the error is not its."""
     if not is_16_bit(param):
         return param
+    wide, rest = _full(param), _full(rest)
+    # A little less, because a rounding error of half a unit is a tie.
+    less = rest * (1 - float(jnp.finfo(param.dtype).epsneg))
+    is_its_own = nearest(wide + less, grid_of(param.dtype)) == wide
     # Adding a zero would change the sign of a zero.
-    return jnp.where(rest == 0, _full(param), _full(param) + _full(rest))
+    return jnp.where(is_its_own & (rest != 0), wide + rest, wide)
 
 
 def _is_narrower(param: Any, master: Any) -> bool:

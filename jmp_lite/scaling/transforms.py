@@ -5,6 +5,7 @@ leaves its state unchanged. The wrappers take true gradients, as
 ``jmp_lite.value_and_grad`` returns them.
 """
 
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -293,7 +294,8 @@ def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
       opt_state: as for ``get_loss_scale``.
       loss_scale: the scale of the next step. Another class of scale, or another setting
         such as ``period``, changes the pytree structure: a jit-compiled step then
-        compiles again.
+        compiles again. If ``vmap`` has stacked several states, each gets this scale; a
+        stacked scale holds one for each.
 
     Returns:
       ``opt_state`` with the scale replaced.
@@ -319,9 +321,18 @@ def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
     new = _fresh(loss_scale)
 
     def replace(node: Any) -> Any:
-        return node._replace(loss_scale=new) if _is_scaling_state(node) else node
+        if not _is_scaling_state(node):
+            return node
+        stacked = functools.partial(_stacked, jnp.shape(node.consecutive_skipped))
+        return node._replace(loss_scale=jax.tree.map(stacked, new))
 
     return jax.tree.map(replace, opt_state, is_leaf=_is_scaling_state)
+
+
+def _stacked(stack: tuple[int, ...], leaf: jax.Array) -> jax.Array:
+    """Returns a number of a loss scale for each of some stacked states."""
+    is_stacked = leaf.shape[: len(stack)] == stack
+    return leaf if is_stacked else jnp.broadcast_to(leaf, stack + leaf.shape)
 
 
 def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:

@@ -1264,6 +1264,20 @@ FAULTS = (
         "test_scaling_masters.py::test_other_leaves_pass_and_nothing_is_shared_with_the_parameters",
     ),
     Fault(
+        "scaling/masters.py",
+        "return jnp.where(jnp.abs(off) <= _TINY, master, wide)",
+        "return master",
+        "masters undo what somebody else has done to their parameters",
+        "test_scaling_masters.py::test_weights_that_are_loaded_after_init_are_trained",
+    ),
+    Fault(
+        "scaling/masters.py",
+        "return jnp.where(is_its_own & (rest != 0), wide + rest, wide)",
+        "return jnp.where(rest != 0, wide + rest, wide)",
+        "a changed parameter gets the rounding error of the old one",
+        "test_scaling_masters.py::test_a_changed_parameter_leaves_its_rounding_error_behind",
+    ),
+    Fault(
         "scaling/rounding.py",
         "lax.RoundingMethod.TO_NEAREST_EVEN",
         "lax.RoundingMethod.AWAY_FROM_ZERO",
