@@ -4,8 +4,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Generator, Sequence
 
-import numpy as np
-
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.conversion import (
     Call,
@@ -221,6 +219,5 @@ class _Frame:
 
 def _operand(value: Value) -> Operand:
     lineage = Lineage(value.roots, value.is_rejoined)
-    return Operand(
-        value.state, value.kind, value.origin, np.shape(value.array), lineage
-    )
+    shape = compat.shape_of(value.array)
+    return Operand(value.state, value.kind, value.origin, shape, lineage)
