@@ -124,8 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in concurrent.futures.as_completed(runs):
             found.append(run.result())
             print_counts(found[-1])
-    if options.json:
-        options.json.write_text(json.dumps([one._asdict() for one in found], indent=1))
+            if options.json:
+                everything = [one._asdict() for one in found]
+                options.json.write_text(json.dumps(everything, indent=1))
     return summarize(found, reasons, options)
 
 
@@ -202,7 +203,7 @@ def run(checkout: pathlib.Path, name: str, mode: str, tests: Iterable[str] = ())
         if tests:
             only.write_text("\n".join(tests))
             command.append(f"--only={only}")
-        note = _run(command + [str(test_file(checkout, name))], scratch)
+        note = _run([*command, str(test_file(checkout, name))], scratch)
         return read_outcomes(name, outcomes, note)
 
 

@@ -44,7 +44,7 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
 
         def low_jvp(*arrays: Array) -> list[Array]:
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
-            avals = 2 * [var.aval for var in compat.parts(jaxpr).invars]
+            avals = 2 * list(map(compat.type_of, compat.parts(jaxpr).invars))
             values = as_values(arrays, [*states, *tangents])
             out = _follow(walk, jvp, values, avals, jaxpr, path)
             return [_out(walk, o, s) for o, s in zip(out, 2 * specs, strict=True)]
@@ -118,7 +118,7 @@ class _LowVjp:
             return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
 
         values = as_values(args[::2], self._specs)
-        avals = [var.aval for var in compat.parts(self._jaxpr).invars]
+        avals = list(map(compat.type_of, compat.parts(self._jaxpr).invars))
         out = self._follow(flat, values, avals, self._result_readers)
         kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
         self._computed = [
@@ -189,11 +189,7 @@ def run_custom_vmap(walk: Walk, call: Call) -> list[Value]:
 
 
 def _type_as_traced(value: Value) -> PyTree:
-    aval = (
-        value.array.aval
-        if compat.is_symbolic_zero(value.array)
-        else jax.typeof(value.array)
-    )
+    aval = compat.type_of_value(value.array)
     return aval if value.state is None else compat.retyped(aval, "float32")
 
 

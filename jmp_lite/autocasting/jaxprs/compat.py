@@ -16,6 +16,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core as jax_core
 from jax._src.ad_util import Zero
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
@@ -79,7 +80,7 @@ def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns a closed jaxpr with its constants as first inputs, and the constants."""
     consts = parts(jaxpr).consts
     n_consts = len(consts)
-    avals = [var.aval for var in (*parts(jaxpr).constvars, *parts(jaxpr).invars)]
+    avals = list(map(type_of, (*parts(jaxpr).constvars, *parts(jaxpr).invars)))
 
     def run(*arrays: Array) -> list[Array]:
         closed = _closed(jaxpr, arrays[:n_consts])
@@ -120,6 +121,22 @@ def is_literal(atom: Var) -> TypeGuard[Literal]:
 def dtype_of(atom: Var) -> Any:
     """Returns the traced dtype of an atom; None if it has no dtype."""
     return getattr(atom.aval, "dtype", None)
+
+
+def type_of(var: Var) -> Aval:
+    """Returns the type of an input of a jaxpr, for a new trace."""
+    # The type of a mutable object (hijax, 0.10) is that of its content, too.
+    content = getattr(var, "initial_qdd", None)
+    return var.aval if content is None else jax_core.AvalQDD(var.aval, content)
+
+
+def type_of_value(value: Any) -> Aval:
+    """Returns the type of a value, for a new trace; see ``type_of``."""
+    if is_symbolic_zero(value):
+        return value.aval
+    aval = jax.typeof(value)
+    has_content = getattr(aval, "has_qdd", False)
+    return jax_core.cur_aval_qdd(value) if has_content else aval
 
 
 def is_of_numbers(aval: Aval) -> bool:
