@@ -39,7 +39,8 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_GENERATED_CASES": "3",
     "JAX_SKIP_SLOW_TESTS": "1",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 "
+    "--xla_cpu_parallel_codegen_split_count=1",
     "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))),
 }
 DIFFERS = re.compile(
