@@ -127,7 +127,8 @@ def type_of(var: Var) -> Aval:
     """Returns the type of an input of a jaxpr, for a new trace."""
     # The type of a mutable object (hijax, 0.10) is that of its content, too.
     content = getattr(var, "initial_qdd", None)
-    return var.aval if content is None else jax_core.AvalQDD(var.aval, content)
+    of_content: Any = jax_core
+    return var.aval if content is None else of_content.AvalQDD(var.aval, content)
 
 
 def type_of_value(value: Any) -> Aval:
@@ -135,8 +136,9 @@ def type_of_value(value: Any) -> Aval:
     if is_symbolic_zero(value):
         return value.aval
     aval = jax.typeof(value)
+    of_content: Any = jax_core
     has_content = getattr(aval, "has_qdd", False)
-    return jax_core.cur_aval_qdd(value) if has_content else aval
+    return of_content.cur_aval_qdd(value) if has_content else aval
 
 
 def is_of_numbers(aval: Aval) -> bool:
