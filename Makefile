@@ -9,7 +9,7 @@ ARGS ?=
 BENCHMARKS ?= autocast loss_scaling moments steps insight accuracy
 
 .PHONY: help demo test test-benchmarks slow targets mutants notebooks docs benchmarks
-.PHONY: lint format types clean thirdparty
+.PHONY: lint format types clean thirdparty jax-tests
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
@@ -19,6 +19,7 @@ help:
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
 	@echo "make mutants  plant faults in the package, and count those that tests catch"
 	@echo "make notebooks  run the notebooks from their text halves"
+	@echo "make jax-tests JAX=...  JAX's own tests with autocast around their transforms"
 	@echo "make docs     the documentation as a site, in docs/_build"
 	@echo "make benchmarks  what it costs, beside its peers, and the tables of it"
 	@echo "make thirdparty  programs of other packages under autocast (an hour)"
@@ -45,6 +46,10 @@ slow: $(VENV)/.test
 
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutations/run.py $(ARGS)
+
+# JAX is a checkout of JAX's repository at the installed version.
+jax-tests: $(VENV)/.test
+	$(BIN)/python tests/jax_tests/run.py $(JAX) $(ARGS)
 
 targets: $(VENV)/.targets
 	$(BIN)/python -m pytest -m targets --numprocesses auto --dist loadscope $(ARGS)

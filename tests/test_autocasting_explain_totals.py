@@ -282,6 +282,8 @@ def test_a_test_can_ask_what_runs_in_what():
     assert 0 < told.share_low() < 1
     assert told.precision_of("LayerNorm", "reduce_sum") == FULL
     assert told.precision_of(scope="Dense_1", op="dot_general") == LOW
+    with pytest.raises(ValueError, match=r"no equation of the op 'cumsum'.*are .*tanh"):
+        told.share_low("cumsum")
     with pytest.raises(ValueError, match=r"Unknown op 'dot_genral'.*'dot_general'"):
         told.share_low("dot_genral")
     with pytest.raises(ValueError, match="Unknown op 'conv'"):

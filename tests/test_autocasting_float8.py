@@ -536,10 +536,40 @@ def test_a_loop_keeps_one_byte_a_number():
     assert kept(by_op) - kept(RULES) == 3 * SMALL.size + LAYERS.size - 3 * 2 * 4
 
 
-@pytest.mark.skipif(
+REMAT_SAVES_BY_NAME = pytest.mark.skipif(
     getattr(jax.config, "jax_remat3", False),
     reason="JAX's coming checkpoint has no forward mode for what is saved by name",
 )
+
+
+@REMAT_SAVES_BY_NAME
+def test_remat_offloads_as_its_policy_says_and_computes_no_scale_twice():
+    policies, memories = jax.checkpoint_policies, ("device", "pinned_host")
+    by_name = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src=memories[0],
+        offload_dst=memories[1],
+    )
+
+    def body(x, w):
+        hidden = jax.ad_checkpoint.checkpoint_name(x @ w, "hidden")
+        return jnp.tanh(hidden) @ w
+
+    def ops_of(policy, rules):
+        again = jax.checkpoint(body, policy=policy)
+        loss = autocast(lambda x, w: jnp.sum(again(x, w)), rules)
+        found = jax.make_jaxpr(jax.grad(loss, (0, 1)))(SMALL, LAYERS[0])
+        return Counter(eqn.primitive.name for eqn in equations(found.jaxpr))
+
+    for policy in (by_name, policies.offload_dot_with_no_batch_dims(*memories)):
+        # Two operands and a cotangent of one product.
+        assert ops_of(policy, RULES)["reduce_max"] == 3
+    offloaded = [ops_of(by_name, rules)["device_put"] for rules in (RULES, "mixed")]
+    assert offloaded == [2, 2]
+
+
+@REMAT_SAVES_BY_NAME
 def test_remat_computes_no_scale_twice():
     def maxima(fun):
         found = jax.make_jaxpr(jax.grad(fun, (0, 1)))(SMALL, LAYERS)

@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import gc
+import weakref
 
 import chex
 import jax
@@ -11,7 +13,10 @@ import optax
 import pytest
 from helpers import compiled, live_equations, products, relative_error
 from jax import lax
+from jax.experimental import checkify
 from jax.experimental.ode import odeint
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from optimizers import lenient
 
 from jmp_lite.autocasting.explain.explanation import explain
@@ -213,6 +218,70 @@ def test_jax_s_own_checks_find_nothing(setting):
     actual = lowered.compile()(X)
     assert actual.dtype == np.float32
     assert relative_error(actual, jax.jit(jax.grad(relu_loop))(X)) < 0.03
+
+
+@jax.custom_vjp
+def with_a_rule(x):
+    return jnp.tanh(x @ x)
+
+
+with_a_rule.defvjp(lambda x: (with_a_rule(x), x), lambda x, g: (g * x,))
+
+
+def on_each_device(x):
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(lambda x: x @ x, mesh=mesh, in_specs=P(), out_specs=P())(x)
+
+
+@pytest.mark.slow  # It empties all of JAX's caches, as above.
+@pytest.mark.parametrize("fun", [with_a_rule, on_each_device])
+def test_no_tracer_outlives_its_trace(fun):
+    def checked(x):
+        checkify.check(jnp.all(x < 10), "too large")
+        return jnp.sum(fun(x))
+
+    with jax.checking_leaks():
+        expected = jax.jit(lambda x: jnp.sum(fun(x)))(X)
+        for transform in (lambda f: f, jax.value_and_grad):
+            low = autocast(lambda x: jnp.sum(fun(x)))
+            jax.tree.map(np.asarray, jax.jit(transform(low))(X))
+        error, actual = jax.jit(checkify.checkify(autocast(checked)))(X)
+    assert error.get() is None
+    assert relative_error(actual, expected) < 0.03
+
+
+def captures(x):
+    return lambda y: jnp.sum(jnp.tanh(x @ y))
+
+
+def captures_in_a_loop(x):
+    step = lambda y, _: (jnp.tanh(jax.jit(jnp.matmul)(x, y)), None)
+    return lambda y: jnp.sum(lax.scan(step, y, length=2)[0])
+
+
+def captures_in_a_rule(x):
+    return lambda y: jnp.sum(jax.checkpoint(lambda y: with_a_rule(x + y))(y))
+
+
+@pytest.mark.parametrize("rules", ["mixed", "O3", "O0"])
+@pytest.mark.parametrize(
+    "capturing", [captures, captures_in_a_loop, captures_in_a_rule]
+)
+def test_captured_arrays_are_freed_with_the_function(capturing, rules):
+    captured = jnp.asarray(X) + 1
+    alive = weakref.ref(captured)
+    low = autocast(capturing(captured), rules)
+    del captured
+    gc.collect()
+    gc.disable()
+    try:
+        low(X)
+        jax.grad(low)(X)
+        assert alive() is not None
+        del low
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_it_runs_where_jit_is_disabled():

@@ -243,6 +243,21 @@ def test_rules_in_rules_are_converted_once():
 # -------------------------------------------------------------- calls of other kinds
 
 
+def test_a_rule_may_be_mapped_inside_of_an_inner_autocast():
+    """Under a flag, JAX 0.10 makes an op of it that cannot be hashed."""
+    before = jax.config.jax_custom_vjp3
+    jax.config.update("jax_custom_vjp3", True)
+    try:
+        rule = jax.custom_vjp(lambda x: jnp.tanh(x @ W))
+        rule.defvjp(lambda x: (rule(x), x), lambda x, g: (g @ W.T * x,))
+        mapped = lambda x: jnp.sum(jax.vmap(autocast(rule))(x))
+        low = jax.value_and_grad(autocast(mapped))
+        actual, expected = low(X), jax.value_and_grad(mapped)(X)
+    finally:
+        jax.config.update("jax_custom_vjp3", before)
+    assert relative_error(actual, expected) < TOLERANCE["bfloat16"]
+
+
 def test_a_rule_for_vmap_is_kept_and_low_inside():
     @jax.custom_batching.custom_vmap
     def fun(x, w):

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import re
 
@@ -21,6 +22,7 @@ from helpers import (
     relative_error,
 )
 from jax import lax
+from jax.experimental import hijax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from programs import (
@@ -714,15 +716,78 @@ def test_scaled_positions_end_where_16_bits_end():
     np.testing.assert_allclose(actual[0], expected)
 
 
-def test_results_are_arrays_of_the_types_that_were_traced_weak_ones_too():
+@pytest.mark.parametrize("rules", ["mixed", "O0"])
+def test_results_are_arrays_of_the_types_that_were_traced_weak_ones_too(rules):
     def fun(x, weak):
-        return x @ W, jnp.float32(0.5), 3, weak * 2, weak.astype(int), x
+        constants = jnp.float32(0.5), 3, 0.25, np.float32(2), np.ones(2, np.float32)
+        return x @ W, *constants, weak * 2, weak.astype(int), x
 
     args = X, jnp.asarray(1.5)
-    actual, expected = autocast(fun)(*args), jax.jit(fun)(*args)
+    actual, expected = autocast(fun, rules)(*args), jax.jit(fun)(*args)
     for one, other in zip(actual, expected, strict=True):
         assert isinstance(one, jax.Array)
         assert jax.typeof(one) == jax.typeof(other)
+
+
+@pytest.mark.parametrize("rules", ["mixed", "O0"])
+def test_results_that_are_arguments_are_arrays_in_jvp_too(rules):
+    results = jax.jvp(autocast(jnp.asarray, rules), (1.0,), (2.0,))
+    for one, other in zip(results, jax.jvp(jnp.asarray, (1.0,), (2.0,)), strict=True):
+        assert isinstance(one, jax.Array)
+        assert one == other
+        assert jax.typeof(one) == jax.typeof(other)
+
+
+class Pair:
+    """A value that is no array, of a type of its own."""
+
+    def __init__(self, *arrays):
+        self.arrays = arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class PairType(hijax.HiType):
+    shape: tuple[int, ...]
+
+    def lo_ty(self):
+        return 2 * [jax.core.ShapedArray(self.shape, jnp.dtype("float32"))]
+
+    def lower_val(self, pair):
+        return list(pair.arrays)
+
+    def raise_val(self, *arrays):
+        return Pair(*arrays)
+
+    def to_tangent_aval(self):
+        return self
+
+
+hijax.register_hitype(Pair, lambda pair: PairType(pair.arrays[0].shape))
+
+
+@pytest.mark.parametrize("rules", ["mixed", "O0"])
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit])
+@pytest.mark.parametrize("make", [lambda: Pair(X, X), lambda: lax.create_token(0)])
+def test_values_that_are_no_arrays_pass_as_they_are(make, jit, rules):
+    value = make()
+
+    def fun(x):
+        return jax.jit(lambda value, x: (value, x @ W))(value, x)
+
+    found, y = jit(autocast(fun, rules))(X)
+    assert isinstance(found, type(value))
+    for array in getattr(found, "arrays", ()):
+        np.testing.assert_array_equal(array, X)
+    assert relative_error(y, X @ W) < TOLERANCE["bfloat16"]
+
+
+def test_tokens_order_what_a_function_computes():
+    def fun(x):
+        token = lax.after_all(lax.create_token(x), lax.create_token(x @ W))
+        return token, x @ W
+
+    _, y = autocast(fun)(X)
+    assert relative_error(y, X @ W) < TOLERANCE["bfloat16"]
 
 
 def test_arrays_that_jax_has_no_dtype_for_pass_as_they_are():

@@ -35,6 +35,7 @@ from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.jaxprs.types import PyTree
+from jmp_lite.autocasting.rules.op_table import GROUPS, HIGHER_ORDER
 from jmp_lite.autocasting.rules.rules import Rules, check_pattern
 from jmp_lite.casting.dtypes import unknown_name
 
@@ -235,7 +236,13 @@ class Explanation:
             return self.rows
         rows = [row for row in self.rows if row.op == op]
         if not rows:
-            raise unknown_name("op", op, self._names(lambda row: row.op))
+            names = self._names(lambda row: row.op)
+            if op in HIGHER_ORDER or any(op in group.ops for group in GROUPS):
+                raise ValueError(
+                    f"The function has no equation of the op {op!r}. Its ops are "
+                    f"{', '.join(names)}."
+                )
+            raise unknown_name("op", op, names)
         return rows
 
     def _names(self, of: Callable[[Row], str]) -> list[str]:

@@ -108,7 +108,9 @@ def _run(
     traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
     paths = (path for _, path in equations(traced))
     if changes_nothing(interpreter.rules, paths):
-        results = compat.evaluate(traced, arrays)
+        types = [var.aval for var in compat.parts(traced).outvars]
+        evaluated = compat.evaluate(traced, arrays)
+        results = list(map(compat.as_typed, evaluated, types))
     else:
         results = interpreter.run_function(traced, arrays)
     out, changes = jax.tree.unflatten(treedef, results)

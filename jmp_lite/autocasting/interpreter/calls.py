@@ -12,7 +12,7 @@ from jmp_lite.autocasting.interpreter.conversion import (
     leave_functions,
     results_of_call,
 )
-from jmp_lite.autocasting.interpreter.values import Input, Value
+from jmp_lite.autocasting.interpreter.values import Input, Origin, Spec, Value
 from jmp_lite.autocasting.jaxprs import compat
 from jmp_lite.autocasting.jaxprs.types import Array
 from jmp_lite.casting.quantize import SCALE_NAME
@@ -61,18 +61,22 @@ def run_shard_map(walk: Walk, call: Call) -> list[Value]:
     """Runs the function of each device, bound again through ``jax.shard_map``."""
     eqn, operands, result_readers, path = call
     jaxpr, region = compat.body_of(eqn), walk.at.region(path)
-    states, found = [value.spec for value in operands], list[Value]()
+    states = [value.spec for value in operands]
+    specs: list[Spec] = []
+    origins: list[Origin] = []
     with walk.recording() as records:
 
         def run(*arrays: Array) -> list[Array]:
             values = as_values(arrays, states, [Input(i) for i in range(len(arrays))])
             results = walk.run(jaxpr, values, result_readers, path, region)
-            found[:] = leave_functions(walk, results, result_readers)
+            found = leave_functions(walk, results, result_readers)
+            # Not the values, whose tracers end with this trace.
+            specs[:] = [value.spec for value in found]
+            origins[:] = [value.origin for value in found]
             return arrays_of(found)
 
         mapped = jax.shard_map(run, **compat.shard_map_arguments(eqn))
         arrays = mapped(*arrays_of(operands))
-    specs, origins = (tuple(v.spec for v in found), [v.origin for v in found])
-    return results_of_call(
-        walk, call, arrays, Converted(jaxpr, specs, specs, origins, records)
-    )
+    as_made = tuple(specs)
+    inside = Converted(jaxpr, as_made, as_made, origins, records)
+    return results_of_call(walk, call, arrays, inside)

@@ -206,7 +206,7 @@ def _converted(
     avals = [
         compat.retyped(var.aval, walk.casts.low_dtype)
         if state is State.LOW
-        else var.aval
+        else compat.type_of(var)
         for var, (state, _) in zip(compat.parts(jaxpr).invars, states, strict=True)
     ]
     with walk.recording() as records:

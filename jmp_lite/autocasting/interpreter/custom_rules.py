@@ -48,7 +48,7 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
 
         def low_jvp(*arrays: Array) -> list[Array]:
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
-            avals = 2 * [var.aval for var in compat.parts(jaxpr).invars]
+            avals = 2 * list(map(compat.type_of, compat.parts(jaxpr).invars))
             values = as_values(arrays, [*states, *tangents])
             # The results have the readers that they have without the derivative.
             out = _follow(
@@ -96,10 +96,13 @@ class _LowVjp:
         self, walk: Walk, call: Call, inside: Converted, fwd: Function, bwd: Function
     ) -> None:
         self._walk = walk
-        self._call = call
         self._inside = inside
         self._fwd = fwd
         self._bwd = bwd
+        # JAX keeps the functions: they may not hold the operands, which are tracers.
+        self._eqn = call.eqn
+        self._result_readers = call.result_readers
+        self._path = call.path
         self._jaxpr = compat.body_of(call.eqn)
         self._specs = tuple(value.spec for value in call.operands)
         # For each residual that is not an operand: its spec, or None for a number.
@@ -123,8 +126,8 @@ class _LowVjp:
             return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
 
         values = as_values(args[::2], self._specs)
-        avals = [var.aval for var in compat.parts(self._jaxpr).invars]
-        out = self._follow(flat, values, avals, self._call.result_readers)
+        avals = list(map(compat.type_of, compat.parts(self._jaxpr).invars))
+        out = self._follow(flat, values, avals, self._result_readers)
         kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
         self._computed = [
             (one.state, Kind.COMPUTED) if isinstance(one, Value) else None
@@ -135,7 +138,7 @@ class _LowVjp:
 
     def _backward(self, *args: PyTree) -> PyTree:
         """Runs ``bwd`` on residuals and cotangents."""
-        forwarded = compat.forwarded_residuals(self._call.eqn, len(self._computed))
+        forwarded = compat.forwarded_residuals(self._eqn, len(self._computed))
         fresh = iter(self._computed)
         kept = [next(fresh) if i is None else self._specs[i] for i in forwarded]
         given = [*kept, *((s, Kind.COMPUTED) for s, _ in self._inside.specs)]
@@ -172,9 +175,8 @@ class _LowVjp:
         avals: Sequence[Aval],
         result_readers: Sequence[Readers] = (),
     ) -> list[PyTree]:
-        path = self._call.path
         return _follow(
-            self._walk, fun, values, avals, self._jaxpr, path, result_readers
+            self._walk, fun, values, avals, self._jaxpr, self._path, result_readers
         )
 
 
@@ -195,11 +197,7 @@ def run_custom_vmap(walk: Walk, call: Call) -> list[Value]:
 
 
 def _type_as_traced(value: Value) -> PyTree:
-    aval = (
-        value.array.aval
-        if compat.is_symbolic_zero(value.array)
-        else jax.typeof(value.array)
-    )
+    aval = compat.type_of_value(value.array)
     return aval if value.state is None else compat.retyped(aval, "float32")
 
 
@@ -277,4 +275,6 @@ def _boxed(item: PyTree) -> PyTree:
 
 def _is_array(item: PyTree) -> bool:
     """Whether an item is an array or a typed number, not a symbolic zero."""
+    if compat.is_tracer(item):  # Of any type: some have no dtype.
+        return True
     return hasattr(item, "dtype") and not compat.is_zero(item)

@@ -4,8 +4,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Generator, Sequence
 
-import numpy as np
-
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.conversion import (
     Call,
@@ -56,13 +54,16 @@ class Interpreter:
 
     def __init__(self, rules: Rules, casts: type[Casts] = Casts) -> None:
         self.rules = rules
-        self.at = RuleLookup(rules)
+        self._start_memories()
         self.casts = casts(self.at.low_dtype, rules.float8_format)
-        self.uses = UseAnalysis(self.at)
-        self.memo: dict[object, tuple[Jaxpr, dict[Given, Converted]]] = {}
         self.records: list[DecisionRecord | RecordsInside] = []
         self.results: list[Operand] = []
         self.passes = Counter[str]()
+
+    def _start_memories(self) -> None:
+        self.at = RuleLookup(self.rules)
+        self.uses = UseAnalysis(self.at)
+        self.memo: dict[object, tuple[Jaxpr, dict[Given, Converted]]] = {}
 
     def record(self, item: DecisionRecord | RecordsInside) -> None:
         """Adds a decision to the records."""
@@ -101,6 +102,9 @@ class Interpreter:
         outside = [Readers.OUTPUT] * len(parts.outvars)
         results = self.run(traced, values, outside, "")
         self.results = list(map(_operand, results))
+        # A derivative rule in a remembered jaxpr refers to this object: a cycle, which
+        # would keep the captured arrays alive.
+        self._start_memories()
         return [
             compat.as_typed(self.casts.full(value), var.aval)
             for value, var in zip(results, parts.outvars, strict=True)
@@ -220,6 +224,5 @@ class _Frame:
 
 def _operand(value: Value) -> Operand:
     lineage = Lineage(value.roots, value.is_rejoined)
-    return Operand(
-        value.state, value.kind, value.origin, np.shape(value.array), lineage
-    )
+    shape = compat.shape_of(value.array)
+    return Operand(value.state, value.kind, value.origin, shape, lineage)

@@ -16,6 +16,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core as jax_core
 from jax._src.ad_util import Zero
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
@@ -79,7 +80,7 @@ def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns a closed jaxpr with its constants as first inputs, and the constants."""
     consts = parts(jaxpr).consts
     n_consts = len(consts)
-    avals = [var.aval for var in (*parts(jaxpr).constvars, *parts(jaxpr).invars)]
+    avals = list(map(type_of, (*parts(jaxpr).constvars, *parts(jaxpr).invars)))
 
     def run(*arrays: Array) -> list[Array]:
         closed = _closed(jaxpr, arrays[:n_consts])
@@ -120,6 +121,35 @@ def is_literal(atom: Var) -> TypeGuard[Literal]:
 def dtype_of(atom: Var) -> Any:
     """Returns the traced dtype of an atom; None if it has no dtype."""
     return getattr(atom.aval, "dtype", None)
+
+
+def type_of(var: Var) -> Aval:
+    """Returns the type of an input of a jaxpr, for a new trace."""
+    # The type of a mutable object (hijax, 0.10) is that of its content, too.
+    content = getattr(var, "initial_qdd", None)
+    of_content: Any = jax_core
+    return var.aval if content is None else of_content.AvalQDD(var.aval, content)
+
+
+def type_of_value(value: Any) -> Aval:
+    """Returns the type of a value, for a new trace; see ``type_of``."""
+    if is_symbolic_zero(value):
+        return value.aval
+    aval = jax.typeof(value)
+    of_content: Any = jax_core
+    has_content = getattr(aval, "has_qdd", False)
+    return of_content.cur_aval_qdd(value) if has_content else aval
+
+
+def is_of_numbers(aval: Aval) -> bool:
+    """Whether a type is that of an array of numbers, not of keys, a Ref or a token."""
+    is_array = isinstance(aval, jax.core.ShapedArray)
+    return is_array and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """Returns the shape of an array; of anything that is no array, an empty one."""
+    return getattr(value, "shape", ())
 
 
 def is_float32(atom: Var) -> bool:
@@ -241,18 +271,56 @@ def called(eqn: Eqn) -> Jaxpr | None:
         return None
     if eqn.primitive.name != _HIGH:
         return eqn.params[CALLED[op]]
-    return _called_high(eqn.params["_prim"])
+    primitive = eqn.params["_prim"]
+    if "jaxpr" in primitive.params:
+        return primitive.params["jaxpr"]
+    if "traced" in primitive.params:
+        return primitive.params["traced"].jaxpr
+    batchings, avals = tuple(_batchings(primitive)), tuple(primitive.in_avals_flat)
+    return _called_batched(_unbatched(primitive), batchings, avals)
+
+
+class _Batching(NamedTuple):
+    """A ``vmap`` of a primitive. Trees are stored as leaves and a structure.
+
+    Attributes:
+      options: its keyword arguments.
+      in_dims: the batched axes of the operands.
+      out_dim: the batched axes of the results.
+    """
+
+    options: tuple[tuple[str, Any], ...]
+    in_dims: Any
+    out_dim: Any
+
+
+def _batchings(primitive: Any) -> Iterator[_Batching]:
+    """Yields the ``vmap`` calls of a primitive, the outermost first (0.10)."""
+    while primitive is not _unbatched(primitive):
+        trees = (primitive.in_dims, primitive.out_dim)
+        flat = [(tuple(leaves), tree) for leaves, tree in map(jax.tree.flatten, trees)]
+        yield _Batching(tuple(primitive._vmap_params.items()), *flat)
+        primitive = primitive.prim
 
 
 @weakref_lru_cache
-def _called_high(primitive: Any) -> Jaxpr:
-    params = primitive.params
-    if "jaxpr" in params:
-        return params["jaxpr"]
-    if "traced" in params:
-        return params["traced"].jaxpr
-    like = _unbatched(primitive).traced.jaxpr
-    return trace(_high_fun(primitive), primitive.in_avals_flat, like)
+def _called_batched(
+    primitive: Any, batchings: Sequence[_Batching], avals: Sequence[Aval]
+) -> Jaxpr:
+    """Returns the jaxpr of a primitive under ``vmap``.
+
+    The arguments can be hashed; JAX's own primitive cannot if its axes are in a list.
+    """
+    fun = primitive.expand
+    for options, *dims in reversed(batchings):
+        in_dims, out_dim = (tree.unflatten(leaves) for leaves, tree in dims)
+        fun = jax.vmap(fun, in_axes=in_dims, out_axes=out_dim, **dict(options))
+
+    def of_arrays(*arrays: Array) -> list[Array]:
+        results = fun(*primitive.in_tree.unflatten(arrays))
+        return primitive.out_tree.flatten_up_to(results)
+
+    return trace(of_arrays, avals, primitive.traced.jaxpr)
 
 
 def is_call(eqn: Eqn) -> bool:
@@ -423,7 +491,7 @@ def _one_op(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _type_of(array: Any) -> object:
-    return np.shape(array), getattr(array, "dtype", type(array))
+    return shape_of(array), getattr(array, "dtype", type(array))
 
 
 class _Inline:
@@ -454,12 +522,24 @@ def bind_remat(
         return list(type(high)(**{**high.params, "jaxpr": jaxpr})(*operands))
     changed: dict[str, Any] = {}
     if saved:
-        policies = jax.checkpoint_policies
-        changed["policy"] = policies.save_from_both_policies(
-            eqn.params["policy"] or policies.nothing_saveable,
-            policies.save_only_these_names(saved),
-        )
+        changed["policy"] = _saving(saved, eqn.params["policy"])
     return bind(eqn, operands, jaxpr=without_consts(jaxpr), **changed)
+
+
+def _saving(name: str, policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns a checkpoint policy that also saves the values of a name.
+
+    JAX combines policies only if both answer yes or no; one that offloads does not.
+    """
+    policies = jax.checkpoint_policies
+    is_named, others = policies.save_only_these_names(name), policy
+
+    def either(*args: Any, **params: Any) -> Any:
+        if is_named(*args, **params):
+            return True
+        return False if others is None else others(*args, **params)
+
+    return either
 
 
 def bind_custom(eqn: Eqn, operands: Sequence[Any], replace: Function) -> list[Array]:
@@ -825,8 +905,16 @@ def read(env: dict[Var, Array], atom: Var) -> Any:
 
 
 def as_typed(value: Any, aval: Aval) -> Any:
-    """Returns a value as an array of a type, which may be weak."""
-    value = value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
+    """Returns a value as an array of a type, which may be weak.
+
+    A value of another kind, such as a token, stays what it is.
+    """
+    if not is_of_numbers(aval):
+        return value
+    if is_tracer(value):  # A tracer of ``jvp`` may hold a Python number.
+        value = jnp.asarray(value)
+    elif not isinstance(value, jax.Array):
+        value = jnp.asarray(value, aval.dtype)
     if getattr(aval, "weak_type", False) and not value.weak_type:
         return lax._convert_element_type(value, aval.dtype, weak_type=True)  # pyright: ignore[reportPrivateUsage]
     return value

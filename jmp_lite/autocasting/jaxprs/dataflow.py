@@ -164,7 +164,9 @@ class Backward(_Analysis[Fact]):
           path: its path.
         """
         parts = compat.parts(jaxpr)
-        known: dict[Any, Fact] = defaultdict(self.nothing)
+        # Not the method: an analysis that remembers its results would hold itself.
+        nothing = self.nothing()
+        known: dict[Any, Fact] = defaultdict(lambda: nothing)
 
         def note(atoms: Sequence[Var], facts: Sequence[Fact]) -> None:
             for atom, fact in zip(atoms, facts, strict=True):

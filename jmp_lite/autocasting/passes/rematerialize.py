@@ -40,7 +40,7 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> J
             else:
                 compat.run_equations([item], env)
 
-    return compat.retraced(jaxpr, [var.aval for var in parts.invars], steps)
+    return compat.retraced(jaxpr, list(map(compat.type_of, parts.invars)), steps)
 
 
 def _plan(

@@ -47,7 +47,7 @@ def with_raised(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
                 compat.run_equations([eqn], env)
 
     avals = [
-        compat.retyped(var.aval, "float32") if var in given else var.aval
+        compat.retyped(var.aval, "float32") if var in given else compat.type_of(var)
         for var in parts.invars
     ]
     return compat.retraced(jaxpr, avals, steps)
