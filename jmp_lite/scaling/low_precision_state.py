@@ -47,8 +47,8 @@ class LowPrecisionState(NamedTuple):
         or 8 bits.
       key: the key of the next update for stochastic rounding; None for rounding to the
         nearest.
-      scales: in 8 bits, one entry for each array of ``inner_state``: the scales of its
-        rows, or None for an array that is not stored in 8 bits. In 16 bits, None.
+      scales: one entry for each array of ``inner_state``: the scales of its rows, or
+        None for an array without scales. In bfloat16, None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -139,11 +139,14 @@ def low_precision_state(
         state = strongly_typed(inner.init(params))
         leaves, structure = jax.tree.flatten(state)
         formats = _formats(inner, params, state, parsed, key is not None)
+        is_scaled = parsed != jnp.bfloat16
         stored = [
-            Stored(x) if form is None else store(x.astype(jnp.float32), form)
+            Stored(x)
+            if form is None
+            else store(x.astype(jnp.float32), form, is_scaled=is_scaled)
             for x, form in zip(leaves, formats, strict=True)
         ]
-        scales = None if parsed.itemsize == 2 else tuple(each.scale for each in stored)
+        scales = tuple(each.scale for each in stored) if is_scaled else None
         if scales is not None and not any(map(is_array, jax.tree.leaves(params))):
             # optax calls init with placeholders instead of the parameters.
             scales = jnp.zeros(0)
@@ -175,7 +178,9 @@ def low_precision_state(
             if low is None or not is_floating(x):
                 return Stored(x)
             by = None if now is None else noise(now, number, x.shape)
-            return store(x.astype(jnp.float32), low.numbers.dtype, by)
+            is_scaled = low.scale is not None
+            full = x.astype(jnp.float32)
+            return store(full, low.numbers.dtype, by, is_scaled=is_scaled)
 
         again = [stored_again(i, x) for i, x in enumerate(jax.tree.leaves(after))]
         has_scales = isinstance(state.scales, tuple)
@@ -208,11 +213,11 @@ def _stored(state: LowPrecisionState) -> tuple[list[tuple[Any, Stored | None]], 
     """Returns each leaf of the inner state, and what is stored if it is low."""
     leaves, structure = jax.tree.flatten(state.inner_state)
     moments = jax.tree.leaves(known_moments(state.inner_state))
-    in_16_bits = state.scales is None
+    in_bfloat16 = state.scales is None
     scales = state.scales if isinstance(state.scales, tuple) else [None] * len(leaves)
 
     def is_low(leaf: Any, moment: Moment, scale: Any) -> bool:
-        is_half = in_16_bits and is_16_bit(leaf) and _is_large(leaf)
+        is_half = in_bfloat16 and is_16_bit(leaf) and _is_large(leaf)
         return scale is not None or (is_half and moment != Moment.EXACT)
 
     return [
@@ -327,14 +332,6 @@ _TOLERATED = 0.1
 
 def _check_steps(where: str, kept: Any, stored_in: Any, dtype: np.dtype[Any]) -> None:
     """Raises a ValueError for an average that rounding to the nearest stops early."""
-    if dtype == jnp.float16:
-        least = float(jnp.finfo(dtype).smallest_subnormal)
-        raise ValueError(
-            "Rounding to the nearest would lose small gradients in float16: a number "
-            f"below {least / 2:.0e} becomes zero, so that the moment at {where} would "
-            "never change. Use stochastic rounding: low_precision_state(..., "
-            "key=jax.random.key(0)). Or use dtype='bfloat16'."
-        )
     # It stops where a step changes it by less than half of the spacing.
     spacing = spacing_of(stored_in)
     changed = max(1 - kept, 0)

@@ -679,8 +679,8 @@ FAULTS = (
     ),
     Fault(
         "scaling/low_precision_state.py",
-        "return store(x.astype(jnp.float32), low.numbers.dtype, by)",
-        "return store(x.astype(jnp.float32), low.numbers.dtype)",
+        "return store(full, low.numbers.dtype, by, is_scaled=is_scaled)",
+        "return store(full, low.numbers.dtype, is_scaled=is_scaled)",
         "an average stands still with a key too",
         "test_scaling_low_precision_state.py::test_an_average_that_would_stand_still_moves_by_chance_and_is_refused_without",
     ),
