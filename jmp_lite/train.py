@@ -96,9 +96,11 @@ def build_train_step(
 ) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
     """Builds ``init`` and ``step`` for a training loop in mixed precision.
 
-    A step whose loss or gradients are not finite is skipped. It changes only the loss
-    scale and the counts of skipped steps. Parameters, optimizer state, schedules, model
-    state, EMA and step count stay unchanged, bit for bit.
+    A step whose loss or gradients are not finite is skipped. Some optimizers compute
+    gradients by themselves, such as ``optax.contrib.sophia``. With them, a step is also
+    skipped if its updates or the new optimizer state are not finite. A skipped step
+    changes only the loss scale and the counts of skipped steps. Parameters, optimizer
+    state, schedules, model state, EMA and step count stay unchanged, bit for bit.
 
     The loss scale backs off if gradients overflow. It stays unchanged if the loss
     itself is not finite, because a smaller scale would not help.

@@ -495,6 +495,18 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other_one(dtype):
             assert np.all(np.isfinite(np.delete(full, 3, axis=0)))
 
 
+def test_gradients_of_a_row_are_accurate_to_a_ratio_of_ten_thousand_in_8_bits():
+    ratios = 10.0 ** jnp.arange(8)
+    grads = jnp.tile(jnp.repeat(1 / ratios, 16), (64, 1))
+    means = {}
+    for name, inner in {"low": low(adam(), dtype=E4M3), "full": adam()}.items():
+        params, _ = run(inner, jnp.zeros_like(grads), grads, 10)
+        means[name] = jnp.mean(params.reshape(64, 8, 16), axis=(0, 2))
+    found = means["low"] / means["full"]
+    np.testing.assert_allclose(found[:5], 1, rtol=0.05)
+    assert 0.02 < found[6] < 0.08
+
+
 def test_a_gradient_whose_square_is_infinite_leaves_all_moments_finite():
     """In float32 state, one number is infinite, and its parameter stands still."""
     optimizer = low(adam(), dtype="float8_e4m3fn")

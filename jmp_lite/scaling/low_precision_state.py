@@ -70,9 +70,9 @@ def low_precision_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its moments are stored in 16 or 8 bits.
 
-    It stores the float32 arrays of the inner state that have the shape of a parameter
-    and at least 4,096 elements. (With 8 bits, 16-bit arrays too.) ``inner`` receives
-    them in float32, and the wrapper rounds the new ones.
+    It stores averages of gradients and of their squares that have the shape of a
+    parameter and at least 4,096 elements. (With 8 bits, 16-bit arrays too.) ``inner``
+    receives them in float32, and the wrapper rounds the new ones.
 
     Memory for Adam: 4 bytes a parameter in 16 bits, just over 2 in 8 bits, 8 in
     float32.
@@ -80,22 +80,28 @@ def low_precision_state(
     With ``key``, numbers are rounded stochastically, so they are correct on average,
     even if a moment changes by less than the spacing of the dtype. Without ``key``,
     numbers are rounded to the nearest. ``init`` refuses this for averages that would
-    never change: a ``b2`` of 0.999 removes a thousandth of a number, and in bfloat16
-    the next lower number is at least a 256th away.
+    lose more than a tenth of a constant gradient: a ``b2`` of 0.999 removes a
+    thousandth of a number, and in bfloat16 the next lower number is at least a 256th
+    away.
 
-    With 8 bits, each row of an array has a scale. A row is along the last axis, or
-    along the longest axis if the last one is shorter than 128:
+    With float16 and 8 bits, each row of an array has a scale. A row is along the last
+    axis, or along the longest axis if the last one is shorter than 128. A row with a
+    NaN, or an average of gradients with an infinity, becomes NaN. In 8 bits:
 
     - First moments are float8.
-    - Arrays that do not depend on the sign of the gradient, such as averages of its
-      squares, have a format of their own: no sign, 5 exponent bits, 3 mantissa bits. A
-      square that is too small becomes the smallest number, not zero.
-    - A row with a NaN or an infinity becomes NaN.
+    - Averages of squares, which updates are divided by, have a format of their own: no
+      sign, 5 exponent bits, 3 mantissa bits. A square that is too small becomes the
+      smallest number, not zero.
+
+    What an array is, is known for the states of optax. Arrays that need their digits
+    stay in float32: parameters, sums of gradients, the moments of
+    ``optax.rmsprop(centered=True)``, of which a difference counts, and others. The
+    arrays of other optimizers are judged by trying the optimizer on small parameters.
+    An array that this does not show stays in float32, and ``init`` warns.
 
     Put it directly around the optimizer:
-    ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``.
-    Masters, rounding errors, sums of gradients and copies of the parameters are never
-    rounded. A saved state keeps its dtype and its key, or continues without a key.
+    ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``. A
+    saved state keeps its dtype and its key, or continues without a key.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -109,10 +115,10 @@ def low_precision_state(
 
     Raises:
       TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
-        gets a pair ``(loss, grads)`` or a state that ``init`` did not return.
+        gets a pair ``(loss, grads)`` or a state that ``init`` did not return. Or
+        ``inner`` changes the structure of its state, as ``optax.monitor`` does.
       ValueError: ``dtype`` is another one. Or, in ``init``: without ``key`` a moment
-        would never change; float16 would store squares; or, in 8 bits, the optimizer
-        needs more than gradients, so ``init`` cannot try it.
+        would stop too early; or float16 would store squares.
 
     Source: for parameters, Gupta et al., "Deep Learning with Limited Numerical
     Precision", 2015, and Zamirai et al., "Revisiting BFloat16 Training", 2020; for

@@ -96,6 +96,9 @@ def loss_scaling(
     - ``inner`` receives ones in place of the gradients, never a NaN or an infinity. Its
       results are dropped.
 
+    If ``inner`` calls a function among its extra arguments, such as ``grad_fn``, the
+    step is also skipped if its updates or its new state are not finite.
+
     Where to put it:
 
     - Wrap the whole chain, and wrap ``optax.MultiSteps``. Inside ``MultiSteps``, one
