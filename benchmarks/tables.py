@@ -23,6 +23,7 @@ from benchmarks import (
     insight,
     loss_scaling,
     moments,
+    state_training,
     steps,
 )
 from benchmarks.report import joined
@@ -225,6 +226,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "settings.tried": lambda results: thirdparty.settings_table(
         _rows(results, "tried", settings.Tried)
+    ),
+    "state_training": lambda results: state_training.table(
+        _rows(results, "rows", state_training.Row)
     ),
     "steps": lambda results: _by_model(
         [

@@ -12,6 +12,7 @@ from typing import Any
 from jax import export
 
 from jmp_lite.scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from jmp_lite.scaling.low_precision_state import LowPrecisionState
 from jmp_lite.scaling.masters import (
     CompensatedState,
     MasterWeightsState,
@@ -44,6 +45,7 @@ def _register_scale(
 for _state in (
     CompensatedState,
     LossScalingState,
+    LowPrecisionState,
     MasterWeightsState,
     StochasticRoundingState,
     TrainingState,

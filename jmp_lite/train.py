@@ -96,9 +96,11 @@ def build_train_step(
 ) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
     """Builds ``init`` and ``step`` for a training loop in mixed precision.
 
-    A step whose loss or gradients are not finite is skipped. It changes only the loss
-    scale and the counts of skipped steps. Parameters, optimizer state, schedules, model
-    state, EMA and step count stay unchanged, bit for bit.
+    A step whose loss or gradients are not finite is skipped. Some optimizers compute
+    gradients by themselves, such as ``optax.contrib.sophia``. With them, a step is also
+    skipped if its updates or the new optimizer state are not finite. A skipped step
+    changes only the loss scale and the counts of skipped steps. Parameters, optimizer
+    state, schedules, model state, EMA and step count stay unchanged, bit for bit.
 
     The loss scale backs off if gradients overflow. It stays unchanged if the loss
     itself is not finite, because a smaller scale would not help.
@@ -261,8 +263,11 @@ def build_train_step(
             "grad_fn": grad_fn,
         }
         updates, new_opt_state = update_if(
-            finite, inner, grads, opt_state, params, **_accepted(inner, extra_args)
+            finite, inner, grads, opt_state, params, _accepted(inner, extra_args)
         )
+        # The optimizer may have computed further gradients, which overflow by
+        # themselves.
+        finite = new_opt_state.grads_finite
         # The scale multiplies the loss later, so it does not cause a non-finite loss.
         new_opt_state = new_opt_state._replace(
             loss_scale=select_tree(
@@ -482,7 +487,10 @@ def _at_other_params(
     def evaluate_like(others: Any) -> Any:
         cast = jax.tree.map(lambda new, old: new.astype(old.dtype), others, params)
         loss, _, _, grads = evaluate(cast)
-        return upcast_tree((loss, grads))
+        # An overflow makes all gradients NaN: clipping would hide an infinity.
+        poison = jnp.where(all_finite(grads), 1.0, jnp.nan)
+        grads = jax.tree.map(lambda g: g * poison.astype(g.dtype), upcast_tree(grads))
+        return upcast_tree(loss), grads
 
     @jax.custom_jvp
     def loss_of(others: Any) -> Any:

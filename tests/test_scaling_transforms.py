@@ -181,6 +181,19 @@ def test_apply_if_finite_around_it_hides_overflows_from_the_scale_until_it_gives
     chex.assert_trees_all_equal(params, PARAMS)
 
 
+def test_around_a_measurement_it_returns_what_is_measured():
+    """Its update is a scalar, not a tree like the parameters."""
+    params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    optimizer = wrap(optax.measure_with_ema(optax.tree.norm, 0.9))
+    norm, state = optimizer.update(params, optimizer.init(params), params)
+    assert float(norm) == pytest.approx(5**0.5)
+    bad = {**params, "w": jnp.array([1.0, jnp.inf, 1.0])}
+    _, skipped = optimizer.update(bad, state, params)
+    chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
+    with pytest.raises(TypeError, match=r"no gradient at \['b'\]"):
+        optimizer.update({"w": params["w"]}, state, params)
+
+
 def test_around_lookahead_it_takes_its_pairs_of_parameters():
     optimizer = wrap(optax.lookahead(optax.sgd(0.1), 2, 0.5))
     params = optax.LookaheadParams.init_synced(PARAMS)

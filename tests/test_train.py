@@ -1,4 +1,7 @@
 import functools
+import importlib
+import inspect
+import pkgutil
 import traceback
 import warnings
 
@@ -352,6 +355,80 @@ def test_optimizers_that_ask_for_more_than_gradients_get_it(name):
     assert int(last["skipped"]) == 0
 
 
+# ------------------------- what an optimizer computes by itself overflows by itself
+
+
+def parabola(params, model_state, batch, rng):
+    """Its gradient is ``batch * (w - 0.05)``, and its curvature is ``batch``."""
+    y = (params["w"] - 0.05) @ jnp.ones(3)
+    return 0.5 * jnp.sum(batch * y**2), (model_state, None)
+
+
+def clipping_sam():
+    """Clipping makes a finite number of an infinite gradient."""
+    adversary = optax.chain(contrib.normalize(), optax.sgd(0.1))
+    clipped = optax.chain(optax.clip(1.0), optax.sgd(1e-6))
+    return contrib.sam(clipped, adversary, opaque_mode=True)
+
+
+def fast_sophia():
+    return contrib.sophia(1e-6, update_interval=1, clip_threshold=1.0)
+
+
+BY_ITSELF = {"contrib.sam, opaque": clipping_sam, "contrib.sophia": fast_sophia}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step(name):
+    init, step = jmp.build_train_step(
+        parabola, BY_ITSELF[name](), compute_dtype="float16"
+    )
+    start = init({"w": jnp.full((2, 3), 0.1)}, None, jax.random.key(0))
+    # The gradient is 0.15 * batch, or 0.27 after SAM's step; the curvature is batch.
+    fine, bad = jnp.full(2, 0.5), jnp.full(2, 10.0)
+
+    @jax.jit
+    def run(batches):
+        def one(state, batch):
+            state, metrics = step(state, batch)
+            return state, (metrics["grads_finite"], metrics["grad_norm"], state)
+
+        return jax.lax.scan(one, start, batches)[1]
+
+    for place in range(2):
+        batches = jnp.stack([fine] * 4).at[place].set(bad)
+        finite, norms, states = run(batches)
+        assert jmp.all_finite(norms)  # So that the gradients given to it are finite.
+        assert finite.tolist() == [i != place for i in range(4)]
+        assert jmp.all_finite(states)
+        assert float(states.opt_state.loss_scale.loss_scale[-1]) == 2.0**14
+        assert not jnp.array_equal(states.params["w"][-1], start.params["w"])
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [*(n for n in OPTIMIZERS if "contrib." in n), *BY_ITSELF, *ASKING]
+)
+def test_with_an_overflow_at_any_of_ten_steps_all_numbers_stay_finite(name):
+    make = {**{n: c.make for n, c in OPTIMIZERS.items()}, **ASKING, **BY_ITSELF}[name]
+    init, step = jmp.build_train_step(parabola, make(), compute_dtype="float16")
+    start = init({"w": jnp.full((2, 3), 0.1)}, None, jax.random.key(0))
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=0)
+    def run(batches):
+        state, metrics = jax.lax.scan(step, start, batches)
+        return state.params, metrics["skipped"][-1]
+
+    for size in (1e4, 10.0):  # Of the gradients, or what the optimizer computes.
+        overflow = jnp.eye(10)[:, :, None] * size
+        params, skipped = run(0.5 + jnp.broadcast_to(overflow, (10, 10, 2)))
+        assert jmp.all_finite(params)
+        assert np.all(skipped >= (1 if size > 10 else 0))
+
+
 def given_to(seen, **options):
     """Returns a step whose optimizer notes what it is given."""
 
@@ -422,13 +499,30 @@ def test_the_loss_at_other_parameters_is_that_of_parameters_in_their_dtype():
 # ------------------------------------------------------------------------ exporting
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        *(jmp.TrainingState, jmp.LossScalingState, jmp.MasterWeightsState),
-        *(jmp.CompensatedState, jmp.StochasticRoundingState),
-    ],
-)
+STATES = [
+    value
+    for name, value in sorted(vars(jmp).items())
+    if name.endswith("State") and inspect.isclass(value)
+]
+
+
+def test_all_state_classes_of_the_package_are_public():
+    """So the next test sees all of them."""
+    found = set()
+    for _, name, _ in pkgutil.walk_packages(jmp.__path__, "jmp_lite."):
+        if not name.endswith(("__main__", ".linen", ".nnx", ".plots")):
+            found |= {
+                value
+                for attribute, value in vars(importlib.import_module(name)).items()
+                if attribute.endswith("State")
+                and inspect.isclass(value)
+                and value.__module__.startswith("jmp_lite")
+                and not attribute.startswith("_")
+            }
+    assert {state for state in found if hasattr(state, "_fields")} == set(STATES)
+
+
+@pytest.mark.parametrize("state", STATES)
 def test_each_state_has_a_name_in_exported_programs(state):
     name = f"another.{state.__name__}"
     with pytest.raises(ValueError, match=rf"(?i)duplicate .*{state.__name__}"):

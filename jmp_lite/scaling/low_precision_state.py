@@ -4,8 +4,7 @@ After autocast and ``master_weights``, the moments of Adam are the largest array
 training: in float32, 8 of 16 bytes a parameter.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +22,18 @@ from jmp_lite.casting.dtypes import (
     unknown_name,
     upcast_tree,
 )
-from jmp_lite.scaling.masters import CompensatedState, MasterWeightsState, check_key
+from jmp_lite.scaling.loss_scale import type_of
+from jmp_lite.scaling.masters import check_key
+from jmp_lite.scaling.moments import Moment, known_moments
 from jmp_lite.scaling.rounding import noise
 from jmp_lite.scaling.storage import SQUARES, Stored, restore, spacing_of, store
-from jmp_lite.scaling.transforms import check_grads, strongly_typed, with_extra_args
+from jmp_lite.scaling.transforms import (
+    check_grads,
+    check_same_structure,
+    strongly_typed,
+    with_extra_args,
+)
+from jmp_lite.scaling.trial import Tried, try_optimizer
 
 SMALLEST = 4096
 """Arrays with fewer elements stay in float32: they take little memory."""
@@ -40,8 +47,8 @@ class LowPrecisionState(NamedTuple):
         or 8 bits.
       key: the key of the next update for stochastic rounding; None for rounding to the
         nearest.
-      scales: in 8 bits, one entry for each array of ``inner_state``: the scales of its
-        rows, or None for an array that is not stored in 8 bits. In 16 bits, None.
+      scales: one entry for each array of ``inner_state``: the scales of its rows, or
+        None for an array without scales. In bfloat16, None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,9 +70,9 @@ def low_precision_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its moments are stored in 16 or 8 bits.
 
-    It stores the float32 arrays of the inner state that have the shape of a parameter
-    and at least 4,096 elements. (With 8 bits, 16-bit arrays too.) ``inner`` receives
-    them in float32, and the wrapper rounds the new ones.
+    It stores averages of gradients and of their squares that have the shape of a
+    parameter and at least 4,096 elements. (With 8 bits, 16-bit arrays too.) ``inner``
+    receives them in float32, and the wrapper rounds the new ones.
 
     Memory for Adam: 4 bytes a parameter in 16 bits, just over 2 in 8 bits, 8 in
     float32.
@@ -73,22 +80,28 @@ def low_precision_state(
     With ``key``, numbers are rounded stochastically, so they are correct on average,
     even if a moment changes by less than the spacing of the dtype. Without ``key``,
     numbers are rounded to the nearest. ``init`` refuses this for averages that would
-    never change: a ``b2`` of 0.999 removes a thousandth of a number, and in bfloat16
-    the next lower number is at least a 256th away.
+    lose more than a tenth of a constant gradient: a ``b2`` of 0.999 removes a
+    thousandth of a number, and in bfloat16 the next lower number is at least a 256th
+    away.
 
-    With 8 bits, each row of an array has a scale. A row is along the last axis, or
-    along the longest axis if the last one is shorter than 128:
+    With float16 and 8 bits, each row of an array has a scale. A row is along the last
+    axis, or along the longest axis if the last one is shorter than 128. A row with a
+    NaN, or an average of gradients with an infinity, becomes NaN. In 8 bits:
 
     - First moments are float8.
-    - Arrays that do not depend on the sign of the gradient, such as averages of its
-      squares, have a format of their own: no sign, 5 exponent bits, 3 mantissa bits. A
-      square that is too small becomes the smallest number, not zero.
-    - A row with a NaN or an infinity becomes NaN.
+    - Averages of squares, which updates are divided by, have a format of their own: no
+      sign, 5 exponent bits, 3 mantissa bits. A square that is too small becomes the
+      smallest number, not zero.
+
+    What an array is, is known for the states of optax. Arrays that need their digits
+    stay in float32: parameters, sums of gradients, the moments of
+    ``optax.rmsprop(centered=True)``, of which a difference counts, and others. The
+    arrays of other optimizers are judged by trying the optimizer on small parameters.
+    An array that this does not show stays in float32, and ``init`` warns.
 
     Put it directly around the optimizer:
-    ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``.
-    Masters, rounding errors, sums of gradients and copies of the parameters are never
-    rounded. A saved state keeps its dtype and its key, or continues without a key.
+    ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``. A
+    saved state keeps its dtype and its key, or continues without a key.
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
@@ -102,10 +115,10 @@ def low_precision_state(
 
     Raises:
       TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
-        gets a pair ``(loss, grads)`` or a state that ``init`` did not return.
+        gets a pair ``(loss, grads)`` or a state that ``init`` did not return. Or
+        ``inner`` changes the structure of its state, as ``optax.monitor`` does.
       ValueError: ``dtype`` is another one. Or, in ``init``: without ``key`` a moment
-        would never change; float16 would store squares; or, in 8 bits, the optimizer
-        needs more than gradients, so ``init`` cannot try it.
+        would stop too early; or float16 would store squares.
 
     Source: for parameters, Gupta et al., "Deep Learning with Limited Numerical
     Precision", 2015, and Zamirai et al., "Revisiting BFloat16 Training", 2020; for
@@ -130,27 +143,22 @@ def low_precision_state(
 
     def init(params: Any) -> Any:
         state = strongly_typed(inner.init(params))
-        shapes = {leaf.shape for leaf in jax.tree.leaves(params) if is_array(leaf)}
-        leaves = _leaves(state)
-        is_moment = [
-            _is_large(x)
-            and x.shape in shapes
-            and parsed.itemsize < x.dtype.itemsize < 8
-            for x in leaves
-        ]
-        formats: Sequence[Any] = [None] * len(leaves)
-        if any(is_moment):
-            formats = _formats(inner, params, is_moment, parsed, key is not None)
+        leaves, structure = jax.tree.flatten(state)
+        formats = _formats(inner, params, state, parsed, key is not None)
+        is_scaled = parsed != jnp.bfloat16
         stored = [
-            Stored(x) if form is None else store(x.astype(jnp.float32), form)
+            Stored(x)
+            if form is None
+            else store(x.astype(jnp.float32), form, is_scaled=is_scaled)
             for x, form in zip(leaves, formats, strict=True)
         ]
-        scales = None if parsed.itemsize == 2 else tuple(each.scale for each in stored)
-        if scales is not None and not shapes:
+        scales = tuple(each.scale for each in stored) if is_scaled else None
+        if scales is not None and not any(map(is_array, jax.tree.leaves(params))):
             # optax calls init with placeholders instead of the parameters.
             scales = jnp.zeros(0)
         kept = key if key is None else jnp.array(key, copy=True)
-        return LowPrecisionState(_with_leaves(state, stored), kept, scales)
+        numbers = structure.unflatten([x.numbers for x in stored])
+        return LowPrecisionState(numbers, kept, scales)
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -162,36 +170,29 @@ def low_precision_state(
                 "Expected the LowPrecisionState that init returns, got "
                 f"{type(state).__name__}: pass the state of this optimizer."
             )
-        leaves, has_scales = _leaves(state.inner_state), isinstance(state.scales, tuple)
-        scales = state.scales if has_scales else [None] * len(leaves)
-        stored = list(map(Stored, leaves, scales))
-        in_16_bits = state.scales is None
-        is_low = [
-            x.scale is not None
-            or (in_16_bits and is_16_bit(x.numbers) and _is_large(x.numbers))
-            for x in stored
-        ]
-        pairs = zip(stored, is_low, strict=True)
-        full = [Stored(restore(x)) if low else x for x, low in pairs]
-        steps, after = inner.update(
-            upcast_tree(updates),
-            _with_leaves(state.inner_state, full),
-            params,
-            **extra_args,
-        )
+        stored, structure = _stored(state)
+        full = [x if low is None else restore(low) for x, low in stored]
+        before = structure.unflatten(full)
+        steps, after = inner.update(upcast_tree(updates), before, params, **extra_args)
+        check_same_structure(before, after, "its new arrays cannot be stored")
         now, later = (None, None)
         if state.key is not None:
             now, later = jax.random.split(state.key)
 
         def stored_again(number: int, x: Any) -> Stored:
-            if not is_low[number] or not is_floating(x):
+            low = stored[number][1]
+            if low is None or not is_floating(x):
                 return Stored(x)
             by = None if now is None else noise(now, number, x.shape)
-            return store(x.astype(jnp.float32), leaves[number].dtype, by)
+            is_scaled = low.scale is not None
+            full = x.astype(jnp.float32)
+            return store(full, low.numbers.dtype, by, is_scaled=is_scaled)
 
-        stored = [stored_again(i, x) for i, x in enumerate(_leaves(after))]
-        scales = tuple(x.scale for x in stored) if has_scales else state.scales
-        return steps, LowPrecisionState(_with_leaves(after, stored), later, scales)
+        again = [stored_again(i, x) for i, x in enumerate(jax.tree.leaves(after))]
+        has_scales = isinstance(state.scales, tuple)
+        scales = tuple(x.scale for x in again) if has_scales else state.scales
+        numbers = structure.unflatten([x.numbers for x in again])
+        return steps, LowPrecisionState(numbers, later, scales)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -214,157 +215,159 @@ def _is_large(leaf: Any) -> bool:
     return is_array(leaf) and is_floating(leaf) and leaf.size >= SMALLEST
 
 
-# ----------------------------------------------------------- the stored leaves
+def _stored(state: LowPrecisionState) -> tuple[list[tuple[Any, Stored | None]], Any]:
+    """Returns each leaf of the inner state, and what is stored if it is low."""
+    leaves, structure = jax.tree.flatten(state.inner_state)
+    moments = jax.tree.leaves(known_moments(state.inner_state))
+    in_bfloat16 = state.scales is None
+    scales = state.scales if isinstance(state.scales, tuple) else [None] * len(leaves)
 
+    def is_low(leaf: Any, moment: Moment, scale: Any) -> bool:
+        is_half = in_bfloat16 and is_16_bit(leaf) and _is_large(leaf)
+        return scale is not None or (is_half and moment != Moment.EXACT)
 
-def _map(fun: Callable[[Any], Any], state: Any) -> Any:
-    """Maps over a state, except masters, rounding errors and sums of gradients."""
-
-    def at(node: Any) -> Any:
-        name = _INNER_FIELDS.get(type(node))
-        if name is None:
-            return fun(node)
-        return node._replace(**{name: _map(fun, getattr(node, name))})
-
-    return jax.tree.map(at, state, is_leaf=lambda node: type(node) in _INNER_FIELDS)
-
-
-def _leaves(state: Any) -> list[Any]:
-    found: list[Any] = []
-    _map(found.append, state)
-    return found
-
-
-def _with_leaves(state: Any, stored: Iterable[Stored]) -> Any:
-    """Returns a state with other arrays as its leaves."""
-    each = iter(stored)
-    return _map(lambda _: next(each).numbers, state)
-
-
-_INNER_FIELDS = {
-    MasterWeightsState: "inner_state",
-    CompensatedState: "inner_state",
-    optax.MultiStepsState: "inner_opt_state",
-}
-"""States whose other fields are never rounded."""
+    return [
+        (leaf, Stored(leaf, scale) if is_low(leaf, moment, scale) else None)
+        for leaf, moment, scale in zip(leaves, moments, scales, strict=True)
+    ], structure
 
 
 # ------------------------------------------------------------ formats of moments
 
 
-class _Moment(NamedTuple):
-    """The behavior of an array of the inner state in trial updates.
-
-    Attributes:
-      kept: the value that a one has after a step with zero gradients.
-      power: the power of the gradient that the array grows with; None if it does not.
-      is_unsigned: whether it is positive and does not depend on the gradient's sign.
-      is_of_params: whether its initial value depends on the parameters.
-    """
-
-    kept: float
-    power: int | None
-    is_unsigned: bool
-    is_of_params: bool
-
-
 def _formats(
-    inner: Any,
-    params: Any,
-    is_moment: Sequence[bool],
-    dtype: np.dtype[Any],
-    is_by_chance: bool,
-) -> Sequence[Any]:
+    inner: Any, params: Any, state: Any, dtype: np.dtype[Any], is_by_chance: bool
+) -> list[Any]:
     """Returns the format of each array of the inner state; None for float32.
 
     Raises:
       ValueError: the dtype cannot store a moment.
     """
-    is_8_bit = dtype.itemsize == 1
-    try:
-        moments = _tried(inner, params)
-        if len(moments) != len(is_moment):
-            raise ValueError(
-                "the state of small parameters has another number of arrays"
-            )
-    except Exception as error:
-        if is_8_bit:
-            raise ValueError(
-                "With 8 bits, init has to find the moments that are averages of "
-                "squares. For this it tries the optimizer on small parameters, which "
-                f"failed: use dtype='bfloat16'. The error was {type(error).__name__}: "
-                f"{error}"
-            ) from error
-        return [dtype if each else None for each in is_moment]
-    formats: list[Any] = []
-    for is_stored, moment in zip(is_moment, moments, strict=True):
-        if not is_stored or moment.is_of_params:
-            formats.append(None)
-            continue
-        formats.append(SQUARES if is_8_bit and moment.is_unsigned else dtype)
-        _check_moment(moment, formats[-1], dtype, is_by_chance)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if is_array(leaf)}
+    leaves = jax.tree.leaves_with_path(state)
+    known: list[Moment] = jax.tree.leaves(known_moments(state))
+
+    def may_be_stored(x: Any, moment: Moment) -> bool:
+        is_wider = _is_large(x) and dtype.itemsize < x.dtype.itemsize < 8
+        return is_wider and x.shape in shapes and moment != Moment.EXACT
+
+    candidates = {
+        number: moment
+        for number, ((_, x), moment) in enumerate(zip(leaves, known, strict=True))
+        if may_be_stored(x, moment)
+    }
+    judged, error = _judged(inner, params, len(leaves), candidates, is_by_chance)
+    names = {
+        number: f"inner_state{jax.tree_util.keystr(leaves[number][0])}"
+        for number in judged
+    }
+    formats: list[Any] = [None] * len(leaves)
+    unsure: list[str] = []
+    _check_range({names[i]: moment for i, (moment, _) in judged.items()}, dtype)
+    for i, (moment, kept) in judged.items():
+        if moment == Moment.UNKNOWN or (kept is None and not is_by_chance):
+            unsure.append(f"{type_of(leaves[i][1])} at {names[i]}")
+        elif moment != Moment.EXACT:
+            is_8_bit_square = moment != Moment.AVERAGE and dtype.itemsize == 1
+            formats[i] = SQUARES if is_8_bit_square else dtype
+            if not is_by_chance:
+                _check_steps(names[i], kept, formats[i], dtype)
+    if unsure:
+        _warn_of_float32(unsure, error, is_by_chance)
     return formats
 
 
-def _check_moment(
-    moment: _Moment, stored_in: Any, dtype: np.dtype[Any], is_by_chance: bool
-) -> None:
-    if dtype == jnp.float16 and moment.power == 2:
-        raise ValueError(
-            "float16 cannot store averages of squared gradients: a gradient of 1e-4 "
-            "has a square of 1e-8, below the smallest number of float16. Use "
-            "dtype='bfloat16'."
-        )
-    spacing = spacing_of(stored_in)
-    stands_still = 0 <= 1 - moment.kept <= spacing / 2 and moment.power is not None
-    if stands_still and not is_by_chance:
-        raise ValueError(
-            f"A moment that keeps {moment.kept:.6g} of its value at each step would "
-            f"never change in {dtype.name}: the change is less than half of the "
-            f"spacing, which is {spacing:.3g} of the value. Use stochastic rounding: "
-            "low_precision_state(..., key=jax.random.key(0))."
-        )
+def _judged(
+    inner: Any,
+    params: Any,
+    count: int,
+    candidates: dict[int, Moment],
+    is_by_chance: bool,
+) -> tuple[dict[int, Tried], Exception | None]:
+    """Returns what arrays are and how much they keep, and the error of a trial.
+
+    Args:
+      inner: the optimizer.
+      params: its parameters.
+      count: how many leaves its state has.
+      candidates: the arrays by the number of their leaf, and what the table says.
+      is_by_chance: whether they are rounded stochastically, so that all decays do.
+    """
+    tried, error = [Tried(Moment.UNKNOWN, None)] * count, None
+    if any(m == Moment.UNKNOWN or not is_by_chance for m in candidates.values()):
+        tried, error = _try(inner, params, count)
+
+    def judge(number: int, known: Moment) -> Tried:
+        found, kept = tried[number]
+        if known == Moment.UNKNOWN:
+            return Tried(found, kept)
+        return Tried(known, 1.0 if known == Moment.GROWING_SQUARES else kept)
+
+    return {i: judge(i, moment) for i, moment in candidates.items()}, error
 
 
-def _tried(inner: Any, params: Any) -> list[_Moment]:
-    """Tries an optimizer on small parameters and returns how its arrays behave."""
+def _try(inner: Any, params: Any, count: int) -> tuple[list[Tried], Exception | None]:
+    """Tries an optimizer; returns the error if it cannot be tried."""
+    unknown = [Tried(Moment.UNKNOWN, None)] * count
+    try:
+        tried = try_optimizer(inner, params)
+    except Exception as error:
+        # Such as a missing extra argument. The arrays then stay in float32.
+        return unknown, error
+    return (tried if len(tried) == count else unknown), None
 
-    def small(leaf: Any) -> Any:
-        dtype = leaf.dtype if is_floating(leaf) else jnp.float32
-        return jnp.ones((2,) * jnp.ndim(leaf), dtype)
 
-    def numbers(state: Any) -> list[float]:
-        leaves = _leaves(state)
-        return [float(x.ravel()[0]) if _is_tried(x) else 0.0 for x in leaves]
-
-    with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
-        ones = jax.tree.map(small, params)
-        fresh = inner.init(ones)
-
-        def after(state: Any, gradient: float) -> list[float]:
-            grads = jax.tree.map(lambda x: gradient * x, ones)
-            return numbers(inner.update(grads, state, ones)[1])
-
-        filled = _map(lambda x: jnp.ones_like(x) if _is_tried(x) else x, fresh)
-        columns = (
-            numbers(fresh),
-            numbers(inner.init(jax.tree.map(lambda x: 2 * x, ones))),
-            after(filled, 0.0),
-            *(after(fresh, gradient) for gradient in (1.0, -1.0, 2.0)),
-        )
-    return [
-        _Moment(
-            kept,
-            round(math.log2(abs(twice / once)))
-            if once and twice and twice != once
-            else None,
-            once == minus and once > 0,
-            start != of_others,
-        )
-        for start, of_others, kept, once, minus, twice in zip(*columns, strict=True)
+def _check_range(moments: dict[str, Moment], dtype: np.dtype[Any]) -> None:
+    """Raises a ValueError for squares in float16."""
+    squares = [
+        name
+        for name, moment in moments.items()
+        if moment in (Moment.SQUARES, Moment.GROWING_SQUARES)
     ]
+    if squares and dtype == jnp.float16:
+        raise ValueError(
+            f"float16 cannot store averages of squared gradients, as at {squares[0]}: "
+            "a gradient of 1e-4 has a square of 1e-8, below the smallest number of "
+            "float16. Use dtype='bfloat16'."
+        )
 
 
-def _is_tried(leaf: Any) -> bool:
-    is_float = is_array(leaf) and is_floating(leaf)
-    return is_float and leaf.ndim > 0 and leaf.size > 0
+_TOLERATED = 0.1
+"""The part of a constant gradient that an average may lose to rounding."""
+
+
+def _check_steps(where: str, kept: Any, stored_in: Any, dtype: np.dtype[Any]) -> None:
+    """Raises a ValueError for an average that rounding to the nearest stops early."""
+    # It stops where a step changes it by less than half of the spacing.
+    spacing = spacing_of(stored_in)
+    changed = max(1 - kept, 0)
+    short = spacing / 2 / changed if changed else np.inf
+    if short / (1 + short) <= _TOLERATED:
+        return
+    stops = (
+        "never change"
+        if short >= 1
+        else f"stop up to {short / (1 + short):.0%} short of a constant gradient"
+    )
+    raise ValueError(
+        f"A moment that keeps {kept:.6g} of its value at each step would {stops} in "
+        f"{dtype.name}: smaller changes than half of the spacing are lost, and the "
+        f"spacing is {spacing:.3g} of the value. It is at {where}. Use stochastic "
+        "rounding: low_precision_state(..., key=jax.random.key(0))."
+    )
+
+
+def _warn_of_float32(
+    unsure: list[str], error: Exception | None, is_by_chance: bool
+) -> None:
+    more = f" and {len(unsure) - 3} more" if len(unsure) > 3 else ""
+    failed = f", which raises {type(error).__name__}: {error}" if error else ""
+    what = "what they are" if is_by_chance else "how much of them each step keeps"
+    cure = "" if is_by_chance else " Or pass a key, which suits all averages."
+    warnings.warn(
+        f"low_precision_state keeps {', '.join(unsure[:3])}{more} in float32. It does "
+        f"not know {what}: neither from the class of the state, nor from a trial of "
+        f"the optimizer on small parameters{failed}. To save their memory, use an "
+        f"optimizer of optax for this part.{cure}",
+        stacklevel=3,
+    )

@@ -1,12 +1,16 @@
-"""Stores float32 arrays in 16 bits, or in 8 bits with a scale for each row.
+"""Stores float32 arrays in 16 or 8 bits, where needed with a scale for each row.
+
+bfloat16 has the range of float32. float16 and 8 bits have not: gradients below 6e-8
+would become zero. A power of two for each row moves its numbers into the range.
 
 In 8 bits, numbers of both signs are float8. Averages of squares have a format of their
 own, without a sign: 5 exponent bits and 3 mantissa bits, in a uint8. Only a zero is
 stored as zero: an update divided by the square root of zero would be huge.
 
-A row has one scale, however long it is: float formats are as accurate far below the
-largest number as close to it. Shorter blocks, as in bitsandbytes, make XLA copy arrays
-(`benchmarks.moments`).
+A row has one scale, however long it is. The formats are as accurate far below the
+largest number as close to it, down to a part of it: 2**-17 in float8, 2**-32 for
+squares, which is 2**-16 of a gradient. Shorter blocks, as in bitsandbytes, make XLA
+copy arrays (`benchmarks.moments`).
 """
 
 import math
@@ -22,6 +26,8 @@ from jmp_lite.scaling.rounding import Grid, by_chance, grid_of, nearest
 SQUARES = np.dtype("uint8")
 """The 8-bit dtype that stores averages of squares."""
 
+_LARGEST_SQUARE = np.float32(2.0**126)
+
 _ROW = 128
 """The scale of a shorter row would take more than 3 % of the row's memory."""
 
@@ -31,8 +37,8 @@ class Stored(NamedTuple):
 
     Attributes:
       numbers: the stored numbers, in the array's shape.
-      scale: powers of two, one for each row, that multiply the numbers; None in 16
-        bits.
+      scale: powers of two, one for each row, that multiply the numbers; None without
+        scales.
     """
 
     numbers: Any
@@ -44,7 +50,7 @@ def spacing_of(dtype: Any) -> float:
     return 2.0 ** -_grid_of(dtype).mantissa_bits
 
 
-def store(x: Any, dtype: Any, noise: Any = None) -> Stored:
+def store(x: Any, dtype: Any, noise: Any = None, *, is_scaled: bool = True) -> Stored:
     """Stores an array in a format.
 
     Args:
@@ -52,14 +58,18 @@ def store(x: Any, dtype: Any, noise: Any = None) -> Stored:
       dtype: a floating-point dtype of 16 or 8 bits, or ``SQUARES``.
       noise: uniform numbers in [0, 1), in the shape of ``x``, for stochastic rounding;
         None rounds to the nearest.
+      is_scaled: whether each row has a scale.
     """
     grid = _grid_of(dtype)
 
     def rounded(x: Any) -> Any:
         return nearest(x, grid) if noise is None else by_chance(x, grid, noise)
 
-    if dtype != SQUARES and jnp.finfo(dtype).bits == 16:
+    if not is_scaled:
         return Stored(rounded(x).astype(dtype))
+    if dtype == SQUARES:
+        # The square of a gradient of 1e20 is infinite, and the moment is not.
+        x = jnp.where(x > _LARGEST_SQUARE, _LARGEST_SQUARE, x)
     # XLA for CPUs drops NaN from a maximum.
     sizes = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
     largest = jnp.max(sizes, _row_axis(x.shape), keepdims=True)

@@ -96,6 +96,9 @@ def loss_scaling(
     - ``inner`` receives ones in place of the gradients, never a NaN or an infinity. Its
       results are dropped.
 
+    If ``inner`` calls a function among its extra arguments, such as ``grad_fn``, the
+    step is also skipped if its updates or its new state are not finite.
+
     Where to put it:
 
     - Wrap the whole chain, and wrap ``optax.MultiSteps``. Inside ``MultiSteps``, one
@@ -189,7 +192,9 @@ def loss_scaling(
             )
         grads_finite = all_finite(updates, axis_name)
         if skip:
-            return update_if(grads_finite, inner, updates, state, params, **extra_args)
+            return update_if(
+                grads_finite, inner, updates, state, params, extra_args, axis_name
+            )
         new_updates, _, inner_state = _update_inner(
             inner, updates, state.inner_state, params, extra_args
         )
@@ -234,25 +239,68 @@ def update_if(
     inner: Any,
     updates: Any,
     state: LossScalingState,
-    params: Any = None,
-    /,
-    **extra_args: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+    axis_name: AxisName | None = None,
 ) -> tuple[Any, LossScalingState]:
-    """Runs ``inner.update`` and keeps its results only if ``grads_finite``.
+    """Runs ``inner.update`` and keeps its results only if they are finite.
+
+    They are if the gradients are. An exception is an optimizer that calls a function
+    among the extra arguments, such as ``grad_fn``: what the function returns may
+    overflow, too. Then the decision includes the updates and the new inner state.
 
     It selects and does not branch. On accelerators, ``lax.cond`` moves more bytes and
     holds temporaries. It also refuses an inner transformation whose weak types change.
     """
+    called: list[str] = []
     grads, extra_args = _finite_or_ones(grads_finite, (updates, extra_args))
     new_updates, inner_state, new_inner_state = _update_inner(
-        inner, grads, state.inner_state, params, extra_args
+        inner, grads, state.inner_state, params, _noting_calls(extra_args, called)
     )
+    is_kept = grads_finite
+    if called:
+        # Otherwise the check would read all of them once more.
+        is_new = _stays_finite(inner_state, new_inner_state)
+        is_kept &= all_finite((new_updates, is_new), axis_name)
     no_updates = jax.tree.map(_negative_zeros, new_updates)
-    return select_tree(grads_finite, new_updates, no_updates), _counted(
+    return select_tree(is_kept, new_updates, no_updates), _counted(
         state,
-        grads_finite,
-        inner_state=select_tree(grads_finite, new_inner_state, inner_state),
+        is_kept,
+        inner_state=select_tree(is_kept, new_inner_state, inner_state),
     )
+
+
+def _noting_calls(extra_args: dict[str, Any], called: list[str]) -> dict[str, Any]:
+    """Returns extra arguments whose functions add their name to a list if called."""
+
+    def noting(name: str, fun: Any) -> Any:
+        if not callable(fun) or not jax.tree_util.treedef_is_leaf(
+            jax.tree.structure(fun)
+        ):
+            return fun
+
+        @functools.wraps(fun)  # optax's line searches read the signature.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return fun(*args, **kwargs)
+
+        return call
+
+    return {name: noting(name, arg) for name, arg in extra_args.items()}
+
+
+def _stays_finite(before: Any, after: Any) -> Any:
+    """Returns numbers that are not finite where a state has lost a finite number.
+
+    Some states start with an infinity, such as the best loss so far.
+    """
+
+    def lost(old: Any, new: Any) -> Any:
+        if not (is_inexact(old) and is_inexact(new)):
+            return None
+        return jnp.where(jnp.isfinite(old), new, 0)
+
+    return jax.tree.map(lost, before, after)
 
 
 # ---------------------------------------------------------------- reading the state
@@ -514,7 +562,8 @@ def _update_inner(
             "optimizer.update(grads, opt_state, params, value=loss)."
         )
         raise
-    _check_structure(updates, grads, params)
+    if jax.tree.structure(grads) != jax.tree.structure(params):
+        _check_structure(updates, grads, params)
     return updates, inner_state, _like(inner_state, new_inner_state)
 
 
@@ -558,8 +607,9 @@ def _check_structure(
 ) -> None:
     """Raises a TypeError for updates that do not match the parameters.
 
-    It does not check the gradients: those of ``optax.lookahead`` differ from its
-    updates.
+    Either the gradients or the updates match: the gradients of ``optax.lookahead`` are
+    those of half of its parameters, and the update of ``optax.measure_with_ema`` is
+    what it measures.
     """
     if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
         return
@@ -683,14 +733,19 @@ def strongly_typed(state: Tree) -> Tree:
 
 def _like(old_state: Any, new_state: Any) -> Any:
     """Returns the new inner state in the dtypes of the old one."""
+    check_same_structure(old_state, new_state, "a skipped step cannot keep the old one")
+    return jax.tree_util.tree_map_with_path(_leaf_like, old_state, new_state)
+
+
+def check_same_structure(old_state: Any, new_state: Any, effect: str) -> None:
+    """Raises a TypeError for an optimizer that changes the structure of its state."""
     old, new = map(jax.tree.structure, (old_state, new_state))
     if old != new:
         raise TypeError(
             "The wrapped optimizer changes the structure of its state in update (as "
-            "optax.monitor does), so a skipped step cannot keep the old state. Wrap "
-            f"the optimizer without that part.\nBefore: {old}\nAfter: {new}"
+            f"optax.monitor does), so {effect}. Wrap the optimizer without that part."
+            f"\nBefore: {old}\nAfter: {new}"
         )
-    return jax.tree_util.tree_map_with_path(_leaf_like, old_state, new_state)
 
 
 _OF_INTEGERS = (
