@@ -15,7 +15,10 @@ from benchmarks.sweep.program import (
 
 def _two_views(r, *sizes):
     x = r.normal(64, sizes[0])
-    views = (x + r.normal(64, sizes[0], scale=0.3), x + r.normal(64, sizes[0], scale=0.3))
+    views = (
+        x + r.normal(64, sizes[0], scale=0.3),
+        x + r.normal(64, sizes[0], scale=0.3),
+    )
     return r.layers(*sizes), views
 
 
@@ -46,7 +49,11 @@ def siglip() -> Program:
 
     def make(r):
         net, views = _two_views(r, 32, 64, 32)
-        return {"net": net, "scale": r.normal() * 0 + 2.3, "bias": r.normal() - 10}, views
+        return {
+            "net": net,
+            "scale": r.normal() * 0 + 2.3,
+            "bias": r.normal() - 10,
+        }, views
 
     return Program(loss, make)
 

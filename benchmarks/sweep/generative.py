@@ -186,7 +186,11 @@ def denoising_scores() -> Program:
         return 0.5 * jnp.mean(jnp.sum((sigma * found + noise) ** 2, -1))
 
     def make(r):
-        return r.layers(8, 64, 64, 8), (r.normal(64, 8), r.normal(64, 8), r.integers(10, 64))
+        return r.layers(8, 64, 64, 8), (
+            r.normal(64, 8),
+            r.normal(64, 8),
+            r.integers(10, 64),
+        )
 
     return Program(loss, make)
 
@@ -203,7 +207,9 @@ def svgd() -> Program:
             return -5 * jnp.sum((found - y) ** 2) - 0.5 * prior
 
         def flat(tree):
-            return jnp.concatenate([w.reshape(len(w), -1) for w in jax.tree.leaves(tree)], 1)
+            return jnp.concatenate(
+                [w.reshape(len(w), -1) for w in jax.tree.leaves(tree)], 1
+            )
 
         scores = jax.vmap(jax.grad(log_density))(params)
         at, slopes = flat(params), flat(scores)
@@ -455,7 +461,11 @@ def energy_model() -> Program:
         return real.mean() - fake.mean() + 0.1 * jnp.mean(real**2 + fake**2)
 
     def make(r):
-        return r.layers(8, 64, 64, 1), (r.normal(64, 8), r.normal(64, 8), r.normal(10, 64, 8))
+        return r.layers(8, 64, 64, 1), (
+            r.normal(64, 8),
+            r.normal(64, 8),
+            r.normal(10, 64, 8),
+        )
 
     return Program(loss, make)
 

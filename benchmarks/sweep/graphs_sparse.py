@@ -33,9 +33,17 @@ def graph_attention() -> Program:
 
     def make(r):
         def layer(n, m):
-            return {"w": 2 * r.kernel(n, m), "from": r.kernel(m, 1), "to": r.kernel(m, 1)}
+            return {
+                "w": 2 * r.kernel(n, m),
+                "from": r.kernel(m, 1),
+                "to": r.kernel(m, 1),
+            }
 
-        return [layer(16, 32), layer(32, 5)], (r.normal(48, 16), r.integers(5, 48), *_graph(r))
+        return [layer(16, 32), layer(32, 5)], (
+            r.normal(48, 16),
+            r.integers(5, 48),
+            *_graph(r),
+        )
 
     return Program(loss, make)
 
@@ -93,7 +101,9 @@ def sparse_products() -> Program:
 
     def loss(p, params, data):
         values, indices, x, labels = data
-        matrix = sparse.BCOO((values * jnp.exp(params["scale"]), indices), shape=(48, 48))
+        matrix = sparse.BCOO(
+            (values * jnp.exp(params["scale"]), indices), shape=(48, 48)
+        )
         h = jax.nn.relu(matrix @ dense(p, params["in"], x))
         return cross_entropy(matrix @ dense(p, params["out"], h), labels)
 
@@ -105,7 +115,12 @@ def sparse_products() -> Program:
         }
         flat = np.random.default_rng(0).choice(48 * 48, 200, replace=False)
         indices = np.int32(np.stack([flat // 48, flat % 48], -1))
-        return params, (r.uniform(200, high=0.5), indices, r.normal(48, 16), r.integers(5, 48))
+        return params, (
+            r.uniform(200, high=0.5),
+            indices,
+            r.normal(48, 16),
+            r.integers(5, 48),
+        )
 
     return Program(loss, make)
 
@@ -190,7 +205,10 @@ def ranking() -> Program:
         return jnp.mean(jnp.where(better, jnp.abs(change) * pairs, 0))
 
     def make(r):
-        return r.layers(16, 32, 1), (r.normal(16, 10, 16), np.float32(r.integers(4, 16, 10)))
+        return r.layers(16, 32, 1), (
+            r.normal(16, 10, 16),
+            np.float32(r.integers(4, 16, 10)),
+        )
 
     return Program(loss, make)
 
@@ -215,7 +233,11 @@ def poincare() -> Program:
     def make(r):
         params = {"nodes": r.normal(63, 16), "net": r.layers(16, 32, 5)}
         children = np.arange(1, 63)
-        return params, (np.int32(children), np.int32((children - 1) // 2), r.integers(63, 62, 5))
+        return params, (
+            np.int32(children),
+            np.int32((children - 1) // 2),
+            r.integers(63, 62, 5),
+        )
 
     return Program(loss, make)
 

@@ -48,7 +48,10 @@ def weight_norm() -> Program:
 
     def make(r):
         net, data = _classifier(r, 32, 64, 64, 8)
-        params = [(0.05 * w * len(w) ** 0.5, 1 + r.normal(len(b), scale=0.1), b) for w, b in net]
+        params = [
+            (0.05 * w * len(w) ** 0.5, 1 + r.normal(len(b), scale=0.1), b)
+            for w, b in net
+        ]
         return params, data
 
     return Program(loss, make)
@@ -85,7 +88,10 @@ def cayley() -> Program:
         return cross_entropy(dense(p, params["head"], h), labels)
 
     def make(r):
-        params = {"turns": [r.kernel(16, 16) for _ in range(2)], "head": r.layers(16, 5)[0]}
+        params = {
+            "turns": [r.kernel(16, 16) for _ in range(2)],
+            "head": r.layers(16, 5)[0],
+        }
         return params, (r.normal(64, 16), r.integers(5, 64))
 
     return Program(loss, make)
@@ -101,8 +107,12 @@ def sinkhorn() -> Program:
         f, g = jnp.zeros(len(z), z.dtype), jnp.zeros(len(y), z.dtype)
         eps = 0.1
         for _ in range(20):
-            f = -eps * jax.nn.logsumexp((g - costs) / eps, axis=1) - eps * np.log(len(z))
-            g = -eps * jax.nn.logsumexp((f[:, None] - costs) / eps, axis=0) - eps * np.log(len(y))
+            f = -eps * jax.nn.logsumexp((g - costs) / eps, axis=1) - eps * np.log(
+                len(z)
+            )
+            g = -eps * jax.nn.logsumexp(
+                (f[:, None] - costs) / eps, axis=0
+            ) - eps * np.log(len(y))
         plan = jnp.exp((f[:, None] + g - costs) / eps)
         return jnp.sum(plan * costs)
 
@@ -292,13 +302,17 @@ def learned_optimizer() -> Program:
         matrix, aim = data
 
         def value(x):
-            return 0.5 * jnp.mean(jnp.sum((p.einsum("bij,bj->bi", matrix, x) - aim) ** 2, -1))
+            return 0.5 * jnp.mean(
+                jnp.sum((p.einsum("bij,bj->bi", matrix, x) - aim) ** 2, -1)
+            )
 
         def step(carry, _):
             x, m = carry
             slope = jax.grad(value)(x) * len(x)
             m = 0.9 * m + 0.1 * slope
-            features = jnp.stack([slope, m, jnp.sign(slope) * jnp.log1p(jnp.abs(slope))], -1)
+            features = jnp.stack(
+                [slope, m, jnp.sign(slope) * jnp.log1p(jnp.abs(slope))], -1
+            )
             x = x - 0.1 * mlp(p, params, features, jnp.tanh)[..., 0]
             return (x, m), value(x)
 
@@ -318,7 +332,9 @@ def newton_step() -> Program:
     def loss(p, params, data):
         support, y, queries, aims = data
         a, b = (mlp(p, params["net"], x, jnp.tanh) for x in (support, queries))
-        gram = p.dot(a.T, a) + jnp.exp(params["ridge"]) * jnp.eye(a.shape[1], dtype=a.dtype)
+        gram = p.dot(a.T, a) + jnp.exp(params["ridge"]) * jnp.eye(
+            a.shape[1], dtype=a.dtype
+        )
         weights = jnp.linalg.solve(gram, p.dot(a.T, y))
         return jnp.mean((p.dot(b, weights) - aims) ** 2)
 

@@ -1,5 +1,7 @@
 """Equations: networks that solve, learn or step them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,11 @@ def lagrangian() -> Program:
         return jnp.mean((jax.vmap(acceleration)(q, v) - expected) ** 2)
 
     def make(r):
-        return r.layers(6, 32, 32, 1), (r.normal(16, 2), r.normal(16, 2), r.normal(16, 2))
+        return r.layers(6, 32, 32, 1), (
+            r.normal(16, 2),
+            r.normal(16, 2),
+            r.normal(16, 2),
+        )
 
     return Program(loss, make)
 
@@ -89,7 +95,7 @@ def siren() -> Program:
 
     def make(r):
         sizes, params = (2, 64, 64, 64, 3), []
-        for i, (n, m) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for i, (n, m) in enumerate(itertools.pairwise(sizes)):
             bound = 1 / n if i == 0 else (6 / n) ** 0.5 / 30
             w = r.uniform(n, m, low=-bound, high=bound)
             params.append((w, r.uniform(m, low=-bound, high=bound)))
@@ -159,7 +165,10 @@ def spectral_navier_stokes() -> Program:
 
         def step(w, _):
             spectrum = jnp.fft.rfft2(w)
-            u, v = back(1j * ky * spectrum * inverse), back(-1j * kx * spectrum * inverse)
+            u, v = (
+                back(1j * ky * spectrum * inverse),
+                back(-1j * kx * spectrum * inverse),
+            )
             change = u * back(1j * kx * spectrum) + v * back(1j * ky * spectrum)
             image = jnp.stack([w, u, v], -1)
             learned = p.conv(jax.nn.gelu(p.conv(image, params["in"])), params["out"])
@@ -320,7 +329,11 @@ def equivariant_network() -> Program:
             }
 
         x = 2 * r.normal(8, 6, 3)
-        return [layer() for _ in range(2)], (x, r.normal(8, 6, 8), x + r.normal(8, 6, 3))
+        return [layer() for _ in range(2)], (
+            x,
+            r.normal(8, 6, 8),
+            x + r.normal(8, 6, 3),
+        )
 
     return Program(loss, make)
 

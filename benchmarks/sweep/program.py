@@ -1,5 +1,6 @@
 """What a program of the sweep is, and the products by which it runs by hand."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class Random:
         """Returns weights and small biases of dense layers."""
         return [
             (self.kernel(n, m), self.normal(m, scale=0.1))
-            for n, m in zip(sizes, sizes[1:], strict=False)
+            for n, m in itertools.pairwise(sizes)
         ]
 
 

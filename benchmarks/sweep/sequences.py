@@ -24,7 +24,9 @@ def lstm() -> Program:
 
         def step(carry, x):
             h, c = carry
-            i, f, g, o = jnp.split(dense(p, params["cell"], jnp.concatenate([x, h], -1)), 4, -1)
+            i, f, g, o = jnp.split(
+                dense(p, params["cell"], jnp.concatenate([x, h], -1)), 4, -1
+            )
             c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
@@ -45,7 +47,9 @@ def gru() -> Program:
 
     def loss(p, params, data):
         def step(h, x):
-            z, u = jnp.split(dense(p, params["gates"], jnp.concatenate([x, h], -1)), 2, -1)
+            z, u = jnp.split(
+                dense(p, params["gates"], jnp.concatenate([x, h], -1)), 2, -1
+            )
             z, u = jax.nn.sigmoid(z), jax.nn.sigmoid(u)
             new = jnp.tanh(dense(p, params["new"], jnp.concatenate([x, u * h], -1)))
             h = z * h + (1 - z) * new
@@ -141,7 +145,9 @@ def state_space() -> Program:
         a = jax.lax.complex(-jnp.exp(params["log_re"]), params["im"])
         powers = jnp.exp((a * dt)[..., None] * jnp.arange(n))
         c = jax.lax.complex(params["c"][0], params["c"][1])
-        kernel = 2 * jnp.real(jnp.sum((c * (jnp.exp(a * dt) - 1) / a)[..., None] * powers, 1))
+        kernel = 2 * jnp.real(
+            jnp.sum((c * (jnp.exp(a * dt) - 1) / a)[..., None] * powers, 1)
+        )
         h = p.dot(x, params["in"])
         spectrum = jnp.fft.rfft(h, 2 * n, axis=1) * jnp.fft.rfft(kernel, 2 * n).T
         y = jnp.fft.irfft(spectrum, 2 * n, axis=1)[:, :n] + params["d"] * h
@@ -199,7 +205,9 @@ def griffin() -> Program:
 
     def loss(p, params, data):
         x, y = data
-        gate, reset = (jax.nn.sigmoid(dense(p, params[k], x)) for k in ("gate", "reset"))
+        gate, reset = (
+            jax.nn.sigmoid(dense(p, params[k], x)) for k in ("gate", "reset")
+        )
         log_a = -8 * reset * jax.nn.softplus(params["decay"])
         a = jnp.exp(log_a)
         pushes = jnp.sqrt(-jnp.expm1(2 * log_a)) * gate * x
@@ -270,7 +278,9 @@ def rotary_attention() -> Program:
         angles = jnp.arange(n)[:, None] * 100.0 ** (-jnp.arange(d) / d)
         sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
         a, b = jnp.split(x, 2, -1)
-        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(
+            x.dtype
+        )
 
     def attend(p, params, q, k, v):
         scores = p.einsum("bihd,bjhd->bhij", turned(q), turned(k)) / 8**0.5
@@ -288,7 +298,9 @@ def alibi_attention() -> Program:
         distances = jnp.arange(n)[:, None] - jnp.arange(n)
         slopes = 2.0 ** -jnp.arange(1.0, 5.0)[:, None, None]
         scores = p.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
-        scores = jnp.where(_causal(n), scores - (slopes * distances).astype(q.dtype), -1e9)
+        scores = jnp.where(
+            _causal(n), scores - (slopes * distances).astype(q.dtype), -1e9
+        )
         weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
         weights = weights / jnp.sum(weights, -1, keepdims=True)
         return p.einsum("bhij,bjhd->bihd", weights, v)
@@ -429,7 +441,9 @@ def mixture_of_experts() -> Program:
         logits = p.dot(x, params["router"])
         gates, chosen = jax.lax.top_k(jax.nn.softmax(logits), 2)
         gates = gates / gates.sum(-1, keepdims=True)
-        weights = jnp.sum(jax.nn.one_hot(chosen, 8, dtype=x.dtype) * gates[..., None], 1)
+        weights = jnp.sum(
+            jax.nn.one_hot(chosen, 8, dtype=x.dtype) * gates[..., None], 1
+        )
         h = jax.nn.gelu(p.einsum("nd,edf->nef", x, params["in"]))
         y = p.einsum("nef,efd->ned", h, params["out"])
         y = x + jnp.sum(y * weights[..., None], 1)
@@ -499,8 +513,15 @@ def word_vectors() -> Program:
         return -jnp.mean(logp)
 
     def make(r):
-        params = {"in": r.normal(200, 32, scale=0.3), "out": r.normal(200, 32, scale=0.3)}
-        return params, (r.integers(200, 256), r.integers(200, 256), r.integers(200, 256, 5))
+        params = {
+            "in": r.normal(200, 32, scale=0.3),
+            "out": r.normal(200, 32, scale=0.3),
+        }
+        return params, (
+            r.integers(200, 256),
+            r.integers(200, 256),
+            r.integers(200, 256, 5),
+        )
 
     return Program(loss, make)
 
@@ -555,9 +576,17 @@ def smith_waterman() -> Program:
         return jnp.mean((best - aim) ** 2)
 
     def make(r):
-        params = {"net": r.layers(8, 32, 16), "bias": r.normal() - 1, "gap": r.normal() + 1}
+        params = {
+            "net": r.layers(8, 32, 16),
+            "bias": r.normal() - 1,
+            "gap": r.normal() + 1,
+        }
         a = r.normal(8, 12, 8)
-        return params, (a, np.roll(a, 2, 1) + 0.3 * r.normal(8, 12, 8), 20 + r.normal(8))
+        return params, (
+            a,
+            np.roll(a, 2, 1) + 0.3 * r.normal(8, 12, 8),
+            20 + r.normal(8),
+        )
 
     return Program(loss, make)
 
@@ -589,7 +618,9 @@ def time_warping() -> Program:
     def make(r):
         t = np.linspace(0, 6, 12, dtype=np.float32)
         y = np.sin(t + r.uniform(8, 1))[..., None]
-        x = np.concatenate([np.sin(1.1 * t + r.uniform(8, 1))[..., None], y * 0 + t[:, None]], -1)
+        x = np.concatenate(
+            [np.sin(1.1 * t + r.uniform(8, 1))[..., None], y * 0 + t[:, None]], -1
+        )
         return r.layers(2, 32, 1), (np.float32(x), np.float32(y))
 
     return Program(loss, make)
@@ -635,7 +666,11 @@ def hidden_markov() -> Program:
         return -jnp.mean(logs)
 
     def make(r):
-        params = {"moves": r.normal(8, 8), "emits": 2 * r.normal(8, 12), "start": r.normal(8)}
+        params = {
+            "moves": r.normal(8, 8),
+            "emits": 2 * r.normal(8, 12),
+            "start": r.normal(8),
+        }
         return params, r.integers(12, 40, 16)
 
     return Program(loss, make)
@@ -674,7 +709,9 @@ def transducer() -> Program:
         joint = jnp.tanh(audio[:, :, None] + text[:, None])
         logp = jax.nn.log_softmax(dense(p, params["out"], joint))
         blank = jnp.moveaxis(logp[..., 0], 0, -1)
-        emit = jnp.take_along_axis(logp[:, :, :-1], labels[:, None, :, None], -1)[..., 0]
+        emit = jnp.take_along_axis(logp[:, :, :-1], labels[:, None, :, None], -1)[
+            ..., 0
+        ]
         emit = jnp.moveaxis(emit, 0, -1)
 
         def along(start, emits):

@@ -177,7 +177,9 @@ def parametric_equaliser() -> Program:
         b0, b1, b2 = 1 + 0.3 * raw[..., 2], 0.3 * raw[..., 3], 0.3 * raw[..., 4]
         top = b0[..., None] + b1[..., None] * z + b2[..., None] * z**2
         low = 1 + a1[..., None] * z + a2[..., None] * z**2
-        gains = jnp.sum(jnp.log(jnp.abs(top) ** 2 + 1e-6) - jnp.log(jnp.abs(low) ** 2), 1)
+        gains = jnp.sum(
+            jnp.log(jnp.abs(top) ** 2 + 1e-6) - jnp.log(jnp.abs(low) ** 2), 1
+        )
         return jnp.mean((jnp.log(spectra**2 + 1e-5) + gains - targets) ** 2)
 
     def make(r):
@@ -194,8 +196,14 @@ def beamformer() -> Program:
         sound, clean = data
         power = jnp.log(jnp.sum(sound**2, 2) + 1e-5)
         mask = jax.nn.sigmoid(mlp(p, params, power))
-        noise = jnp.einsum("bft,btfc,btfd->bfcd", jnp.swapaxes(1 - mask, 1, 2), *(
-            jnp.moveaxis(sound, 2, -1),) * 2) / mask.shape[1]
+        noise = (
+            jnp.einsum(
+                "bft,btfc,btfd->bfcd",
+                jnp.swapaxes(1 - mask, 1, 2),
+                *(jnp.moveaxis(sound, 2, -1),) * 2,
+            )
+            / mask.shape[1]
+        )
         steer = jnp.ones((*noise.shape[:2], 4, 1), noise.dtype)
         inverse = jnp.linalg.solve(noise + 1e-2 * jnp.eye(4, dtype=noise.dtype), steer)
         weights = inverse / jnp.sum(inverse, 2, keepdims=True)

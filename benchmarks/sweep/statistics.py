@@ -134,7 +134,10 @@ def beta_regression() -> Program:
         return jnp.mean(norm - (a - 1) * jnp.log(y) - (b - 1) * jnp.log1p(-y))
 
     def make(r):
-        return r.layers(8, 64, 4), (r.normal(128, 8), r.uniform(128, 2, low=0.02, high=0.98))
+        return r.layers(8, 64, 4), (
+            r.normal(128, 8),
+            r.uniform(128, 2, low=0.02, high=0.98),
+        )
 
     return Program(loss, make)
 
@@ -151,7 +154,11 @@ def evidential() -> Program:
         rest = aim + (1 - aim) * alpha
         gone = rest.sum(-1)
         lgamma, digamma = jax.lax.lgamma, jax.lax.digamma
-        kl = lgamma(gone) - np.float32(np.log(24.0)).astype(gone.dtype) - lgamma(rest).sum(-1)
+        kl = (
+            lgamma(gone)
+            - np.float32(np.log(24.0)).astype(gone.dtype)
+            - lgamma(rest).sum(-1)
+        )
         kl = kl + jnp.sum((rest - 1) * (digamma(rest) - digamma(gone)[:, None]), -1)
         return jnp.mean(fit + 0.1 * kl)
 
@@ -168,7 +175,9 @@ def ordinal() -> Program:
         x, grades = data
         score = mlp(p, params["net"], x, jnp.tanh)
         steps = jax.nn.softplus(params["steps"])
-        cuts = params["first"] + jnp.concatenate([jnp.zeros(1, steps.dtype), jnp.cumsum(steps)])
+        cuts = params["first"] + jnp.concatenate(
+            [jnp.zeros(1, steps.dtype), jnp.cumsum(steps)]
+        )
         below = jax.nn.sigmoid(cuts - score)
         ends = jnp.zeros_like(score)
         q = jnp.diff(jnp.concatenate([ends, below, ends + 1], -1), axis=-1)
@@ -176,7 +185,11 @@ def ordinal() -> Program:
         return -jnp.mean(jnp.log(jnp.maximum(right, 1e-9)))
 
     def make(r):
-        params = {"net": r.layers(8, 64, 1), "steps": r.normal(4), "first": r.normal() - 1}
+        params = {
+            "net": r.layers(8, 64, 1),
+            "steps": r.normal(4),
+            "first": r.normal() - 1,
+        }
         return params, (r.normal(128, 8), r.integers(6, 128))
 
     return Program(loss, make)
@@ -268,7 +281,11 @@ def gaussian_process() -> Program:
 
     def make(r):
         x = r.normal(48, 4)
-        params = {"net": r.layers(4, 32, 4), "height": r.normal() * 0, "noise": r.normal() * 0 - 3}
+        params = {
+            "net": r.layers(4, 32, 4),
+            "height": r.normal() * 0,
+            "noise": r.normal() * 0 - 3,
+        }
         return params, (x, np.sin(2 * x[:, 0]) + 0.1 * r.normal(48))
 
     return Program(loss, make)
@@ -313,13 +330,20 @@ def bayes_by_backprop() -> Program:
     def loss(p, params, data):
         x, y, noise = data
         weights = jax.tree.map(
-            lambda m, s, e: m + jax.nn.softplus(s) * e, params["mean"], params["spread"], noise
+            lambda m, s, e: m + jax.nn.softplus(s) * e,
+            params["mean"],
+            params["spread"],
+            noise,
         )
         found = mlp(p, weights, x, jnp.tanh)[:, 0]
         fit = -normal_log_prob(y, found, -1.0).sum()
-        pairs = zip(*(jax.tree.leaves(params[k]) for k in ("mean", "spread")), strict=True)
+        pairs = zip(
+            *(jax.tree.leaves(params[k]) for k in ("mean", "spread")), strict=True
+        )
         kl = sum(
-            jnp.sum((jax.nn.softplus(s) ** 2 + m * m - 1) / 2 - jnp.log(jax.nn.softplus(s)))
+            jnp.sum(
+                (jax.nn.softplus(s) ** 2 + m * m - 1) / 2 - jnp.log(jax.nn.softplus(s))
+            )
             for m, s in pairs
         )
         return (fit + kl) / len(x)
@@ -343,7 +367,10 @@ def canonical_correlation() -> Program:
         a, b = a - a.mean(0), b - b.mean(0)
         eye = 1e-2 * jnp.eye(a.shape[1], dtype=a.dtype)
         cov = lambda u, v: p.dot(u.T, v) / len(u)
-        la, lb = jnp.linalg.cholesky(cov(a, a) + eye), jnp.linalg.cholesky(cov(b, b) + eye)
+        la, lb = (
+            jnp.linalg.cholesky(cov(a, a) + eye),
+            jnp.linalg.cholesky(cov(b, b) + eye),
+        )
         solve = lambda root, m: jax.scipy.linalg.solve_triangular(root, m, lower=True)
         t = solve(lb, solve(la, cov(a, b)).T)
         return -jnp.sum(t**2)

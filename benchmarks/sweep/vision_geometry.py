@@ -140,7 +140,7 @@ def deformable_attention() -> Program:
         return cross_entropy(mlp(p, params["head"], mixed), labels)
 
     def make(r):
-        w, b = r.layers(16, 8)[0]
+        w, _ = r.layers(16, 8)[0]
         params = {
             "query": r.kernel(2, 16),
             "shifts": (w, 2 * r.normal(8)),
@@ -229,10 +229,14 @@ def forward_kinematics() -> Program:
         for i in range(6):
             axis = jnp.zeros(3, aims.dtype).at[i % 3].set(1)
             turn = _rotation(angles[:, i : i + 1] * axis)
-            shift = jnp.zeros((len(aims), 3, 1), aims.dtype).at[:, 0, 0].set(
-                jnp.exp(params["lengths"][i])
+            shift = (
+                jnp.zeros((len(aims), 3, 1), aims.dtype)
+                .at[:, 0, 0]
+                .set(jnp.exp(params["lengths"][i]))
             )
-            last = jnp.broadcast_to(jnp.array([[[0, 0, 0, 1]]], aims.dtype), (len(aims), 1, 4))
+            last = jnp.broadcast_to(
+                jnp.array([[[0, 0, 0, 1]]], aims.dtype), (len(aims), 1, 4)
+            )
             link = jnp.concatenate([jnp.concatenate([turn, shift], 2), last], 1)
             pose = p.dot(pose, link)
         return jnp.mean((pose[:, :3, 3] - aims) ** 2) + 1e-3 * jnp.mean(angles**2)
@@ -255,7 +259,10 @@ def gaussian_splatting() -> Program:
         z = at[:, 2]
         middle = 24 * at[:, :2] / z[:, None] + 8
         zero = jnp.zeros_like(z)
-        rows = [[24 / z, zero, -24 * at[:, 0] / z**2], [zero, 24 / z, -24 * at[:, 1] / z**2]]
+        rows = [
+            [24 / z, zero, -24 * at[:, 0] / z**2],
+            [zero, 24 / z, -24 * at[:, 1] / z**2],
+        ]
         jacobian = jnp.stack([jnp.stack(row, -1) for row in rows], -2)
         half = p.dot(jacobian, turn * scales)
         cov = p.einsum("nij,nkj->nik", half, half) + 0.3 * jnp.eye(2, dtype=z.dtype)
@@ -293,7 +300,9 @@ def compositing() -> Program:
         origins, directions, colours = data
         depths = jnp.linspace(2, 6, 24, dtype=origins.dtype)
         places = origins[:, None] + directions[:, None] * depths[:, None]
-        angles = (places[..., None] * 2.0 ** jnp.arange(4)).reshape(*places.shape[:2], -1)
+        angles = (places[..., None] * 2.0 ** jnp.arange(4)).reshape(
+            *places.shape[:2], -1
+        )
         h = jnp.concatenate([places, jnp.sin(angles), jnp.cos(angles)], -1)
         out = mlp(p, params, h)
         alpha = 1 - jnp.exp(-jax.nn.softplus(3 * out[..., 0]) * 4 / 24)
@@ -349,7 +358,10 @@ def quaternions() -> Program:
 
     def make(r):
         aims = r.normal(64, 4)
-        return r.layers(16, 64, 4), (r.normal(64, 16), aims / np.linalg.norm(aims, axis=-1, keepdims=True))
+        return r.layers(16, 64, 4), (
+            r.normal(64, 16),
+            aims / np.linalg.norm(aims, axis=-1, keepdims=True),
+        )
 
     return Program(loss, make)
 
@@ -431,7 +443,10 @@ def dice() -> Program:
     def make(r):
         images = _images(r, 8, 16, 1)
         masks = np.float32(images[..., 0] > 1.5)
-        return {"in": r.kernel(3, 3, 1, 8), "out": r.kernel(3, 3, 8, 1)}, (images, masks)
+        return {"in": r.kernel(3, 3, 1, 8), "out": r.kernel(3, 3, 8, 1)}, (
+            images,
+            masks,
+        )
 
     return Program(loss, make)
 
@@ -445,7 +460,9 @@ def conv_next() -> Program:
         for block in params["blocks"]:
             y = layer_norm(p.conv(h, block["depth"], groups=16))
             h = h + block["scale"] * mlp(p, block["mlp"], y, jax.nn.gelu)
-        return cross_entropy(dense(p, params["head"], layer_norm(h.mean((1, 2)))), labels)
+        return cross_entropy(
+            dense(p, params["head"], layer_norm(h.mean((1, 2)))), labels
+        )
 
     def make(r):
         def block():
@@ -514,7 +531,10 @@ def batch_norm_network() -> Program:
 
     def make(r):
         def block():
-            norms = {k: (1 + r.normal(16, scale=0.1), r.normal(16, scale=0.1)) for k in ("na", "nb")}
+            norms = {
+                k: (1 + r.normal(16, scale=0.1), r.normal(16, scale=0.1))
+                for k in ("na", "nb")
+            }
             return {"a": r.kernel(3, 3, 16, 16), "b": r.kernel(3, 3, 16, 16), **norms}
 
         params = {
@@ -562,9 +582,17 @@ def structural_similarity() -> Program:
         noisy, clean = data
         h = jax.nn.relu(p.conv(noisy, params["in"]))
         x, y = noisy + p.conv(h, params["out"]), clean
-        window = lambda u: jax.lax.reduce_window(
-            u, np.zeros((), u.dtype)[()], jax.lax.add, (1, 7, 7, 1), (1, 1, 1, 1), "VALID"
-        ) / 49
+        window = lambda u: (
+            jax.lax.reduce_window(
+                u,
+                np.zeros((), u.dtype)[()],
+                jax.lax.add,
+                (1, 7, 7, 1),
+                (1, 1, 1, 1),
+                "VALID",
+            )
+            / 49
+        )
         mx, my = window(x), window(y)
         xx, yy = window(x * x) - mx**2, window(y * y) - my**2
         xy = window(x * y) - mx * my
