@@ -15,7 +15,7 @@ import jax
 from benchmarks.report import stamp, write
 from benchmarks.sweep import known, tables
 from benchmarks.sweep.collection import chosen
-from benchmarks.sweep.measure import SEEDS, Row, flags, measure
+from benchmarks.sweep.measure import SEEDS, Row, flags, measure, rows_of
 
 
 def joined_rows(folder: pathlib.Path | None, rows: Sequence[Row]) -> list[Row]:
@@ -26,7 +26,7 @@ def joined_rows(folder: pathlib.Path | None, rows: Sequence[Row]) -> list[Row]:
     path = (folder or pathlib.Path()) / "sweep.json"
     before: list[Row] = []
     if folder is not None and path.exists():
-        before = [Row(**row) for row in json.loads(path.read_text())["programs"]]
+        before = rows_of(json.loads(path.read_text())["programs"])
     new = {row.program for row in rows}
     order = [entry.name for _, entry in chosen()]
     joined = [*(row for row in before if row.program not in new), *rows]
@@ -46,13 +46,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = measure(field, entry)
         jax.clear_caches()
         rows += found
-        errors = " ".join(f"{row.error:.4f}" for row in found)
+        errors = " ".join(f"{row.mixed.all:.4f}" for row in found)
         marks = ", ".join(f"{dtype} {why}" for (_, dtype), why in flags(found).items())
         seconds = time.perf_counter() - start
         print(f"{entry.name}: {errors} {seconds:.1f} s {marks}", flush=True)
     rows = joined_rows(options.json, rows)
     write(options.json, "sweep", stamp(seeds=len(SEEDS)), programs=rows)
-    print(f"\n{tables.table(rows)}\n\n{tables.flagged_lines(rows, known.FLAGGED)}")
+    print(f"\n{tables.programs_table(rows)}\n")
+    print(tables.flagged_lines(rows, known.FLAGGED))
 
 
 if __name__ == "__main__":

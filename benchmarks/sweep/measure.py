@@ -2,17 +2,16 @@
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import jmp_lite as jmp
-from benchmarks.sweep.program import Entry, Products, Program, Random
+from benchmarks.sweep.program import Entry, Products, Random
 
 DTYPES = ("bfloat16", "float16")
-WAYS = ("mixed", "O1", "by hand")
 SEEDS = (0, 1, 2)
 LARGEST_SCALE = 2.0**15
 """Where a loss scale starts: ``jmp.DynamicLossScale`` does too."""
@@ -25,37 +24,57 @@ _OPTIONS = {
 }
 
 
+class Errors(NamedTuple):
+    """How far gradients are from float32's: medians over the seeds.
+
+    Attributes:
+      all: by norms over all leaves; NaN where one is not finite.
+      leaf: the same of the worst leaf, of those that are not negligible.
+    """
+
+    all: float
+    leaf: float
+
+
 class Row(NamedTuple):
-    """A program in one dtype, in one way. Errors are medians over the seeds.
+    """A program in one dtype.
 
     Attributes:
       field: the file that the program is in.
       program: its name.
       dtype: the 16-bit dtype.
-      way: ``"mixed"``, ``"O1"`` or ``"by hand"``.
-      error: of the gradient, by norms over all leaves; NaN where one is not finite.
-      leaf: the same of the worst leaf, of those that are not negligible.
-      value: of the loss.
-      share: of the work of products, what ``mixed`` runs in 16 bits; None where there
-        are no products, and of the other ways.
-      scale: the smallest loss scale that a seed needs.
+      mixed: the errors under ``"mixed"``.
+      o1: the same under ``"O1"``.
+      by_hand: the same of products cast by hand.
+      share: of the work of products, what ``"mixed"`` runs in 16 bits; None where there
+        are no products.
+      scale: the smallest loss scale that a seed needs under ``"mixed"``.
       exact: the error of float32 itself, against float64.
     """
 
     field: str
     program: str
     dtype: str
-    way: str
-    error: float
-    leaf: float
-    value: float
+    mixed: Errors
+    o1: Errors
+    by_hand: Errors
     share: float | None
     scale: float
     exact: float
 
 
+def rows_of(written: Iterable[dict[str, Any]]) -> list[Row]:
+    """Returns rows from JSON, where a tuple is a list."""
+    errors = ("mixed", "o1", "by_hand")
+    return [Row(**row | {key: Errors(*row[key]) for key in errors}) for row in written]
+
+
 def measure(field: str, entry: Entry, dtypes: Sequence[str] = DTYPES) -> list[Row]:
-    """Returns the errors of a program: a row for each dtype and way."""
+    """Returns the errors of a program: a row for each dtype.
+
+    Raises:
+      ValueError: the program is not finite in float32.
+    """
     program = entry.program()
     inputs = [program.make(Random(seed)) for seed in SEEDS]
     full = functools.partial(program.loss, Products())
@@ -63,38 +82,27 @@ def measure(field: str, entry: Entry, dtypes: Sequence[str] = DTYPES) -> list[Ro
     expected = [run(*one, np.float32(1)) for one in inputs]
     if not all(map(_is_finite, expected)):
         raise ValueError(f"{entry.name} is not finite in float32.")
-    exact = statistics.median(
-        _error(e[1], d[1])
-        for e, d in zip(expected, _in_float64(full, inputs), strict=True)
-    )
+    wide = _in_float64(full, inputs)
     rows: list[Row] = []
     for dtype in dtypes:
-        for way in WAYS:
-            run = _gradient(_loss(program, way, dtype))
-            found = [_scaled(run, one, dtype) for one in inputs]
-            pairs = [(f, e) for (f, _), e in zip(found, expected, strict=True)]
-            rows.append(
-                Row(
-                    field,
-                    entry.name,
-                    dtype,
-                    way,
-                    _median(_error(f[1], e[1]) for f, e in pairs),
-                    _median(_worst_leaf(f[1], e[1]) for f, e in pairs),
-                    _median(_error(f[0], e[0]) for f, e in pairs),
-                    share_low(program, dtype, inputs[0]) if way == "mixed" else None,
-                    min(scale for _, scale in found),
-                    exact,
-                )
+        ways = (
+            jmp.autocast(full, "mixed", compute_dtype=dtype),
+            jmp.autocast(full, "O1", compute_dtype=dtype),
+            functools.partial(program.loss, Products(dtype)),
+        )
+        found = [_scaled(_gradient(way), inputs, dtype) for way in ways]
+        rows.append(
+            Row(
+                field,
+                entry.name,
+                dtype,
+                *(_errors(gradients, expected) for gradients, _ in found),
+                share=share_low(full, dtype, inputs[0]),
+                scale=found[0][1],
+                exact=_errors(expected, wide).all,
             )
+        )
     return rows
-
-
-def _loss(program: Program, way: str, dtype: str) -> Callable[..., Any]:
-    if way == "by hand":
-        return functools.partial(program.loss, Products(dtype))
-    full = functools.partial(program.loss, Products())
-    return jmp.autocast(full, way, compute_dtype=dtype)
 
 
 def _gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,14 +118,21 @@ def _gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(run, compiler_options=_OPTIONS)
 
 
-def _scaled(run: Callable[..., Any], inputs: Any, dtype: str) -> tuple[Any, float]:
-    """Returns value and gradient under the largest loss scale that is finite."""
-    scale = LARGEST_SCALE if dtype == "float16" else 1.0
-    while True:
-        found = run(*inputs, np.float32(scale))
-        if scale == 1 or _is_finite(found):
-            return found, scale
-        scale /= 2
+def _scaled(
+    run: Callable[..., Any], inputs: Sequence[Any], dtype: str
+) -> tuple[list[Any], float]:
+    """Returns values and gradients, each under the largest scale that is finite."""
+    found: list[Any] = []
+    smallest = LARGEST_SCALE if dtype == "float16" else 1.0
+    for one in inputs:
+        scale = LARGEST_SCALE if dtype == "float16" else 1.0
+        result = run(*one, np.float32(scale))
+        while scale > 1 and not _is_finite(result):
+            scale /= 2
+            result = run(*one, np.float32(scale))
+        found.append(result)
+        smallest = min(smallest, scale)
+    return found, smallest
 
 
 def _in_float64(loss: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
@@ -127,9 +142,8 @@ def _in_float64(loss: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
         return [jax.tree.map(np.asarray, run(*one, np.float64(1))) for one in wide]
 
 
-def share_low(program: Program, dtype: str, inputs: Any) -> float | None:
-    """Returns the share of the products' work that ``mixed`` runs in 16 bits."""
-    loss = functools.partial(program.loss, Products())
+def share_low(loss: Callable[..., Any], dtype: str, inputs: Any) -> float | None:
+    """Returns the share of the products' work that ``"mixed"`` runs in 16 bits."""
     flops = jmp.explain(loss, "mixed", compute_dtype=dtype)(*inputs).totals.flops
     total = sum(flops.values())
     return flops.get(dtype, 0) / total if total else None
@@ -154,50 +168,50 @@ def _pairs(actual: Any, expected: Any) -> list[tuple[float, float]]:
     return [(float(np.linalg.norm(a - e)), float(np.linalg.norm(e))) for a, e in pairs]
 
 
-def _error(actual: Any, expected: Any) -> float:
-    off, size = np.array(_pairs(actual, expected)).T
+def _errors(actual: Sequence[Any], expected: Sequence[Any]) -> Errors:
+    pairs = [_pairs(a[1], e[1]) for a, e in zip(actual, expected, strict=True)]
+    return Errors(_median(map(_of_all, pairs)), _median(map(_of_worst, pairs)))
+
+
+def _of_all(pairs: Sequence[tuple[float, float]]) -> float:
+    off, size = np.array(pairs).T
     return float(np.linalg.norm(off) / np.linalg.norm(size))
 
 
-def _worst_leaf(actual: Any, expected: Any) -> float:
+def _of_worst(pairs: Sequence[tuple[float, float]]) -> float:
     """Returns the largest error of a leaf that has a thousandth of the gradient."""
-    pairs = _pairs(actual, expected)
     least = 1e-3 * float(np.linalg.norm([size for _, size in pairs]))
     return float(np.max([off / size for off, size in pairs if size >= least]))
 
 
-def _median(numbers: Any) -> float:
-    numbers = list(numbers)
-    return statistics.median(numbers) if np.isfinite(numbers).all() else float("nan")
+def _median(errors: Iterable[float]) -> float:
+    errors = list(errors)
+    return statistics.median(errors) if np.isfinite(errors).all() else float("nan")
 
 
 # ----------------------------------------------------------------------------- flags
 
 
 def flags(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
-    """Returns where ``mixed`` is worse than both other ways, and how.
+    """Returns where ``"mixed"`` is worse than both other ways, and how.
 
     Returns:
-      (program, dtype) -> a reason. ``"not finite"``: a gradient in ``mixed`` is NaN or
-      infinite. ``"gradient"``, ``"leaf"``: the error of the gradient, or of its worst
-      leaf, is more than twice that of ``"O1"`` and that of products cast by hand.
+      (program, dtype) -> a reason. ``"not finite"``: a gradient is NaN or infinite.
+      ``"gradient"``, ``"leaf"``: the error of the gradient, or of its worst leaf, is
+      more than twice that of ``"O1"`` and that of products cast by hand.
     """
-    of = {(row.program, row.dtype, row.way): row for row in rows}
     found: dict[tuple[str, str], str] = {}
-    for (program, dtype, way), row in of.items():
-        if way != "mixed":
-            continue
-        others = [of[program, dtype, other] for other in WAYS[1:]]
-        if not np.isfinite(row.error):
-            found[program, dtype] = "not finite"
-        elif _is_worse(row.error, [o.error for o in others], dtype):
-            found[program, dtype] = "gradient"
-        elif _is_worse(row.leaf, [o.leaf for o in others], dtype):
-            found[program, dtype] = "leaf"
+    for row in rows:
+        others = (row.o1, row.by_hand)
+        if not np.isfinite(row.mixed.all):
+            found[row.program, row.dtype] = "not finite"
+        elif _is_worse(row.mixed.all, [one.all for one in others], row.dtype):
+            found[row.program, row.dtype] = "gradient"
+        elif _is_worse(row.mixed.leaf, [one.leaf for one in others], row.dtype):
+            found[row.program, row.dtype] = "leaf"
     return found
 
 
 def _is_worse(error: float, others: Sequence[float], dtype: str) -> bool:
-    finite = [one for one in others if np.isfinite(one)]
-    worst = max(finite) if len(finite) == len(others) else float("inf")
-    return error > SMALL[dtype] and error > 2 * worst
+    # A comparison with NaN is false: another way that fails excuses any error.
+    return error > SMALL[dtype] and all(error > 2 * other for other in others)
