@@ -59,7 +59,7 @@ def survival() -> Program:
 
     def loss(p, params, data):
         x, ends, died, aim = data
-        hazards = jax.nn.sigmoid(mlp(p, params["net"], x) - 2)
+        hazards = jax.nn.sigmoid(3 * mlp(p, params["net"], x) - 2)
         alive = jnp.cumprod(1 - hazards, -1)
         before = jnp.concatenate([jnp.ones_like(alive[:, :1]), alive[:, :-1]], -1)
         at = lambda u: jnp.take_along_axis(u, ends[:, None], -1)[:, 0]

@@ -197,16 +197,40 @@ def bundle_adjustment() -> Program:
     return Program(loss, make)
 
 
+def camera_features() -> Program:
+    """Points seen by a camera 400 away; their pixels enter a network."""
+
+    def loss(p, params, data):
+        points, aims = data
+        turned = p.einsum("ij,nj->ni", _rotation(params["turn"]), points)
+        at = turned + params["shift"]
+        pixels = jnp.exp(params["focal"]) * at[:, :2] / at[:, 2:]
+        features = jnp.concatenate([pixels / 100, at / 400], -1)
+        return jnp.mean((mlp(p, params["net"], features, jnp.tanh) - aims) ** 2)
+
+    def make(r):
+        params = {
+            "turn": 0.2 * r.normal(3),
+            "shift": np.float32([0, 0, 400]) + 5 * r.normal(3),
+            "focal": np.float32(np.log(800.0)) + r.normal(scale=0.01),
+            "net": r.layers(5, 64, 3),
+        }
+        return params, (r.uniform(128, 3, low=-80, high=80), r.normal(128, 3))
+
+    return Program(loss, make)
+
+
 def perspective() -> Program:
-    """A homography of a network's eight numbers maps corners of large images."""
+    """Two homographies of a network map corners of large images, one by one."""
 
     def loss(p, params, data):
         x, corners, aims = data
-        h = mlp(p, params, x, jnp.tanh)
+        h = mlp(p, params, x, jnp.tanh).reshape(-1, 2, 8)
         scale = jnp.array([0.1, 0.1, 30, 0.1, 0.1, 30, 1e-4, 1e-4], h.dtype)
-        h = jnp.concatenate([h * scale, jnp.zeros_like(h[:, :1])], -1)
-        h = h.reshape(-1, 3, 3) + jnp.eye(3, dtype=h.dtype)
-        at = p.einsum("bij,nj->bni", h, corners)
+        h = jnp.concatenate([h * scale, jnp.zeros_like(h[..., :1])], -1)
+        h = h.reshape(-1, 2, 3, 3) + jnp.eye(3, dtype=h.dtype)
+        at = p.einsum("bij,nj->bni", h[:, 0], corners)
+        at = p.einsum("bij,bnj->bni", h[:, 1], at / at[..., 2:])
         moved = at[..., :2] / at[..., 2:]
         return jnp.mean(jnp.abs(moved - aims)) / 100
 
@@ -214,7 +238,7 @@ def perspective() -> Program:
         places = np.stack(np.meshgrid([0, 640], [0, 480]), -1).reshape(4, 2)
         corners = np.float32(np.concatenate([places, np.ones((4, 1))], -1))
         aims = np.float32(places + 20 * r.normal(32, 4, 2))
-        return r.layers(16, 64, 8), (r.normal(32, 16), corners, aims)
+        return r.layers(16, 64, 16), (r.normal(32, 16), corners, aims)
 
     return Program(loss, make)
 
@@ -337,7 +361,7 @@ def alpha_layers() -> Program:
         w, b = r.layers(32, 32)[0]
         params = {
             "in": r.layers(16, 32)[0],
-            "alpha": (3 * w, b - 2),
+            "alpha": (5 * w, b),
             "colours": r.normal(32, 3),
             "glow": r.normal(32, 3, scale=0.1),
         }
@@ -613,6 +637,7 @@ ENTRIES = (
     Entry("Lucas-Kanade flow", optical_flow),
     Entry("deformable attention", deformable_attention),
     Entry("bundle adjustment", bundle_adjustment),
+    Entry("camera's pixels, a network", camera_features),
     Entry("perspective division", perspective),
     Entry("forward kinematics", forward_kinematics),
     Entry("rotations, geodesic loss", quaternions),
