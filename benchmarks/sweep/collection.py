@@ -49,5 +49,6 @@ def chosen(patterns: Sequence[str] = ()) -> list[tuple[str, Entry]]:
     ]
     if not found:
         names = ", ".join(entry.name for _, entry in every)
-        raise SystemExit(f"No such program: {patterns}. There are: {names}.")
+        asked = ", ".join(patterns)
+        raise SystemExit(f"No such program: {asked}. There are: {names}.")
     return found
