@@ -26,7 +26,7 @@ def spectral_norm() -> Program:
                 u = u / (jnp.linalg.norm(u) + 1e-12)
             v, u = jax.lax.stop_gradient(v), jax.lax.stop_gradient(u)
             sigma = jnp.sum(p.dot(v, w) * u)
-            h = jax.nn.leaky_relu(p.dot(h, w / sigma) + b)
+            h = jax.nn.silu(p.dot(h, w / sigma) + b)
         return cross_entropy(4 * h, labels)
 
     def make(r):
@@ -129,7 +129,7 @@ def sinkhorn_product() -> Program:
         x, y = data
         z = mlp(p, params, x, jnp.tanh)
         costs = jnp.sum((z[:, None] - y[None]) ** 2, -1)
-        kernel = jnp.exp(-costs / 0.5)
+        kernel = jnp.exp(-costs / 4)
         u = jnp.ones((len(z), 1), z.dtype)
         for _ in range(20):
             v = 1 / (len(y) * p.dot(kernel.T, u) + 1e-9)

@@ -216,7 +216,7 @@ def griffin() -> Program:
             return left[0] * right[0], right[0] * left[1] + right[1]
 
         _, states = jax.lax.associative_scan(join, (a, pushes))
-        return jnp.mean((mlp(p, params["out"], states) - y) ** 2)
+        return jnp.mean((mlp(p, params["out"], states, jax.nn.gelu) - y) ** 2)
 
     def make(r):
         params = {
