@@ -27,6 +27,8 @@ from benchmarks import (
     steps,
 )
 from benchmarks.report import joined
+from benchmarks.sweep import measure as sweep
+from benchmarks.sweep import tables as sweep_tables
 from benchmarks.thirdparty import measure, settings
 from benchmarks.thirdparty import tables as thirdparty
 
@@ -242,6 +244,12 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         [row for row in _rows(results, "rows", steps.Predicted) if _is_lean(row)]
     ),
     "summary": summary,
+    "sweep.summary": lambda results: sweep_tables.summary_table(
+        sweep.rows_of(results["programs"])
+    ),
+    "sweep.programs": lambda results: sweep_tables.programs_table(
+        sweep.rows_of(results["programs"])
+    ),
     "thirdparty.summary": lambda results: thirdparty.summary_table(
         _rows(results, "measured", measure.Row)
     ),
