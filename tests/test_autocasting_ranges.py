@@ -113,6 +113,50 @@ def test_the_derivative_of_a_quotient_is_right_for_large_and_small_divisors(name
             assert relative_error(one, other) < 0.02
 
 
+def softmax_by_hand(x, size):
+    weights = jnp.exp(size * jnp.tanh(x @ W))
+    return (weights / weights.sum(-1, keepdims=True)) @ W
+
+
+def weight_norm(x, size):
+    weights = size * W
+    return jnp.tanh(x @ (weights / jnp.linalg.norm(weights, axis=0))) @ W
+
+
+def attention_with_a_normaliser(x, size):
+    queries, keys = (jax.nn.elu(x @ w) + 1 for w in (W, W.T))
+    total = size * (queries @ keys.sum(0)[:, None])
+    return ((queries @ (keys.T @ x)) * size / total) @ W
+
+
+def root_mean_square(x, size):
+    h = size * (x @ W)
+    return (h * lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-12)) @ W
+
+
+def sum_by_hand(x, size):
+    h = size * (1 + jnp.abs(x @ W))
+    return (h / h.sum(-1, keepdims=True)) @ W
+
+
+@pytest.mark.parametrize("size", [2e-3, 1.0, 400.0])
+@pytest.mark.parametrize(
+    "fun",
+    [
+        *(softmax_by_hand, weight_norm, attention_with_a_normaliser),
+        *(root_mean_square, sum_by_hand),
+    ],
+)
+def test_a_normalisation_is_right_for_large_and_small_numbers_in_float16(fun, size):
+    size = min(size, 8.0) if fun is softmax_by_hand else size
+    loss = lambda x: (fun(x, size) * jnp.cos(X)).sum()
+    actual, expected = (
+        compiled(jax.grad(f), X)
+        for f in (autocast(loss, compute_dtype="float16"), loss)
+    )
+    assert relative_error(actual, expected) < 0.02
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_quotient_is_float32_inside_and_16_bit_outside(dtype):
     fun = lambda x, w: ((x @ w) / (x @ w.T)) @ w
