@@ -49,7 +49,7 @@ mutants: $(VENV)/.test
 
 # JAX is a checkout of JAX's repository at the installed version.
 jax-tests: $(VENV)/.test
-	$(BIN)/python tests/jax_tests/run.py $(JAX) $(ARGS)
+	$(BIN)/python tests/jax_tests/driver.py $(JAX) $(ARGS)
 
 targets: $(VENV)/.targets
 	$(BIN)/python -m pytest -m targets --numprocesses auto --dist loadscope $(ARGS)

@@ -6,7 +6,7 @@ import collections
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_tests import plugin, run
+from jax_tests import driver, plugin
 
 import jmp_lite as jmp
 
@@ -57,18 +57,18 @@ EXACT = "few_test.py::Some::test_is_exact"
 def test_what_fails_by_autocast_alone_is_reported_unless_it_is_known(tmp_path, capsys):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "few_test.py").write_text(TESTS)
-    found = run.additional(tmp_path, "few", run.MODES)
+    found = driver.additional(tmp_path, "few", driver.MODES)
     assert {mode: set(failed) for mode, failed in found.failed.items()} == {
         "O0": set(),
         "mixed": {EXACT},
     }
     assert found.passed == {"O0": 3, "mixed": 2}
-    assert run.summarize([found], [], argparse.Namespace(modes=run.MODES)) == 1
+    assert driver.summarize([found], [], argparse.Namespace(modes=driver.MODES)) == 1
     assert EXACT in capsys.readouterr().out
-    known = [run.Reason("digits", "It compares digits.", {"mixed": [EXACT]})]
-    assert run.summarize([found], known, argparse.Namespace(modes=run.MODES)) == 0
-    known = [run.Reason("digits", "It compares digits.", {"O0": [EXACT]})]
-    assert run.summarize([found], known, argparse.Namespace(modes=["O0"])) == 1
+    known = [driver.Reason("digits", "It compares digits.", {"mixed": [EXACT]})]
+    assert driver.summarize([found], known, argparse.Namespace(modes=driver.MODES)) == 0
+    known = [driver.Reason("digits", "It compares digits.", {"O0": [EXACT]})]
+    assert driver.summarize([found], known, argparse.Namespace(modes=["O0"])) == 1
     assert "passes, but is listed as 'digits'" in capsys.readouterr().out
 
 
@@ -107,7 +107,7 @@ def test_a_rounding_to_16_bits_is_near_and_a_fault_is_not(actual, desired, is_ne
     ],
 )
 def test_a_failure_has_a_cause(message, cause):
-    assert run.Failure(message, "").cause == cause
+    assert driver.Failure(message, "").cause == cause
 
 
 def test_a_test_that_does_not_end_fails(tmp_path):
@@ -116,16 +116,16 @@ def test_a_test_that_does_not_end_fails(tmp_path):
         '{"test": "a", "outcome": "began"}\n{"test": "a", "outcome": "passed"}\n'
         '{"test": "b", "outcome": "began"}\n'
     )
-    found = run.read_outcomes("few", outcomes, "pytest ended with -11")
-    assert found == run.Run(1, {"b": run.Failure("pytest ended with -11", "")})
+    found = driver.read_outcomes("few", outcomes, "pytest ended with -11")
+    assert found == driver.Run(1, {"b": driver.Failure("pytest ended with -11", "")})
 
 
 @pytest.mark.parametrize("version", ["0.10", "0.12"])
 def test_each_known_test_has_one_reason_which_is_a_sentence(version):
     listed = collections.Counter()
-    for reason in run.read_reasons(run.HERE / "known.toml", version):
+    for reason in driver.read_reasons(driver.HERE / "known.toml", version):
         assert reason.why.endswith(".")
-        assert set(reason.tests) <= set(run.MODES)
+        assert set(reason.tests) <= set(driver.MODES)
         for mode, tests in reason.tests.items():
             assert list(tests) == sorted(tests)
             listed.update((mode, test) for test in tests)

@@ -352,7 +352,8 @@ def test_optimizers_that_ask_for_more_than_gradients_get_it(name):
     for _ in range(3):
         state, last = step(state, X)
     assert last["loss"] < first["loss"]
-    assert int(last["skipped"]) == 0
+    # Sophia's estimate of the curvature overflows under the first loss scale.
+    assert int(last["skipped"]) == (name == "contrib.sophia")
 
 
 # ------------------------- what an optimizer computes by itself overflows by itself

@@ -1,8 +1,8 @@
 """A pytest plugin that sends the functions of JAX's tests through autocast.
 
-``run.py`` loads it. It replaces ``jax.jit``, ``jax.grad`` and the other transforms for
-callers in the tests' folder; JAX itself calls the original ones. It writes a line of
-JSON for each test that begins, and one for each test that ends.
+``driver.py`` loads it. It replaces ``jax.jit``, ``jax.grad`` and the other transforms
+for callers in the tests' folder; JAX itself calls the original ones. It writes a line
+of JSON for each test that begins, and one for each test that ends.
 """
 
 import functools

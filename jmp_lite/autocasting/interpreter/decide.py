@@ -210,11 +210,13 @@ def _low(
 ) -> Decision:
     # In float32, with a cast after it: the derivative of some ops, or a cast of a
     # computed operand to a dtype of small range, is infinite where the result is not.
+    # A float32 operand of a quotient would wait for the backward pass in float32.
+    computed = [o for o in operands if o.kind.is_cast_once]
+    are_low = all(o.state is State.LOW for o in computed)
     is_quotient = op == "div" and not isinstance(operands[-1].origin, Number)
-    is_computed = any(
-        o.state is not State.LOW and o.kind.is_cast_once for o in operands
+    is_cast_late = (
+        op in ADDED_UP or (is_quotient and are_low) or (is_narrow and not are_low)
     )
-    is_cast_late = op in ADDED_UP or is_quotient or (is_narrow and is_computed)
     run = Run.FULL if is_cast_late else Run.LOW
     return Decision(run, State.LOW, reason, leader, match)
 
