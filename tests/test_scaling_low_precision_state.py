@@ -505,7 +505,7 @@ def test_gradients_of_a_row_are_accurate_to_a_ratio_of_ten_thousand_in_8_bits():
         means[name] = jnp.mean(params.reshape(64, 8, 16), axis=(0, 2))
     found = means["low"] / means["full"]
     np.testing.assert_allclose(found[:5], 1, rtol=0.05)
-    assert 0.02 < found[6] < 0.08
+    assert 0.1 < found[6] < 0.2
 
 
 def test_a_gradient_whose_square_is_infinite_leaves_all_moments_finite():

@@ -423,7 +423,7 @@ def test_with_an_overflow_at_any_of_ten_steps_all_numbers_stay_finite(name):
         state, metrics = jax.lax.scan(step, start, batches)
         return state.params, metrics["skipped"][-1]
 
-    for size in (1e4, 10.0):  # Of the gradients, or what the optimizer computes.
+    for size in (6e4, 10.0):  # Of the gradients, or what the optimizer computes.
         overflow = jnp.eye(10)[:, :, None] * size
         params, skipped = run(0.5 + jnp.broadcast_to(overflow, (10, 10, 2)))
         assert jmp.all_finite(params)
