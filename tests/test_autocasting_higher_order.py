@@ -243,19 +243,50 @@ def test_rules_in_rules_are_converted_once():
 # -------------------------------------------------------------- calls of other kinds
 
 
-def test_a_rule_may_be_mapped_inside_of_an_inner_autocast():
-    """Under a flag, JAX 0.10 makes an op of it that cannot be hashed."""
+@pytest.fixture
+def newest_rules():
+    """``custom_vjp`` as JAX's next one, which binds another op."""
     before = jax.config.jax_custom_vjp3
     jax.config.update("jax_custom_vjp3", True)
-    try:
-        rule = jax.custom_vjp(lambda x: jnp.tanh(x @ W))
-        rule.defvjp(lambda x: (rule(x), x), lambda x, g: (g @ W.T * x,))
-        mapped = lambda x: jnp.sum(jax.vmap(autocast(rule))(x))
-        low = jax.value_and_grad(autocast(mapped))
-        actual, expected = low(X), jax.value_and_grad(mapped)(X)
-    finally:
-        jax.config.update("jax_custom_vjp3", before)
+    yield
+    jax.config.update("jax_custom_vjp3", before)
+
+
+@pytest.mark.usefixtures("newest_rules")
+def test_a_rule_may_be_mapped_inside_of_an_inner_autocast():
+    """JAX 0.10 makes an op of it that cannot be hashed."""
+    rule = jax.custom_vjp(lambda x: jnp.tanh(x @ W))
+    rule.defvjp(lambda x: (rule(x), x), lambda x, g: (g @ W.T * x,))
+    mapped = lambda x: jnp.sum(jax.vmap(autocast(rule))(x))
+    actual = jax.value_and_grad(autocast(mapped))(X)
+    expected = jax.value_and_grad(mapped)(X)
     assert relative_error(actual, expected) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.usefixtures("newest_rules")
+def test_a_mapped_rule_gets_zeros_for_cotangents_that_are_not_needed():
+    rule = jax.custom_vjp(lambda x: (x @ W, x))
+
+    def backward(x, cotangents):
+        assert isinstance(cotangents[1], SymbolicZero)
+        return (cotangents[0] @ W.T * x,)
+
+    forward = lambda x: ((x.value @ W, x.value), x.value)
+    rule.defvjp(forward, backward, symbolic_zeros=True)
+    loss = lambda x: jnp.sum(jax.vmap(lambda row: rule(row)[0])(x))
+    actual, expected = jax.grad(autocast(loss))(X), jax.grad(loss)(X)
+    assert relative_error(actual, expected) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.usefixtures("newest_rules")
+def test_an_optimized_checkpoint_computes_the_function_and_not_its_forward_rule():
+    rule = jax.custom_vjp(lambda x: 2 * x)
+    rule.defvjp(lambda x: (3 * x, x), lambda x, g: (g * x,), optimize_remat=True)
+    loss = lambda x: jnp.sum(jax.checkpoint(rule)(x))
+    actual = jax.value_and_grad(autocast(loss))(X)
+    expected = jax.value_and_grad(loss)(X)
+    chex.assert_trees_all_close(expected[0], jnp.sum(2 * X), rtol=1e-6)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
 
 
 def test_a_rule_for_vmap_is_kept_and_low_inside():

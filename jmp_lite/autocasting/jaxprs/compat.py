@@ -618,8 +618,8 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
     def bwd(*arrays: Array) -> list[Array]:
         n = structure[0].num_leaves
         residuals = structure[0].unflatten(arrays[:n])
-        given = arrays[n:] if has_zeros else map(_instantiated, arrays[n:])
-        cotangents = outputs.unflatten(given)
+        zero = _internal_zero if has_zeros else _instantiated
+        cotangents = outputs.unflatten(map(zero, arrays[n:]))
         if is_closed:
             grads, _ = primitive.bwd(residuals, cotangents)
             consts = jax.tree.map(
@@ -646,7 +646,14 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
         return tuple(None if isinstance(g, Zero) else g for g in grads)
 
     function = jax.custom_vjp(lambda *arrays: new_fun(*arrays))
-    function.defvjp(rule_fwd, rule_bwd, symbolic_zeros=has_zeros or closes_over)
+    takes_zeros = has_zeros or closes_over
+    function.defvjp(
+        rule_fwd,
+        rule_bwd,
+        symbolic_zeros=takes_zeros,
+        # JAX does not allow both.
+        optimize_remat=_unbatched(primitive).opt_remat and not takes_zeros,
+    )
     return function
 
 
@@ -682,9 +689,14 @@ def bind_custom_vmap(
 
 
 def _instantiated(array: Array) -> Any:
-    if type(array).__name__ == "SymbolicZero":
+    if is_symbolic_zero(array):
         return jnp.zeros(array.aval.shape, array.aval.dtype)
     return array
+
+
+def _internal_zero(array: Array) -> Any:
+    """Returns a user's symbolic zero as JAX's own, which ``vmap`` accepts."""
+    return Zero(array.aval) if is_symbolic_zero(array) else array
 
 
 def forwarded_residuals(eqn: Eqn, n_residuals: int) -> Sequence[int | None]:
