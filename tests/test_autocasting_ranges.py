@@ -170,6 +170,13 @@ def test_a_quotient_is_float32_inside_and_16_bit_outside(dtype):
     assert row.precision == dtype
 
 
+def test_a_quotient_keeps_no_float32_operand_for_the_backward_pass():
+    """A softmax under ``O2`` divides float32 numbers, and its result is 16-bit."""
+    fun = lambda x: jax.nn.softmax(x @ W) @ W
+    rows = explain(fun, "O2")(X).rows
+    assert [r.precision for r in rows if r.op == "div"] == ["bfloat16"]
+
+
 def test_powers_are_float32_inside_in_float16_only():
     def fun(x):
         h = x @ W
