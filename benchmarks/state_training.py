@@ -122,14 +122,14 @@ def measure(before: str, name: str, steps: int = STEPS) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as text."""
     head = "".join(f"{dtype:>15}" for dtype in DTYPES)
-    lines = [f"{'loss, relative to float32 state':36}{'float32':>9}{head}"]
+    lines = [f"{'loss, relative to float32 state':33}{'float32':>9}{head}"]
     for row in rows:
         cells = (
             "refused" if loss is None else f"{loss / row.float32:.2f}"
             for loss in row.loss.values()
         )
         lines.append(
-            f"{row.before + ', ' + row.optimizer:36}{row.float32:>9.1e}"
+            f"{row.before + ', ' + row.optimizer:33}{row.float32:>9.1e}"
             + "".join(f"{cell:>15}" for cell in cells)
         )
     return "\n".join(lines)
