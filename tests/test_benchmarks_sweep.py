@@ -220,9 +220,18 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert programs_table(rows_of(written)) in capsys.readouterr().out
 
 
+# Each was far off before autocast had a rule for it. The others are measured by
+# ``benchmarks.sweep``: in some of them, an argmax flips on one machine and not another.
+CURED = """
+gated unit with entropy; RG-LRU; stick-breaking attention; clipped sigmoid;
+probit by erf; SAC; survival hazards; FSQ; linear attention; STFT loss; equalizer;
+gelu network, large inputs
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("field", FIELDS)
-def test_no_program_is_worse_than_what_is_known(field):
-    rows = [row for entry in FIELDS[field] for row in measure(field, entry)]
-    new = set(flags(rows)) - set(known.FLAGGED)
-    assert not new, flagged_lines(rows, known.FLAGGED)
+@pytest.mark.parametrize("name", [name.strip() for name in CURED.split(";")])
+def test_a_program_that_a_rule_has_cured_stays_so(name):
+    ((field, entry),) = (one for one in chosen([name]) if one[1].name == name)
+    rows = measure(field, entry)
+    assert flags(rows) == {}, flagged_lines(rows, known.FLAGGED)
