@@ -217,12 +217,13 @@ print(f"    {code(first)}")
 print(f"infinite: {first.inf} of {first.elements} values")
 print(f"the largest of the others: {first.max_abs:.0f}")
 assert place(first) == "block_1"
-assert "** 2" in code(first)
+assert "squares @" in code(first)
 
 # %% [markdown]
-# The cause is the square in the last block. The largest float16 number is 65504. One of
-# 8,192 squares is larger: one hidden unit, for one digit. The next rows show what
-# follows from it:
+# It is the cast of the squares in the last block. Autocast squares in float32, but the
+# product needs float16 operands, and the largest float16 number is 65504. One of 8,192
+# squares is larger: one hidden unit, for one digit. The next rows show what follows
+# from it:
 
 
 # %%
@@ -256,7 +257,7 @@ rows_at = {
 
 
 def largest_square(rows, name):
-    squares = [row for row in rows if row.op == first.op and code(row) == code(first)]
+    squares = [row for row in rows if row.op == "integer_pow" and "** 2" in code(row)]
     return max(row.max_abs for row in squares if name in row.scope)
 
 
@@ -476,8 +477,8 @@ print("\n".join(lines))
 # are float16. But the training itself changes: at this learning rate it is slower.
 #
 # **Answer.** The smallest change is one rule, which keeps the last block in float32.
-# `watch` and `first_nonfinite` find the line, the square in that block, from one failed
-# step under `jit`. `tune` finds the rule.
+# `watch` and `first_nonfinite` find the line, where the squares of that block become
+# float16, from one failed step under `jit`. `tune` finds the rule.
 #
 # A loss scale does not repair this fault. It repairs a second one, which causes no NaN:
 # gradients below 6e-8. `explain` warns of it before anything runs, and
