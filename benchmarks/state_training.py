@@ -32,7 +32,7 @@ BEFORE: Mapping[str, Callable[[], Any]] = {
     "noise": lambda: optax.add_noise(1e-4, 0.55, key=jax.random.key(1)),
     "centralize": optax.centralize,
 }
-"""What stands before the optimizer."""
+"""Transformations that run before the optimizer."""
 
 OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
     "adam": optax.adam,
@@ -49,7 +49,7 @@ class Row(NamedTuple):
     """A training with the state in a dtype.
 
     Attributes:
-      before: what stands before the optimizer.
+      before: the transformation before the optimizer.
       optimizer: its name.
       float32: the last loss with the state in float32.
       loss: the last loss by dtype; None if ``init`` refuses the dtype.

@@ -35,7 +35,7 @@ def test_no_dtype_ends_with_twice_the_loss_of_float32_state(before, name):
     row = measure(before, name)
     for dtype, loss in row.loss.items():
         # A centred gradient has no part along ones. Muon makes all singular values
-        # alike, and so enlarges the rounding error of this part some hundred times.
+        # alike, and so enlarges the rounding error of this part.
         is_enlarged = (before, name) == ("centralize", "muon") and dtype != "float16"
         assert loss is None or (loss < 2 * row.float32) != is_enlarged
 

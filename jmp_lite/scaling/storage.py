@@ -8,9 +8,9 @@ own, without a sign: 5 exponent bits and 3 mantissa bits, in a uint8. Only a zer
 stored as zero: an update divided by the square root of zero would be huge.
 
 A row has one scale, however long it is. The formats are as accurate far below the
-largest number as close to it, down to a part of it: 2**-17 in float8, 2**-32 for
-squares, which is 2**-16 of a gradient. Shorter blocks, as in bitsandbytes, make XLA
-copy arrays (`benchmarks.moments`).
+largest number as close to it, down to a part of it: 2**-14 in float8, whose smallest
+number is 2**-17 of it, and 2**-31 for squares, which is less than 2**-15 of a gradient.
+Shorter blocks, as in bitsandbytes, make XLA copy arrays (`benchmarks.moments`).
 """
 
 import math
