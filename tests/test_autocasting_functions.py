@@ -557,3 +557,23 @@ def test_a_node_that_converts_what_it_holds_may_be_returned():
     out = autocast(lambda x: Node(x @ x))(x)
     assert isinstance(out, Node)
     assert out.array.tolist() == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("rules", ["mixed", "O1"])
+def test_a_key_among_the_operands_of_a_jvp_rule_has_a_tangent_without_numbers(rules):
+    @jax.custom_jvp
+    def noisy(x, key):
+        return x @ x * jax.random.normal(key)
+
+    @noisy.defjvp
+    def rule(primals, tangents):
+        (x, key), (x_dot, key_dot) = primals, tangents
+        assert key_dot.dtype == jax.dtypes.float0
+        noise = jax.random.normal(key)
+        return x @ x * noise, (x_dot @ x + x @ x_dot) * noise
+
+    key = jax.random.key(1)
+    plain = lambda x: jnp.sum(x @ x * jax.random.normal(key))
+    with jax.enable_checks(True):
+        actual = jax.grad(autocast(lambda x: jnp.sum(noisy(x, key)), rules))(X)
+    assert relative_error(actual, jax.grad(plain)(X)) < 0.02

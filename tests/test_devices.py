@@ -77,6 +77,26 @@ def test_a_step_on_sharded_parameters_is_the_step_on_one_device(
     assert int(sharded.step) == int(alone.step) == 2
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.vmap])
+def test_a_part_on_a_mesh_of_other_axis_types_is_cast_on_its_own_mesh(transform):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    of_matrices = jax.sharding.auto_axes(jnp.matmul, out_sharding=P())
+
+    def fun(w, x):
+        return jnp.sum(of_matrices(jnp.sin(x), w) + 1, keepdims=False)
+
+    if transform is jax.vmap:
+        transform = lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[None])
+    w, x = jnp.eye(8), jnp.linspace(-1, 1, 32).reshape(4, 8)
+    expected = transform(lambda w, x: jnp.sum(jnp.sin(x) @ w + 1))(w, x)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, P("data"))
+        actual = jax.jit(transform(jmp.autocast(fun)))(w, x)
+        jaxpr = str(jax.make_jaxpr(jmp.autocast(fun))(w, x))
+    assert "bf16[4,8" in jaxpr
+    assert relative_error(jax.device_get(actual), expected) < 0.01
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_micro_batches_of_a_sharded_batch_stay_on_their_devices(kind, accumulate):

@@ -24,7 +24,7 @@ from jmp_lite.autocasting.interpreter.values import (
     State,
     Value,
 )
-from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.jaxprs import compat, sharding
 from jmp_lite.autocasting.jaxprs.types import Array, Dtype, Literal, Var
 from jmp_lite.autocasting.rules.precision import Float8
 
@@ -88,7 +88,7 @@ class Casts:
         if value.state is not State.LOW:
             return value.array
         if value.raised is None:  # Once: the gradients of its uses add up in float32.
-            value.raised = value.array.astype(jnp.float32)
+            value.raised = sharding.cast(value.array, jnp.float32)
         return value.raised
 
     def low(self, value: Value) -> Array:
@@ -115,7 +115,7 @@ class Casts:
         if saturates:
             ends = jnp.finfo(self.low_dtype)
             array = lax.clamp(np.float32(ends.min), array, np.float32(ends.max))
-        return compat.as_array(array).astype(self.low_dtype)
+        return sharding.cast(compat.as_array(array), self.low_dtype)
 
 
 _ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))

@@ -48,7 +48,8 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
 
         def low_jvp(*arrays: Array) -> list[Array]:
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
-            avals = 2 * list(map(compat.type_of, compat.parts(jaxpr).invars))
+            types = list(map(compat.type_of, compat.parts(jaxpr).invars))
+            avals = [*types, *(aval.to_tangent_aval() for aval in types)]
             values = as_values(arrays, [*states, *tangents])
             # The results have the readers that they have without the derivative.
             out = _follow(

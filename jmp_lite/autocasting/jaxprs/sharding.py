@@ -30,6 +30,19 @@ def _is_sharded(aval: Aval) -> bool:
     return any(axis is not None for axis in aval.sharding.spec)
 
 
+def cast(array: Array, dtype: Any) -> Any:
+    """Returns an array in another dtype.
+
+    An op between two meshes, such as the end of ``auto_axes``, has an operand of another
+    mesh than its own. The operand is cast on its own mesh.
+    """
+    mesh, inside = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if mesh.empty or inside.empty or mesh == inside:
+        return array.astype(dtype)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return array.astype(dtype)
+
+
 def as_varying(array: Array, axes: Iterable[str]) -> Any:
     """Returns an array whose type states that it may differ over some mapped axes.
 

@@ -46,6 +46,10 @@ class Aval(Protocol):
         """Returns the type with some fields changed."""
         ...
 
+    def to_tangent_aval(self) -> "Aval":
+        """Returns the type of a derivative; that of an integer or a key is float0."""
+        ...
+
     def str_short(self) -> str:
         """Returns the type as text."""
         ...

@@ -127,7 +127,7 @@ GROUPS: tuple[Group, ...] = (
         "sending",
         Precision.FOLLOW,
         "exact: moves data between devices or memories",
-        """sharding_constraint layout_constraint reshard relayout device_put
+        """sharding_constraint layout_constraint reshard relayout mesh_cast device_put
         with_memory_space_constraint all_gather all_gather_invariant all_gather_start
         all_gather_done all_gather_reduced all_gather_reduced_start all_to_all
         all_to_all_start all_to_all_done ppermute ppermute_start ppermute_done
