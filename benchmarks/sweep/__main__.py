@@ -37,7 +37,7 @@ def joined_rows(folder: pathlib.Path | None, rows: Sequence[Row]) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the table and the flagged rows, and writes them where asked."""
     parser = argparse.ArgumentParser("python -m benchmarks.sweep")
-    parser.add_argument("patterns", nargs="*", help="of names; without any, all programs")
+    parser.add_argument("patterns", nargs="*", help="of names; all by default")
     parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
     options = parser.parse_args(argv)
     rows: list[Row] = []

@@ -6,6 +6,7 @@ of JSON for each test that begins, and one for each test that ends.
 """
 
 import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -201,7 +202,20 @@ def pytest_addoption(parser):
     group.addoption("--only", type=pathlib.Path, help="a file with names of tests")
 
 
+def load_helpers(checkout):
+    """Makes the modules of a checkout importable that no package of JAX contains."""
+    for path in checkout.glob("jax/_src/*_test_util.py"):
+        name = f"jax._src.{path.stem}"
+        if importlib.util.find_spec(name) is None:
+            spec = importlib.util.spec_from_file_location(name, path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+            setattr(jax._src, path.stem, module)
+
+
 def pytest_configure(config):
+    load_helpers(config.rootpath)
     mode = config.getoption("mode")
     folder = os.path.join(config.rootpath, "tests", "")
     config.pluginmanager.register(Outcomes(config.getoption("outcomes")))

@@ -33,8 +33,8 @@ def _is_sharded(aval: Aval) -> bool:
 def cast(array: Array, dtype: Any) -> Any:
     """Returns an array in another dtype.
 
-    An op between two meshes, such as the end of ``auto_axes``, has an operand of another
-    mesh than its own. The operand is cast on its own mesh.
+    At the end of ``auto_axes``, for example, an op has an operand on another
+    mesh. The operand is cast on its own mesh.
     """
     mesh, inside = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
     if mesh.empty or inside.empty or mesh == inside:
