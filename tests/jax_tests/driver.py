@@ -2,9 +2,9 @@
 
 ``make jax-tests JAX=/path/to/checkout`` needs a checkout of JAX's repository at the
 installed version, of which the folders ``tests`` and ``jax/_src`` are enough. Each file
-runs in a process of its own: with ``"O0"`` forced through the interpreter, and with ``"mixed"``. A test
-that fails then runs as it is (``plain``), and with a trace in autocast's place
-(``control``). If it passes both, autocast is the cause.
+runs in a process of its own: with ``"O0"`` forced through the interpreter, and with
+``"mixed"``. A test that fails then runs as it is (``plain``), and with a trace in
+autocast's place (``control``). If it passes both, autocast is the cause.
 
 The file ``known.toml`` lists such tests with a reason. Any other makes this script
 fail, and so does a listed test that passes.
