@@ -577,3 +577,38 @@ def test_a_key_among_the_operands_of_a_jvp_rule_has_a_tangent_without_numbers(ru
     with jax.enable_checks(True):
         actual = jax.grad(autocast(lambda x: jnp.sum(noisy(x, key)), rules))(X)
     assert relative_error(actual, jax.grad(plain)(X)) < 0.02
+
+
+def test_a_barrier_around_a_reference_and_a_value_returns_the_value():
+    def fun(ref, x):
+        ref[...] = x @ x
+        _, y = lax.optimization_barrier((ref, x + 1))
+        return ref[...] @ y
+
+    ref = jax.new_ref(jnp.zeros((4, 4)))
+    try:
+        jax.jit(fun)(ref, X)
+    except NotImplementedError:
+        pytest.skip("This JAX has no barrier for references.")
+    actual = jax.jit(autocast(fun))(ref, X)
+    assert relative_error(actual, X @ X @ (X + 1)) < 0.02
+
+
+def test_a_mapped_jvp_rule_gets_and_returns_zeros_without_numbers():
+    zero, seen = jax.custom_derivatives.SymbolicZero, list[bool]()
+
+    @jax.custom_jvp
+    def second(x, y):
+        return y
+
+    def rule(primals, tangents):
+        (x, y), (_, y_dot) = primals, tangents
+        seen.append(isinstance(y_dot, zero))
+        return second(x, y), y_dot
+
+    second.defjvp(rule, symbolic_zeros=True)
+    fun = jax.vmap(lambda x: second(x, second(x, 1.0)))
+    tangent = jax.jvp(autocast(fun), (X,), (X,))[1]
+    np.testing.assert_array_equal(tangent, jnp.zeros(4))
+    assert seen
+    assert all(seen)

@@ -49,7 +49,7 @@ def evaluate(
             dataclasses.replace(
                 value, array=array, cast=None, raised=None, quantized=None
             )
-            for array, value in zip(arrays, operands, strict=True)
+            for array, value in zip(arrays, compat.passed(eqn, operands), strict=True)
         ]
     kind = _kind_of_result(op, operands)
     if decision.run is Run.LOW:

@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.core
@@ -22,6 +22,7 @@ from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
 from jax._src.source_info_util import user_frames
 from jax._src.util import weakref_lru_cache
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, linear_util, source_info_util
 
 from jmp_lite.autocasting.jaxprs.types import (
@@ -35,6 +36,9 @@ from jmp_lite.autocasting.jaxprs.types import (
     Var,
 )
 from jmp_lite.autocasting.rules.op_table import PRODUCTS
+
+
+Item = TypeVar("Item")
 
 
 class Parts(NamedTuple):
@@ -580,15 +584,19 @@ def _high_custom_jvp(primitive: Any, replace: Function) -> Any:
 
     def jvp(*arrays: Array) -> list[Array]:
         n = len(arrays) // 2
+        tangents = map(_internal_zero, arrays[n:])
         pair = primitive.jvp_rule(
-            inputs.unflatten(arrays[:n]), inputs.unflatten(arrays[n:])
+            inputs.unflatten(arrays[:n]), inputs.unflatten(tangents)
         )
         return [x for tree in pair for x in outputs.flatten_up_to(tree)]
 
     new_fun, new_jvp = replace(_high_fun(primitive), jvp)
 
     def rule(primals: Any, tangents: Any) -> Any:
-        out = [ad.instantiate_zeros(x) for x in new_jvp(*primals, *tangents)]
+        out = [
+            SymbolicZero(x.aval) if isinstance(x, Zero) else x
+            for x in new_jvp(*primals, *tangents)
+        ]
         return out[: len(out) // 2], out[len(out) // 2 :]
 
     function = jax.custom_jvp(lambda *arrays: new_fun(*arrays))
@@ -791,6 +799,20 @@ def dot_dimensions(eqn: Eqn) -> Any:
 def exponent_of(eqn: Eqn) -> int:
     """Returns the exponent of an ``integer_pow``."""
     return eqn.params["y"]
+
+
+def passed(eqn: Eqn, items: Sequence[Item]) -> list[Item]:
+    """Returns the items of those operands that an ``optimization_barrier`` returns.
+
+    Args:
+      eqn: the equation.
+      items: an item for each operand.
+    """
+    if len(eqn.outvars) == len(items):
+        return list(items)
+    # A reference is an operand, and no result (0.12).
+    pairs = zip(items, eqn.invars, strict=True)
+    return [item for item, atom in pairs if type(atom.aval).__name__ != "AbstractRef"]
 
 
 def params_named(eqn: Eqn, names: Iterable[str]) -> dict[str, Any]:
