@@ -37,7 +37,6 @@ from jmp_lite.autocasting.jaxprs.types import (
 )
 from jmp_lite.autocasting.rules.op_table import PRODUCTS
 
-
 Item = TypeVar("Item")
 
 
