@@ -7,7 +7,7 @@ no number is read twice.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.jaxprs import compat, sharding
-from jmp_lite.autocasting.jaxprs.dataflow import has_lanes
+from jmp_lite.autocasting.jaxprs.evaluate import Evaluator, Place
 from jmp_lite.autocasting.jaxprs.sampling import sample
+from jmp_lite.autocasting.jaxprs.types import Eqn
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.numerics.counter import Counted, Counter
 from jmp_lite.numerics.statistics import (
@@ -108,36 +109,7 @@ class Note(NamedTuple):
         return functools.reduce(added, [result.counts for result in self.results])
 
 
-class Watched(NamedTuple):
-    """A jaxpr that counts.
-
-    Attributes:
-      jaxpr: the closed jaxpr. It takes arrays, then their flags. It returns arrays,
-        then their flags, then the counts.
-      ops: the counted ops.
-      axes: the mapped axes over which the counts differ.
-    """
-
-    jaxpr: Any
-    ops: Sequence[Op]
-    axes: frozenset[str]
-
-    def __call__(self, values: Sequence[Seen]) -> tuple[list[Seen], dict[str, Any]]:
-        """Returns the results and the counts."""
-        return self.apart(compat.evaluate(self.jaxpr, _flat(values)))
-
-    def apart(self, results: Sequence[Any]) -> tuple[list[Seen], dict[str, Any]]:
-        """Splits what the jaxpr returns into results and counts."""
-        structure = jax.tree.structure(jax.eval_shape(lambda: nothing(0)))
-        n = len(results) - structure.num_leaves
-        return _values(results[:n]), jax.tree.unflatten(structure, results[n:])
-
-    def nothing(self) -> dict[str, Any]:
-        """Returns the counts of its ops before it runs."""
-        return _varying(nothing(len(self.ops)), self.axes)
-
-
-class Watcher:
+class Watcher(Evaluator[Seen, None, Op]):
     """Runs jaxprs and counts the numbers of all results.
 
     Args:
@@ -152,21 +124,68 @@ class Watcher:
         elements: int | None = None,
         numbers: Iterator[int] | None = None,
     ) -> None:
+        super().__init__()
         self._dtype, self._elements = dtype, elements
         self._counter = Counter(dtype)
         self._numbers = itertools.count() if numbers is None else numbers
         self._notes: list[Note] = []
-        self._inside: list[tuple[Sequence[Op], dict[str, Any]]] = []
+
+    def inner(self) -> "Watcher":
+        """Returns a watcher for a jaxpr inside."""
+        return Watcher(self._dtype, self._elements, self._numbers)
+
+    # ------------------------------------------------------------------ the equations
+
+    def equation(
+        self, eqn: Eqn, operands: Sequence[Seen], place: Place
+    ) -> Sequence[Seen]:
+        """Runs an equation, and counts the numbers of its results."""
+        name = compat.op_of(eqn)
+        results = compat.bind(eqn, [value.array for value in operands])
+        if name in _SAME_NUMBERS or _is_cast_in_range(eqn):
+            return [operands[0].with_array(results[0])]
+        scope = of_the_user(compat.join(place.path, *compat.scopes(eqn)))
+        source = compat.source(eqn, place.source)
+        return self._counted(operands, results, (scope, name, source))
+
+    def _counted(
+        self, operands: Sequence[Seen], results: Sequence[Any], op: tuple[str, str, str]
+    ) -> list[Seen]:
+        """Counts the numbers of results, and returns the results with their flags."""
+        each = [
+            self._counter.add(self._sample(array)) if _is_float(array) else None
+            for array in results
+        ]
+        made = [counted for counted in each if counted is not None]
+        if made:
+            self._notes.append(Note(Op(*op, next(self._numbers)), made, operands))
+        return [
+            Seen(array, np.True_ if counted is None else None, counted=counted)
+            for array, counted in zip(results, each, strict=True)
+        ]
+
+    def _sample(self, array: Any) -> Any:
+        array = lax.stop_gradient(jnp.asarray(array))
+        return array if self._elements is None else sample(array, self._elements)
+
+    # --------------------------------------------------------------------- the counts
 
     def found(self) -> tuple[list[Op], dict[str, Any]]:
         """Returns the ops that ran, and their counts."""
-        parts = list(self._inside)
+        parts = list(self._noted)
         if self._notes:
             columns = stacked([note.counts for note in self._notes])
             columns["is_first"] = self._are_first(are_finite(columns))
             parts.insert(0, ([note.op for note in self._notes], columns))
-        ops = [op for ops, _ in parts for op in ops]
-        return ops, stacked([columns for _, columns in parts])
+        return self.joined(parts)
+
+    def nothing(self, n: int) -> dict[str, Any]:
+        """Returns the counts of ops that did not run."""
+        return nothing(n)
+
+    def add(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """Returns the counts of two steps."""
+        return added(one, other)
 
     def _are_first(self, is_finite: Any) -> Any:
         """Returns which ops have non-finite results of finite operands.
@@ -196,193 +215,70 @@ class Watcher:
         is_read[tuple(zip(*reads, strict=True)) or ()] = bool(reads)
         return ~is_finite & jnp.all(known | ~is_read, axis=1)
 
-    def run(
-        self, jaxpr: Any, values: Sequence[Seen], path: str, source: str = ""
-    ) -> list[Seen]:
-        """Returns the results of a jaxpr.
+    # --------------------------------------------------------------------- the values
 
-        Args:
-          jaxpr: the jaxpr.
-          values: its operands.
-          path: the scopes around it.
-          source: its call site, for ops that have no source line of their own.
-        """
-        parts = compat.parts(jaxpr)
-        env = dict(zip(parts.constvars, map(Seen, parts.consts), strict=True))
-        env.update(zip(parts.invars, values, strict=True))
+    def constant(self, array: Any) -> Seen:
+        """Returns a constant, which has no flag yet."""
+        return Seen(array)
 
-        def read(atom: Any) -> Seen:
-            is_literal = compat.is_literal(atom)
-            return Seen(compat.as_array(atom.val)) if is_literal else env[atom]
+    def form(self, value: Seen) -> None:
+        """Returns None: each value is an array and a flag."""
 
-        for eqn in parts.eqns:
-            operands = list(map(read, eqn.invars))
-            with compat.context_of(eqn):
-                results = self._equation(eqn, operands, path, source)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, parts.outvars))
+    def join(self, one: None, other: None) -> None:
+        """Returns None."""
 
-    def _equation(
-        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
-    ) -> list[Seen]:
-        name, inside = compat.op_of(eqn), compat.path_of(eqn, path)
-        source = compat.source(eqn, source)
-        if name == "jit":
-            return self.run(compat.called(eqn), operands, inside, source)
-        arrays = [value.array for value in operands]
-        is_custom = name in ("custom_jvp_call", "custom_vjp_call")
-        if is_custom and compat.has_only_axis_effects(eqn):
-            # The rule keeps its derivative; its function runs once more to be counted.
-            seen = [_stopped(value) for value in operands]
-            inner = self.run(compat.called(eqn), seen, inside, source)
-            results = compat.bind_custom(eqn, arrays, lambda *funs: funs)
-            return [
-                Seen(array, value.is_finite)
-                for array, value in zip(results, inner, strict=True)
-            ]
-        if name in compat.REMAT:
-            return self._remat(eqn, operands, inside, source)
-        if name == "scan":
-            return self._scan(eqn, operands, inside, source)
-        if name == "while" and not has_lanes(eqn):
-            return self._while(eqn, operands, inside, source)
-        if name == "cond":
-            return self._cond(eqn, operands, inside, source)
-        results = compat.bind(eqn, arrays)
-        if name in _SAME_NUMBERS or _is_cast_in_range(eqn):
-            return [operands[0].with_array(results[0])]
-        scope = of_the_user(compat.join(path, *compat.scopes(eqn)))
-        return self._noted(operands, results, (scope, name, source))
+    def array(self, value: Seen) -> Any:
+        """Returns the array of a value."""
+        return value.array
 
-    def _noted(
-        self, operands: Sequence[Seen], results: Sequence[Any], op: tuple[str, str, str]
-    ) -> list[Seen]:
-        """Counts the numbers of results, and returns the results with their flags."""
-        each = [
-            self._counter.add(self._sample(array)) if _is_float(array) else None
-            for array in results
+    def arrays(self, values: Sequence[Seen], forms: Sequence[None]) -> list[Any]:
+        """Returns the arrays of values, followed by their flags."""
+        flags = [
+            sharding.as_varying(jnp.asarray(v.is_finite), sharding.axes_of(v.array))
+            for v in values
         ]
-        made = [counted for counted in each if counted is not None]
-        if made:
-            self._notes.append(Note(Op(*op, next(self._numbers)), made, operands))
+        return [*(value.array for value in values), *flags]
+
+    def values(self, arrays: Sequence[Any], forms: Sequence[None]) -> list[Seen]:
+        """Returns values of arrays that are followed by their flags."""
+        half = len(arrays) // 2
+        pairs = zip(arrays[:half], arrays[half:], strict=True)
+        return [Seen(array, is_finite) for array, is_finite in pairs]
+
+    def types(self, avals: Sequence[Any], forms: Sequence[None]) -> list[Any]:
+        """Returns the types of arrays, followed by those of their flags."""
+        return [*avals, *map(compat.flag_beside, avals)]
+
+    def slices(self, values: Sequence[Seen], forms: Sequence[None]) -> list[Any]:
+        """Returns arrays, followed by a flag for each of their rows."""
+        return [*(x.array for x in values), *(x.of_steps() for x in values)]
+
+    def stacked(self, arrays: Sequence[Any], forms: Sequence[None]) -> list[Seen]:
+        """Returns values of arrays with a flag for each of their rows."""
+        half = len(arrays) // 2
+        pairs = zip(arrays[:half], arrays[half:], strict=True)
+        return [Seen(array, of_steps=flags) for array, flags in pairs]
+
+    def specs(self, specs: Sequence[Any], forms: Sequence[None]) -> list[Any]:
+        """Returns the specs of arrays, followed by those of their flags."""
+        return [*specs, *[jax.P()] * len(specs)]
+
+    def on_all_devices(
+        self, values: Sequence[Seen], axes: frozenset[str]
+    ) -> Sequence[Seen]:
+        """Returns values whose flags hold for all devices."""
         return [
-            Seen(array, np.True_ if counted is None else None, counted=counted)
-            for array, counted in zip(results, each, strict=True)
+            Seen(v.array, sharding.gathered(jnp.asarray(v.is_finite), axes).all())
+            for v in values
         ]
 
-    def _sample(self, array: Any) -> Any:
-        array = lax.stop_gradient(jnp.asarray(array))
-        return array if self._elements is None else sample(array, self._elements)
+    def beside(self, array: Any, value: Seen) -> Seen:
+        """Returns an array with the flag of a value."""
+        return Seen(array, value.is_finite)
 
-    def _add(self, ops: Sequence[Op], counts: dict[str, Any]) -> None:
-        self._inside.append((ops, counts))
-
-    def _watched(self, jaxpr: Any, path: str, source: str) -> Watched:
-        ops: list[Op] = []
-
-        def run(*arrays: Any) -> list[Any]:
-            inner = Watcher(self._dtype, self._elements, self._numbers)
-            results = inner.run(jaxpr, _values(arrays), path, source)
-            ops[:], counts = inner.found()
-            return [*_flat(results), *jax.tree.leaves(counts)]
-
-        avals = [var.aval for var in compat.parts(jaxpr).invars]
-        flags = list(map(compat.flag_beside, avals))
-        traced = compat.trace(run, [*avals, *flags], jaxpr)
-        n_results = 2 * len(compat.parts(jaxpr).outvars)
-        axes = sharding.varying_axes(compat.parts(traced).outvars[n_results:])
-        return Watched(traced, ops, axes)
-
-    def _remat(
-        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
-    ) -> list[Seen]:
-        body = self._watched(compat.called(eqn), path, source)
-        jaxpr, consts = compat.with_consts_as_inputs(body.jaxpr)
-        out = compat.bind_remat(eqn, [*consts, *_flat(operands)], jaxpr)
-        results, counts = body.apart(out)
-        self._add(body.ops, counts)
-        return results
-
-    def _scan(
-        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
-    ) -> list[Seen]:
-        n_consts, n_carry = compat.scan_counts(eqn)
-        n, body = n_consts + n_carry, self._watched(compat.body_of(eqn), path, source)
-        consts, carry, xs = operands[:n_consts], operands[n_consts:n], operands[n:]
-        known = [Seen(value.array, value.is_finite) for value in consts]
-
-        def step(carry: Any, xs: Any) -> Any:
-            arrays, counts = carry
-            results, new = body([*known, *_values(arrays), *_values(xs)])
-            after = _flat(results[:n_carry]), added(counts, new)
-            return after, _flat(results[n_carry:])
-
-        (last, counts), ys = lax.scan(
-            step,
-            (_flat(carry), body.nothing()),
-            [*(x.array for x in xs), *(x.of_steps() for x in xs)],
-            **compat.scan_options(eqn),
-        )
-        self._add(body.ops, counts)
-        half = len(ys) // 2
-        stacks = zip(ys[:half], ys[half:], strict=True)
-        return [*_values(last), *(Seen(y, of_steps=flags) for y, flags in stacks)]
-
-    def _while(
-        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
-    ) -> list[Seen]:
-        loop = compat.while_parts(eqn)
-        n_test, n_consts = loop.n_cond, loop.n_cond + loop.n_body
-        test = self._watched(loop.cond, path, source)
-        body = self._watched(loop.body, path, source)
-        known = [Seen(value.array, value.is_finite) for value in operands[:n_consts]]
-
-        def tested(values: Sequence[Seen], counts: dict[str, Any]) -> Any:
-            (goes_on,), new = test([*known[:n_test], *values])
-            return goes_on.array, added(counts, new)
-
-        def step(carry: Any) -> Any:
-            arrays, counts, (_, of_test) = carry
-            results, new = body([*known[n_test:], *_values(arrays)])
-            return _flat(results), added(counts, new), tested(results, of_test)
-
-        values = list(operands[n_consts:])
-        # The predicate is carried along, so that it is computed once for each step.
-        start = (_flat(values), body.nothing(), tested(values, test.nothing()))
-        last, counts, (_, of_test) = lax.while_loop(lambda c: c[2][0], step, start)
-        self._add(test.ops, of_test)
-        self._add(body.ops, counts)
-        return _values(last)
-
-    def _cond(
-        self, eqn: Any, operands: Sequence[Seen], path: str, source: str
-    ) -> list[Seen]:
-        branches = [
-            self._watched(branch, path, source) for branch in compat.branches_of(eqn)
-        ]
-        axes = frozenset[str]().union(*(branch.axes for branch in branches))
-
-        def taken(i: int) -> Callable[..., list[Any]]:
-            def run(*arrays: Any) -> list[Any]:
-                results, new = branches[i](_values(arrays))
-                counts = [branch.nothing() for branch in branches]
-                counts[i] = new
-                total = _varying(stacked(counts), axes)
-                return [*_flat(results), *jax.tree.leaves(total)]
-
-            return run
-
-        index, *given = operands
-        arrays = _flat(given)
-        avals = [jax.typeof(array) for array in arrays]
-        jaxprs = tuple(
-            compat.trace(taken(i), avals, branch.jaxpr)
-            for i, branch in enumerate(branches)
-        )
-        out = compat.bind(eqn, [index.array, *arrays], branches=jaxprs)
-        results, counts = branches[0].apart(out)
-        self._add([op for branch in branches for op in branch.ops], counts)
-        return results
+    def stopped(self, value: Seen) -> Seen:
+        """Returns a value without derivatives."""
+        return Seen(lax.stop_gradient(value.array), value.is_finite)
 
 
 _SAME_NUMBERS = frozenset(
@@ -402,26 +298,6 @@ def _is_cast_in_range(eqn: Any) -> bool:
     return after.maxexp >= before.maxexp and after.minexp <= before.minexp
 
 
-def _values(arrays: Sequence[Any]) -> list[Seen]:
-    """Returns values of arrays that are followed by their flags."""
-    half = len(arrays) // 2
-    pairs = zip(arrays[:half], arrays[half:], strict=True)
-    return [Seen(array, is_finite) for array, is_finite in pairs]
-
-
-def _flat(values: Sequence[Seen]) -> list[Any]:
-    """Returns the arrays of values, followed by their flags."""
-    flags = [
-        sharding.as_varying(jnp.asarray(v.is_finite), sharding.axes_of(v.array))
-        for v in values
-    ]
-    return [*(value.array for value in values), *flags]
-
-
-def _stopped(value: Seen) -> Seen:
-    return Seen(lax.stop_gradient(value.array), value.is_finite)
-
-
 def _is_float(array: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
 
@@ -431,7 +307,3 @@ def _all_finite(array: Any, axes: tuple[int, ...] | None = None) -> Any:
         shape = np.shape(array)[:1] if axes is not None else ()
         return jnp.ones(shape, bool)
     return jnp.all(jnp.isfinite(lax.stop_gradient(array)), axis=axes)
-
-
-def _varying(counts: dict[str, Any], axes: frozenset[str]) -> dict[str, Any]:
-    return jax.tree.map(lambda array: sharding.as_varying(array, axes), counts)

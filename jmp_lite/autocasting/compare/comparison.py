@@ -255,9 +255,10 @@ class Compared(NamedTuple):
         results = comparer.run(program, list(map(Twin, arrays)))
         errors = [_error_of_result(twin) for twin in results]
         off, size = (jnp.asarray(c, jnp.float32) for c in _columns(errors))
-        sums: Sums = jax.tree.map(sharding.gathered, comparer.total())
+        ops, total = comparer.found()
+        sums: Sums = jax.tree.map(sharding.gathered, total)
         of_results: Error = jax.tree.map(sharding.gathered, Error(off, size))
-        return Comparison(sums, of_results, tuple(comparer.ops), tuple(names))
+        return Comparison(sums, of_results, tuple(ops), tuple(names))
 
 
 def _error_of_result(twin: Twin) -> Error:

@@ -13,7 +13,6 @@ import numpy as np
 
 from jmp_lite.autocasting.explain.provenance import Dequantized
 from jmp_lite.autocasting.explain.rows import (
-    Place,
     Row,
     bytes_of,
     equations,
@@ -22,6 +21,7 @@ from jmp_lite.autocasting.explain.rows import (
 from jmp_lite.autocasting.interpreter.float8 import DEQUANTIZE, TANGENT_OF
 from jmp_lite.autocasting.jaxprs import compat, cost
 from jmp_lite.autocasting.jaxprs.dataflow import Backward as BackwardAnalysis
+from jmp_lite.autocasting.jaxprs.evaluate import Place
 from jmp_lite.autocasting.jaxprs.types import (
     Array,
     Aval,

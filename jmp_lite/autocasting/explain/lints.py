@@ -22,7 +22,6 @@ from jmp_lite.autocasting.explain.provenance import (
 )
 from jmp_lite.autocasting.explain.reasons import is_equation, origin_in_words
 from jmp_lite.autocasting.explain.rows import (
-    Place,
     Seen,
     counted,
     equations,
@@ -35,6 +34,7 @@ from jmp_lite.autocasting.interpreter.decisions import Operand, Reason, Run
 from jmp_lite.autocasting.interpreter.values import Number, Origin, State
 from jmp_lite.autocasting.jaxprs import compat, cost
 from jmp_lite.autocasting.jaxprs.dataflow import equations as every_equation
+from jmp_lite.autocasting.jaxprs.evaluate import Place
 from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn, Jaxpr
 from jmp_lite.autocasting.rules.op_table import (
     HIGHER_ORDER,

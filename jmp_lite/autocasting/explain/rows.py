@@ -27,6 +27,7 @@ from jmp_lite.autocasting.interpreter.decisions import (
 )
 from jmp_lite.autocasting.interpreter.values import Input, Origin, State
 from jmp_lite.autocasting.jaxprs import compat, cost
+from jmp_lite.autocasting.jaxprs.evaluate import Place
 from jmp_lite.autocasting.jaxprs.types import Dtype, Eqn, Jaxpr, Var
 from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER, PRODUCTS
 from jmp_lite.autocasting.rules.rules import (
@@ -111,31 +112,6 @@ class Seen(NamedTuple):
     row: Row
     record: DecisionRecord
     origin: str = ""
-
-
-class Place(NamedTuple):
-    """The place of a program inside of another.
-
-    Attributes:
-      path: the scopes around it.
-      source: the line of user code that calls it.
-      times: how often it runs; None if unknown.
-      is_backward: whether it belongs to a backward pass.
-    """
-
-    path: str = ""
-    source: str = ""
-    times: int | None = 1
-    is_backward: bool = False
-
-    def inside(self, eqn: Eqn, trips: int | None) -> "Place":
-        """Returns the place of a program that an equation runs."""
-        return Place(
-            path=compat.path_of(eqn, self.path),
-            source=compat.source(eqn, self.source),
-            times=self.times and trips and self.times * trips,
-            is_backward=self.is_backward or compat.is_transposed(eqn),
-        )
 
 
 def counted(times: int | None) -> int:

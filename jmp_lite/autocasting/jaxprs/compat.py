@@ -258,6 +258,9 @@ WRAPPERS = {
 }
 """Other ops that only call a jaxpr, with the parameter that contains it."""
 
+MERE_CALLS = ("jit", "closed_call", "eval_jaxpr")
+"""Ops whose jaxpr may run in their place."""
+
 CALLED = {
     **dict.fromkeys(CALLS, "jaxpr"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),

@@ -61,13 +61,18 @@ def axes_of(array: Array) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def gathered(array: Array) -> Any:
+def gathered(array: Array, axes: Iterable[str] | None = None) -> Any:
     """Returns the stacked arrays of all devices of a ``shard_map``.
 
     The result is the same on each device. Outside of ``shard_map`` it is the array
     itself.
+
+    Args:
+      array: the array of this device.
+      axes: the mapped axes to gather over; all by default.
     """
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = tuple(axis for axis in manual if axes is None or axis in axes)
     if not axes:
         return array
     mine = jnp.asarray(array)
