@@ -112,10 +112,10 @@ def watch(
     sample moves more bytes than all numbers.
 
     Args:
-      fun: any function of pytrees that JAX can trace. ``shard_map``, kernels, and
-        functions with effects under a custom derivative rule are watched by their
-        results. So is a ``while`` under ``vmap`` whose lanes end at different steps
-        (``vmap`` the watched function instead).
+      fun: any function of pytrees that JAX can trace. Kernels, and functions with
+        effects under a custom derivative rule, are watched by their results. So is a
+        ``while`` under ``vmap`` whose lanes end at different steps (``vmap`` the
+        watched function instead).
       dtype: the format that shares are given for: of overflow, underflow and
         subnormal numbers. An 8-bit format is judged with scales, as in
         ``numerics_report``: each result of an op is divided by its own scale, at each

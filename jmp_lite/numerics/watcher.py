@@ -263,14 +263,11 @@ class Watcher(Evaluator[Seen, None, Op]):
         """Returns the specs of arrays, followed by those of their flags."""
         return [*specs, *[jax.P()] * len(specs)]
 
-    def on_all_devices(
-        self, values: Sequence[Seen], axes: frozenset[str]
-    ) -> Sequence[Seen]:
-        """Returns values whose flags hold for all devices."""
-        return [
-            Seen(v.array, sharding.gathered(jnp.asarray(v.is_finite), axes).all())
-            for v in values
-        ]
+    def from_devices(self, arrays: Sequence[Any], axes: frozenset[str]) -> list[Any]:
+        """Returns arrays, followed by flags that hold for all devices."""
+        half = len(arrays) // 2
+        flags = [sharding.gathered(flag, axes).all(0) for flag in arrays[half:]]
+        return [*arrays[:half], *flags]
 
     def beside(self, array: Any, value: Seen) -> Seen:
         """Returns an array with the flag of a value."""
@@ -282,7 +279,10 @@ class Watcher(Evaluator[Seen, None, Op]):
 
 
 _SAME_NUMBERS = frozenset(
-    ["reshape", "transpose", "squeeze", "expand_dims", "rev", "broadcast_in_dim"]
+    [
+        *("reshape", "transpose", "squeeze", "expand_dims", "rev", "broadcast_in_dim"),
+        "pvary",
+    ]
 )
 """Ops that make no new numbers: the counts of their operand are known."""
 

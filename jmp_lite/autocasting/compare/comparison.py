@@ -174,10 +174,10 @@ def compare(
     A cast has no row. Its rounding counts for the op that reads its result.
 
     Args:
-      fun: any function of pytrees that JAX can trace. ``shard_map`` and kernels are
-        compared by their results, and so is a ``while`` under ``vmap`` whose lanes end
-        at different steps (``vmap`` the compared function instead). A kernel that
-        accepts 16 bits only runs in 16 bits on both sides.
+      fun: any function of pytrees that JAX can trace. Kernels are compared by their
+        results, and so is a ``while`` under ``vmap`` whose lanes end at different steps
+        (``vmap`` the compared function instead). A kernel that accepts 16 bits only
+        runs in 16 bits on both sides.
       rules: the name of a preset, or a ``Rules``.
       compute_dtype: a dtype that replaces the compute dtype of the rules.
       backward: whether to compare the backward pass too, as ``explain`` does. If the

@@ -131,7 +131,7 @@ _KEEPING_ERRORS = frozenset(
     [
         *("convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"),
         *("rev", "neg", "abs", "copy", "copy_p", "broadcast_in_dim", "real", "imag"),
-        *("stop_gradient", "sharding_constraint", "reduce_precision"),
+        *("stop_gradient", "sharding_constraint", "reduce_precision", "pvary"),
     ]
 )
 

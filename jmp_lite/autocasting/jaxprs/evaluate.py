@@ -2,8 +2,8 @@
 
 A value may be one array or several, such as an array with a flag, or an array on two
 lanes. A tool, which is a subclass, says which arrays a value is and how an equation
-without a jaxpr inside runs. It may note ops, and sums of numbers for each of them. These
-add up over the steps of loops and over devices.
+without a jaxpr inside runs. It may note ops, with sums of numbers for each of them,
+which add up over the steps of loops and over devices.
 """
 
 import abc
@@ -143,12 +143,12 @@ class Evaluator(abc.ABC, Generic[Value, Form, Op]):
         """Returns the values of stacked ``arrays`` of the steps of a loop."""
         return self.values(arrays, forms)
 
-    def on_all_devices(
-        self, values: Sequence[Value], axes: frozenset[str]
-    ) -> Sequence[Value]:
-        """Returns results of a ``shard_map`` that differ only where ``specs`` allow it."""
+    def from_devices(
+        self, arrays: Sequence[Array], axes: frozenset[str]
+    ) -> Sequence[Array]:
+        """Returns ``arrays`` of results of a ``shard_map`` that fit ``specs``."""
         del axes
-        return values
+        return arrays
 
     def beside(self, array: Array, value: Value) -> Value:
         """Returns a value with another array of the same numbers, which is derived."""
@@ -436,8 +436,8 @@ class Evaluator(abc.ABC, Generic[Value, Form, Op]):
             results = tool.run(jaxpr, self.values(arrays, given), place)
             made[:] = map(self.form, results)
             ops[:], sums = tool.found()
-            results = self.on_all_devices(results, axes)
-            return self.arrays(results, made), self._of_all_devices(sums, axes)
+            made_arrays = self.from_devices(self.arrays(results, made), axes)
+            return list(made_arrays), self._of_all_devices(sums, axes)
 
         def look(*arrays: Array) -> tuple[()]:
             run(*arrays)
@@ -446,7 +446,8 @@ class Evaluator(abc.ABC, Generic[Value, Form, Op]):
         # The specs of the results depend on their forms, which a first trace finds.
         jax.eval_shape(jax.shard_map(look, **{**options, "out_specs": ()}), *arrays)
         options["out_specs"] = (self.specs(specs, made), jax.P())
-        results, sums = jax.shard_map(run, **options)(*arrays)
+        # Outside of jit, JAX would compile each op for all devices.
+        results, sums = jax.jit(jax.shard_map(run, **options))(*arrays)
         self.note(ops, sums)
         return self.values(results, made)
 

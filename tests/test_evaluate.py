@@ -1,0 +1,159 @@
+"""The evaluator: tools on it enter the same equations, and change no result."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from programs import PROGRAMS, W, X
+
+import jmp_lite as jmp
+from jmp_lite.autocasting.compare.comparer import Comparer
+from jmp_lite.autocasting.compare.twins import Twin
+from jmp_lite.autocasting.interpreter.decisions import RecordsInside
+from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER
+from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.numerics.watcher import Seen, Watcher
+
+
+@jax.custom_batching.custom_vmap
+def scaled(x):
+    return jnp.sin(x) * 2
+
+
+@scaled.def_vmap
+def scaled_rule(axis_size, is_batched, x):
+    return jnp.sin(x) * 2, True
+
+
+@jax.custom_jvp
+def doubled(x):
+    return jnp.exp(x) * 2
+
+
+@doubled.defjvp
+def doubled_rule(primals, tangents):
+    return doubled(*primals), 2 * tangents[0]
+
+
+MESH = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+ON_TWO_DEVICES = functools.partial(jax.shard_map, mesh=MESH, in_specs=P("data"))
+
+MORE = {
+    "custom_vmap": (lambda x: scaled(x @ W), (X,)),
+    "custom_jvp of a loop": (
+        lambda x: doubled(lax.fori_loop(0, 2, lambda i, c: c @ W, x)),
+        (X,),
+    ),
+    "a sum over devices": (
+        ON_TWO_DEVICES(lambda x: lax.psum(jnp.tanh(x @ W), "data"), out_specs=P()),
+        (X,),
+    ),
+    "a branch on each device": (
+        ON_TWO_DEVICES(
+            lambda x: lax.cond(x[0, 0] > 0, jnp.sin, lambda x: x @ W, x),
+            out_specs=P("data"),
+        ),
+        (X,),
+    ),
+}
+
+
+def visiting(kind):
+    """Returns a tool that notes the equations that it runs, and their list."""
+    seen = []
+
+    class Visitor(kind):
+        def equation(self, eqn, operands, place):
+            seen.append(eqn)
+            return super().equation(eqn, operands, place)
+
+    return Visitor, seen
+
+
+def recorded(records):
+    for item in records:
+        if isinstance(item, RecordsInside):
+            yield from recorded(item.records)
+        else:
+            yield item.eqn
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *MORE])
+def test_all_tools_enter_the_same_equations(name, monkeypatch):
+    fun, args = {**PROGRAMS, **MORE}[name]
+    arrays, structure = jax.tree.flatten(args)
+    traced = jax.make_jaxpr(lambda *xs: fun(*jax.tree.unflatten(structure, xs)))(
+        *arrays
+    )
+    watcher, watched = visiting(Watcher)
+    monkeypatch.setattr(
+        watcher, "inner", lambda self: watcher(np.dtype("float16"), None, iter(int, 1))
+    )
+    tool = watcher(np.dtype("float16"))
+    jax.eval_shape(lambda *xs: tool.run(traced, list(map(Seen, xs))) and None, *arrays)
+    comparer, compared = visiting(Comparer)
+    monkeypatch.setattr(comparer, "inner", lambda self: comparer(64))
+    other = comparer(64)
+    jax.eval_shape(lambda *xs: other.run(traced, list(map(Twin, xs))) and None, *arrays)
+    walk = Interpreter(get_rules("O1"))
+    jax.eval_shape(lambda *xs: walk.run_function(traced, xs), *arrays)
+    by_tool = [{id(eqn) for eqn in eqns} for eqns in (watched, compared)]
+    assert by_tool[0] == by_tool[1]
+    decided = list(recorded(walk.records))
+    # A loop has a decision for each carry, and a cast that does nothing has none.
+    others = {compat.op_of(e) for e in decided if id(e) not in by_tool[0]}
+    assert others <= HIGHER_ORDER
+    left = by_tool[0] - {id(eqn) for eqn in decided}
+    passed = {compat.op_of(e) for e in watched if id(e) in left}
+    assert passed <= {"convert_element_type", "optimization_barrier"}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_watched_function_keeps_its_results_and_derivatives(name, wrap):
+    fun, args = MORE[name]
+    watched = lambda *args: jmp.watch(fun)(*args)[0]
+    np.testing.assert_allclose(wrap(watched)(*args), wrap(fun)(*args), rtol=1e-5)
+    if name == "custom_vmap":  # JAX has no reverse mode for it.
+        return
+    grads = [
+        wrap(jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2)))(*args) for f in (fun, watched)
+    ]
+    np.testing.assert_allclose(grads[0], grads[1], rtol=1e-4)
+
+
+def test_all_devices_are_counted_and_one_that_fails_is_seen():
+    fun = ON_TWO_DEVICES(lambda x: jnp.log(x) * 2, out_specs=P("data"))
+    x = jnp.ones((4, 8)).at[3, 0].set(-1).at[0, :2].set(0)
+    _, stats = jax.jit(jmp.watch(fun))(x)
+    log, double = stats.rows
+    assert (log.op, log.elements, log.nan, log.inf) == ("log", 32, 1, 2)
+    assert (double.elements, double.nan, double.inf) == (32, 1, 2)
+    assert (log.is_first, double.is_first) == (True, False)
+    _, stats = jmp.watch(lambda x: fun(x) + 1)(x)
+    assert [row.is_first for row in stats.rows] == [True, False, False]
+
+
+def test_the_ops_of_all_devices_are_compared():
+    fun = ON_TWO_DEVICES(lambda x: jnp.tanh(x @ W) - 1, out_specs=P("data"))
+    alone = jax.jit(jmp.compare(lambda x: jnp.tanh(x @ W) - 1))(X)
+    rows = jax.jit(jmp.compare(fun))(X).rows
+    assert [row.op for row in rows] == [row.op for row in alone.rows]
+    for row, other in zip(rows, alone.rows, strict=True):
+        assert row.error_out == pytest.approx(other.error_out, rel=0.2)
+
+
+def test_a_function_with_a_rule_for_vmap_is_watched_inside_and_keeps_the_rule():
+    _, stats = jmp.watch(scaled)(X)
+    assert [row.op for row in stats.rows] == ["sin", "mul"]
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: jmp.watch(scaled)(x)[0]))(X)
+    assert "sin" in str(jaxpr)
+    values = jax.vmap(lambda x: jmp.watch(scaled)(x)[0])(X)
+    np.testing.assert_allclose(values, jnp.sin(X) * 2, rtol=1e-6)
