@@ -444,7 +444,8 @@ class Evaluator(abc.ABC, Generic[Value, Form, Op]):
             return ()
 
         # The specs of the results depend on their forms, which a first trace finds.
-        jax.eval_shape(jax.shard_map(look, **{**options, "out_specs": ()}), *arrays)
+        options["out_specs"] = ()
+        jax.eval_shape(jax.shard_map(look, **options), *arrays)
         options["out_specs"] = (self.specs(specs, made), jax.P())
         # Outside of jit, JAX would compile each op for all devices.
         results, sums = jax.jit(jax.shard_map(run, **options))(*arrays)
