@@ -120,7 +120,7 @@ def test_a_test_that_does_not_end_fails(tmp_path):
     assert found == driver.Run(1, {"b": driver.Failure("pytest ended with -11", "")})
 
 
-@pytest.mark.parametrize("version", ["0.10", "0.12"])
+@pytest.mark.parametrize("version", ["0.10", "0.11", "0.12"])
 def test_each_known_test_has_one_reason_which_is_a_sentence(version):
     listed = collections.Counter()
     for reason in driver.read_reasons(driver.HERE / "known.toml", version):
