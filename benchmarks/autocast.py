@@ -27,7 +27,7 @@ from benchmarks import models
 from benchmarks.compiled import TARGETS, compile_for, missing
 from benchmarks.examples import EXAMPLES
 from benchmarks.report import stamp, write
-from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.jaxprs import params, structure
 
 Make = Callable[..., models.Model]
 
@@ -228,19 +228,19 @@ def kept_across_loops(model: models.Model) -> int:
         stacks: dict[Any, Any] = {}  # What is stacked up, and what that is moved to.
         read: set[Any] = set()
         inside = 0
-        for eqn in compat.parts(jaxpr).eqns:
+        for eqn in structure.parts(jaxpr).eqns:
             op = eqn.primitive.name
-            atoms = [atom for atom in eqn.invars if not compat.is_literal(atom)]
+            atoms = [atom for atom in eqn.invars if not structure.is_literal(atom)]
             found = [stacks[atom] for atom in atoms if atom in stacks]
             if op in ("scan", "dot_general"):
                 read.update(found)
             elif op in ("reshape", "transpose") and found:
                 stacks[eqn.outvars[0]] = found[0]
             if op == "scan":
-                stacked = eqn.outvars[compat.scan_counts(eqn)[1] :]
+                stacked = eqn.outvars[params.scan_counts(eqn)[1] :]
                 stacks.update(zip(stacked, stacked, strict=True))
             else:
-                inside += sum(map(kept, compat.inner_jaxprs(eqn)))
+                inside += sum(map(kept, params.inner_jaxprs(eqn)))
         return inside + sum(var.aval.size * var.aval.dtype.itemsize for var in read)
 
     return kept(traced.jaxpr)

@@ -5,8 +5,6 @@ Code that was written for jmp 0.0.4 also runs with ``import jmp_lite as jmp``.
 
 # The import registers pytrees with jax.export.
 from jmp_lite import serialization as serialization
-from jmp_lite.autocasting.compare.comparison import Comparison, OpError, compare
-from jmp_lite.autocasting.explain.explanation import Explanation, explain
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import (
     as_full,
@@ -16,11 +14,8 @@ from jmp_lite.autocasting.marks import (
     low_precision,
 )
 from jmp_lite.autocasting.residuals import compress_residuals
-from jmp_lite.autocasting.rules.precision import Float8, Precision
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.autocasting.tune.report import TunedRules, TuningReport
-from jmp_lite.autocasting.tune.search import tune
 from jmp_lite.casting.dtypes import (
     DtypeSummary,
     DtypeTotals,
@@ -32,13 +27,19 @@ from jmp_lite.casting.dtypes import (
     half_dtype,
 )
 from jmp_lite.casting.policy import Policy, get_policy
-from jmp_lite.numerics.report import (
+from jmp_lite.formats import Float8
+from jmp_lite.insight.compare.comparison import Comparison, OpError, compare
+from jmp_lite.insight.explain.explanation import Explanation, explain
+from jmp_lite.insight.report import (
     NumericsReport,
     nonfinite_report,
     numerics_report,
     suggest_loss_scale,
 )
-from jmp_lite.numerics.watch import WatchedNumerics, first_nonfinite, watch
+from jmp_lite.insight.tune.report import TunedRules, TuningReport
+from jmp_lite.insight.tune.search import tune
+from jmp_lite.insight.watch.watch import WatchedNumerics, first_nonfinite, watch
+from jmp_lite.ops import Precision
 from jmp_lite.scaling.gradients import grad, value_and_grad
 from jmp_lite.scaling.loss_scale import (
     DynamicLossScale,

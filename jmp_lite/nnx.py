@@ -18,8 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.explain.explanation import Explanation
-from jmp_lite.autocasting.explain.explanation import explain as core_explain
 from jmp_lite.autocasting.interpreter import api, validation
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.casting.dtypes import (
@@ -30,6 +28,8 @@ from jmp_lite.casting.dtypes import (
     parse_dtype,
 )
 from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
+from jmp_lite.insight.explain.explanation import Explanation
+from jmp_lite.insight.explain.explanation import explain as core_explain
 from jmp_lite.scaling import gradients
 from jmp_lite.scaling.loss_scale import LossScale, select_tree
 from jmp_lite.scaling.transforms import LossScalingState

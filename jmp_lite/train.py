@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
-from jmp_lite.autocasting.jaxprs.sharding import as_varying, is_sharded
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
+from jmp_lite.jaxprs.sharding import as_varying, is_sharded
 from jmp_lite.scaling.gradients import (
     parse_grad_dtype,
     rounded_gradients,

@@ -16,13 +16,13 @@ import jmp_lite
 import jmp_lite.linen
 import jmp_lite.nnx
 import jmp_lite.plots
-from jmp_lite.autocasting.explain.difference import Difference
-from jmp_lite.autocasting.explain.lints import Lint
-from jmp_lite.autocasting.explain.rows import Row, Totals
-from jmp_lite.autocasting.tune.measure import Error
-from jmp_lite.autocasting.tune.report import Kept, Step
-from jmp_lite.numerics.report import LeafNumerics, NonfiniteReport, SuggestedLossScale
-from jmp_lite.numerics.watch import OpNumerics
+from jmp_lite.insight.explain.difference import Difference
+from jmp_lite.insight.explain.lints import Lint
+from jmp_lite.insight.explain.rows import Row, Totals
+from jmp_lite.insight.report import LeafNumerics, NonfiniteReport, SuggestedLossScale
+from jmp_lite.insight.tune.measure import Error
+from jmp_lite.insight.tune.report import Kept, Step
+from jmp_lite.insight.watch.watch import OpNumerics
 
 FROZEN = pathlib.Path(__file__).parent / "public_api.txt"
 BUILT_IN = (tuple, str, dict, ValueError)

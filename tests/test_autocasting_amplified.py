@@ -8,10 +8,10 @@ from helpers import DTYPES, compiled, live_equations, products, relative_error
 from jax import lax
 from programs import W, X
 
-from jmp_lite.autocasting.explain.explanation import explain
 from jmp_lite.autocasting.interpreter.api import autocast
-from jmp_lite.autocasting.rules.op_table import AMPLIFYING
 from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.ops import AMPLIFYING
 
 # ------------------------------------------------------------------- the list of ops
 

@@ -20,10 +20,10 @@ from jax import lax
 from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
 
 import jmp_lite
-from jmp_lite.autocasting.explain.explanation import explain
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import full_precision, low_precision
 from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.insight.explain.explanation import explain
 
 LOW, FULL = "bfloat16", "float32"
 

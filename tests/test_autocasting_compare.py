@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.compare.comparer import Comparer
-from jmp_lite.autocasting.compare.twins import StagedCasts, Twin
 from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.insight.compare.comparer import Comparer
+from jmp_lite.insight.compare.twins import StagedCasts, Twin
 
 
 def lanes(fun, *args, rules="mixed"):

@@ -19,9 +19,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optimizers import lenient
 
-from jmp_lite.autocasting.explain.explanation import explain
+from jmp_lite.autocasting.decide.facts import State
 from jmp_lite.autocasting.interpreter.api import autocast
-from jmp_lite.autocasting.interpreter.values import State
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.marks import (
     as_full,
@@ -31,6 +30,7 @@ from jmp_lite.autocasting.marks import (
     low_precision,
 )
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
+from jmp_lite.insight.explain.explanation import explain
 
 X = jax.random.normal(jax.random.key(0), (4, 4))
 POSITIVE = X @ X.T + 4 * jnp.eye(4)

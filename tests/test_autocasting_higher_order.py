@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from programs import W, X
 
 from jmp_lite.autocasting.interpreter.api import autocast
-from jmp_lite.autocasting.jaxprs.compat import contracts_nothing
 from jmp_lite.autocasting.marks import full_precision
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.jaxprs.params import contracts_nothing
 
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
 

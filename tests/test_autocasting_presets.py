@@ -17,9 +17,9 @@ from helpers import (
 )
 from programs import BLOCK, BLOCK_PARAMS, PROGRAMS, W, X, gradient, in_float32, traced
 
-from jmp_lite.autocasting.explain.explanation import explain
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.insight.explain.explanation import explain
 
 LOW, FULL = "bfloat16", "float32"
 PRESETS = ["O1", "O2", "O3", "torch"]

@@ -8,9 +8,9 @@ from helpers import DTYPES, compiled, relative_error
 from jax import lax
 from programs import W, X
 
-from jmp_lite.autocasting.explain.explanation import explain
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.insight.explain.explanation import explain
 
 
 def cubic_gelu(x):

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from programs import W, X
 
-from jmp_lite.autocasting.explain.explanation import explain
-from jmp_lite.autocasting.rules.op_table import GROUPS, HIGHER_ORDER, group_of
-from jmp_lite.autocasting.rules.precision import Precision, parse_precision
+from jmp_lite.autocasting.rules.match import parse_precision
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.rules.serialization import ASCEND_OPS
+from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.ops import GROUPS, HIGHER_ORDER, Precision, group_of
 
 OPS = sorted(op for group in GROUPS for op in group.ops)
 LOWERABLE = [

@@ -271,8 +271,8 @@ def test_the_site_builds_without_warnings_and_documents_every_member(tmp_path):
     missing = {re.match(r"[\w.]+", line)[0] for line in PUBLIC} - set(names)
     assert {name.rpartition(".")[0] for name in missing} <= {
         "jmp_lite.TunedRules",
-        "jmp_lite.numerics.report.LeafNumerics",
-        "jmp_lite.numerics.watch.OpNumerics",
+        "jmp_lite.insight.report.LeafNumerics",
+        "jmp_lite.insight.watch.watch.OpNumerics",
     }
     for page in ("index", "changelog", "api/autocasting"):
         assert f"jmp_lite {jmp.__version__}" in (tmp_path / f"{page}.html").read_text()

@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS, W, X
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.compare.comparer import Comparer
-from jmp_lite.autocasting.compare.twins import Twin
-from jmp_lite.autocasting.interpreter.decisions import RecordsInside
+from jmp_lite.autocasting.decide.decisions import RecordsInside
 from jmp_lite.autocasting.interpreter.walk import Interpreter
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.rules.op_table import HIGHER_ORDER
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.numerics.watcher import Seen, Watcher
+from jmp_lite.insight.compare.comparer import Comparer
+from jmp_lite.insight.compare.twins import Twin
+from jmp_lite.insight.watch.watcher import Seen, Watcher
+from jmp_lite.jaxprs import params
+from jmp_lite.ops import HIGHER_ORDER
 
 
 @jax.custom_batching.custom_vmap
@@ -108,10 +108,10 @@ def test_all_tools_enter_the_same_equations(name, monkeypatch):
     assert by_tool[0] == by_tool[1]
     decided = list(recorded(walk.records))
     # A loop has a decision for each carry, and a cast that does nothing has none.
-    others = {compat.op_of(e) for e in decided if id(e) not in by_tool[0]}
+    others = {params.op_of(e) for e in decided if id(e) not in by_tool[0]}
     assert others <= HIGHER_ORDER
     left = by_tool[0] - {id(eqn) for eqn in decided}
-    passed = {compat.op_of(e) for e in watched if id(e) in left}
+    passed = {params.op_of(e) for e in watched if id(e) in left}
     assert passed <= {"convert_element_type", "optimization_barrier"}
 
 

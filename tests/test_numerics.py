@@ -21,7 +21,7 @@ from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 
 import jmp_lite as jmp
 from jmp_lite.casting.quantize import scale_for
-from jmp_lite.numerics.statistics import (
+from jmp_lite.insight.statistics import (
     Count,
     added,
     counted,

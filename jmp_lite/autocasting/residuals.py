@@ -17,11 +17,11 @@ from jmp_lite.autocasting.interpreter.validation import (
     check_function,
     function_of_arrays,
 )
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
 from jmp_lite.autocasting.passes import rematerialize
 from jmp_lite.autocasting.rules.rules import FULL_SCOPE
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
+from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -84,7 +84,7 @@ def compress_residuals(
         of_arrays, arrays = function_of_arrays(fun, args, kwargs)
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
         # Captured arrays become arguments, because they need gradients.
-        hoisted, consts = compat.with_consts_as_inputs(traced)
+        hoisted, consts = structure.with_consts_as_inputs(traced)
         hoisted = rematerialize.rematerialize(hoisted, kept=FULL_SCOPE)
         try:
             results = _compressed(hoisted, low_dtype)(*consts, *arrays)
@@ -101,7 +101,7 @@ def compress_residuals(
 
 def _compressed(traced: Jaxpr, low_dtype: Any) -> Callable[..., list[Array]]:
     """Returns a jaxpr as a differentiable function of its constants and inputs."""
-    run = jax.custom_vjp(lambda *inputs: compat.evaluate(traced, inputs))
+    run = jax.custom_vjp(lambda *inputs: structure.evaluate(traced, inputs))
     put_together: list[Callable[[Sequence[Array], Any], Any]] = []
 
     def forward(*inputs: Any) -> PyTree:
@@ -111,14 +111,14 @@ def _compressed(traced: Jaxpr, low_dtype: Any) -> Callable[..., list[Array]]:
             def of_floats(*floats: Any) -> PyTree:
                 given = iter(floats)
                 full = [next(given) if is_inexact(x) else x for x in inputs]
-                return compat.evaluate(traced, full)
+                return structure.evaluate(traced, full)
 
             return jax.vjp(of_floats, *floats)
 
         # As one jaxpr, which shows the origin of each residual.
         both, shape = jax.make_jaxpr(differentiated, return_shape=True)(*inputs)
         results, backward = jax.tree.unflatten(
-            jax.tree.structure(shape), compat.evaluate(both, inputs)
+            jax.tree.structure(shape), structure.evaluate(both, inputs)
         )
         kept, treedef = jax.tree.flatten(backward)
         is_low = list(_are_compressible(both))[len(results) :]
@@ -156,19 +156,19 @@ def _saturate(x: Any, dtype: Any) -> PyTree:
 
 def _are_compressible(jaxpr: Jaxpr) -> Iterator[bool]:
     """Yields, for each result of a jaxpr, whether it is a computed float32 value."""
-    parts = compat.parts(jaxpr)
+    parts = structure.parts(jaxpr)
     maker = {var: eqn for eqn in parts.eqns for var in eqn.outvars}
     for atom in parts.outvars:
-        eqn = None if compat.is_literal(atom) else maker.get(atom)
+        eqn = None if structure.is_literal(atom) else maker.get(atom)
         is_marked = eqn is not None and FULL_SCOPE in _scopes_of(eqn, atom)
-        yield compat.is_float32(atom) and eqn is not None and not is_marked
+        yield structure.is_float32(atom) and eqn is not None and not is_marked
 
 
 def _scopes_of(eqn: Eqn, atom: Var) -> Sequence[str]:
     """Returns the scopes in which a result of an equation was computed."""
-    here = list(compat.scopes(eqn))
-    for jaxpr in compat.inner_jaxprs(eqn):
-        parts = compat.parts(jaxpr)
+    here = list(source.scopes(eqn))
+    for jaxpr in params.inner_jaxprs(eqn):
+        parts = structure.parts(jaxpr)
         if len(parts.outvars) == len(eqn.outvars):
             inner = parts.outvars[eqn.outvars.index(atom)]
             for made in parts.eqns:

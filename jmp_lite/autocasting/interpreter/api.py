@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.decide import changes_nothing
+from jmp_lite.autocasting.decide.equation import changes_nothing
 from jmp_lite.autocasting.interpreter.validation import (
     check_function,
     choose_rules,
@@ -15,11 +15,11 @@ from jmp_lite.autocasting.interpreter.validation import (
     refuse_mutable_graphs,
 )
 from jmp_lite.autocasting.interpreter.walk import Interpreter
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.dataflow import equations
-from jmp_lite.autocasting.jaxprs.types import Array, Function, Jaxpr, PyTree
 from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, Rules
 from jmp_lite.casting.mutables import noting_captures, returning_changes, write_changes
+from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.dataflow import equations
+from jmp_lite.jaxprs.types import Array, Function, Jaxpr, PyTree
 
 Params = ParamSpec("Params")
 
@@ -108,9 +108,9 @@ def _run(
     traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
     paths = (path for _, path in equations(traced))
     if changes_nothing(interpreter.rules, paths):
-        types = [var.aval for var in compat.parts(traced).outvars]
-        evaluated = compat.evaluate(traced, arrays)
-        results = list(map(compat.as_typed, evaluated, types))
+        types = [var.aval for var in structure.parts(traced).outvars]
+        evaluated = structure.evaluate(traced, arrays)
+        results = list(map(structure.as_typed, evaluated, types))
     else:
         results = interpreter.run_function(traced, arrays)
     out, changes = jax.tree.unflatten(treedef, results)

@@ -2,6 +2,7 @@
 
 import jax
 
+from jmp_lite.autocasting.decide.facts import Input, Origin, Spec
 from jmp_lite.autocasting.interpreter.conversion import (
     Call,
     Converted,
@@ -12,23 +13,23 @@ from jmp_lite.autocasting.interpreter.conversion import (
     leave_functions,
     results_of_call,
 )
-from jmp_lite.autocasting.interpreter.values import Input, Origin, Spec, Value
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.types import Array
+from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.casting.quantize import SCALE_NAME
+from jmp_lite.jaxprs import params
+from jmp_lite.jaxprs.types import Array
 
 
 def run_jit(walk: Walk, call: Call) -> list[Value]:
     """Runs a jit-compiled function, which keeps its name and is lowered once."""
     eqn, operands, result_readers, path = call
-    name = compat.call_name(eqn)
-    body = compat.body_of(eqn)
+    name = params.call_name(eqn)
+    body = params.body_of(eqn)
     inside = convert(walk, body, operands, result_readers, path, name, is_call=True)
     arrays = [
         walk.casts.full(value) if i in inside.raised else value.array
         for i, value in enumerate(operands)
     ]
-    results = compat.bind(eqn, arrays, jaxpr=inside.jaxpr)
+    results = params.bind_call(eqn, arrays, inside.jaxpr)
     return results_of_call(walk, call, results, inside)
 
 
@@ -39,28 +40,27 @@ def run_remat(walk: Walk, call: Call) -> list[Value]:
     """
     eqn, operands, result_readers, path = call
     inside = convert(
-        walk, compat.body_of(eqn), operands, result_readers, path, is_call=True
+        walk, params.body_of(eqn), operands, result_readers, path, is_call=True
     )
     saved = SCALE_NAME if walk.rules.asks_for_float8 else ""
-    arrays = compat.bind_remat(eqn, arrays_of(operands), inside.jaxpr, saved)
+    arrays = params.bind_remat(eqn, arrays_of(operands), inside.jaxpr, saved)
     return results_of_call(walk, call, arrays, inside)
 
 
 def run_wrapped(walk: Walk, call: Call) -> list[Value]:
     """Runs an op that only calls its jaxpr."""
     eqn, operands, result_readers, path = call
-    name = compat.WRAPPERS[compat.op_of(eqn)]
     inside = convert(
-        walk, compat.body_of(eqn), operands, result_readers, path, is_call=True
+        walk, params.body_of(eqn), operands, result_readers, path, is_call=True
     )
-    arrays = compat.bind(eqn, arrays_of(operands), **{name: inside.jaxpr})
+    arrays = params.bind_call(eqn, arrays_of(operands), inside.jaxpr)
     return results_of_call(walk, call, arrays, inside)
 
 
 def run_shard_map(walk: Walk, call: Call) -> list[Value]:
     """Runs the function of each device, bound again through ``jax.shard_map``."""
     eqn, operands, result_readers, path = call
-    jaxpr, region = compat.body_of(eqn), walk.at.region(path)
+    jaxpr, region = params.body_of(eqn), walk.at.region(path)
     states = [value.spec for value in operands]
     specs: list[Spec] = []
     origins: list[Origin] = []
@@ -75,7 +75,7 @@ def run_shard_map(walk: Walk, call: Call) -> list[Value]:
             origins[:] = [value.origin for value in found]
             return arrays_of(found)
 
-        mapped = jax.shard_map(run, **compat.shard_map_arguments(eqn))
+        mapped = jax.shard_map(run, **params.shard_map_arguments(eqn))
         arrays = mapped(*arrays_of(operands))
     as_made = tuple(specs)
     inside = Converted(jaxpr, as_made, as_made, origins, records)

@@ -11,22 +11,22 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.float8 import (
-    QuantizedOperand,
-    quantize_operand,
-)
-from jmp_lite.autocasting.interpreter.values import (
+from jmp_lite.autocasting.decide.facts import (
     Constant,
     Kind,
     Number,
     Origin,
     RangeEnd,
     State,
-    Value,
 )
-from jmp_lite.autocasting.jaxprs import compat, sharding
-from jmp_lite.autocasting.jaxprs.types import Array, Dtype, Literal, Var
-from jmp_lite.autocasting.rules.precision import Float8
+from jmp_lite.autocasting.interpreter.float8 import (
+    QuantizedOperand,
+    quantize_operand,
+)
+from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.formats import Float8
+from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs.types import Array, Dtype, Literal, Var
 
 
 class Casts:
@@ -39,7 +39,7 @@ class Casts:
     Attributes:
       low_dtype: the compute dtype.
       float8_format: the formats of float8 products.
-      bound: the ops that were bound so far; see ``compat.bind``.
+      bound: the ops that were bound so far; see ``params.bind``.
     """
 
     def __init__(self, low_dtype: DTypeLike, float8_format: Float8) -> None:
@@ -49,13 +49,13 @@ class Casts:
 
     def given(self, var: Var, array: Array, origin: Origin) -> Value:
         """Returns the value of an argument or a constant."""
-        state = State.SOFT if compat.is_float32(var) else None
+        state = State.SOFT if structure.is_float32(var) else None
         return Value(array, state, Kind.GIVEN, origin=origin)
 
     def constant(self, var: Var, array: Array) -> Value:
         """Returns a constant's value; HARD if an element is too large for 16 bits."""
         value = self.given(var, array, Constant())
-        if value.state is State.SOFT and not compat.is_tracer(array):
+        if value.state is State.SOFT and not structure.is_tracer(array):
             numbers = np.asarray(array)
             with np.errstate(over="ignore"):
                 low = numbers.astype(self.low_dtype).astype(np.float32)
@@ -68,13 +68,13 @@ class Casts:
 
     def literal(self, atom: Literal) -> Value:
         """Returns the value of a literal; HARD if 16 bits cannot represent it."""
-        is_real = jnp.issubdtype(compat.dtype_of(atom), jnp.floating)
-        is_real |= compat.is_integer(atom)
+        is_real = jnp.issubdtype(structure.dtype_of(atom), jnp.floating)
+        is_real |= structure.is_integer(atom)
         fits = not is_real or _fits(_as_float32(atom.val), self.low_dtype)
-        if not compat.is_float32(atom):
+        if not structure.is_float32(atom):
             # A number that does not fit the compute dtype is HARD.
             kind = Kind.LITERAL if fits else Kind.COMPUTED
-            return Value(compat.as_array(atom.val), None, kind)
+            return Value(structure.as_array(atom.val), None, kind)
         number: Any = _as_float32(atom.val)
         if number in _ENDS:
             return Value(number, State.HARD, Kind.END, origin=RangeEnd())
@@ -115,7 +115,7 @@ class Casts:
         if saturates:
             ends = jnp.finfo(self.low_dtype)
             array = lax.clamp(np.float32(ends.min), array, np.float32(ends.max))
-        return sharding.cast(compat.as_array(array), self.low_dtype)
+        return sharding.cast(structure.as_array(array), self.low_dtype)
 
 
 _ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))

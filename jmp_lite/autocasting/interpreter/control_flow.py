@@ -3,8 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_lite.autocasting.interpreter import uses
-from jmp_lite.autocasting.interpreter.carries import Loop, classify
+from jmp_lite.autocasting.decide import readers as uses
+from jmp_lite.autocasting.decide.decisions import DecisionRecord, RecordsInside
+from jmp_lite.autocasting.decide.equation import (
+    Slot,
+    carry_settled,
+    decide_to_keep,
+)
+from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec, State
+from jmp_lite.autocasting.decide.loop import Loop, classify
 from jmp_lite.autocasting.interpreter.conversion import (
     Call,
     Converted,
@@ -18,23 +25,17 @@ from jmp_lite.autocasting.interpreter.conversion import (
     origin_outside,
     results_of_call,
 )
-from jmp_lite.autocasting.interpreter.decide import (
-    Slot,
-    carry_settled,
-    decide_to_keep,
-)
-from jmp_lite.autocasting.interpreter.decisions import DecisionRecord, RecordsInside
-from jmp_lite.autocasting.interpreter.values import Kind, Readers, Spec, State, Value
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.types import Eqn
+from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.passes import rematerialize, scan_weight_gradients
+from jmp_lite.jaxprs import params
+from jmp_lite.jaxprs.types import Eqn
 
 
 def run_cond(walk: Walk, call: Call) -> list[Value]:
     """Runs the branches of a cond, and joins their results."""
     eqn, (index, *operands), result_readers, path = call
 
-    traced = compat.branches_of(eqn)
+    traced = params.branches_of(eqn)
     branches = [convert(walk, each, operands, result_readers, path) for each in traced]
     joined = join_all([branch.specs for branch in branches])
     forced = dict(enumerate(joined))
@@ -44,8 +45,8 @@ def run_cond(walk: Walk, call: Call) -> list[Value]:
         else convert(walk, each, operands, result_readers, path, forced=forced)
         for each, branch in zip(traced, branches, strict=True)
     ]
-    jaxprs = tuple(branch.jaxpr for branch in branches)
-    arrays = compat.bind(eqn, [index.array, *arrays_of(operands)], branches=jaxprs)
+    jaxprs = [branch.jaxpr for branch in branches]
+    arrays = params.bind_cond(eqn, [index.array, *arrays_of(operands)], jaxprs)
     inner = call._replace(operands=operands)
     first, *_ = [results_of_call(walk, inner, arrays, branch) for branch in branches]
     return first
@@ -54,7 +55,7 @@ def run_cond(walk: Walk, call: Call) -> list[Value]:
 def run_scan(walk: Walk, call: Call) -> list[Value]:
     """Runs a scan, with the passes over its body."""
     eqn, operands, loop = call.eqn, list(call.operands), Loop.of_scan(call.eqn)
-    n_consts, _ = compat.scan_counts(eqn)
+    n_consts, _ = params.scan_counts(eqn)
     operands[:n_consts] = [_invariant(walk, v) for v in operands[:n_consts]]
     turned, inside = _settled(walk, call._replace(operands=operands), loop)
     body, given = inside.jaxpr, arrays_of(turned.operands)
@@ -63,11 +64,11 @@ def run_scan(walk: Walk, call: Call) -> list[Value]:
         walk.note_pass("rematerialize", body is not inside.jaxpr)
     scan = scan_weight_gradients.rewritten(eqn, body)
     if scan is None or "scan_weight_gradients" not in walk.rules.passes:
-        arrays = compat.bind(eqn, given, jaxpr=body)
+        arrays = params.bind_scan(eqn, given, body)
     else:
         walk.note_pass("scan_weight_gradients", True)
         arrays = scan(*given)
-    return results_of_call(walk, turned, arrays, inside, compat.trips(eqn))
+    return results_of_call(walk, turned, arrays, inside, params.trips(eqn))
 
 
 def _settled(walk: Walk, call: Call, loop: Loop) -> tuple[Call, Converted]:
@@ -128,17 +129,13 @@ def run_while(walk: Walk, call: Call) -> list[Value]:
     eqn, operands, path = call.eqn, call.operands, call.path
     if decision := decide_to_keep(walk.at, eqn, path):
         return keep(walk, call, decision)
-    cond, _, n_cond, n_body = compat.while_parts(eqn)
+    cond, _, n_cond, n_body = params.while_parts(eqn)
     loop = Loop.of_while(eqn)
     turned, step = _settled(walk, call._replace(operands=operands[n_cond:]), loop)
     of_cond = [*operands[:n_cond], *turned.operands[n_body:]]
     test = convert(walk, cond, of_cond, [Readers.OTHER], path)
-    arrays = compat.bind(
-        eqn,
-        arrays_of([*operands[:n_cond], *turned.operands]),
-        cond_jaxpr=test.jaxpr,
-        body_jaxpr=step.jaxpr,
-    )
+    given = arrays_of([*operands[:n_cond], *turned.operands])
+    arrays = params.bind_while(eqn, given, test.jaxpr, step.jaxpr)
     origins = [value.origin for value in of_cond]
     walk.record(RecordsInside(eqn, test.records, origins, None))
     return results_of_call(walk, turned, arrays, step, None)

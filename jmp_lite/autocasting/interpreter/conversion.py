@@ -8,16 +8,13 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from jmp_lite.autocasting.interpreter.casts import Casts
-from jmp_lite.autocasting.interpreter.decisions import (
+from jmp_lite.autocasting.decide.decisions import (
     Decision,
     DecisionRecord,
     RecordsInside,
     run_alike,
 )
-from jmp_lite.autocasting.interpreter.lookup import RuleLookup
-from jmp_lite.autocasting.interpreter.uses import UseAnalysis
-from jmp_lite.autocasting.interpreter.values import (
+from jmp_lite.autocasting.decide.facts import (
     Input,
     InputRoot,
     Kind,
@@ -26,13 +23,16 @@ from jmp_lite.autocasting.interpreter.values import (
     Readers,
     Spec,
     State,
-    Value,
 )
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.dataflow import equations
-from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr
+from jmp_lite.autocasting.decide.lookup import RuleLookup
+from jmp_lite.autocasting.decide.readers import UseAnalysis
+from jmp_lite.autocasting.interpreter.casts import Casts
+from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.passes import upcasts
 from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs.dataflow import equations
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr
 
 Given: TypeAlias = tuple[tuple[Spec, ...], tuple[Lineage | None, ...]]
 """The specs and the lineages of the inputs of a jaxpr."""
@@ -138,7 +138,7 @@ def convert(
       is_call: whether the equation is a mere call. Then a function of one 16-bit value
         may begin outside of it and end inside, or the reverse.
     """
-    inside, region = compat.join(path, name), walk.at.region(path)
+    inside, region = source.join(path, name), walk.at.region(path)
     states = tuple(value.spec for value in operands)
     rules_inside = walk.at.inside(jaxpr, inside)
     result_readers = tuple(readers.that_decide for readers in result_readers)
@@ -173,7 +173,7 @@ def convert(
         if name and "upcasts" in walk.rules.passes:
             new = _raised_outside(walk, new, states)
             # A checkpoint would save an upcast input in float32.
-            if not any(compat.op_of(e) in compat.REMAT for e, _ in equations(jaxpr)):
+            if not any(params.op_of(e) in params.REMAT for e, _ in equations(jaxpr)):
                 new = _shared(new, states, known)
         known[given] = new
     return known[given]
@@ -204,13 +204,13 @@ def _converted(
         return as_specs(walk, results, specs)
 
     avals = [
-        compat.retyped(var.aval, walk.casts.low_dtype)
+        structure.retyped(var.aval, walk.casts.low_dtype)
         if state is State.LOW
-        else compat.type_of(var)
-        for var, (state, _) in zip(compat.parts(jaxpr).invars, states, strict=True)
+        else structure.type_of(var)
+        for var, (state, _) in zip(structure.parts(jaxpr).invars, states, strict=True)
     ]
     with walk.recording() as records:
-        traced = compat.trace(run_to_arrays, avals, jaxpr)
+        traced = structure.trace(run_to_arrays, avals, jaxpr)
     return Converted(
         traced, tuple(specs), tuple(made), origins, records, lineages=lineages
     )
@@ -398,8 +398,8 @@ def _join(specs: Sequence[Spec]) -> Spec:
 def keep(walk: Walk, call: Call, decision: Decision) -> list[Value]:
     """Binds an equation, and everything inside of it, as traced."""
     walk.record(DecisionRecord(call.eqn, decision))
-    arrays = compat.bind(call.eqn, [walk.casts.full(value) for value in call.operands])
+    arrays = params.bind(call.eqn, [walk.casts.full(value) for value in call.operands])
     return [
-        Value(array, State.HARD if compat.is_float32(var) else None, origin=call.eqn)
+        Value(array, State.HARD if structure.is_float32(var) else None, origin=call.eqn)
         for var, array in zip(call.eqn.outvars, arrays, strict=True)
     ]

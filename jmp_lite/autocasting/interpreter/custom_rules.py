@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import jax
 
+from jmp_lite.autocasting.decide.equation import decide_to_keep
+from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec, State
 from jmp_lite.autocasting.interpreter.conversion import (
     Call,
     Converted,
@@ -20,16 +22,15 @@ from jmp_lite.autocasting.interpreter.conversion import (
     keep,
     results_of_call,
 )
-from jmp_lite.autocasting.interpreter.decide import decide_to_keep
-from jmp_lite.autocasting.interpreter.values import Kind, Readers, Spec, State, Value
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
+from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.jaxprs import custom_rules, params, structure
+from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
 
 
 def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
     """Binds a function with a ``jvp`` rule, both converted inside."""
     eqn, operands, result_readers, path = call
-    jaxpr = compat.body_of(eqn)
+    jaxpr = params.body_of(eqn)
     if decision := decide_to_keep(walk.at, eqn, path):
         return keep(walk, call, decision)
     states = [value.spec for value in operands]
@@ -40,7 +41,7 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
         del fun  # It evaluates the jaxpr.
 
         def low_fun(*arrays: Array) -> list[Array]:
-            return compat.evaluate(inside.jaxpr, arrays)
+            return structure.evaluate(inside.jaxpr, arrays)
 
         def tangents_first(*arrays: Array) -> PyTree:
             out = jvp(*arrays)
@@ -48,7 +49,7 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
 
         def low_jvp(*arrays: Array) -> list[Array]:
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
-            types = list(map(compat.type_of, compat.parts(jaxpr).invars))
+            types = list(map(structure.type_of, structure.parts(jaxpr).invars))
             avals = [*types, *(aval.to_tangent_aval() for aval in types)]
             values = as_values(arrays, [*states, *tangents])
             # The results have the readers that they have without the derivative.
@@ -61,14 +62,14 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
         return low_fun, low_jvp
 
     with walk.recording():  # It is recorded already.
-        arrays = compat.bind_custom(eqn, arrays_of(operands), replace)
+        arrays = custom_rules.bind_custom(eqn, arrays_of(operands), replace)
     return results_of_call(walk, call, arrays, inside)
 
 
 def run_custom_vjp(walk: Walk, call: Call) -> list[Value]:
     """Binds a ``custom_vjp`` to its operands, with its functions converted."""
     inside = convert(
-        walk, compat.body_of(call.eqn), call.operands, call.result_readers, call.path
+        walk, params.body_of(call.eqn), call.operands, call.result_readers, call.path
     )
 
     def replace(fun: Function, fwd: Function, bwd: Function) -> PyTree:
@@ -76,7 +77,7 @@ def run_custom_vjp(walk: Walk, call: Call) -> list[Value]:
         return _LowVjp(walk, call, inside, fwd, bwd).functions()
 
     with walk.recording():  # It is recorded already.
-        arrays = compat.bind_custom(call.eqn, arrays_of(call.operands), replace)
+        arrays = custom_rules.bind_custom(call.eqn, arrays_of(call.operands), replace)
     return results_of_call(walk, call, arrays, inside)
 
 
@@ -104,7 +105,7 @@ class _LowVjp:
         self._eqn = call.eqn
         self._result_readers = call.result_readers
         self._path = call.path
-        self._jaxpr = compat.body_of(call.eqn)
+        self._jaxpr = params.body_of(call.eqn)
         self._specs = tuple(value.spec for value in call.operands)
         # For each residual that is not an operand: its spec, or None for a number.
         self._computed: list[Spec | None] = []
@@ -114,7 +115,7 @@ class _LowVjp:
         return self._function, self._forward, self._backward
 
     def _function(self, *arrays: Array) -> list[Array]:
-        return compat.evaluate(self._inside.jaxpr, arrays)
+        return structure.evaluate(self._inside.jaxpr, arrays)
 
     def _forward(self, *args: PyTree) -> list[Array]:
         """Runs ``fwd`` on operands, each followed by whether it is differentiated."""
@@ -127,7 +128,7 @@ class _LowVjp:
             return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
 
         values = as_values(args[::2], self._specs)
-        avals = list(map(compat.type_of, compat.parts(self._jaxpr).invars))
+        avals = list(map(structure.type_of, structure.parts(self._jaxpr).invars))
         out = self._follow(flat, values, avals, self._result_readers)
         kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
         self._computed = [
@@ -139,7 +140,7 @@ class _LowVjp:
 
     def _backward(self, *args: PyTree) -> PyTree:
         """Runs ``bwd`` on residuals and cotangents."""
-        forwarded = compat.forwarded_residuals(self._eqn, len(self._computed))
+        forwarded = custom_rules.forwarded_residuals(self._eqn, len(self._computed))
         fresh = iter(self._computed)
         kept = [next(fresh) if i is None else self._specs[i] for i in forwarded]
         given = [*kept, *((s, Kind.COMPUTED) for s, _ in self._inside.specs)]
@@ -147,7 +148,7 @@ class _LowVjp:
         is_array = [spec is not None for spec in given]
         arrays = [arg for arg, yes in zip(args, is_array, strict=True) if yes]
         values = as_values(arrays, [spec for spec in given if spec is not None])
-        structure: list[PyTree] = []
+        trees: list[PyTree] = []
 
         def flat(*arrays: Array) -> list[Array]:
             left = iter(arrays)
@@ -155,8 +156,8 @@ class _LowVjp:
                 next(left) if yes else arg
                 for arg, yes in zip(args, is_array, strict=True)
             ]
-            leaves, tree = jax.tree.flatten(self._bwd(*every), compat.is_zero)
-            structure[:] = [tree]
+            leaves, tree = jax.tree.flatten(self._bwd(*every), structure.is_zero)
+            trees[:] = [tree]
             return leaves
 
         grads = self._follow(flat, values, list(map(_type_as_traced, values)))
@@ -167,7 +168,7 @@ class _LowVjp:
             for grad, spec in zip(grads[:n_operands], self._specs, strict=True)
         ]
         rest = [v.array if isinstance(v, Value) else v for v in grads]
-        return jax.tree.unflatten(structure[0], rest)
+        return jax.tree.unflatten(trees[0], rest)
 
     def _follow(
         self,
@@ -184,7 +185,7 @@ class _LowVjp:
 def run_custom_vmap(walk: Walk, call: Call) -> list[Value]:
     """Binds a function with a rule for ``vmap``, both converted inside."""
     eqn, operands, result_readers, path = call
-    jaxpr, states = compat.body_of(eqn), [value.spec for value in operands]
+    jaxpr, states = params.body_of(eqn), [value.spec for value in operands]
     inside = convert(walk, jaxpr, operands, result_readers, path)
 
     def low_rule(batched: Function, *arrays: Array) -> list[Array]:
@@ -193,13 +194,15 @@ def run_custom_vmap(walk: Walk, call: Call) -> list[Value]:
         out = _follow(walk, batched, values, types, jaxpr, path)
         return as_specs(walk, out, inside.specs)
 
-    arrays = compat.bind_custom_vmap(eqn, arrays_of(operands), inside.jaxpr, low_rule)
+    arrays = custom_rules.bind_custom_vmap(
+        eqn, arrays_of(operands), inside.jaxpr, low_rule
+    )
     return results_of_call(walk, call, arrays, inside)
 
 
 def _type_as_traced(value: Value) -> PyTree:
-    aval = compat.type_of_value(value.array)
-    return aval if value.state is None else compat.retyped(aval, "float32")
+    aval = structure.type_of_value(value.array)
+    return aval if value.state is None else structure.retyped(aval, "float32")
 
 
 def _follow(
@@ -230,14 +233,16 @@ def _follow(
       A ``Value`` for each array that ``fun`` returns; other items unchanged.
     """
     live = [
-        i for i, value in enumerate(values) if not compat.is_symbolic_zero(value.array)
+        i
+        for i, value in enumerate(values)
+        if not structure.is_symbolic_zero(value.array)
     ]
     others: list[PyTree] = []
 
     def traced(*arrays: Array) -> list[Array]:
         full = [
-            type(value.array)(compat.retyped(value.array.aval, aval.dtype))
-            if compat.is_symbolic_zero(value.array)
+            type(value.array)(structure.retyped(value.array.aval, aval.dtype))
+            if structure.is_symbolic_zero(value.array)
             else None
             for value, aval in zip(values, avals, strict=True)
         ]
@@ -247,8 +252,8 @@ def _follow(
         others[:] = [None if _is_array(item) else item for item in out]
         return [item for item in out if _is_array(item)]
 
-    jaxpr = compat.trace(traced, [avals[i] for i in live], like)
-    n_before = len(compat.parts(jaxpr).outvars) - len(result_readers)
+    jaxpr = structure.trace(traced, [avals[i] for i in live], like)
+    n_before = len(structure.parts(jaxpr).outvars) - len(result_readers)
     readers = [*[Readers.OTHER] * n_before, *result_readers]
     region = walk.at.region(path)
     results = iter(walk.run(jaxpr, [values[i] for i in live], readers, path, region))
@@ -258,8 +263,8 @@ def _follow(
 def _out(walk: Walk, item: PyTree, spec: Spec) -> PyTree:
     if isinstance(item, Value):
         return as_spec(walk, item, spec)
-    if compat.is_zero(item) and spec[0] is State.LOW:
-        return type(item)(compat.retyped(item.aval, walk.casts.low_dtype))
+    if structure.is_zero(item) and spec[0] is State.LOW:
+        return type(item)(structure.retyped(item.aval, walk.casts.low_dtype))
     return item
 
 
@@ -276,6 +281,6 @@ def _boxed(item: PyTree) -> PyTree:
 
 def _is_array(item: PyTree) -> bool:
     """Whether an item is an array or a typed number, not a symbolic zero."""
-    if compat.is_tracer(item):  # Of any type: some have no dtype.
+    if structure.is_tracer(item):  # Of any type: some have no dtype.
         return True
-    return hasattr(item, "dtype") and not compat.is_zero(item)
+    return hasattr(item, "dtype") and not structure.is_zero(item)

@@ -3,25 +3,20 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp_lite.autocasting.decide.decisions import Decision, Run
+from jmp_lite.autocasting.decide.facts import Kind, Origin, State
 from jmp_lite.autocasting.interpreter import float8
 from jmp_lite.autocasting.interpreter.casts import Casts
-from jmp_lite.autocasting.interpreter.decisions import Decision, Run
-from jmp_lite.autocasting.interpreter.values import Kind, Origin, State, Value
-from jmp_lite.autocasting.jaxprs import compat, cost
-from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Function, Var
-from jmp_lite.autocasting.rules.op_table import (
-    ADDING,
-    BROADCASTING,
-    DTYPE_PARAMS,
-    MOVING,
-    PRODUCTS,
-)
+from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.jaxprs import cost, params, structure
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Array, Eqn, Var
+from jmp_lite.ops import ADDING, BROADCASTING, MOVING
 
 
 def evaluate(
@@ -40,16 +35,16 @@ def evaluate(
       decision: the decision.
       origin: the origin of the state of its results.
     """
-    op = compat.op_of(eqn)
+    op = params.op_of(eqn)
     if op == "convert_element_type":
         return [_cast(casts, eqn, operands[0], decision, origin)]
     if decision.run is Run.PASS:
-        arrays = compat.bind(eqn, [value.array for value in operands], casts.bound)
+        arrays = params.bind(eqn, [value.array for value in operands], casts.bound)
         return [
             dataclasses.replace(
                 value, array=array, cast=None, raised=None, quantized=None
             )
-            for array, value in zip(arrays, compat.passed(eqn, operands), strict=True)
+            for array, value in zip(arrays, params.passed(eqn, operands), strict=True)
         ]
     kind = _kind_of_result(op, operands)
     if decision.run is Run.LOW:
@@ -59,7 +54,7 @@ def evaluate(
     elif decision.run is Run.FULL and decision.state is State.LOW:
         arrays = _in_full_then_low(casts, eqn, operands)
     else:
-        arrays = compat.bind(
+        arrays = params.bind(
             eqn, [casts.full(value) for value in operands], casts.bound
         )
     return [
@@ -73,13 +68,13 @@ def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list
 
     def in_full(*full: Array) -> list[Array]:
         return [
-            casts.cast(array, saturates) if compat.is_float32(var) else array
+            casts.cast(array, saturates) if structure.is_float32(var) else array
             for var, array in zip(
-                eqn.outvars, compat.bind(eqn, full, casts.bound), strict=True
+                eqn.outvars, params.bind(eqn, full, casts.bound), strict=True
             )
         ]
 
-    if compat.op_of(eqn) in MOVING:
+    if params.op_of(eqn) in MOVING:
         return in_full(*map(casts.full, operands))
 
     def from_arrays(*arrays: Array) -> list[Array]:
@@ -96,7 +91,7 @@ def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list
 
 
 def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
-    op, shape = compat.op_of(eqn), eqn.outvars[0].aval.shape
+    op, shape = params.op_of(eqn), eqn.outvars[0].aval.shape
     arrays: list[Array] = []
     for value in operands:
         is_spread = op in BROADCASTING and not value.is_number
@@ -106,19 +101,14 @@ def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
             arrays.append(casts.cast(full, value.saturates))
         else:
             arrays.append(casts.low(value))
-    if op in SCATTERS:
-        return [scatter(eqn, arrays)]
-    params = compat.params_named(eqn, DTYPE_PARAMS)
-    changed: dict[str, Any] = {
-        name: casts.low_dtype if is_dtype else None
-        for name, is_dtype in DTYPE_PARAMS.items()
-        if params.get(name) is not None
-    }
+    if op in params.SCATTERS:
+        return [params.bind_scatter(eqn, arrays)]
+    algorithm = None
     if casts.low_dtype == jnp.bfloat16 and _is_of_matrices(eqn):
         # Without an algorithm the compiler chooses the dtype of the sum; a TPU v7x
         # chooses bfloat16. No algorithm for float16 runs on every platform.
-        changed["precision"] = lax.DotAlgorithmPreset.BF16_BF16_F32
-    return compat.bind(eqn, arrays, casts.bound, **changed)
+        algorithm = lax.DotAlgorithmPreset.BF16_BF16_F32
+    return params.bind_in(eqn, arrays, casts.low_dtype, algorithm, casts.bound)
 
 
 def _in_float8(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> Array:
@@ -128,7 +118,7 @@ def _in_float8(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> Array:
     else:
         rhs = float8.apart(rhs, lhs)
     backward = casts.float8_format.backward_dtype
-    dimensions = compat.dot_dimensions(eqn)
+    dimensions = params.dot_dimensions(eqn)
     return float8.product(lhs, rhs, dimensions, backward)
 
 
@@ -140,12 +130,12 @@ def _is_of_matrices(eqn: Eqn) -> bool:
     an algorithm, three batch axes and a contracted size of 1 (jax 0.12 too). The
     derivative of a product with a vector has such a size.
     """
-    if compat.op_of(eqn) != "dot_general":
+    if params.op_of(eqn) != "dot_general":
         return False
     *sides, summed = cost.product_sizes(eqn)
     if summed == 1 or all(side == 1 for side in sides):
         return False
-    _, (batch, _) = compat.dot_dimensions(eqn)
+    _, (batch, _) = params.dot_dimensions(eqn)
     n_copies = math.prod(eqn.invars[0].aval.shape[i] for i in batch)
     are_vectors = any(side == 1 for side in sides)
     return not are_vectors or (n_copies != 1 and len(batch) < 3)
@@ -159,7 +149,7 @@ def _value(
     kind: Kind,
     origin: Origin,
 ) -> Value:
-    if not compat.is_float32(var):
+    if not structure.is_float32(var):
         return Value(array, None, kind)
     is_low = array.dtype == casts.low_dtype
     if is_low != (state is State.LOW):  # Some ops choose the dtype of their result.
@@ -172,21 +162,21 @@ def _cast(
 ) -> Value:
     """Returns the result of an existing cast."""
     (var,), atom = eqn.outvars, eqn.invars[0]
-    if not compat.is_float32(var):
-        if value.state is State.LOW and compat.dtype_of(var) == casts.low_dtype:
+    if not structure.is_float32(var):
+        if value.state is State.LOW and structure.dtype_of(var) == casts.low_dtype:
             return Value(value.array)
-        (array,) = compat.bind(eqn, [casts.full(value)], casts.bound)
+        (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
         return Value(array, None, value.kind)
     if decision.run is Run.PASS and value.state is State.LOW:
         return value
     if decision.run is Run.LOW:
-        if value.state is State.LOW or compat.dtype_of(atom) == casts.low_dtype:
+        if value.state is State.LOW or structure.dtype_of(atom) == casts.low_dtype:
             return Value(value.array, State.LOW, origin=eqn)
-        (array,) = compat.bind(eqn, [value.array], casts.bound)
-        saturates = value.saturates or compat.is_integer(atom)
+        (array,) = params.bind(eqn, [value.array], casts.bound)
+        saturates = value.saturates or structure.is_integer(atom)
         return Value(casts.cast(array, saturates), State.LOW, origin=eqn)
-    (array,) = compat.bind(eqn, [casts.full(value)], casts.bound)
-    is_counted = compat.is_integer(atom) and decision.state is State.HARD
+    (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
+    is_counted = structure.is_integer(atom) and decision.state is State.HARD
     kind = Kind.INTEGER if is_counted else value.kind
     return Value(array, decision.state, kind, origin=origin)
 
@@ -223,17 +213,3 @@ def _spread(array: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts a scalar, or axes of size 1, to a shape."""
     dims = range(len(shape)) if jnp.ndim(array) else ()
     return lax.broadcast_in_dim(array, shape, tuple(dims))
-
-
-SCATTERS: dict[str, Function] = {
-    "scatter-add": lax.scatter_add,
-    "scatter-sub": lax.scatter_sub,
-    "scatter-mul": lax.scatter_mul,
-}
-
-
-def scatter(eqn: Eqn, arrays: Sequence[Array]) -> Array:
-    """Binds a scatter to operands of another dtype, with a combiner of that dtype."""
-    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    params = compat.params_named(eqn, names)
-    return SCATTERS[compat.op_of(eqn)](*arrays, **params)

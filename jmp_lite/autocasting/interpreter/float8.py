@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from jmp_lite.autocasting.jaxprs import compat, sharding
-from jmp_lite.autocasting.jaxprs.types import Array, Dtype
 from jmp_lite.casting.quantize import Quantized, dequantize, quantize
+from jmp_lite.jaxprs import primitives, sharding
+from jmp_lite.jaxprs.types import Array, Dtype
 
 
 class QuantizedOperand(NamedTuple):
@@ -94,10 +94,10 @@ def _stands_for(numbers: Array, scale: Array, tangent: Array) -> Array:
 TANGENT_OF, DEQUANTIZE = "tangent_of", "dequantize"
 """Primitives that do not read the numbers of their last operand."""
 
-_tangent_of = compat.primitive(TANGENT_OF, _zeros)
-_dequantize = compat.primitive(DEQUANTIZE, _stands_for)
-compat.pass_last_tangent(_tangent_of)
-compat.pass_last_tangent(_dequantize)
+_tangent_of = primitives.primitive(TANGENT_OF, _zeros)
+_dequantize = primitives.primitive(DEQUANTIZE, _stands_for)
+primitives.pass_last_tangent(_tangent_of)
+primitives.pass_last_tangent(_dequantize)
 
 
 def is_of_float8(op: str) -> bool:
@@ -148,8 +148,8 @@ def _plain_dot(
 @functools.cache
 def _received_in(dtype: Dtype) -> Callable[[Array], Array]:
     """Returns the identity, whose transpose quantizes to a float8 dtype."""
-    received = compat.primitive(f"{_RECEIVED}{dtype.name}", lambda array: array)
-    compat.set_transpose(
+    received = primitives.primitive(f"{_RECEIVED}{dtype.name}", lambda array: array)
+    primitives.set_transpose(
         received, lambda cotangent: _dequantized(quantize_operand(cotangent, dtype))
     )
     return received.bind

@@ -24,13 +24,13 @@ from jmp_lite.autocasting.interpreter.custom_rules import (
     run_custom_vmap,
 )
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.autocasting.jaxprs import compat
+from jmp_lite.jaxprs import params
 
 HANDLERS: Mapping[str, Callable[[Walk, Call], list[Value]]] = MappingProxyType(
     {
         "jit": run_jit,
-        **dict.fromkeys(compat.REMAT, run_remat),
-        **dict.fromkeys(compat.WRAPPERS, run_wrapped),
+        **dict.fromkeys(params.REMAT, run_remat),
+        **dict.fromkeys(params.WRAPPERS, run_wrapped),
         "cond": run_cond,
         "shard_map": run_shard_map,
         "scan": run_scan,

@@ -6,11 +6,12 @@ readers outside of the scope run in float32 anyway.
 
 from collections.abc import Mapping, Sequence
 
+from jmp_lite.autocasting.decide.facts import Readers, State
 from jmp_lite.autocasting.interpreter.conversion import Walk, leave_function
-from jmp_lite.autocasting.interpreter.values import Readers, State, Value
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.dataflow import readers_of
-from jmp_lite.autocasting.jaxprs.types import Eqn, Var
+from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.jaxprs import source, structure
+from jmp_lite.jaxprs.dataflow import readers_of
+from jmp_lite.jaxprs.types import Eqn, Var
 
 
 class Regions:
@@ -27,7 +28,7 @@ class Regions:
     def __init__(
         self,
         walk: Walk,
-        parts: compat.Parts,
+        parts: structure.Parts,
         path: str,
         readers: Mapping[Var, Readers],
         outside: Sequence[Readers],
@@ -70,7 +71,7 @@ class Regions:
         for eqn in self._read_by[atom]:
             if eqn is None:
                 continue
-            where = compat.join(self._path, *compat.scopes(eqn))
+            where = source.join(self._path, *source.scopes(eqn))
             if self._walk.at.region(where) == region:
                 continue
             results = [self._readers[var] for var in eqn.outvars]

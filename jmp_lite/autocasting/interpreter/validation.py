@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.jaxprs.types import Array, Function, PyTree
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import dtype_names, is_traceable
 from jmp_lite.casting.mutables import is_module, refuse_modules
+from jmp_lite.jaxprs.types import Array, Function, PyTree
 
 
 def check_function(fun: Function) -> None:

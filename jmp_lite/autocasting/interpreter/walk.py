@@ -4,6 +4,16 @@ import contextlib
 from collections import Counter
 from collections.abc import Generator, Sequence
 
+from jmp_lite.autocasting.decide.decisions import (
+    DecisionRecord,
+    Operand,
+    RecordsInside,
+    Run,
+)
+from jmp_lite.autocasting.decide.equation import decide, lineage_of
+from jmp_lite.autocasting.decide.facts import Argument, Lineage, Readers
+from jmp_lite.autocasting.decide.lookup import RuleLookup
+from jmp_lite.autocasting.decide.readers import UseAnalysis, of_floats
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.conversion import (
     Call,
@@ -11,27 +21,13 @@ from jmp_lite.autocasting.interpreter.conversion import (
     Given,
     leave_functions,
 )
-from jmp_lite.autocasting.interpreter.decide import decide, lineage_of
-from jmp_lite.autocasting.interpreter.decisions import (
-    DecisionRecord,
-    Operand,
-    RecordsInside,
-    Run,
-)
 from jmp_lite.autocasting.interpreter.evaluate import evaluate
 from jmp_lite.autocasting.interpreter.handlers import HANDLERS
-from jmp_lite.autocasting.interpreter.lookup import RuleLookup
 from jmp_lite.autocasting.interpreter.scopes import Regions
-from jmp_lite.autocasting.interpreter.uses import UseAnalysis, of_floats
-from jmp_lite.autocasting.interpreter.values import (
-    Argument,
-    Lineage,
-    Readers,
-    Value,
-)
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, Var
+from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 
 
 class Interpreter:
@@ -92,7 +88,7 @@ class Interpreter:
           arrays: its arguments.
           paths: the path of each argument.
         """
-        parts = compat.parts(traced)
+        parts = structure.parts(traced)
         values = [
             self.casts.given(var, array, Argument(path))
             for var, array, path in zip(
@@ -106,7 +102,7 @@ class Interpreter:
         # would keep the captured arrays alive.
         self._start_memories()
         return [
-            compat.as_typed(self.casts.full(value), var.aval)
+            structure.as_typed(self.casts.full(value), var.aval)
             for value, var in zip(results, parts.outvars, strict=True)
         ]
 
@@ -129,9 +125,9 @@ class Interpreter:
         """
         frame = _Frame(self, jaxpr, values, outside, path)
         for eqn in frame.parts.eqns:
-            where = compat.join(path, *compat.scopes(eqn))
+            where = source.join(path, *source.scopes(eqn))
             here = self.at.region(where)
-            with compat.context_of(eqn):
+            with source.context_of(eqn):
                 call = frame.call_of(eqn, where, here)
                 results = self._equation(call)
             frame.write(call, results, here)
@@ -140,7 +136,7 @@ class Interpreter:
     def _equation(self, call: Call) -> list[Value]:
         """Decides and evaluates one equation."""
         eqn, operands, result_readers, path = call
-        op = compat.op_of(eqn)
+        op = params.op_of(eqn)
         if op in HANDLERS:
             return HANDLERS[op](self, call)
         given = list(map(_operand, operands))
@@ -177,7 +173,7 @@ class _Frame:
         outside: Sequence[Readers],
         path: str,
     ) -> None:
-        self.parts = compat.parts(jaxpr)
+        self.parts = structure.parts(jaxpr)
         self._walk = walk
         self._path = path
         self._readers = walk.uses.variables(jaxpr, outside, path)
@@ -194,7 +190,7 @@ class _Frame:
           atom: the variable, or a literal.
           region: the ``FULL_INSIDE`` scope of the equation, or None.
         """
-        if compat.is_literal(atom):
+        if structure.is_literal(atom):
             return self._walk.casts.literal(atom)
         value = self._env[atom]
         if value.region not in (None, region):
@@ -207,7 +203,7 @@ class _Frame:
         if region:
             operands = self._regions.enter(operands)
         result_readers = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
-        is_entered = compat.op_of(eqn) in HANDLERS and not compat.is_call(eqn)
+        is_entered = params.op_of(eqn) in HANDLERS and not params.is_call(eqn)
         if is_entered and any(value.is_rejoined for value in operands):
             readers = self._walk.uses.of_equation(eqn, result_readers, self._path)
             operands = leave_functions(self._walk, operands, readers)
@@ -224,5 +220,5 @@ class _Frame:
 
 def _operand(value: Value) -> Operand:
     lineage = Lineage(value.roots, value.is_rejoined)
-    shape = compat.shape_of(value.array)
+    shape = structure.shape_of(value.array)
     return Operand(value.state, value.kind, value.origin, shape, lineage)

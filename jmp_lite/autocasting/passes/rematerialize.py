@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.autocasting.passes.scan_weight_gradients import moved_constants
 from jmp_lite.autocasting.passes.upcasts import is_raise
-from jmp_lite.autocasting.rules.op_table import ADDING, CHEAP, LINEAR
+from jmp_lite.jaxprs import params, rewrite, source, structure
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
+from jmp_lite.ops import ADDING, CHEAP, LINEAR
 
 Run = list[Eqn]
 
@@ -27,7 +27,7 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> J
       n_consts: the number of loop-invariant inputs.
       kept: a scope in which nothing is recomputed.
     """
-    parts = compat.parts(jaxpr)
+    parts = structure.parts(jaxpr)
     plan = _plan(parts, moved_constants(parts, n_consts).eqns, kept)
     if not any(isinstance(item, list) for item in plan):
         return jaxpr
@@ -38,13 +38,13 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> J
             if isinstance(item, list):
                 _run_island(item, _read_outside(item, parts, raises), raises, env)
             else:
-                compat.run_equations([item], env)
+                rewrite.run_equations([item], env)
 
-    return compat.retraced(jaxpr, list(map(compat.type_of, parts.invars)), steps)
+    return rewrite.retraced(jaxpr, list(map(structure.type_of, parts.invars)), steps)
 
 
 def _plan(
-    parts: compat.Parts, constant: Sequence[Eqn], kept: str | None
+    parts: structure.Parts, constant: Sequence[Eqn], kept: str | None
 ) -> list[Eqn | Run]:
     """Returns the equations in order of execution, with those of an island in a list.
 
@@ -59,13 +59,13 @@ def _plan(
     made: set[Var] = set()
 
     def flush() -> None:
-        is_worth_it = any(compat.op_of(eqn) not in LINEAR for eqn in island)
+        is_worth_it = any(params.op_of(eqn) not in LINEAR for eqn in island)
         plan.extend([list(island)] if is_worth_it else island)
         island.clear()
         made.clear()
 
     for eqn in parts.eqns:
-        reads = any(not compat.is_literal(a) and a in made for a in eqn.invars)
+        reads = any(not structure.is_literal(a) and a in made for a in eqn.invars)
         stays_out = id(eqn) in outside or (_is_sum(eqn) and not reads)
         if _is_cheap(eqn, kept) and not stays_out:
             island.append(eqn)
@@ -80,30 +80,30 @@ def _plan(
 
 def _is_cheap(eqn: Eqn, kept: str | None) -> bool:
     """Whether an equation of floats is one pass over memory, or a call of such ops."""
-    has_floats = any(map(compat.is_float, (*eqn.invars, *eqn.outvars)))
+    has_floats = any(map(structure.is_float, (*eqn.invars, *eqn.outvars)))
     return has_floats and _is_light(eqn, kept)
 
 
 def _is_sum(eqn: Eqn) -> bool:
     """Whether an equation adds two arrays of the same shape."""
-    if compat.op_of(eqn) not in ADDING:
+    if params.op_of(eqn) not in ADDING:
         return False
     one, other = eqn.invars
-    both = not compat.is_literal(one) and not compat.is_literal(other)
+    both = not structure.is_literal(one) and not structure.is_literal(other)
     return both and one.aval.shape == other.aval.shape
 
 
 def _is_light(eqn: Eqn, kept: str | None) -> bool:
-    if eqn.effects or kept in compat.scopes(eqn):
+    if eqn.effects or kept in source.scopes(eqn):
         return False
-    if compat.op_of(eqn) in ("jit", "custom_jvp_call"):
-        inside = [e for j in compat.inner_jaxprs(eqn) for e in compat.parts(j).eqns]
+    if params.op_of(eqn) in ("jit", "custom_jvp_call"):
+        inside = [e for j in params.inner_jaxprs(eqn) for e in structure.parts(j).eqns]
         return bool(inside) and all(_is_light(e, kept) for e in inside)
-    return compat.op_of(eqn) in CHEAP
+    return params.op_of(eqn) in CHEAP
 
 
 def _read_outside(
-    island: Run, parts: compat.Parts, raises: Mapping[Var, Eqn]
+    island: Run, parts: structure.Parts, raises: Mapping[Var, Eqn]
 ) -> list[Var]:
     """Returns the results of an island that other equations read."""
     inside = set(map(id, island))
@@ -120,7 +120,7 @@ def _run_island(
     island: Run, results: Sequence[Var], maker: Mapping[Var, Eqn], env: dict[Var, Array]
 ) -> None:
     made = {var for eqn in island for var in eqn.outvars}
-    atoms = [a for eqn in island for a in eqn.invars if not compat.is_literal(a)]
+    atoms = [a for eqn in island for a in eqn.invars if not structure.is_literal(a)]
     needed = dict.fromkeys(atom for atom in atoms if atom not in made)
     # An earlier upcast is repeated, so the value is saved in 16 bits.
     raises = [maker[atom] for atom in needed if atom in maker]
@@ -130,7 +130,7 @@ def _run_island(
 
     def run(*arrays: Array) -> list[Array]:
         inner = dict(zip(inputs, arrays, strict=True))
-        compat.run_equations(island, inner)
+        rewrite.run_equations(island, inner)
         return [inner[var] for var in results]
 
     # In a loop XLA cannot merge the recomputation: residuals are stacked.

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite.autocasting.jaxprs import compat, cost, sharding
-from jmp_lite.autocasting.jaxprs.dataflow import readers_of
-from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
-from jmp_lite.autocasting.rules.op_table import MOVING
+from jmp_lite.jaxprs import cost, params, rewrite, sharding, source, structure
+from jmp_lite.jaxprs.dataflow import readers_of
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
+from jmp_lite.ops import MOVING
 
 
 class _Use(NamedTuple):
@@ -60,7 +60,7 @@ class _Body(NamedTuple):
     """
 
     eqn: Eqn
-    parts: compat.Parts
+    parts: structure.Parts
     moves: Sequence[Eqn]
     uses: Sequence[_Use]
 
@@ -78,10 +78,10 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
     """
 
     def plain(*arrays: Array) -> list[Array]:
-        return compat.bind(eqn, arrays, jaxpr=jaxpr)
+        return params.bind_scan(eqn, arrays, jaxpr)
 
     body = _read(eqn, jaxpr)
-    if not body.uses or compat.has_effects(jaxpr):
+    if not body.uses or structure.effects_of(jaxpr):
         return None
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
@@ -104,15 +104,15 @@ class Moved(NamedTuple):
     made_of: Mapping[Var, frozenset[int]]
 
 
-def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
+def moved_constants(parts: structure.Parts, n_consts: int) -> Moved:
     """Finds values that are only cast and moved, and do not become larger."""
     made_of = {var: frozenset([i]) for i, var in enumerate(parts.invars[:n_consts])}
     eqns: list[Eqn] = []
     for eqn in parts.eqns:
-        atoms = [atom for atom in eqn.invars if not compat.is_literal(atom)]
+        atoms = [atom for atom in eqn.invars if not structure.is_literal(atom)]
         if not atoms or not all(atom in made_of for atom in atoms):
             continue
-        is_move = compat.op_of(eqn) in (*MOVING, "convert_element_type")
+        is_move = params.op_of(eqn) in (*MOVING, "convert_element_type")
         if is_move and cost.is_at_most(_n_bytes(eqn.outvars[:1]), _n_bytes(atoms)):
             union = frozenset[int]().union(*(made_of[atom] for atom in atoms))
             made_of[eqn.outvars[0]] = union
@@ -121,19 +121,19 @@ def moved_constants(parts: compat.Parts, n_consts: int) -> Moved:
 
 
 def _n_bytes(atoms: Sequence[Var]) -> int:
-    return sum(atom.aval.size * compat.dtype_of(atom).itemsize for atom in atoms)
+    return sum(atom.aval.size * structure.dtype_of(atom).itemsize for atom in atoms)
 
 
 def _read(eqn: Eqn, jaxpr: Jaxpr) -> _Body:
     """Finds the products whose weights are larger than the arrays to stack."""
-    parts = compat.parts(jaxpr)
-    n_consts, _ = compat.scan_counts(eqn)
+    parts = structure.parts(jaxpr)
+    n_consts, _ = params.scan_counts(eqn)
     moves, made_of = moved_constants(parts, n_consts)
     readers = readers_of(parts)
     uses = [
         _Use(step, side, made_of[step.invars[side]], _sum_of(step, readers))
         for step in parts.eqns
-        if compat.op_of(step) == "dot_general"
+        if params.op_of(step) == "dot_general"
         for side in (0, 1)
         if step.invars[side] in made_of and step.invars[1 - side] not in made_of
     ]
@@ -152,7 +152,7 @@ def _sum_of(product: Eqn, readers: Mapping[Var, list[Eqn | None]]) -> Var:
     (var,) = product.outvars
     while True:
         reader, *others = readers.get(var, [None])
-        if others or reader is None or compat.op_of(reader) not in ("add", "add_any"):
+        if others or reader is None or params.op_of(reader) not in ("add", "add_any"):
             return var
         (result,) = reader.outvars
         if (result.aval.shape, result.aval.dtype) != (var.aval.shape, var.aval.dtype):
@@ -168,7 +168,7 @@ def _linearized(
     The tangents of the products are computed for all steps at once. Their transpose is
     the one product that computes the gradient of a weight.
     """
-    n_consts, _ = compat.scan_counts(body.eqn)
+    n_consts, _ = params.scan_counts(body.eqn)
     moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
     consts = [i for i in moved if i < n_consts]
     uses = [use for use in body.uses if use.consts & {*consts}]
@@ -180,7 +180,7 @@ def _linearized(
         for i, array in zip(consts, arrays, strict=True):
             every[i] = array
         env = dict(zip(body.parts.invars[:n_consts], every, strict=True))
-        compat.run_equations(body.moves, env)
+        rewrite.run_equations(body.moves, env)
         return [env[use.weight] for use in uses]
 
     fixed_weights, directions = jax.jvp(
@@ -196,7 +196,7 @@ def _linearized(
             every[i] = array
         return _scan(body, fixed, dict(zip(sums, shifts, strict=True)), others, every)
 
-    length = compat.scan_options(body.eqn)["length"]
+    length = params.scan_length(body.eqn)
     zeros = [sharding.zeros(var.aval, length) for var in sums]
     results, linear, stacks = jax.linearize(
         shifted, zeros, *(primals[i] for i in moved), has_aux=True
@@ -211,14 +211,14 @@ def _linearized(
 
 def _products(use: _Use, stack: Array, direction: Array) -> Array:
     """Returns the products of stacked operands and one weight, for all steps."""
-    contracted, batch = compat.dot_dimensions(use.eqn)
+    contracted, batch = params.dot_dimensions(use.eqn)
     # Axes with a sharding in their types cannot be merged.
     if not any(batch) and not sharding.is_sharded(stack):
         return _one_product(use, stack, direction, *contracted)
 
     def product(other: Array) -> Array:
         pair = (direction, other) if use.side == 0 else (other, direction)
-        return compat.bind(use.eqn, pair)[0]
+        return params.bind(use.eqn, pair)[0]
 
     return jax.vmap(product)(stack)
 
@@ -239,11 +239,8 @@ def _one_product(
     columns = jnp.moveaxis(direction, of_weight, range(n_contracted))
     free = rows.shape[: stack.ndim - n_contracted], columns.shape[n_contracted:]
     size = math.prod(columns.shape[:n_contracted])
-    (flat,) = compat.bind(
-        use.eqn,
-        (rows.reshape(-1, size), columns.reshape(size, -1)),
-        dimension_numbers=(((1,), (0,)), ((), ())),
-    )
+    matrices = (rows.reshape(-1, size), columns.reshape(size, -1))
+    flat = params.bind_flat_dot(use.eqn, matrices)
     out = flat.reshape(*free[0], *free[1])
     if use.side == 1:
         return out
@@ -272,7 +269,7 @@ def _scan(
       The results of the loop, and the stacked arrays.
     """
     parts = body.parts
-    n_consts, n_carry = compat.scan_counts(body.eqn)
+    n_consts, n_carry = params.scan_counts(body.eqn)
     consts, start = arrays[:n_consts], arrays[n_consts : n_consts + n_carry]
 
     def step(carry: Sequence[Array], now: PyTree) -> Any:
@@ -285,21 +282,21 @@ def _scan(
                 side, weight = fixed[id(eqn)]
                 pair = [env[atom] for atom in eqn.invars]
                 pair[side] = weight
-                with compat.context_of(eqn):
-                    (env[eqn.outvars[0]],) = compat.bind(eqn, pair)
+                with source.context_of(eqn):
+                    (env[eqn.outvars[0]],) = params.bind(eqn, pair)
             else:
-                compat.run_equations([eqn], env)
+                rewrite.run_equations([eqn], env)
             for var in eqn.outvars:
                 if var in shift:
                     env[var] = _moved_by(env[var], shift[var])
-        out = [compat.read(env, atom) for atom in parts.outvars]
+        out = [rewrite.read(env, atom) for atom in parts.outvars]
         return out[:n_carry], (out[n_carry:], [env[var] for var in others])
 
     last, (stacked, kept) = lax.scan(
         step,
         list(start),
         (list(arrays[n_consts + n_carry :]), list(shifts.values())),
-        **compat.scan_options(body.eqn),
+        **params.scan_options(body.eqn),
     )
     return [*last, *stacked], kept
 

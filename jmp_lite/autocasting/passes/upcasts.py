@@ -3,30 +3,32 @@
 The gradients of all uses of such a value then add up in float32.
 """
 
-from jmp_lite.autocasting.jaxprs import compat
-from jmp_lite.autocasting.jaxprs.types import Array, Eqn, Jaxpr, Var
+from jmp_lite.jaxprs import params, rewrite, structure
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 
 
 def is_raise(eqn: Eqn) -> bool:
     """Whether an equation casts a 16-bit variable to float32."""
-    if compat.op_of(eqn) != "convert_element_type":
+    if params.op_of(eqn) != "convert_element_type":
         return False
     (atom,), (var,) = eqn.invars, eqn.outvars
-    is_low = compat.is_float(atom) and not compat.is_literal(atom)
-    return is_low and compat.is_float32(var) and compat.dtype_of(atom).itemsize == 2
+    is_low = structure.is_float(atom) and not structure.is_literal(atom)
+    return (
+        is_low and structure.is_float32(var) and structure.dtype_of(atom).itemsize == 2
+    )
 
 
 def only_raised(jaxpr: Jaxpr) -> frozenset[int]:
     """Returns the 16-bit inputs of a jaxpr that are only cast to float32."""
-    parts = compat.parts(jaxpr)
+    parts = structure.parts(jaxpr)
     raised = {eqn.invars[0] for eqn in parts.eqns if is_raise(eqn)}
     read = {
         atom
         for eqn in parts.eqns
         for atom in eqn.invars
-        if not compat.is_literal(atom) and not is_raise(eqn)
+        if not structure.is_literal(atom) and not is_raise(eqn)
     }
-    read.update(atom for atom in parts.outvars if not compat.is_literal(atom))
+    read.update(atom for atom in parts.outvars if not structure.is_literal(atom))
     return frozenset(
         i for i, var in enumerate(parts.invars) if var in raised and var not in read
     )
@@ -36,7 +38,7 @@ def with_raised(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
     """Returns a jaxpr that takes some of its inputs in float32."""
     if not raised:
         return jaxpr
-    parts = compat.parts(jaxpr)
+    parts = structure.parts(jaxpr)
     given = {parts.invars[i] for i in raised}
 
     def steps(env: dict[Var, Array]) -> None:
@@ -44,10 +46,12 @@ def with_raised(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
             if is_raise(eqn) and eqn.invars[0] in given:
                 env[eqn.outvars[0]] = env[eqn.invars[0]]
             else:
-                compat.run_equations([eqn], env)
+                rewrite.run_equations([eqn], env)
 
     avals = [
-        compat.retyped(var.aval, "float32") if var in given else compat.type_of(var)
+        structure.retyped(var.aval, "float32")
+        if var in given
+        else structure.type_of(var)
         for var in parts.invars
     ]
-    return compat.retraced(jaxpr, avals, steps)
+    return rewrite.retraced(jaxpr, avals, steps)

@@ -6,16 +6,16 @@ from types import MappingProxyType
 
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules.op_table import (
-    GROUPS,
-)
-from jmp_lite.autocasting.rules.precision import Precision
 from jmp_lite.autocasting.rules.rules import (
     HALF_OF_DEVICE,
     NORM_LAYERS,
     Rules,
 )
 from jmp_lite.casting.dtypes import dtype_names, unknown_name
+from jmp_lite.ops import (
+    GROUPS,
+    Precision,
+)
 
 
 def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:

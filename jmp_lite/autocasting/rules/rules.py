@@ -16,21 +16,17 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules.op_table import (
+from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, parse_precision
+from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
+from jmp_lite.formats import Float8
+from jmp_lite.ops import (
     EDITABLE,
     FLOAT8_OPS,
     GROUPS,
     HIGHER_ORDER,
+    Precision,
     group_of,
 )
-from jmp_lite.autocasting.rules.precision import (
-    Float8,
-    Precision,
-    RuleMatch,
-    RuleSource,
-    parse_precision,
-)
-from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
 
 AUTOCAST_SCOPE = "__autocast__"
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from jmp_lite.autocasting.rules.precision import Precision
 from jmp_lite.autocasting.rules.presets import (
     ALL_FOLLOW,
 )
@@ -14,6 +13,7 @@ from jmp_lite.autocasting.rules.rules import (
     Rules,
 )
 from jmp_lite.casting.dtypes import unknown_name
+from jmp_lite.ops import Precision
 
 # JAX's ops by the names of Ascend's operators. A layer is many ops in JAX, so its name
 # becomes a scope.

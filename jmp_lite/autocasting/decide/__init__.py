@@ -1,0 +1,1 @@
+"""Decides the precision of each equation; nothing here runs one."""

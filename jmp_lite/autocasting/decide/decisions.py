@@ -1,0 +1,182 @@
+"""Decisions as data: how an equation runs, and why.
+
+A reason is a code. Only ``explain/reasons.py`` has its text.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, State
+from jmp_lite.autocasting.rules.match import RuleMatch
+from jmp_lite.jaxprs.types import Eqn
+
+
+class Run(enum.Enum):
+    """The dtype that an equation runs in.
+
+    ``LOW``: the compute dtype. ``FULL``: float32. ``AS_TRACED``: the dtypes of the
+    trace. ``PASS``: each result is its operand, in its state. ``FLOAT8``: quantized
+    operands, with a result in the compute dtype.
+    """
+
+    LOW = "low"
+    FLOAT8 = "float8"
+    FULL = "full"
+    AS_TRACED = "as traced"
+    PASS = "pass"
+
+    @property
+    def lowers(self) -> bool:
+        """Whether it takes each operand in 16 bits or fewer."""
+        return self in (Run.LOW, Run.FLOAT8)
+
+
+class Reason(enum.Enum):
+    """The reason of a decision for an equation or for a carry."""
+
+    # The rules alone decide; the decision's ``match`` is the rule.
+    RULE = enum.auto()
+    HIGHEST_PRECISION = enum.auto()
+    CAST_TO_INTEGERS = enum.auto()
+    SOLVED = enum.auto()
+    PHASE = enum.auto()
+    # A product is 16-bit although float8 is requested.
+    FLOAT8_COMPUTE_DTYPE = enum.auto()
+    FLOAT8_NO_WEIGHT = enum.auto()
+    FLOAT8_BATCH = enum.auto()
+    FLOAT8_SIZE = enum.auto()
+    FLOAT8_SMALL = enum.auto()
+    FLOAT8_READ_IN_FLOAT32 = enum.auto()
+    # A product is in float8 because a scope names it.
+    FLOAT8_THOUGH_READ_IN_FLOAT32 = enum.auto()
+    # The equation itself decides.
+    NOT_FLOAT32 = enum.auto()
+    EFFECTS = enum.auto()
+    OTHER_FLOATS = enum.auto()
+    PASSES_ON = enum.auto()
+    POSITION = enum.auto()
+    # Its operands and its readers decide.
+    ROUNDS_NOTHING = enum.auto()
+    READ_IN_FLOAT32 = enum.auto()
+    AMPLIFIED = enum.auto()
+    POWER = enum.auto()
+    ONE_FUNCTION = enum.auto()
+    FOLLOWS_LOW = enum.auto()
+    FOLLOWS_FLOAT32 = enum.auto()
+    UNDECIDED = enum.auto()
+    # Existing casts in the function.
+    CAST_TO_OTHER = enum.auto()
+    CAST_OF_FLOAT32 = enum.auto()
+    CAST_OF_GIVEN = enum.auto()
+    CAST_OF_NUMBER = enum.auto()
+    CAST_OF_COMPUTED = enum.auto()
+    # Equations that run as traced, with everything inside of them.
+    INSIDE = enum.auto()
+    ENDS_BY_A_FLOAT = enum.auto()
+    ROOT = enum.auto()
+    # Carries of loops.
+    CARRY_RULE = enum.auto()
+    CARRY_MARK = enum.auto()
+    CARRY_PRODUCTS = enum.auto()
+    CARRY_STATE = enum.auto()
+    CARRY_SUM = enum.auto()
+    CARRY_RESULT = enum.auto()
+    CARRY_LAYERS = enum.auto()
+    CARRY_CACHE = enum.auto()
+    CARRY_WHILE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one equation runs, the state of its float32 results, and the reason.
+
+    Attributes:
+      run: the dtype that it runs in.
+      state: the state of its float32 results; None if it has none.
+      reason: the reason.
+      leader: the number of the float32 operand that decided; None if none did.
+      match: the rule that decided; None if the equation itself, its operands or its
+        readers did.
+      within: the op around this equation whose jaxpr runs as traced.
+    """
+
+    run: Run
+    state: State | None
+    reason: Reason
+    leader: int | None = None
+    match: RuleMatch | None = None
+    within: str = ""
+
+
+class Operand(NamedTuple):
+    """An operand or a result, without its numbers.
+
+    Attributes:
+      state: its state; None if it was not traced in float32.
+      kind: its kind.
+      origin: the origin of its state.
+      shape: its shape.
+      lineage: its lineage.
+    """
+
+    state: State | None
+    kind: Kind
+    origin: Origin
+    shape: tuple[int, ...]
+    lineage: Lineage = Lineage()
+
+
+class DecisionRecord(NamedTuple):
+    """One decision of an interpretation.
+
+    Attributes:
+      eqn: the equation.
+      decision: the decision.
+      origin: the origin of the operand that decided; None if none did.
+      result: the number of the result, if results are decided one by one (carries).
+      operands: its operands that were traced in float32.
+    """
+
+    eqn: Eqn
+    decision: Decision
+    origin: Origin = None
+    result: int | None = None
+    operands: tuple[Operand, ...] = ()
+
+
+class RecordsInside(NamedTuple):
+    """The decisions along a jaxpr that an equation contains.
+
+    Attributes:
+      eqn: the equation.
+      records: the decisions, in order.
+      origins: the origins of the inputs of the jaxpr.
+      times: how often the jaxpr runs; None if unknown.
+    """
+
+    eqn: Eqn
+    records: "Sequence[DecisionRecord | RecordsInside]"
+    origins: Sequence[Origin]
+    times: int | None = 1
+
+
+def run_alike(
+    some: "Sequence[DecisionRecord | RecordsInside]",
+    others: "Sequence[DecisionRecord | RecordsInside]",
+) -> bool:
+    """Whether the equations of two jaxprs run alike, whatever the reasons."""
+
+    def key(item: DecisionRecord | RecordsInside) -> object:
+        if isinstance(item, RecordsInside):
+            return id(item.eqn)
+        return id(item.eqn), item.result, item.decision.run, item.decision.state
+
+    if list(map(key, some)) != list(map(key, others)):
+        return False
+    return all(
+        run_alike(one.records, other.records)
+        for one, other in zip(some, others, strict=True)
+        if isinstance(one, RecordsInside) and isinstance(other, RecordsInside)
+    )

@@ -1,0 +1,598 @@
+"""Makes every decision: the precision of an equation, and the slot of a carry.
+
+Each function here is pure. It reads the rules, an equation, the states of its operands,
+the readers of its results, and its path. ``autocast`` and ``explain`` both use these
+functions.
+"""
+
+import enum
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.autocasting.decide.decisions import (
+    Decision,
+    Operand,
+    Reason,
+    Run,
+)
+from jmp_lite.autocasting.decide.facts import (
+    Kind,
+    Lineage,
+    Number,
+    Origin,
+    Readers,
+    State,
+)
+from jmp_lite.autocasting.decide.lookup import RuleLookup
+from jmp_lite.autocasting.decide.while_predicate import ends_by_a_float
+from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
+from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules, asks_for_low
+from jmp_lite.jaxprs import cost, params, structure
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Dtype, Eqn
+from jmp_lite.ops import (
+    ADDED_UP,
+    INSIDE_OF_FUNCTIONS,
+    PASSING,
+    POSITIONAL,
+    SELECTING,
+    Precision,
+)
+
+
+def changes_nothing(rules: Rules, paths: Iterable[str]) -> bool:
+    """Whether rules leave a whole program as traced.
+
+    Args:
+      rules: the rules.
+      paths: the paths of the program's equations.
+    """
+    # Marks win over rules that lower nothing. A mark for float32 changes nothing here.
+    return rules.is_identity and not any(LOW_SCOPE in p.split("/") for p in paths)
+
+
+# ---------------------------------------------------------------------- equations
+
+
+def decide(
+    rules: RuleLookup,
+    eqn: Eqn,
+    operands: Sequence[Operand],
+    readers: Readers,
+    path: str,
+) -> Decision:
+    """Decides how an equation runs, if it contains no jaxpr to convert.
+
+    Args:
+      rules: the rules, by path.
+      eqn: the equation.
+      operands: the states and origins of its operands.
+      readers: the readers of its results.
+      path: its path.
+    """
+    op = rules.op_decided_as(eqn, path)
+    if op == "convert_element_type":
+        return _of_cast(rules, eqn, operands[0], path)
+    if op in PASSING and rules.scope(path) is None:
+        return Decision(Run.PASS, None, Reason.PASSES_ON)
+    has_float32_results = any(map(structure.is_float32, eqn.outvars))
+    if not has_float32_results and not any(map(structure.is_float32, eqn.invars)):
+        return _NOT_FLOAT32
+    if not params.has_only_axis_effects(eqn):
+        return Decision(Run.AS_TRACED, State.HARD, Reason.EFFECTS)
+    if _has_other_floats(eqn, rules.low_dtype):
+        return Decision(Run.AS_TRACED, State.HARD, Reason.OTHER_FLOATS)
+    if not has_float32_results:
+        readers |= Readers.OTHER
+    floats = [o for o in operands if o.state is not None]
+    special = decide_product(rules, eqn, floats, readers, path)
+    match = rules.match(op, path)
+    if special is None and match.precision is Precision.FLOAT8:
+        return _in_float8(rules, eqn, floats, readers, match)
+    return special or _by_class(op, match, floats, readers, rules.low_dtype)
+
+
+def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
+    """Whether the rules run an equation low, for any operands."""
+    op = rules.op_decided_as(eqn, path)
+    if not rules.match(op, path).precision.lowers:
+        return False
+    return decide_product(rules, eqn, (), Readers.OTHER, path) is None
+
+
+def follows(match: RuleMatch) -> bool:
+    """Whether an op runs in float32 if all readers of its result demand it.
+
+    An op with the default precision of the rules does, even if that is ``LOW``.
+    """
+    if match.precision in (Precision.FOLLOW, Precision.WIDEST):
+        return True
+    return match.precision is Precision.LOW and match.source is RuleSource.DEFAULT
+
+
+_NOT_FLOAT32 = Decision(Run.AS_TRACED, None, Reason.NOT_FLOAT32)
+
+
+def _by_class(
+    op: str,
+    match: RuleMatch,
+    operands: Sequence[Operand],
+    readers: Readers,
+    low_dtype: Dtype,
+) -> Decision:
+    """Decides by the class of an op, then by its operands and its readers."""
+    precision = match.precision
+    if precision is Precision.KEEP:
+        return Decision(Run.AS_TRACED, State.HARD, Reason.RULE, match=match)
+    if precision is Precision.LOW:
+        if follows(match) and readers.want_float32:
+            return Decision(Run.FULL, State.HARD, Reason.READ_IN_FLOAT32)
+        if follows(match) and _is_amplified(op, operands, readers):
+            return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
+        return _low(op, operands, Reason.RULE, match=match)
+    if precision in (Precision.FULL, Precision.FULL_INSIDE):
+        return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
+    state, leader = _joined(op, precision, operands)
+    if op in POSITIONAL:
+        # The operand (a position) needs its digits, the result does not.
+        return Decision(Run.FULL, State.SOFT, Reason.POSITION)
+    if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
+        return _low(op, operands, Reason.ROUNDS_NOTHING, leader)
+    if readers.want_float32:
+        kept = State.SOFT if state is State.SOFT else State.HARD
+        return Decision(Run.FULL, kept, Reason.READ_IN_FLOAT32)
+    if state is State.LOW:
+        is_narrow = _is_narrow(low_dtype)
+        return (
+            precision is Precision.FOLLOW
+            and _in_full_beside_low(op, operands, readers, is_narrow)
+        ) or _low(op, operands, Reason.FOLLOWS_LOW, leader, is_narrow=is_narrow)
+    if precision is Precision.FOLLOW and _is_one_function(operands):
+        return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
+    if state is State.HARD:
+        return Decision(Run.FULL, state, Reason.FOLLOWS_FLOAT32, leader)
+    return Decision(Run.FULL, state, Reason.UNDECIDED)
+
+
+def _in_full_beside_low(
+    op: str, operands: Sequence[Operand], readers: Readers, is_narrow: bool
+) -> Decision | None:
+    """Decides an op with 16-bit operands that is float32 nevertheless, or None."""
+    if _is_amplified(op, operands, readers):
+        return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
+    if is_narrow and _is_power(op, operands):
+        return Decision(Run.FULL, State.HARD, Reason.POWER)
+    if any(o.state is State.LOW for o in operands) and _is_one_function(operands):
+        return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
+    return None
+
+
+def _is_amplified(op: str, operands: Sequence[Operand], readers: Readers) -> bool:
+    """Whether a reader amplifies the rounding error that 16 bits make in a result.
+
+    A move or a choice of 16-bit numbers makes none.
+    """
+    rounds = op not in SELECTING or not all(map(_has_16_bits, operands))
+    return readers.amplify and rounds
+
+
+def _has_16_bits(operand: Operand) -> bool:
+    return operand.state is State.LOW or operand.kind in (Kind.EXACT, Kind.END)
+
+
+def _is_power(op: str, operands: Sequence[Operand]) -> bool:
+    """Whether an op multiplies functions of one 16-bit value.
+
+    In ``tanh(x * x * x)`` the products leave float16's range for numbers above 255,
+    although the result does not. Each is a part of a function of ``x``.
+    """
+    is_power = op in ("square", "integer_pow")
+    is_power |= op == "mul" and all(o.lineage.roots for o in operands)
+    return is_power and bool(roots_of(operands))
+
+
+def _is_narrow(dtype: Dtype) -> bool:
+    """Whether the square of an ordinary number leaves the range of a dtype."""
+    return jnp.finfo(dtype).maxexp < jnp.finfo("float32").maxexp
+
+
+def _low(
+    op: str,
+    operands: Sequence[Operand],
+    reason: Reason,
+    leader: int | None = None,
+    match: RuleMatch | None = None,
+    is_narrow: bool = False,
+) -> Decision:
+    # In float32, with a cast after it: the derivative of some ops, or a cast of a
+    # computed operand to a dtype of small range, is infinite where the result is not.
+    # A float32 operand of a quotient would wait for the backward pass in float32.
+    computed = [o for o in operands if o.kind.is_cast_once]
+    are_low = all(o.state is State.LOW for o in computed)
+    is_quotient = op == "div" and not isinstance(operands[-1].origin, Number)
+    is_cast_late = (
+        op in ADDED_UP or (is_quotient and are_low) or (is_narrow and not are_low)
+    )
+    run = Run.FULL if is_cast_late else Run.LOW
+    return Decision(run, State.LOW, reason, leader, match)
+
+
+def _joined(
+    op: str, precision: Precision, operands: Sequence[Operand]
+) -> tuple[State, int | None]:
+    """Returns the state of an op that follows, and the operand that it follows."""
+    joined, leader = State.SOFT, None
+    # As a branch of a selection, the end of the range becomes the end of the other's.
+    ends = op == "select_n" and any(o.state is State.LOW for o in operands)
+    stays_inside = op in INSIDE_OF_FUNCTIONS or any(
+        o.state is State.LOW for o in operands
+    )
+    leaves = not (stays_inside and _is_one_function(operands))
+    for i, operand in enumerate(operands):
+        state, kind = operand.state or State.SOFT, operand.kind
+        if kind is Kind.END and ends:
+            state = State.SOFT
+        if operand.lineage.is_rejoined and leaves and precision is Precision.FOLLOW:
+            state = State.LOW
+        widens = kind not in (Kind.LITERAL, Kind.EXACT, Kind.END)
+        if precision is Precision.WIDEST and state is State.SOFT and widens:
+            state = State.HARD
+        if state > joined:
+            joined, leader = state, i
+    return joined, leader
+
+
+def _is_one_function(operands: Sequence[Operand]) -> bool:
+    """Whether an op with these operands is part of a function of one 16-bit value.
+
+    In a norm or a softplus, a float32 value is computed from a 16-bit one, and an op
+    reads both. That op is part of the function, and so are ops on its result. The
+    16-bit value itself is float32 and undecided if an op amplifies its error.
+    """
+    computed = [
+        o
+        for o in operands
+        if o.kind is not Kind.END
+        and (o.state is not State.SOFT or o.lineage.roots != frozenset())
+    ]
+    states = {o.state for o in computed}
+    is_joined = len(states) > 1 or any(o.lineage.is_rejoined for o in computed)
+    return is_joined and bool(roots_of(computed))
+
+
+def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
+    """Returns the only 16-bit value that operands are functions of, or an empty set.
+
+    None if there are several, or if an operand is float32 for other reasons.
+    """
+    found = frozenset[object]()
+    for operand in operands:
+        if operand.lineage.roots is None:
+            return None
+        found |= operand.lineage.roots
+    return found if len(found) <= 1 else None
+
+
+def lineage_of(decision: Decision, operands: Sequence[Operand]) -> Lineage | None:
+    """Returns the lineage of the float32 results of an equation.
+
+    Args:
+      decision: the decision for the equation.
+      operands: its operands.
+    """
+    floats = [o for o in operands if o.state is not None]
+    if decision.reason is Reason.CAST_OF_FLOAT32:
+        return floats[0].lineage
+    roots, match = roots_of(floats), decision.match
+    if decision.state is State.SOFT:
+        return Lineage(roots) if decision.reason in _TRACKED else None
+    if roots is None:
+        return None
+    if decision.reason in (Reason.ONE_FUNCTION, Reason.POWER):
+        return Lineage(roots, is_rejoined=True)
+    of_table = match is not None and match.source is RuleSource.TABLE
+    is_tracked = decision.reason in _TRACKED or (
+        decision.reason is Reason.RULE and of_table and decision.run is Run.FULL
+    )
+    return Lineage(roots) if is_tracked else None
+
+
+_TRACKED = (
+    Reason.FOLLOWS_LOW,
+    Reason.ROUNDS_NOTHING,
+    Reason.FOLLOWS_FLOAT32,
+    Reason.READ_IN_FLOAT32,
+    Reason.AMPLIFIED,
+    Reason.UNDECIDED,
+)
+
+
+def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> bool:
+    """Whether an op on 16-bit operands has the same result as in float32.
+
+    This is the case for a choice among 16-bit numbers. In bfloat16, which has float32's
+    exponents, it is also the case for a scale by a power of two.
+    """
+    if op == "select_n":
+        return all(map(_has_16_bits, operands))
+    if op not in ("mul", "div") or low_dtype != jnp.bfloat16:
+        return False
+    if len(operands) < 2:  # The function itself casts the other one to 16 bits.
+        return False
+    one, other = operands
+    if op == "mul" and isinstance(one.origin, Number):
+        one, other = other, one
+    is_scale = isinstance(other.origin, Number) and other.kind is Kind.EXACT
+    return one.state is State.LOW and is_scale and _is_power_of_two(other.origin)
+
+
+def _is_power_of_two(number: Origin) -> bool:
+    return isinstance(number, Number) and abs(np.frexp(number.value)[0]) == 0.5
+
+
+def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:
+    """Whether an op has floating-point operands of another dtype than float32.
+
+    The compute dtype is allowed next to float32.
+    """
+    others = [
+        structure.dtype_of(atom)
+        for atom in eqn.invars
+        if structure.is_float(atom) and not structure.is_float32(atom)
+    ]
+    if not others:
+        return False
+    has_float32 = any(map(structure.is_float32, eqn.invars))
+    return not has_float32 or any(dtype != low_dtype for dtype in others)
+
+
+# ----------------------------------------------------------------------- products
+
+
+def decide_product(
+    rules: RuleLookup,
+    eqn: Eqn,
+    operands: Sequence[Operand],
+    readers: Readers,
+    path: str,
+) -> Decision | None:
+    """Decides a product that is float32 although its class is low; else returns None.
+
+    Args:
+      rules: the rules, by path.
+      eqn: an equation.
+      operands: its operands; empty if they are unknown.
+      readers: the readers of its result.
+      path: its path.
+    """
+    asked, op = params.product_params(eqn), rules.op_decided_as(eqn, path)
+    if asked is None or op not in PRODUCTS:
+        return None
+    match = rules.match(op, path)
+    if not match.precision.lowers or match.source is RuleSource.MARK:
+        return None
+    if _asks_for_float32(asked):
+        return Decision(Run.FULL, State.HARD, Reason.HIGHEST_PRECISION)
+    reason = demanded_by(readers)
+    if reason is None or asks_for_low(rules.rules, op, path):
+        return None
+    # The phases of given coordinates need their digits. Those of a hidden layer have
+    # the error of its inputs anyway.
+    if reason is Reason.PHASE and any(o.kind is Kind.COMPUTED for o in operands):
+        return None
+    return Decision(Run.FULL, State.HARD, reason)
+
+
+def demanded_by(readers: Readers) -> Reason | None:
+    """Returns why the readers of a product demand float32; None if they do not."""
+    if readers & Readers.OTHER:
+        return None
+    if readers & Readers.INTEGER_CAST:
+        return Reason.CAST_TO_INTEGERS
+    if readers & Readers.SOLVER:
+        return Reason.SOLVED
+    is_phase = readers & (Readers.PHASE | Readers.LOW_PHASE)
+    return Reason.PHASE if is_phase else None
+
+
+def _asks_for_float32(product: params.ProductParams) -> bool:
+    """Whether a matrix product requests more than the ambient precision."""
+    if product.result_dtype not in (None, np.dtype("float32")):
+        return True
+    asked, usual = product.precision, params.ambient_precision()
+    if isinstance(asked, tuple):
+        return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST
+    return asked not in (None, usual, *_IN_16_BITS)  # An algorithm.
+
+
+_IN_16_BITS = (
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.BF16_BF16_BF16,
+    lax.DotAlgorithmPreset.F16_F16_F32,
+    lax.DotAlgorithmPreset.F16_F16_F16,
+)
+
+
+def _in_float8(
+    rules: RuleLookup,
+    eqn: Eqn,
+    operands: Sequence[Operand],
+    readers: Readers,
+    match: RuleMatch,
+) -> Decision:
+    """Decides a product that requests float8; it is low if it does not qualify."""
+    reason = _not_in_float8(rules, eqn, operands)
+    if reason is None and readers.want_float32:
+        # A scope names this product, while an op rule names all of them.
+        if match.source is RuleSource.SCOPE:
+            reason = Reason.FLOAT8_THOUGH_READ_IN_FLOAT32
+            return Decision(Run.FLOAT8, State.LOW, reason, match=match)
+        reason = Reason.FLOAT8_READ_IN_FLOAT32
+    if reason is not None:
+        return Decision(Run.LOW, State.LOW, reason, match=match)
+    return Decision(Run.FLOAT8, State.LOW, Reason.RULE, match=match)
+
+
+def _not_in_float8(
+    rules: RuleLookup, eqn: Eqn, operands: Sequence[Operand]
+) -> Reason | None:
+    """Returns why a product does not qualify for float8; None if it does."""
+    if rules.low_dtype != jnp.bfloat16:
+        return Reason.FLOAT8_COMPUTE_DTYPE
+    if not any(operand.kind is Kind.GIVEN for operand in operands):
+        return Reason.FLOAT8_NO_WEIGHT
+    _, (batch, _) = params.dot_dimensions(eqn)
+    if batch:
+        return Reason.FLOAT8_BATCH
+    sizes = cost.product_sizes(eqn)
+    if not all(map(fits_float8, sizes)):
+        return Reason.FLOAT8_SIZE
+    is_small = harmonic_mean(sizes) < rules.rules.float8_format.smallest
+    return Reason.FLOAT8_SMALL if is_small else None
+
+
+def fits_float8(size: object) -> bool:
+    """Whether matrix units accept a size in float8. False for a symbolic size."""
+    return isinstance(size, int) and size > 0 and size % 16 == 0
+
+
+def harmonic_mean(sizes: Sequence[int]) -> float:
+    """Returns the harmonic mean of sizes.
+
+    For the sizes of a product, it is three times the multiplications divided by the
+    elements of operands and result: the ratio of arithmetic to memory traffic.
+    """
+    return len(sizes) / sum(1 / size for size in sizes)
+
+
+# -------------------------------------------------------------------------- casts
+
+
+def _of_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Decision:
+    """Decides an existing cast, which the user or JAX has written."""
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    if not structure.is_float32(var):
+        is_float32 = structure.is_float32(atom)
+        reason = Reason.CAST_TO_OTHER if is_float32 else Reason.NOT_FLOAT32
+        return Decision(Run.AS_TRACED, None, reason)
+    match = rules.scope(path)
+    precision = match.precision if match else None
+    if precision is Precision.LOW:
+        return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)
+    if precision is Precision.FULL:
+        return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
+    if operand.state is not None:
+        return Decision(Run.PASS, operand.state, Reason.CAST_OF_FLOAT32, leader=0)
+    if structure.dtype_of(atom) == np.bool_:
+        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER)
+    if operand.kind in (Kind.LITERAL, Kind.EXACT) and not operand.shape:
+        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER)
+    is_given = operand.kind is Kind.GIVEN
+    if is_given and jnp.issubdtype(structure.dtype_of(atom), jnp.floating):
+        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_GIVEN)
+    return Decision(Run.FULL, State.HARD, Reason.CAST_OF_COMPUTED)
+
+
+# -------------------------------------------------- equations that hold a jaxpr
+
+
+def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:
+    """Decides whether an equation, and everything inside of it, runs as traced.
+
+    Args:
+      rules: the rules, by path.
+      eqn: an equation that contains jaxprs.
+      path: its path.
+
+    Returns:
+      The decision; None if the ops inside are decided one by one.
+    """
+    op, reason = params.op_of(eqn), None
+    if op == "while" and rules.carry(path) != "follow":
+        is_low = functools.partial(runs_low, rules)
+        reason = Reason.ENDS_BY_A_FLOAT if ends_by_a_float(eqn, path, is_low) else None
+    if op == "custom_jvp_call" and params.is_custom_root(eqn):
+        reason = Reason.ROOT
+    return Decision(Run.AS_TRACED, State.HARD, reason) if reason else None
+
+
+class Slot(enum.Enum):
+    """The possible precisions of a carry.
+
+    ``LOW``: low, whatever its initial value is. ``FOLLOW``: low unless the body makes
+    it hard. ``WRITTEN``: low if the body writes low values into it. ``FULL``: float32.
+    """
+
+    LOW = "low"
+    FOLLOW = "follow"
+    WRITTEN = "written"
+    FULL = "full"
+
+
+class Carry(NamedTuple):
+    """The slot of a carry, and the reason."""
+
+    slot: Slot
+    reason: Reason
+
+
+class CarryFacts(NamedTuple):
+    """What the body of a loop does with one carry.
+
+    Attributes:
+      is_multiplied: whether only low products read it in a step.
+      is_multiplied_later: whether only low products read it in this step or later ones.
+      has_gradient: whether the loop has a backward pass.
+      is_of_layers: whether the loop is a stack of layers.
+      is_added_to: whether each step adds another value to it.
+      last_is_read: whether anything but an output reads its last value.
+    """
+
+    is_multiplied: bool
+    is_multiplied_later: bool
+    has_gradient: bool = True
+    is_of_layers: bool = False
+    is_added_to: bool = False
+    last_is_read: bool = False
+
+
+def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> Carry:
+    """Decides the slot of a carry: float32, unless there is a reason for a low one.
+
+    Args:
+      rules: the rules, by path.
+      facts: what the body of the loop does with it.
+      path: the path of the loop.
+    """
+    match, rule = rules.scope(path), rules.carry(path)
+    if match and match.source is RuleSource.MARK and match.precision is Precision.LOW:
+        return Carry(Slot.FOLLOW, Reason.CARRY_MARK)
+    if rule is not None:
+        return Carry(Slot(rule), Reason.CARRY_RULE)
+    if not facts.has_gradient:
+        # Each step writes some rows into a cache of keys, and products read all. (In a
+        # backward pass the gradients of all steps would add up in 16 bits.)
+        if facts.is_multiplied_later and not facts.is_multiplied:
+            return Carry(Slot.WRITTEN, Reason.CARRY_CACHE)
+        return Carry(Slot.FULL, Reason.CARRY_WHILE)
+    # Low products would cast it anyway, as the hidden state of an LSTM.
+    if facts.is_multiplied:
+        return Carry(Slot.LOW, Reason.CARRY_PRODUCTS)
+    if not facts.is_of_layers:
+        return Carry(Slot.FULL, Reason.CARRY_STATE)
+    if facts.is_added_to:
+        return Carry(Slot.FULL, Reason.CARRY_SUM)
+    if not facts.last_is_read:
+        return Carry(Slot.FULL, Reason.CARRY_RESULT)
+    return Carry(Slot.FOLLOW, Reason.CARRY_LAYERS)
+
+
+def carry_settled(carry: Carry, state: State) -> Decision:
+    """Returns the decision for a carry whose state is a fixed point of the loop."""
+    run = Run.LOW if state is State.LOW else Run.FULL
+    return Decision(run, state, carry.reason)

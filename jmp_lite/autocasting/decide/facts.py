@@ -1,0 +1,166 @@
+"""What is known of a value: its precision, its origin, and who reads it."""
+
+import dataclasses
+import enum
+from typing import NamedTuple, TypeAlias
+
+from jmp_lite.jaxprs.types import Eqn
+
+
+class State(enum.IntEnum):
+    """The precision of a float32 value; where values join, the largest wins.
+
+    ``SOFT``: float32, not decided yet. ``LOW``: the compute dtype. ``HARD``: deliberate
+    float32.
+    """
+
+    SOFT = 0
+    LOW = 1
+    HARD = 2
+
+
+class Kind(enum.Enum):
+    """The kind of a value.
+
+    ``GIVEN``: an argument or a constant, possibly moved. It is cast at each use, so
+    that the gradients of its uses add up in float32. ``LITERAL``: a number in the
+    program. ``EXACT``: a number that 16 bits represent exactly, such as 0, 0.5 or -inf.
+    ``SCALED``: scalings and sums of given values, or any function of numbers alone.
+    ``INTEGER``: computed from integers, such as positions, possibly scaled or shifted.
+    ``END``: the largest or smallest float32. As a branch of a selection it means the
+    end of the range of any dtype.
+    """
+
+    COMPUTED = "computed"
+    GIVEN = "given"
+    SCALED = "scaled"
+    LITERAL = "literal"
+    EXACT = "exact"
+    INTEGER = "integer"
+    END = "end"
+
+    @property
+    def is_cast_once(self) -> bool:
+        """Whether all uses share one cast. It is the result of an op, and no move."""
+        return self in (Kind.COMPUTED, Kind.SCALED)
+
+
+class Readers(enum.IntFlag):
+    """The kinds of readers of a value; an unread value has ``OUTPUT``.
+
+    ``FULL``: ops that run in float32, and ops that follow if their own results are
+    demanded in float32. ``OUTPUT``: outputs of the function. ``OTHER``: ops that take
+    16 bits, such as matrix products. The other kinds need digits that a product loses
+    in 16 bits. ``INTEGER_CAST``: casts to integers. ``SOLVER``: factorizations and
+    solvers. ``PHASE``: sin and cos. ``LOW_PHASE``: sin or cos whose result is not
+    demanded in float32. ``AMPLIFIER``: ops that amplify a rounding error of the value,
+    directly or through ops that follow. One such reader is enough: the value is then
+    computed in float32, whatever else reads it.
+    """
+
+    NOBODY = 0
+    FULL = 1
+    OUTPUT = 2
+    OTHER = 4
+    INTEGER_CAST = 8
+    SOLVER = 16
+    PHASE = 32
+    LOW_PHASE = 64
+    AMPLIFIER = 128
+
+    @property
+    def want_float32(self) -> bool:
+        """Whether all readers demand float32."""
+        return not self & (Readers.OTHER | Readers.LOW_PHASE)
+
+    @property
+    def amplify(self) -> bool:
+        """Whether a reader amplifies a rounding error of the value."""
+        return bool(self & Readers.AMPLIFIER)
+
+    @property
+    def that_decide(self) -> "Readers":
+        """These readers without those that change no decision beside the others."""
+        is_low = self & Readers.OTHER
+        return self & (Readers.OTHER | Readers.AMPLIFIER) if is_low else self
+
+    @property
+    def in_general(self) -> "Readers":
+        """These readers as ``FULL`` or ``OTHER``, without those that need digits."""
+        if not self.want_float32:
+            return Readers.OTHER | (self & Readers.AMPLIFIER)
+        digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
+        return (self & ~digits) | Readers.FULL if digits else self
+
+    @property
+    def in_float32(self) -> "Readers":
+        """The kind of reader that a float32 sum is if these read its result."""
+        digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
+        if self & Readers.LOW_PHASE:
+            digits |= Readers.PHASE
+        return digits | Readers.FULL
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number of the program, as the origin of a value.
+
+    Attributes:
+      value: the number; for an array constant, an element that does not fit 16 bits.
+      is_element: whether it is an element of an array constant.
+    """
+
+    value: float
+    is_element: bool = False
+
+
+class Argument(NamedTuple):
+    """An argument of the function, as the origin of a value.
+
+    Attributes:
+      path: its path in the tree of arguments; empty if unknown.
+    """
+
+    path: str = ""
+
+
+class Constant(NamedTuple):
+    """An array that the function captures, as the origin of a value."""
+
+
+class RangeEnd(NamedTuple):
+    """The largest or the smallest float32, as the origin of a value."""
+
+
+class Input(NamedTuple):
+    """An input of the value's jaxpr, as its origin inside of that jaxpr."""
+
+    number: int
+
+
+Origin: TypeAlias = Eqn | Argument | Constant | Number | RangeEnd | Input | None
+"""The origin of a value's state; for the carry of a loop it is the loop."""
+
+
+class Lineage(NamedTuple):
+    """What a value is a function of, apart from parameters and numbers.
+
+    Attributes:
+      roots: the 16-bit values; None if it is float32 for other reasons too.
+      is_rejoined: whether the value is float32 and its only root was an operand again
+        on the way to it, as the input of a norm joins its own mean. Then the value is
+        part of one function, whose result is 16 bits.
+    """
+
+    roots: frozenset[object] | None = None
+    is_rejoined: bool = False
+
+
+class InputRoot(NamedTuple):
+    """An input of the value's jaxpr as a root; equal ones are one value."""
+
+    number: int
+
+
+Spec: TypeAlias = tuple[State | None, Kind]
+"""The state and the kind of a value."""

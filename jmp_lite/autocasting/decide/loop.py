@@ -1,0 +1,271 @@
+"""Analyses what the body of a loop does with each carry, for ``decide_carry``.
+
+The analysis reads the body before anything runs.
+"""
+
+import enum
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jmp_lite.autocasting.decide.equation import (
+    Carry,
+    CarryFacts,
+    decide_carry,
+    runs_low,
+)
+from jmp_lite.autocasting.decide.lookup import RuleLookup
+from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs.dataflow import Backward, Forward
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Eqn, Jaxpr
+from jmp_lite.ops import ADDING, MOVING
+
+
+class Loop(NamedTuple):
+    """A loop.
+
+    Attributes:
+      body: the jaxpr of a step.
+      carries: for each carry, the number of its input and the number of its result.
+      sliced: the inputs that differ in each step.
+      has_gradient: whether it has a backward pass, which carries a gradient from step
+        to step in the dtype of the carry.
+    """
+
+    body: Jaxpr
+    carries: Mapping[int, int]
+    sliced: frozenset[int]
+    has_gradient: bool = True
+
+    @classmethod
+    def of_scan(cls, eqn: Eqn) -> "Loop":
+        """Returns a ``scan`` as a loop."""
+        n_consts, n_carry = params.scan_counts(eqn)
+        carries = {n_consts + i: i for i in range(n_carry)}
+        sliced = frozenset(range(n_consts + n_carry, len(eqn.invars)))
+        return cls(params.body_of(eqn), carries, sliced)
+
+    @classmethod
+    def of_while(cls, eqn: Eqn) -> "Loop":
+        """Returns a ``while`` as a loop."""
+        _, body, _, n_consts = params.while_parts(eqn)
+        carries = {n_consts + i: i for i in range(len(eqn.outvars))}
+        return cls(body, carries, frozenset(), has_gradient=False)
+
+
+def classify(
+    rules: RuleLookup, loop: Loop, last_is_read: Sequence[bool], path: str
+) -> list[Carry]:
+    """Returns the slot of each carry of a loop, with the reason.
+
+    Args:
+      rules: the rules, by path.
+      loop: the loop.
+      last_is_read: for each carry, whether anything but an output reads its last value.
+      path: the path of the loop.
+    """
+    read_by, in_any_step = _uses_of_carries(rules, loop, path)
+    flow = _Flow(rules, loop, path) if loop.has_gradient else None
+
+    def facts(carry: int, is_read: bool) -> CarryFacts:
+        return CarryFacts(
+            is_multiplied=read_by[carry] is _Use.PRODUCT,
+            is_multiplied_later=in_any_step[carry] is _Use.PRODUCT,
+            has_gradient=loop.has_gradient,
+            is_of_layers=flow is not None and flow.is_stack_of_layers,
+            is_added_to=flow is not None and flow.is_added_to(carry),
+            last_is_read=is_read,
+        )
+
+    return [
+        decide_carry(rules, facts(carry, is_read), path)
+        for carry, is_read in zip(loop.carries, last_is_read, strict=True)
+    ]
+
+
+class _Source(NamedTuple):
+    """The origin of a value in the body of a loop.
+
+    Attributes:
+      inputs: the inputs of the body that it is computed from.
+      around: the carries among them that reach it without a low op in between.
+      added: the sums on the way from such a carry: pairs of the carry and the inputs of
+        the addend.
+      is_moved: whether it is an input, a slice of one, or a number, and not computed.
+      is_sliced: whether it depends on a slice of this step.
+    """
+
+    inputs: frozenset[int] = frozenset()
+    around: frozenset[int] = frozenset()
+    added: frozenset[tuple[int, frozenset[int]]] = frozenset()
+    is_moved: bool = True
+    is_sliced: bool = False
+
+
+class _Flow(Forward[_Source]):
+    """Follows the body of a loop from its inputs to its results."""
+
+    def __init__(self, rules: RuleLookup, loop: Loop, path: str) -> None:
+        invars = structure.parts(loop.body).invars
+        self._rules = rules
+        self._carries = loop.carries
+        self._float_carries = frozenset(
+            i for i in self._carries if structure.is_float(invars[i])
+        )
+        self._varying = loop.sliced.union(self._carries)
+        self.is_stack_of_layers = False
+        sources = [
+            _Source(
+                inputs=frozenset([i]),
+                around=frozenset([i]) & self._float_carries,
+                is_sliced=i in loop.sliced,
+            )
+            for i in range(len(invars))
+        ]
+        self._results = self.outputs(loop.body, sources, path)
+
+    def is_added_to(self, carry: int) -> bool:
+        """Whether each step adds a value to a carry that is independent of it."""
+        return any(
+            carry not in self._in_any_step(inputs)
+            for added_to, inputs in self._results[self._carries[carry]].added
+            if added_to == carry
+        )
+
+    def _in_any_step(self, inputs: frozenset[int]) -> frozenset[int]:
+        """Returns the inputs of values, in this step and earlier ones."""
+        while True:
+            more = inputs.union(
+                *(
+                    self._results[self._carries[i]].inputs
+                    for i in inputs
+                    if i in self._carries
+                )
+            )
+            if more == inputs:
+                return inputs
+            inputs = more
+
+    def nothing(self) -> _Source:
+        """A number has no inputs."""
+        return _Source()
+
+    def join(self, one: _Source, other: _Source) -> _Source:
+        """Returns the origin of a value that is one of two."""
+        return _Source(
+            one.inputs | other.inputs,
+            one.around | other.around,
+            one.added | other.added,
+            one.is_moved and other.is_moved,
+            one.is_sliced or other.is_sliced,
+        )
+
+    def through(
+        self, eqn: Eqn, facts: Sequence[_Source], path: str
+    ) -> Sequence[_Source]:
+        """Returns the origins of the results of an op."""
+        return [self._of_op(eqn, facts, path)] * len(eqn.outvars)
+
+    def _of_op(self, eqn: Eqn, operands: Sequence[_Source], path: str) -> _Source:
+        op = params.op_of(eqn)
+        joined = functools.reduce(self.join, operands, _Source())
+        is_sliced = joined.is_sliced or self._takes_a_slice(op, operands)
+        if op in PRODUCTS and runs_low(self._rules, eqn, path):
+            self._see_product(operands)
+            return _Source(joined.inputs, is_moved=False, is_sliced=is_sliced)
+        added = joined.added
+        if op in ADDING:
+            added |= {
+                (carry, other.inputs)
+                for one, other in (operands, operands[::-1])
+                for carry in one.around
+                if not other.is_moved
+            }
+        is_moved = op in _MOVING and joined.is_moved
+        return _Source(joined.inputs, joined.around, added, is_moved, is_sliced)
+
+    def _takes_a_slice(self, op: str, operands: Sequence[_Source]) -> bool:
+        """Whether an op takes a slice of a loop constant that depends on the step."""
+        if op not in _TAKING:
+            return False
+        stack, *indices = operands
+        varies = any(index.inputs & self._varying for index in indices)
+        return varies and not stack.inputs & self._varying
+
+    def _see_product(self, operands: Sequence[_Source]) -> None:
+        """Records a product of a carry's value and a slice of this step."""
+        for one, other in (operands[:2], operands[1::-1]):
+            weights = other.is_sliced and not other.inputs & self._float_carries
+            if weights and one.inputs & self._float_carries:
+                self.is_stack_of_layers = True
+
+
+_MOVING = MOVING | {"convert_element_type"}
+
+_TAKING = frozenset(["dynamic_slice", "gather"])
+"""The operands after the first are indices."""
+
+
+class _Use(enum.Flag):
+    """The uses of a value, also after moves."""
+
+    NONE = 0
+    PRODUCT = 1
+    OTHER = 2
+
+
+class _CarryUses(Backward[_Use]):
+    """Finds the uses of the inputs of a loop's body."""
+
+    def __init__(self, rules: RuleLookup) -> None:
+        self._rules = rules
+
+    def nothing(self) -> _Use:
+        """An unread value has no use."""
+        return _Use.NONE
+
+    def join(self, one: _Use, other: _Use) -> _Use:
+        """Returns both uses."""
+        return one | other
+
+    def of_predicate(self) -> _Use:
+        """A predicate is another use than a product."""
+        return _Use.OTHER
+
+    def through(self, eqn: Eqn, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
+        """Returns how an op uses its operands."""
+        op, n_in = params.op_of(eqn), len(eqn.invars)
+        if op in MOVING:
+            return [functools.reduce(operator.or_, facts)] * n_in
+        is_product = op in PRODUCTS and runs_low(self._rules, eqn, path)
+        return [_Use.PRODUCT if is_product else _Use.OTHER] * n_in
+
+
+def _uses_of_carries(
+    rules: RuleLookup, loop: Loop, path: str
+) -> tuple[Mapping[int, _Use], Mapping[int, _Use]]:
+    """Returns the uses of each carry: in one step, and in that step or later ones.
+
+    In the first result, a use in the next step counts as another use.
+    """
+    parts, analysis = structure.parts(loop.body), _CarryUses(rules)
+
+    def uses(outside: Sequence[_Use]) -> dict[int, _Use]:
+        found = analysis.inputs(loop.body, outside, path)
+        return {
+            i: found[i] if structure.is_float32(parts.invars[i]) else _Use.OTHER
+            for i in loop.carries
+        }
+
+    outside = [_Use.OTHER] * len(parts.outvars)
+    in_one_step = uses(outside)
+    for k in loop.carries.values():
+        outside[k] = _Use.NONE
+    while True:
+        before, in_any_step = list(outside), uses(outside)
+        for i, k in loop.carries.items():
+            outside[k] |= in_any_step[i]
+        if outside == before:
+            return in_one_step, in_any_step

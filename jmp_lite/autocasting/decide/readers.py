@@ -1,0 +1,196 @@
+"""Finds the readers of each value, in one backward pass before the interpreter runs.
+
+A value is demanded in float32 if all its readers demand it. Such readers are ops that
+run in float32, comparisons, outputs, and ops that follow whose own results are demanded
+in float32. One other reader, such as a matrix product, removes the demand.
+
+An op that amplifies a rounding error of its operand, such as a logarithm, demands
+float32 by itself. It demands it also of the ops on the way to it that follow, such as
+``1 - g`` and ``g`` in ``log(1 - g)``, up to a product or a sum.
+"""
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+
+from jmp_lite.autocasting.decide.decisions import Reason
+from jmp_lite.autocasting.decide.equation import (
+    Carry,
+    Slot,
+    decide_product,
+    decide_to_keep,
+    follows,
+)
+from jmp_lite.autocasting.decide.facts import Readers
+from jmp_lite.autocasting.decide.lookup import RuleLookup
+from jmp_lite.autocasting.decide.loop import Loop, classify
+from jmp_lite.autocasting.rules.match import RuleMatch
+from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs.dataflow import Backward
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
+from jmp_lite.ops import (
+    AMPLIFYING,
+    AMPLIFYING_DIVISORS,
+    DISCERNING,
+    KEEPING_DIGITS,
+    POSITIONAL,
+    SOLVING,
+    Precision,
+)
+
+
+class UseAnalysis(Backward[Readers]):
+    """Finds the readers of every value in a jaxpr, and remembers them.
+
+    Args:
+      rules: the rules, by path.
+    """
+
+    def __init__(self, rules: RuleLookup) -> None:
+        self._rules = rules
+        self._known: dict[object, tuple[Jaxpr, Mapping[Var, Readers]]] = {}
+
+    def variables(
+        self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
+    ) -> Mapping[Var, Readers]:
+        """Returns the readers of each variable, found once for equal paths."""
+        # An output that was not traced in float32 does not demand float32.
+        outputs = [
+            readers if structure.is_float32(atom) else Readers.OTHER
+            for atom, readers in zip(
+                structure.parts(jaxpr).outvars, outputs, strict=True
+            )
+        ]
+        key = (id(jaxpr), tuple(outputs), self._rules.inside(jaxpr, path))
+        if key not in self._known:
+            # The jaxpr is stored with the result, so that its id is not reused.
+            self._known[key] = (jaxpr, super().variables(jaxpr, outputs, path))
+        return self._known[key][1]
+
+    def nothing(self) -> Readers:
+        """An unread value has no readers."""
+        return Readers.NOBODY
+
+    def join(self, one: Readers, other: Readers) -> Readers:
+        """Returns both kinds of readers."""
+        return one | other
+
+    def of_predicate(self) -> Readers:
+        """A predicate does not demand float32."""
+        return Readers.OTHER
+
+    def of_equation(
+        self, eqn: Eqn, results: Sequence[Readers], path: str
+    ) -> Sequence[Readers]:
+        """Returns the kind of reader that an equation is for each of its operands.
+
+        Args:
+          eqn: an equation of a jaxpr.
+          results: the readers of its results.
+          path: the path of the jaxpr.
+        """
+        if params.op_of(eqn) == "while":
+            inside = source.path_of(eqn, path)
+            if decide_to_keep(self._rules, eqn, inside):
+                return [Readers.FULL] * len(eqn.invars)
+        # An unread value counts as returned.
+        results = [readers or Readers.OUTPUT for readers in results]
+        return super().of_equation(eqn, results, path)
+
+    def through(
+        self, eqn: Eqn, facts: Sequence[Readers], path: str
+    ) -> Sequence[Readers]:
+        """Returns the kind of reader that an op is for each of its operands."""
+        op, readers = self._rules.op_decided_as(eqn, path), of_floats(eqn, facts)
+        found = [self._reader(eqn, op, readers, path)] * len(eqn.invars)
+        for i in self._amplified(eqn, op, path):
+            found[i] |= Readers.AMPLIFIER
+        return found
+
+    def _amplified(self, eqn: Eqn, op: str, path: str) -> Sequence[int]:
+        """Returns the operands of which an op amplifies a rounding error."""
+        if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
+            return [0]
+        match = self._match(op, path)
+        is_full = match.precision is Precision.FULL
+        if op not in AMPLIFYING or not (is_full or follows(match)):
+            return []
+        return range(op in AMPLIFYING_DIVISORS, len(eqn.invars))
+
+    def _match(self, op: str, path: str) -> RuleMatch:
+        """Returns the rule that decides what an op demands of its operands."""
+        match = self._rules.match(op, path)
+        if match.precision is Precision.FULL_INSIDE:
+            # A value that enters such a scope may be low, like the scope's result.
+            return self._rules.rules.match(op, "")
+        return match
+
+    def _reader(self, eqn: Eqn, op: str, readers: Readers, path: str) -> Readers:
+        match = self._match(op, path)
+        if op in SOLVING:
+            return Readers.SOLVER
+        if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
+            return Readers.INTEGER_CAST
+        # A sort of several arrays compares the first and moves the others.
+        discerns = op in DISCERNING or (op == "sort" and len(eqn.invars) > 1)
+        if discerns and follows(match):
+            return Readers.FULL
+        if not any(map(structure.is_float32, eqn.outvars)):
+            # A Fourier transform, or a cast to complex numbers or to float64.
+            is_wide = any(map(structure.is_wide_float, eqn.outvars))
+            return Readers.FULL if is_wide else Readers.OTHER
+        if op in PRODUCTS and match.precision.lowers:
+            decided = decide_product(self._rules, eqn, (), readers, path)
+            # The operands of a product of phases decide whether it is float32.
+            keeps = decided is not None and decided.reason is not Reason.PHASE
+            return Readers.FULL if keeps else Readers.OTHER
+        is_full = match.precision is Precision.FULL
+        if op in POSITIONAL and (is_full or follows(match)):
+            is_demanded = is_full or readers.want_float32
+            return Readers.PHASE if is_demanded else Readers.LOW_PHASE
+        if op not in KEEPING_DIGITS or readers & Readers.OTHER:
+            readers = readers.in_general
+        if is_full:
+            return readers.in_float32
+        follows_readers = follows(match) or op == "convert_element_type"
+        return readers if follows_readers else Readers.OTHER
+
+    def of_loop(
+        self,
+        eqn: Eqn,
+        body: Jaxpr,
+        n_consts: int,
+        n_carry: int,
+        results: Sequence[Readers],
+        path: str,
+    ) -> Sequence[Readers]:
+        """Returns the readers of a loop's operands; a carry's depend on its slot."""
+        of = Loop.of_while if params.op_of(eqn) == "while" else Loop.of_scan
+        carries = classify(self._rules, of(eqn), are_read(results[:n_carry]), path)
+        outputs = [*of_carries(carries), *results[n_carry:]]
+        readers = self.inputs(body, outputs, path)
+        for i, (slot, _) in enumerate(carries, n_consts):
+            readers[i] = Readers.FULL if slot is Slot.FULL else Readers.OTHER
+        return readers
+
+
+def are_read(result_readers: Sequence[Readers]) -> list[bool]:
+    """Returns whether anything but outputs and float32 ops reads each value."""
+    return [not readers.want_float32 for readers in result_readers]
+
+
+def of_carries(carries: Sequence[Carry]) -> list[Readers]:
+    """Returns the readers of the value that a loop's body returns for each carry.
+
+    A carry that is float32 from step to step counts as an output of each step.
+    """
+    is_full = [slot is Slot.FULL for slot, _ in carries]
+    return [Readers.OUTPUT if yes else Readers.OTHER for yes in is_full]
+
+
+def of_floats(eqn: Eqn, readers: Sequence[Readers]) -> Readers:
+    """Returns all kinds of readers of the float32 results of an equation."""
+    pairs = zip(readers, eqn.outvars, strict=True)
+    found = (kinds for kinds, var in pairs if structure.is_float32(var))
+    return functools.reduce(operator.or_, found, Readers.NOBODY)

@@ -1,0 +1,1 @@
+"""Looks at programs: decisions, numbers, errors, and better rules."""

@@ -1,0 +1,306 @@
+"""``compare``: the relative error of each op against float32."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.casting.host import fetched
+from jmp_lite.insight.compare.comparer import Comparer, Op, Sums
+from jmp_lite.insight.compare.twins import Error, StagedCasts, Twin, error
+from jmp_lite.insight.explain.arguments import argument_name, arrays_in
+from jmp_lite.insight.explain.backward import (
+    check_backward,
+    cotangents_of,
+    losses_of,
+    with_gradients,
+)
+from jmp_lite.insight.explain.rows import short
+from jmp_lite.insight.explain.tables import text_table
+from jmp_lite.insight.sampling import check_elements
+from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs.types import Array, Jaxpr, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class OpError:
+    """The relative error of one op against float32, over all trips of all loops.
+
+    A relative error is ``sum(|x - x32|) / sum(|x32|)``. For integers and booleans it is
+    the share of the elements that differ.
+
+    Attributes:
+      scope: the path of scopes of the op.
+      op: the name of its primitive.
+      source: its place in the code: file, line and function.
+      dtype: the narrowest floating dtype that the op reads or returns.
+      is_backward: whether the op belongs to the backward pass.
+      error_in: the relative error of its operands; the largest of several.
+      error_out: the relative error of its result.
+      amplification: ``error_out / error_in``. An ``error_in`` below the rounding error
+        of ``dtype`` counts as that rounding error.
+    """
+
+    scope: str
+    op: str
+    source: str
+    dtype: str
+    is_backward: bool
+    error_in: float
+    error_out: float
+    amplification: float
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sums", "results"],
+    meta_fields=["ops", "names"],
+)
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The errors of a function in mixed precision; a pytree that prints as a table.
+
+    Attributes:
+      sums: the sums that errors are computed from: arrays with one element for each op.
+      results: the same sums with one element for each result and gradient.
+      ops: the ops, in the order in which they run.
+      names: the names of the results and gradients.
+    """
+
+    sums: Sums
+    results: Error
+    ops: tuple[Op, ...]
+    names: tuple[str, ...]
+
+    @property
+    def errors(self) -> Mapping[str, float]:
+        """The relative error of each result and each gradient, by name.
+
+        It is NaN if the result contains a NaN in float32, too.
+        """
+        off, size = (_joined(column) for column in fetched(self.results))
+        return dict(zip(self.names, map(float, _ratio(off, size)), strict=True))
+
+    @property
+    def rows(self) -> tuple[OpError, ...]:
+        """A row for each op whose result differs from float32, in program order.
+
+        Casts, ops that move numbers, and ops that never ran have no row.
+        """
+        off, size, given = (_joined(column) for column in fetched(self.sums))
+        error_in, error_out = _ratio(given, size), _ratio(off, size)
+        rows = [
+            OpError(
+                **{name: getattr(op, name) for name in _SHARED},
+                error_in=float(before),
+                error_out=float(after),
+                amplification=_amplification(float(before), float(after), op.rounding),
+            )
+            for op, before, after in zip(self.ops, error_in, error_out, strict=True)
+        ]
+        return tuple(row for row in rows if row.error_out)
+
+    def amplified(self) -> tuple[OpError, ...]:
+        """Returns the rows by falling amplification."""
+        return tuple(sorted(self.rows, key=lambda row: -row.amplification))
+
+    def table(self, n: int | None = None) -> str:
+        """Returns rows by falling amplification, and errors of results, as text.
+
+        Args:
+          n: the number of rows; None for all.
+        """
+        titles = ("amplified", "error in", "error out", "op", "runs in", "scope")
+        rows = [
+            (
+                f"{row.amplification:.3g}x",
+                f"{row.error_in:.1e}",
+                f"{row.error_out:.1e}",
+                row.op + (" (backward)" if row.is_backward else ""),
+                row.dtype,
+                row.scope,
+                short(row.source),
+            )
+            for row in self.amplified()
+        ]
+        left_out = [] if n is None else rows[n:]
+        lines = [text_table((*titles, "where"), [("", rows[:n])], right=(0, 1, 2))]
+        if left_out:
+            lines.append(f"and {len(left_out)} ops that amplify less")
+        lines += [f"{name}: {error:.1e}" for name, error in self.errors.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table(_N_SHOWN)
+
+
+_N_SHOWN = 20
+
+_SHARED = ("scope", "op", "source", "dtype", "is_backward")
+
+Params = ParamSpec("Params")
+
+_ELEMENTS = 2**16
+
+
+def compare(
+    fun: Callable[Params, Any],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
+    elements: int = _ELEMENTS,
+) -> Callable[Params, Comparison]:
+    """Returns a function that compares ``autocast(fun, rules)`` with float32, op by op.
+
+    One program computes both, and measures the relative error of each op. It answers
+    the question: which op turns a small error into a large one?
+
+    The reference computes everything in float32, also where ``fun`` itself casts to 16
+    bits. With the rules ``"O0"``, code that was written by hand in 16 bits is compared
+    with itself in float32. Constants that were rounded while tracing stay rounded. The
+    reference takes the same branches and runs loops as long as mixed precision does.
+
+    A cast has no row. Its rounding counts for the op that reads its result.
+
+    Args:
+      fun: any function of pytrees that JAX can trace. Kernels are compared by their
+        results, and so is a ``while`` under ``vmap`` whose lanes end at different steps
+        (``vmap`` the compared function instead). A kernel that accepts 16 bits only
+        runs in 16 bits on both sides.
+      rules: the name of a preset, or a ``Rules``.
+      compute_dtype: a dtype that replaces the compute dtype of the rules.
+      backward: whether to compare the backward pass too, as ``explain`` does. If the
+        result is a loss, or a tuple that begins with a loss, its gradients with respect
+        to all floating arguments are compared. Otherwise those of a fixed random
+        combination of all results are.
+      elements: the largest number of elements of a result to compare, in evenly spaced
+        rows. A result that is mostly zero, such as the gradient of an embedding, may
+        need more. Results of ``fun``, its gradients, and arrays that are sharded over
+        Explicit axes are compared as a whole.
+
+    Returns:
+      A function with the arguments of ``fun`` that returns a ``Comparison``. It runs
+      faster under ``jit``.
+
+    Raises:
+      ValueError: there is no such preset or dtype, or ``elements`` is less than 1. The
+        returned function raises it if ``backward`` is set and no argument is floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> def fun(x):
+      ...     y = x @ x
+      ...     return jnp.tanh((y + 100) - 100) @ x
+      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+      >>> worst = jmp.compare(fun)(x).amplified()[0]
+      >>> worst.op, worst.dtype, worst.amplification > 30
+      ('sub', 'bfloat16', True)
+    """
+    check_function(fun)
+    check_elements(elements)
+    chosen = choose_rules(rules, compute_dtype)
+
+    @functools.wraps(fun)
+    def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
+        traced, arrays, structure = trace(fun, args, kwargs)
+        given = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
+        program = Compared(traced, structure, given, backward, elements)
+        return program.run(chosen(), arrays)
+
+    return compared
+
+
+class Compared(NamedTuple):
+    """A traced function that can be compared with float32.
+
+    Attributes:
+      traced: its jaxpr.
+      structure: the tree structure of its results.
+      given: the names of its arguments.
+      backward: whether its gradients are compared too.
+      elements: the largest number of elements of a result to compare.
+    """
+
+    traced: Jaxpr
+    structure: PyTree
+    given: Sequence[str]
+    backward: bool = False
+    elements: int = _ELEMENTS
+
+    def run(self, rules: Rules, arrays: Sequence[Array]) -> Comparison:
+        """Runs the function under some rules and in float32."""
+        walk = Interpreter(rules, StagedCasts)
+        run = functools.partial(walk.run_function, self.traced)
+        program = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
+        n_results = len(structure.parts(program).outvars)
+        tree = jax.tree.unflatten(self.structure, range(n_results))
+        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        names = [f"result{jax.tree_util.keystr(path)}" for path in paths]
+        if self.backward:
+            program, floats = _with_gradients(program, self.structure)
+            names += [f"gradient of {self.given[i]}" for i in floats]
+        comparer = Comparer(self.elements)
+        results = comparer.run(program, list(map(Twin, arrays)))
+        errors = [_error_of_result(twin) for twin in results]
+        off, size = (jnp.asarray(c, jnp.float32) for c in _columns(errors))
+        ops, total = comparer.found()
+        sums: Sums = jax.tree.map(sharding.gathered, total)
+        of_results: Error = jax.tree.map(sharding.gathered, Error(off, size))
+        return Comparison(sums, of_results, tuple(ops), tuple(names))
+
+
+def _error_of_result(twin: Twin) -> Error:
+    """Returns the error of a result; NaN if float32's result contains a NaN."""
+    found, full = error(twin.low, twin.full), twin.full
+    if not jnp.issubdtype(jnp.result_type(full), jnp.inexact):
+        return found
+    return found._replace(off=jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off))
+
+
+def _columns(errors: Sequence[Error]) -> Sequence[Any]:
+    return list(zip(*errors, strict=True)) if errors else [(), ()]
+
+
+def _with_gradients(traced: Jaxpr, structure: PyTree) -> tuple[Jaxpr, Sequence[int]]:
+    """Returns a jaxpr with gradients, and the indices of their arguments."""
+    parts = structure.parts(traced)
+    avals = [var.aval for var in parts.invars]
+    floats = [i for i, var in enumerate(parts.invars) if structure.is_float(var)]
+    losses = losses_of([var.aval for var in parts.outvars], structure)
+    check_backward(floats, losses)
+    cotangents = cotangents_of([parts.outvars[i].aval for i in losses])
+
+    def run(*arrays: Array) -> list[Array]:
+        evaluated = lambda *given: structure.evaluate(traced, given)
+        return with_gradients(evaluated, arrays, floats, losses, cotangents)
+
+    return jax.make_jaxpr(run)(*avals), floats
+
+
+def _joined(column: Any) -> np.ndarray:
+    """Returns sums over the axes that vmap, scan or devices have stacked."""
+    column = np.asarray(column, np.float64)
+    return column.sum(axis=tuple(range(column.ndim - 1)))
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        of_zeros = np.where(part > 0, np.inf, part)
+        return np.where(whole > 0, part / whole, of_zeros)
+
+
+def _amplification(before: float, after: float, rounding: float) -> float:
+    # An infinite error does not grow.
+    return after / max(before, rounding) if math.isfinite(before) else 1.0

@@ -1,0 +1,205 @@
+"""Runs an op on two lanes: in its own precision, and in float32.
+
+A value has a float32 twin if some rounding affects it. A value that no rounding affects
+has no twin, and is computed once.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.autocasting.interpreter.casts import Casts
+from jmp_lite.autocasting.interpreter.float8 import is_of_float8
+from jmp_lite.insight.sampling import sample
+from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs.types import Array, Eqn
+from jmp_lite.ops import (
+    EXACT,
+    PASSING,
+    Precision,
+    group_of,
+)
+
+
+class StagedCasts(Casts):
+    """Casts constants inside the program, where each lane has its own."""
+
+    def cast(self, array: Array, saturates: bool = False) -> Array:
+        """Returns an array in the compute dtype."""
+        if not structure.is_tracer(array):
+            array = lax.optimization_barrier(structure.as_array(array))
+        return super().cast(array, saturates)
+
+
+class Error(NamedTuple):
+    """The error of an array against float32.
+
+    Attributes:
+      off: the sum of absolute errors; for integers, the number of elements that differ.
+      size: the sum of absolute float32 values; for integers, the number of elements.
+    """
+
+    off: Any
+    size: Any
+
+    @property
+    def relative(self) -> Any:
+        """The relative error; infinite if all float32 values are zero."""
+        is_off = self.off > 0
+        unit = jnp.where(self.size > 0, self.size, 1)
+        return jnp.where(
+            self.size > 0, self.off / unit, jnp.where(is_off, jnp.inf, 0.0)
+        )
+
+
+NO_ERROR = Error(np.float32(0), np.float32(1))
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Twin:
+    """A value on both lanes.
+
+    Attributes:
+      low: the value in its own precision.
+      exact: the value in float32; None if no rounding affects it.
+      error: their difference, once it is computed.
+    """
+
+    low: Array
+    exact: Array | None = None
+    error: Error | None = None
+
+    @property
+    def full(self) -> Any:
+        """The value on the lane of float32."""
+        return widened(self.low) if self.exact is None else self.exact
+
+    def measured(self, elements: int) -> Error | None:
+        """Returns the error; None if there is no twin, or the dtype is not numeric.
+
+        Args:
+          elements: the largest number of elements to compare.
+        """
+        if self.error is None and self.exact is not None and _has_numbers(self.low):
+            self.error = error(*(sample(x, elements) for x in (self.low, self.exact)))
+        return self.error
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a float of fewer than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def widened(array: Any) -> Any:
+    """Casts floats of fewer than 32 bits to float32, and returns others unchanged."""
+    array = structure.as_array(array)
+    return array.astype(jnp.float32) if is_narrow(array.dtype) else array
+
+
+def run_twice(eqn: Eqn, operands: Sequence[Twin]) -> list[Twin]:
+    """Runs an equation on both lanes, without entering a jaxpr that it contains."""
+    low = params.bind(eqn, [twin.low for twin in operands])
+    if not _departs(eqn, operands) or not params.has_only_axis_effects(eqn):
+        # An effect, such as a callback, must happen once.
+        return list(map(Twin, low))
+    exact = _in_float32(eqn, operands)
+    return list(map(Twin, low, exact))
+
+
+def keeps_errors(eqn: Eqn) -> bool:
+    """Whether the relative error of each result is that of an operand.
+
+    A cast counts as such an op: its rounding counts for the op that reads its result.
+    """
+    return params.op_of(eqn) in _KEEPING_ERRORS | PASSING
+
+
+def dtype_it_runs_in(eqn: Eqn) -> np.dtype[Any]:
+    """Returns the narrowest floating dtype that an equation reads or returns."""
+    atoms = [*eqn.invars, *eqn.outvars]
+    floats = [np.dtype(structure.dtype_of(a)) for a in atoms if structure.is_float(a)]
+    return min(floats, key=lambda d: jnp.finfo(d).bits, default=np.dtype("float32"))
+
+
+_KEEPING_ERRORS = frozenset(
+    [
+        *("convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"),
+        *("rev", "neg", "abs", "copy", "copy_p", "broadcast_in_dim", "real", "imag"),
+        *("stop_gradient", "sharding_constraint", "reduce_precision", "pvary"),
+    ]
+)
+
+
+def _departs(eqn: Eqn, operands: Sequence[Twin]) -> bool:
+    """Whether the result of an equation differs in float32."""
+    if any(twin.exact is not None for twin in operands):
+        return True
+    if params.op_of(eqn) == "convert_element_type":
+        return is_narrow(structure.dtype_of(eqn.outvars[0])) and not _is_exact_cast(eqn)
+    if params.op_of(eqn) in EXACT | PASSING:
+        return False
+    return any(
+        is_narrow(structure.dtype_of(a)) for a in eqn.outvars if structure.is_float(a)
+    )
+
+
+def _is_exact_cast(eqn: Eqn) -> bool:
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    if not structure.is_float(atom):
+        return structure.dtype_of(atom) == np.bool_
+    before, after = (jnp.finfo(structure.dtype_of(x)) for x in (atom, var))
+    return after.nmant >= before.nmant and after.nexp >= before.nexp
+
+
+def _in_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
+    """Returns the results of an equation on the lane of float32."""
+    op, full = params.op_of(eqn), [twin.full for twin in operands]
+    dtypes = [structure.dtype_of(a) for a in (*eqn.invars, *eqn.outvars)]
+    if op == "convert_element_type":
+        return [_cast(full[0], dtypes[-1])]
+    if not any(map(is_narrow, dtypes)):
+        return params.bind_in(eqn, full, None, _highest(eqn))
+    if op == "reduce_precision":
+        return full[:1]
+    if op in params.SCATTERS:
+        return [params.bind_scatter(eqn, full)]
+    group = group_of(op)
+    is_known = group is not None and group.precision is not Precision.KEEP
+    if not (is_known or is_of_float8(op)) or any(params.inner_jaxprs(eqn)):
+        # It accepts only the dtypes that it was traced with: both lanes round alike.
+        pairs = zip(full, eqn.invars, strict=True)
+        given = [lax.convert_element_type(x, structure.dtype_of(a)) for x, a in pairs]
+        return [widened(x) for x in params.bind(eqn, given)]
+    return params.bind_in(eqn, full, np.dtype("float32"), _highest(eqn))
+
+
+def _highest(eqn: Eqn) -> lax.Precision | None:
+    return None if params.product_params(eqn) is None else lax.Precision.HIGHEST
+
+
+def _cast(array: Array, dtype: Any) -> Array:
+    if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        array = lax.real(array)
+    return array.astype(np.dtype("float32") if is_narrow(dtype) else dtype)
+
+
+def _has_numbers(array: Any) -> bool:
+    return isinstance(structure.as_array(array).dtype, np.dtype)
+
+
+def error(low: Array, exact: Array) -> Error:
+    """Returns how far numbers are from others."""
+    low = widened(low)
+    if not jnp.issubdtype(exact.dtype, jnp.inexact):
+        differ = jnp.sum(low != exact, dtype=jnp.float32)
+        return Error(differ, np.float32(low.size))
+    is_equal = (low == exact) | (jnp.isnan(low) & jnp.isnan(exact))
+    off = jnp.where(is_equal, 0, jnp.abs(low - exact))
+    # A number that is finite on one lane only has an infinite error.
+    off = jnp.where(jnp.isnan(off), jnp.inf, off)
+    size = jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0)
+    return Error(*(jnp.sum(x, dtype=jnp.float32) for x in (off, size)))

@@ -1,0 +1,270 @@
+"""Explains the backward pass: the equations that the gradient of a program adds.
+
+The rows come from the jaxpr of the gradient, which is traced and never run.
+"""
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jmp_lite.autocasting.interpreter.float8 import DEQUANTIZE, TANGENT_OF
+from jmp_lite.autocasting.rules.rules import of_the_user
+from jmp_lite.insight.explain.provenance import Dequantized
+from jmp_lite.insight.explain.rows import (
+    Row,
+    bytes_of,
+    equations,
+    precision_as_traced,
+)
+from jmp_lite.jaxprs import cost, params, source, structure
+from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
+from jmp_lite.jaxprs.evaluate import Place
+from jmp_lite.jaxprs.types import (
+    Array,
+    Aval,
+    Dtype,
+    Eqn,
+    Function,
+    Jaxpr,
+    PyTree,
+)
+from jmp_lite.ops import HIGHER_ORDER
+
+
+class Backward(NamedTuple):
+    """A program and its gradient.
+
+    Attributes:
+      program: the program itself.
+      forward: the forward pass that replaces it: to its results and residuals.
+      backward: the backward pass: from residuals and cotangents to gradients.
+      kept: the bytes of its residuals. Arguments do not count, because they exist
+        anyway. Neither do zeros that carry a tangent, which no compiled program reads.
+    """
+
+    program: Jaxpr
+    forward: Jaxpr
+    backward: Jaxpr
+    kept: int
+
+
+def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
+    """Returns the backward pass of a program, without running it.
+
+    Args:
+      program: a jaxpr.
+      structure: the pytree structure of its results.
+
+    Raises:
+      ValueError: the program has no floating-point input or no floating-point result.
+    """
+    parts = structure.parts(program)
+    avals = [var.aval for var in parts.invars]
+    floats = [i for i, aval in enumerate(avals) if _is_float(aval)]
+    losses = losses_of([var.aval for var in parts.outvars], structure)
+    check_backward(floats, losses)
+
+    def forward(*arrays: Array) -> PyTree:
+        def of_floats(*given: Array) -> PyTree:
+            merged = list(arrays)
+            for i, array in zip(floats, given, strict=True):
+                merged[i] = array
+            results = structure.evaluate(program, merged)
+            return [results[i] for i in losses], results
+
+        given = (arrays[i] for i in floats)
+        out, back, results = jax.vjp(of_floats, *given, has_aux=True)
+        return results, (back, out)
+
+    traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(*avals)
+    of_forward = structure.parts(traced)
+    there = {*of_forward.invars, *of_forward.constvars}
+    n_kept = len(jax.tree.leaves(kept[0]))
+    returned = of_forward.outvars[len(results) :][:n_kept]
+    backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
+    n_out = len(structure.parts(backward).outvars)
+    uses = _Uses().inputs(backward, [_Use.NUMBERS] * n_out)
+    residuals = {
+        var
+        for var, use in zip(returned, uses[:n_kept], strict=True)
+        if use is not _Use.TANGENT and not structure.is_literal(var)
+    } - there
+    return Backward(program, traced, backward, sum(map(bytes_of, residuals)))
+
+
+def with_gradients(
+    fun: Function,
+    arrays: Sequence[Array],
+    floats: Sequence[int],
+    losses: Sequence[int],
+    cotangents: Sequence[Array],
+) -> list[Array]:
+    """Returns the results of a function of arrays, followed by its gradients.
+
+    Args:
+      fun: the function; it returns a list of arrays.
+      arrays: its arguments.
+      floats: the arguments to differentiate.
+      losses: the results to differentiate.
+      cotangents: the cotangents of these results.
+    """
+
+    def of_floats(*given: Array) -> PyTree:
+        merged = list(arrays)
+        for i, array in zip(floats, given, strict=True):
+            merged[i] = array
+        results = fun(*merged)
+        return [results[i] for i in losses], results
+
+    _, back, results = jax.vjp(of_floats, *(arrays[i] for i in floats), has_aux=True)
+    return [*results, *back(list(cotangents))]
+
+
+def check_backward(floats: Sequence[int], losses: Sequence[int]) -> None:
+    """Raises a ValueError for a program without a gradient."""
+    for found, what in ((floats, "argument"), (losses, "result")):
+        if not found:
+            raise ValueError(
+                "There is no backward pass: the function has no floating-point "
+                f"{what}. Leave backward out."
+            )
+
+
+def cotangents_of(losses: Sequence[Aval]) -> list[Array]:
+    """Returns what gradients are taken of: the loss, or a mixture of all results."""
+    if len(losses) == 1 and not losses[0].shape:
+        return [jax.numpy.ones((), losses[0].dtype)]
+    generator = np.random.default_rng(0)
+    return [
+        jax.numpy.asarray(generator.standard_normal(x.shape)).astype(x.dtype)
+        for x in losses
+    ]
+
+
+class _Use(enum.IntEnum):
+    """What a residual is used for: of several uses, the largest."""
+
+    NONE = 0
+    TANGENT = 1
+    NUMBERS = 2
+
+
+class _Uses(BackwardAnalysis[_Use]):
+    """Finds which residuals are read as numbers, and which carry a tangent alone."""
+
+    def nothing(self) -> _Use:
+        """Nothing reads it."""
+        return _Use.NONE
+
+    def join(self, one: _Use, other: _Use) -> _Use:
+        """Returns the larger of two uses."""
+        return max(one, other)
+
+    def of_predicate(self) -> _Use:
+        """A predicate is read."""
+        return _Use.NUMBERS
+
+    def through(self, eqn: Eqn, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
+        """Returns what an op uses its operands for."""
+        del facts, path
+        uses = [_Use.NUMBERS] * len(eqn.invars)
+        if params.op_of(eqn) in (TANGENT_OF, DEQUANTIZE):
+            uses[-1] = _Use.TANGENT
+        return uses
+
+
+def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:
+    """Returns the results that are differentiated.
+
+    A scalar result that is alone, or first in a tuple, is the loss. Otherwise all
+    floating-point results are differentiated.
+    """
+    first: PyTree = jax.tree.unflatten(structure, range(len(avals)))
+    while isinstance(first, tuple) and first:
+        first = first[0]
+    if isinstance(first, int) and _is_float(avals[first]) and not avals[first].shape:
+        return [first]
+    return [i for i, aval in enumerate(avals) if _is_float(aval)]
+
+
+def _is_float(aval: Aval) -> bool:
+    return jax.numpy.issubdtype(aval.dtype, np.inexact)
+
+
+def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
+    """Yields the rows that run only for the backward pass.
+
+    Args:
+      run: the backward pass, as it runs.
+      traced: the backward pass without autocast.
+    """
+
+    def likeness(row: Row) -> PyTree:
+        # A shape without its dtype.
+        return row.scope, row.op, *(shape.partition("[")[2] for shape in row.shapes)
+
+    as_traced: dict[object, list[int]] = defaultdict(list)
+    for row in _rows_for(traced):
+        as_traced[likeness(row)].append(row.bytes_run)
+    for row in _rows_for(run):
+        if found := as_traced[likeness(row)]:
+            row = row._replace(bytes_traced=found.pop(0))
+        yield row
+
+
+def _rows_for(passes: Backward) -> Iterator[Row]:
+    """Yields the rows that the program itself does not run.
+
+    It does not compare source lines: a custom rule may recompute a value on its own
+    line.
+    """
+    there = Counter(row._replace(source="") for row in _rows_of(passes.program))
+    for row in _rows_of(passes.forward):
+        found = row._replace(source="")
+        if there[found]:
+            there[found] -= 1
+        else:
+            yield row._replace(
+                code="for_backward",
+                reason="forward pass: needed only by the backward pass",
+            )
+    yield from _rows_of(passes.backward)
+
+
+def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
+    made: dict[int, Row] = {}
+    products = Dequantized()
+    products.outputs(jaxpr, [None] * len(structure.parts(jaxpr).invars))
+    for eqn, place in equations(jaxpr, Place()):
+        if params.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
+            continue
+        if id(eqn) not in made:
+            made[id(eqn)] = _row_as_it_runs(eqn, products.formats.get(id(eqn)))
+        scope = source.join(place.path, *source.scopes(eqn))
+        yield made[id(eqn)]._replace(
+            scope=of_the_user(scope),
+            source=source.source(eqn, place.source),
+            times=place.times,
+        )
+
+
+def _row_as_it_runs(eqn: Eqn, float8: Dtype | None) -> Row:
+    n_bytes = sum(map(bytes_of, eqn.outvars))
+    return Row(
+        scope="",
+        op=params.op_of(eqn),
+        precision=precision_as_traced(eqn) if float8 is None else float8.name,
+        code="backward",
+        reason="backward pass: runs in the dtype of its operands",
+        source="",
+        shapes=tuple(var.aval.str_short() for var in eqn.outvars),
+        times=1,
+        bytes_traced=n_bytes,
+        bytes_run=n_bytes,
+        flops=cost.product_flops(eqn),
+        is_backward=True,
+    )

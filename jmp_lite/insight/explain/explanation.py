@@ -1,0 +1,356 @@
+"""``explain``: shows what autocast does with a function, without computing anything.
+
+It reads the ``Decision`` values of the interpreter and decides nothing itself. It makes
+rows first, and text from the rows.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.rules.rules import Rules, check_pattern
+from jmp_lite.casting.dtypes import unknown_name
+from jmp_lite.insight.explain.arguments import argument_name, arrays_in
+from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
+from jmp_lite.insight.explain.difference import Difference
+from jmp_lite.insight.explain.grouping import depth_that_fits, grouped
+from jmp_lite.insight.explain.lints import Lint, Looked, find_lints
+from jmp_lite.insight.explain.rows import (
+    Row,
+    Totals,
+    casts_in,
+    is_low,
+    seen_in,
+    totals_of,
+)
+from jmp_lite.insight.explain.tables import count, html_table, text_table
+from jmp_lite.insight.explain.unused import nearest, unused
+from jmp_lite.jaxprs.types import PyTree
+from jmp_lite.ops import GROUPS, HIGHER_ORDER
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What autocast does with a function; ``print`` shows it as a table.
+
+    Attributes:
+      rules: the rules.
+      rows: one ``Row`` for each equation, in the order of execution. The rows inside of
+        a loop or an inner ``jit`` follow the loop or the call. The rows of the backward
+        pass, if requested, are at the end.
+      totals: the sums over the rows, the casts, and the bytes of residuals.
+      lints: probable problems, each with a place and a remedy.
+      unused: the rules that match nothing, each with the nearest name.
+      passes: the number of loops or calls that each pass has rewritten.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> explanation = jmp.explain(lambda x: x @ x)(jnp.ones((2, 2)))
+      >>> explanation.rows[0].precision, explanation.rules.compute_dtype
+      ('bfloat16', dtype(bfloat16))
+    """
+
+    rules: Rules
+    rows: tuple[Row, ...]
+    totals: Totals
+    lints: tuple[Lint, ...] = ()
+    unused: tuple[str, ...] = ()
+    passes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    def share_low(self, op: str | None = None, *, bits: int = 16) -> float:
+        """Returns the share of equations that run in 16 bits or fewer.
+
+        Args:
+          op: the name of a primitive; None for all equations with a float.
+          bits: 8 counts float8 equations only.
+
+        Returns:
+          A number from 0 to 1.
+
+        Raises:
+          ValueError: the function has no such op, no equation holds a float, or
+            ``bits`` is neither 8 nor 16.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_lite as jmp
+          >>> jmp.explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2))).share_low()
+          0.5
+        """
+        if bits not in (8, 16):
+            raise ValueError(f"Expected bits=8 or bits=16, got {bits!r}.")
+        rows = [row for row in self._rows_of(op) if row.precision != "as traced"]
+        if not rows:
+            raise ValueError(
+                f"No {op or 'equation'} in this function has a "
+                "floating-point operand or result."
+            )
+        return sum(is_low(row, bits) for row in rows) / len(rows)
+
+    def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
+        """Returns the dtype that matching equations run in.
+
+        Args:
+          scope: a regular expression for their path; None matches every path.
+          op: the name of their primitive; None matches every op.
+
+        Returns:
+          The name of the dtype, as in ``Row.precision``.
+
+        Raises:
+          ValueError: no equation matches, matching equations run in different dtypes,
+            or ``scope`` is not a regular expression.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_lite as jmp
+          >>> explanation = jmp.explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2)))
+          >>> explanation.precision_of(op="exp")
+          'float32'
+        """
+        check_pattern(scope or "")
+        found = [r for r in self._rows_of(op) if re.search(scope or "", r.scope)]
+        if not found:
+            hint = nearest(str(scope), self._names(lambda row: row.scope))
+            what = f"{op!r}" if op else "equation"
+            where = f" has a path that matches {scope!r}" if scope else " exists"
+            raise ValueError(f"No {what}{where}.{hint}")
+        precisions = Counter(r.precision for r in found if r.precision != "as traced")
+        if len(precisions) > 1:
+            found = ", ".join(
+                f"{n} in {dtype}" for dtype, n in precisions.most_common()
+            )
+            raise ValueError(
+                f"The matching equations run in different dtypes: {found}. Narrow the "
+                "match with scope= or op=."
+            )
+        return next(iter(precisions), "as traced")
+
+    def diff(self, other: "Explanation") -> Difference:
+        """Returns the differences between two explanations of a function.
+
+        Args:
+          other: another explanation, for example under other rules.
+
+        Returns:
+          A ``Difference``; ``print`` shows it as a table.
+
+        Raises:
+          TypeError: ``other`` is not an ``Explanation``.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_lite as jmp
+          >>> fun, x = lambda x: jnp.tanh(x @ x) @ x, jnp.ones((2, 2))
+          >>> difference = jmp.explain(fun)(x).diff(jmp.explain(fun, "O1")(x))
+          >>> [(a.op, a.precision, b.precision) for a, b in difference.changed]
+          [('tanh', 'bfloat16', 'float32')]
+        """
+        if not isinstance(other, Explanation):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"Expected an Explanation, got {type(other).__name__}.")
+        return Difference(self.rows, other.rows)
+
+    def table(self, depth: int | None = None) -> str:
+        """Returns the rows as a table of text.
+
+        Args:
+          depth: the number of path components to show. Deeper rows are summed up, and
+            so are blocks whose names differ only in a number. If an op runs differently
+            in a few of these blocks, the table names them. None shows every equation.
+        """
+        return text_table(*grouped(self.rows, depth), right=(0,))
+
+    def summary(self) -> str:
+        """Returns all but the rows as text: totals, passes, unused rules and lints."""
+        return "\n".join(
+            f"{name}{text}" for name, texts in self._lines() for text in texts
+        )
+
+    def to_json(self) -> str:
+        """Returns the explanation as JSON."""
+        return json.dumps(
+            {
+                "rules": json.loads(self.rules.to_json()),
+                "rows": [row._asdict() for row in self.rows],
+                "totals": dataclasses.asdict(self.totals),
+                "lints": [dataclasses.asdict(lint) for lint in self.lints],
+                "unused": self.unused,
+                "passes": dict(self.passes),
+            }
+        )
+
+    def __str__(self) -> str:
+        depth = depth_that_fits(self.rows)
+        return "\n".join([self._title(), self.table(depth), self.summary()])
+
+    def _repr_html_(self) -> str:
+        depth = depth_that_fits(self.rows)
+        lines = [(name, [(text,) for text in texts]) for name, texts in self._lines()]
+        return "\n".join(
+            [
+                html_table([self._title()], lines),
+                html_table(*grouped(self.rows, depth)),
+            ]
+        )
+
+    def _title(self) -> str:
+        title = f"autocast to {np.dtype(self.rules.compute_dtype).name}"
+        return f"{title}: {len(self.rows)} equations"
+
+    def _lines(self) -> Sequence[tuple[str, Sequence[str]]]:
+        totals = self.totals
+        products = totals.flops.items()
+        lines: list[tuple[str, Sequence[str]]] = [
+            ("equations: ", [_shares(totals.equations)]),
+            ("products: ", [_shares(totals.products)] if products else []),
+            ("work: ", [_flops(products)] if any(totals.flops.values()) else []),
+            (
+                "casts: ",
+                [f"{totals.casts} ({count(totals.cast_bytes)}B read and written)"],
+            ),
+        ]
+        if totals.kept_run is not None and totals.kept_traced is not None:
+            run, traced = count(totals.kept_run), count(totals.kept_traced)
+            kept = f"{run}B, without autocast {traced}B"
+            lines.append(("saved for the backward pass: ", [kept]))
+        passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
+        lines.append(("passes: ", [passes] if passes else []))
+        lines.append(("unused: ", self.unused))
+        lines.append(("lint: ", tuple(map(str, self.lints))))
+        return lines
+
+    def _rows_of(self, op: str | None) -> Sequence[Row]:
+        if op is None:
+            return self.rows
+        rows = [row for row in self.rows if row.op == op]
+        if not rows:
+            names = self._names(lambda row: row.op)
+            if op in HIGHER_ORDER or any(op in group.ops for group in GROUPS):
+                raise ValueError(
+                    f"The function has no equation of the op {op!r}. Its ops are "
+                    f"{', '.join(names)}."
+                )
+            raise unknown_name("op", op, names)
+        return rows
+
+    def _names(self, of: Callable[[Row], str]) -> list[str]:
+        return list(dict.fromkeys(map(of, self.rows)))
+
+
+Params = ParamSpec("Params")
+
+
+def explain(
+    fun: Callable[Params, Any],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
+) -> Callable[Params, Explanation]:
+    """Returns a function that explains what ``autocast(fun, rules)`` does.
+
+    Args:
+      fun: a function of pytrees that JAX can trace.
+      rules: the name of a preset or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+      backward: whether to explain the backward pass too, with its residuals. It
+        explains ``value_and_grad(autocast(fun))`` with respect to all floating-point
+        arguments. A scalar result is the loss. So is a scalar at the start of a tuple
+        of results, as with ``has_aux``. Without one, all floating-point results are
+        differentiated.
+
+    Returns:
+      A function of ``fun``'s arguments, which may be ``ShapeDtypeStruct`` objects. It
+      traces ``fun``, computes nothing, and returns an ``Explanation``.
+
+    Raises:
+      ValueError: the preset or the dtype is unknown; or, in a call, ``backward`` is
+        True and there is nothing to differentiate.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> explanation = jmp.explain(lambda x: jnp.exp(x @ x))(x)
+      >>> for row in explanation.rows:
+      ...     print(row.op, row.precision, row.shapes)
+      dot_general bfloat16 ('float32[4,4]',)
+      exp float32 ('float32[4,4]',)
+      >>> explanation.totals.flops
+      {'bfloat16': 128}
+    """
+    check_function(fun)
+    chosen = choose_rules(rules, compute_dtype)
+
+    @functools.wraps(fun)
+    def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
+        walk = Interpreter(chosen())
+        traced, arrays, structure = trace(fun, args, kwargs)
+        names = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
+        run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs, names))(*arrays)
+        low = walk.at.low_dtype
+        seen = list(seen_in(walk.records, walk.rules))
+        rows, kept = [one.row for one in seen], None
+        programs = [[jaxpr] for jaxpr in (traced, run)]
+        if backward:
+            passes = [backward_of(jaxpr, structure) for jaxpr in (traced, run)]
+            kept = tuple(one.kept for one in passes)
+            rows += rows_of_backward(passes[1], passes[0])
+            programs = [[one.forward, one.backward] for one in passes]
+        as_traced, as_run = (casts_in(each, low) for each in programs)
+        added = tuple(n - m for n, m in zip(as_run, as_traced, strict=True))
+        forward = [one for one in seen if not one.row.is_backward]
+        looked = Looked(
+            forward,
+            walk.results,
+            walk.rules,
+            has_gradients=backward or len(forward) < len(seen),
+            jaxpr=traced,
+            alone=_alone(args, kwargs),
+        )
+        return Explanation(
+            walk.rules,
+            tuple(rows),
+            totals_of(rows, added, kept),
+            find_lints(looked),
+            tuple(unused(walk.rules, rows, traced)),
+            {
+                name: walk.passes[name]
+                for name in walk.rules.passes
+                if walk.passes[name]
+            },
+        )
+
+    return explained
+
+
+def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
+    """Returns the float32 arrays that are arguments by themselves, not in a pytree."""
+    arrays = arrays_in(args, kwargs)
+    is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
+    return frozenset(i for i, yes in enumerate(is_alone) if yes)
+
+
+def _shares(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{n} {name}" for name, n in ordered)
+
+
+def _flops(flops: Iterable[tuple[str, int]]) -> str:
+    flops = sorted(flops, key=lambda item: -item[1])
+    total = sum(n for _, n in flops)
+    texts = [f"{count(n)}flop in {name} ({n / total:.0%})" for name, n in flops]
+    return ", ".join(texts)

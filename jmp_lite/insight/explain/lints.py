@@ -1,0 +1,556 @@
+"""Finds probable problems in what autocast does with a function.
+
+A lint names a problem, its place and a remedy. Each check is a function that yields
+lints, and one table lists all checks.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite.autocasting.decide.decisions import Operand, Reason, Run
+from jmp_lite.autocasting.decide.equation import roots_of
+from jmp_lite.autocasting.decide.facts import Number, Origin, State
+from jmp_lite.autocasting.rules.match import RuleSource
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
+from jmp_lite.insight.explain.provenance import (
+    Addends,
+    Differences,
+    From,
+    Made,
+    ProductReaders,
+)
+from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
+from jmp_lite.insight.explain.rows import (
+    Seen,
+    counted,
+    equations,
+    is_decided_inside,
+    short,
+)
+from jmp_lite.insight.explain.tables import count
+from jmp_lite.jaxprs import cost, params, source, structure
+from jmp_lite.jaxprs.dataflow import equations as every_equation
+from jmp_lite.jaxprs.evaluate import Place
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
+from jmp_lite.ops import HIGHER_ORDER, Precision, group_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Lint:
+    """A probable problem in what autocast does with a function.
+
+    Attributes:
+      name: the kind of problem, such as ``"widened stream"``.
+      message: the problem.
+      remedy: how to solve it.
+      scope: the path of the equation.
+      source: the line of code of the equation: file, line and function.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> x, w = jnp.ones((8, 8)), jnp.ones((8, 9))
+      >>> explanation = jmp.explain(lambda x, w: x @ w)(x, w)
+      >>> for lint in explanation.lints:
+      ...     print(lint.name, "|", lint.message)
+      tensor cores | 9 is not a multiple of 8, in a product of sizes 8 x 9 x 8
+    """
+
+    name: str
+    message: str
+    remedy: str
+    scope: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (self.scope, short(self.source))))
+        text = ": ".join(filter(None, (place, self.message)))
+        return f"{text}. {self.remedy}."
+
+
+class Looked(NamedTuple):
+    """The input of a check.
+
+    Attributes:
+      seen: the rows of the forward pass, and the decisions behind them. No user writes
+        the equations of a backward pass, so they have no remedy.
+      results: the operands that are the results.
+      rules: the rules.
+      has_gradients: whether the function is differentiated.
+      jaxpr: the function, as traced.
+      alone: the inputs that are arguments by themselves, not in a pytree.
+    """
+
+    seen: Sequence[Seen]
+    results: Sequence[Operand]
+    rules: Rules
+    has_gradients: bool
+    jaxpr: Jaxpr
+    alone: frozenset[int]
+
+
+def find_lints(looked: Looked) -> tuple[Lint, ...]:
+    """Returns the lints of a function; similar lints become one, with a count."""
+    like: dict[object, list[Lint]] = {}
+    for check in _CHECKS:
+        for lint in check(looked):
+            # Blocks whose names differ only in a number are alike.
+            scope = re.sub(r"\d+", "", lint.scope)
+            message = lint.message.replace(lint.scope, "")
+            key = (lint.name, lint.source, scope, message)
+            like.setdefault(key, []).append(lint)
+    return tuple(map(_counted, like.values()))
+
+
+def _counted(same: Sequence[Lint]) -> Lint:
+    first, more = same[0], len({lint.scope for lint in same}) - 1
+    if not more:
+        return first
+    return dataclasses.replace(first, message=f"{first.message} (and {more} like it)")
+
+
+def _at(seen: Seen, name: str, message: str, remedy: str) -> Lint:
+    return Lint(name, message, remedy, seen.row.scope, seen.row.source)
+
+
+def _follows_float32(seen: Seen) -> bool:
+    decision = seen.record.decision
+    return decision.run is Run.FULL and decision.leader is not None
+
+
+def _has_low(seen: Seen) -> bool:
+    return any(o.state is State.LOW for o in seen.record.operands)
+
+
+def _widened_stream(looked: Looked) -> Iterator[Lint]:
+    """A float32 value meets a 16-bit one, and later ops run in float32 up to a cast.
+
+    If the float32 value is computed from the 16-bit one, both are part of one function
+    that is deliberately float32: a norm, a softplus. The float32 carry of a loop has a
+    row with its own reason.
+    """
+    first: dict[int, Seen] = {}
+    after: dict[int, list[Seen]] = {}
+    is_cast_back: set[int] = set()
+    for seen in looked.seen:
+        record = seen.record
+        if record.result is None and _follows_float32(seen):
+            name = id(record.origin)
+            widens = _has_low(seen) and roots_of(record.operands) is None
+            if widens and not _is_by_choice(record.origin):
+                first.setdefault(name, seen)
+            if name in first:
+                after.setdefault(name, []).append(seen)
+        # The result of a norm is 16-bit too.
+        match = record.decision.match
+        is_norm = match is not None and match.precision is Precision.FULL_INSIDE
+        if record.decision.run.lowers or is_norm:
+            hard = (o for o in record.operands if o.state is State.HARD)
+            is_cast_back.update(id(o.origin) for o in hard)
+    for name, seen in first.items():
+        rows = [one.row for one in after[name]]
+        # The tail of a loss ends in float32, and a cast fuses with a single op.
+        if name not in is_cast_back or len(rows) == 1:
+            continue
+        size = sum(row.bytes_run * counted(row.times) for row in rows)
+        yield _at(
+            seen,
+            "widened stream",
+            f"{seen.origin} is float32 and meets a 16-bit value here: {len(rows)} ops "
+            f"({count(size)}B) from here on run in float32",
+            "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
+        )
+
+
+def _is_by_choice(origin: Origin) -> bool:
+    """Whether a value is a number or the carry of a loop, not the result of an op."""
+    return not is_equation(origin) or params.op_of(origin) in HIGHER_ORDER
+
+
+def _float32_input(looked: Looked) -> Iterator[Lint]:
+    """An argument follows the 16-bit value that it is added to.
+
+    Parameters are not data: they come in pytrees, and data comes as an array.
+    """
+    if not looked.alone:
+        return
+    given = [
+        From(frozenset([i]), i) if i in looked.alone else From()
+        for i in range(len(structure.parts(looked.jaxpr).invars))
+    ]
+    provenance = Addends()
+    provenance.outputs(looked.jaxpr, given)
+    for seen in looked.seen:
+        record = seen.record
+        follows = record.decision.match is None and _has_low(seen)
+        if not follows or record.decision.run is not Run.LOW:
+            continue
+        shape = record.eqn.outvars[0].aval.shape
+        for i in provenance.added.get(id(record.eqn), ()):
+            operand = record.operands[i]
+            is_spread = operand.shape != shape or len(shape) < 2
+            if operand.state is State.SOFT and not is_spread:
+                yield _at(
+                    seen,
+                    "float32 input",
+                    "a float32 input is rounded to 16 bits before it is added to a "
+                    "16-bit value",
+                    "Apply jmp_lite.as_full to it if all its digits matter "
+                    "(coordinates, times)",
+                )
+
+
+def _float32_carry(looked: Looked) -> Iterator[Lint]:
+    """A carry of a possible stack of layers is float32."""
+    if looked.rules.default is Precision.FULL:  # Everything but products is float32.
+        return
+    for seen in looked.seen:
+        record = seen.record
+        if record.result is None or record.decision.run is not Run.FULL:
+            continue
+        if _differentiates(record.eqn):  # It trains its carries.
+            continue
+        if record.decision.reason is Reason.CARRY_RESULT:
+            yield _at(
+                seen,
+                "float32 carry",
+                f"float32 {seen.row.reason}",
+                'Use rules.carry(scope, "follow") if layers pass it on',
+            )
+        elif record.origin is not None:
+            yield _at(
+                seen,
+                "float32 carry",
+                f"float32 {seen.row.reason}",
+                "Apply jmp_lite.as_low to the named value if 16 bits suffice",
+            )
+
+
+def _differentiates(loop: Eqn) -> bool:
+    """Whether a step of a loop computes a gradient."""
+    return any(
+        source.is_transposed(eqn)
+        for body in params.inner_jaxprs(loop)
+        for eqn, _ in equations(body, Place())
+    )
+
+
+def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
+    for seen in looked.seen:
+        if seen.record.decision.reason is Reason.HIGHEST_PRECISION:
+            yield _at(
+                seen,
+                "float32 product",
+                "a matrix product requests a specific precision and runs in float32",
+                "Leave precision= out if 16 bits suffice",
+            )
+
+
+def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
+    for seen in looked.seen:
+        if not seen.record.decision.run.lowers:
+            continue
+        sizes = cost.product_sizes(seen.record.eqn)
+        if 1 in sizes:  # A vector product or a depthwise convolution: no tensor cores.
+            continue
+        # A symbolic size is unknown.
+        odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 8]
+        if odd:
+            yield _at(
+                seen,
+                "tensor cores",
+                f"{_not_multiples(odd)}, in a product of sizes "
+                f"{' x '.join(map(str, sizes))}",
+                "Tensor cores need multiples of 8: pad, or choose another width",
+            )
+
+
+def _not_multiples(sizes: Sequence[int]) -> str:
+    """Returns a clause such as ``"10 and 12 are not multiples of 8"``."""
+    distinct = [str(size) for size in dict.fromkeys(sizes)]
+    if len(distinct) == 1:
+        return f"{distinct[0]} is not a multiple of 8"
+    return f"{', '.join(distinct[:-1])} and {distinct[-1]} are not multiples of 8"
+
+
+def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
+    """Float8 is requested for a product that does not or should not qualify."""
+    found = Counter[Reason]()
+    for seen in looked.seen:
+        decision = seen.record.decision
+        is_named = decision.match and decision.match.source is RuleSource.SCOPE
+        if decision.run is Run.FLOAT8 or decision.reason in _NOT_IN_FLOAT8:
+            found[decision.reason] += 1
+        if decision.reason is Reason.FLOAT8_SIZE:
+            yield _at(
+                seen,
+                "float8 sizes",
+                seen.row.reason,
+                "Float8 needs multiples of 16: pad, or choose another width",
+            )
+        if decision.reason is Reason.FLOAT8_SMALL and is_named:
+            yield _at(
+                seen,
+                "small float8 product",
+                seen.row.reason,
+                "Leave it out of the scope, or lower jmp_lite.Float8(smallest=...)",
+            )
+        if decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32:
+            yield _at(
+                seen,
+                "last float8 product",
+                "only float32 ops read the result of this float8 product (logits, for "
+                "example)",
+                'Add rules.scope(..., "low") before the float8 scope',
+            )
+    if found and not any(r not in _NOT_IN_FLOAT8 for r in found):
+        most = found.most_common(1)[0][0].name.removeprefix("FLOAT8_").lower()
+        yield Lint(
+            "no float8 product",
+            f"none of {found.total()} products runs in float8 (most common reason: "
+            f"{most.replace('_', ' ')})",
+            'Use the preset "mixed", which does the same',
+        )
+
+
+_NOT_IN_FLOAT8 = frozenset(
+    [
+        Reason.FLOAT8_COMPUTE_DTYPE,
+        Reason.FLOAT8_NO_WEIGHT,
+        Reason.FLOAT8_BATCH,
+        Reason.FLOAT8_SIZE,
+        Reason.FLOAT8_SMALL,
+        Reason.FLOAT8_READ_IN_FLOAT32,
+    ]
+)
+
+
+def _lost_digits(looked: Looked) -> Iterator[Lint]:
+    """The reader of a 16-bit product needs more of its digits."""
+    readers = ProductReaders()
+    readers.outputs(looked.jaxpr, [Made()] * len(structure.parts(looked.jaxpr).invars))
+    for seen in looked.seen:
+        name = id(seen.record.eqn)
+        if not seen.record.decision.run.lowers:
+            continue
+        if name in readers.phases:
+            yield _at(
+                seen,
+                "low phase",
+                "sin or cos reads the result of a 16-bit product",
+                "Compute it under jmp_lite.full_precision if its angles are large",
+            )
+        if name in readers.cancelling:
+            yield _at(
+                seen,
+                "cancellation",
+                "a 16-bit product is a term of a difference that a root or a pick "
+                "(argmax, top_k) reads",
+                "Compute it under jmp_lite.full_precision, or sum squared differences",
+            )
+        if name in readers.lookups:
+            yield _at(
+                seen,
+                "low lookup",
+                "a 16-bit product with one-hot rows looks up integers and rounds those "
+                "above 256",
+                "Use an index instead of the product, or jmp_lite.full_precision",
+            )
+
+
+def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
+    """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
+    differences = Differences()
+    inputs = structure.parts(looked.jaxpr).invars
+    differences.outputs(looked.jaxpr, [frozenset()] * len(inputs))
+    for seen in looked.seen:
+        is_low = seen.record.decision.state is State.LOW
+        if is_low and id(seen.record.eqn) in differences.amplified:
+            yield _at(
+                seen,
+                "amplified rounding",
+                "a logarithm, a root, a quotient or a step reads this 16-bit sum or "
+                "difference, and amplifies its rounding error",
+                "Compute it under jmp_lite.full_precision",
+            )
+
+
+def _opaque(looked: Looked) -> Iterator[Lint]:
+    """An op that runs as traced receives a 16-bit value, and could be converted.
+
+    Such an op is a kernel, a loop whose condition depends on a float, or an unknown op.
+    Ops without a 16-bit form do not count. Or float32 matrix products are inside of it.
+    """
+    kernels = (None, group_of("pallas_call"))
+    # The record of a whole loop has no operands.
+    is_low: set[object] = set()
+    known: set[int] = set()  # Equations inside of one that was checked.
+    for seen in looked.seen:
+        eqn, decision = seen.record.eqn, seen.record.decision
+        if decision.state is State.LOW:
+            is_low.update(eqn.outvars)
+        is_by_choice = (
+            is_decided_inside(seen.row) or decision.reason is Reason.OTHER_FLOATS
+        )
+        is_kept = decision.run is Run.AS_TRACED and decision.state is State.HARD
+        if not is_kept or is_by_choice:
+            continue
+        if seen.row.op == "while":
+            given = {atom for atom in eqn.invars if not structure.is_literal(atom)}
+            raises, remedy = not given.isdisjoint(is_low), _FOR_A_LOOP
+        else:
+            hands_back = any(map(structure.is_float32, eqn.outvars))
+            is_kernel = group_of(seen.row.op) in kernels
+            raises = _has_low(seen) and hands_back and is_kernel
+            remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
+        inside = [e for j in params.inner_jaxprs(eqn) for e, _ in every_equation(j)]
+        n_products = sum(map(_is_float32_product, inside))
+        is_inside = id(eqn) in known
+        known.update(map(id, inside))
+        needs_digits = is_inside or seen.row.op in _SOLVING
+        if n_products and not raises and not needs_digits:
+            many = f"{n_products} float32 matrix products"
+            products = many if n_products > 1 else "a float32 matrix product"
+            yield _at(
+                seen,
+                "kept product",
+                f"{seen.row.op} runs as traced, with {products} inside",
+                remedy,
+            )
+        if raises:
+            yield _at(
+                seen,
+                "opaque op",
+                f"{seen.row.op} runs as traced, so 16-bit operands are cast to float32 "
+                "for it",
+                remedy,
+            )
+
+
+def _is_float32_product(eqn: Eqn) -> bool:
+    return params.op_of(eqn) in PRODUCTS and any(map(structure.is_float32, eqn.invars))
+
+
+_SOLVING = ("custom_linear_solve", "linear_call")  # Solvers need digits.
+
+_FOR_A_FUNCTION = "Apply jmp_lite.autocast to the function inside it if 16 bits suffice"
+
+_FOR_A_KERNEL = "Call it through jmp_lite.low_call if it accepts 16 bits"
+
+_FOR_A_LOOP = 'Use rules.carry(scope, "follow") if the loop also ends in 16 bits'
+
+
+def _literal(looked: Looked) -> Iterator[Lint]:
+    for seen in looked.seen:
+        if not (_follows_float32(seen) and _has_low(seen)):
+            continue
+        for operand in seen.record.operands:
+            number = operand.origin  # For a marked number it is the mark.
+            if operand.state is State.HARD and isinstance(number, Number):
+                what, remedy = _misfit(number, np.dtype(looked.rules.compute_dtype))
+                yield _at(
+                    seen,
+                    "literal out of range",
+                    f"{origin_in_words(number)} {what}, so this op runs in float32",
+                    remedy,
+                )
+
+
+def _misfit(number: Number, dtype: Dtype) -> tuple[str, str]:
+    """Returns what a number becomes in 16 bits, and the remedy."""
+    with np.errstate(over="ignore"):
+        low = np.float32(number.value).astype(dtype)
+    if low == 0:
+        least = float(jnp.finfo(dtype).smallest_normal)
+        return f"is 0 in {dtype.name}", f"Use {least:.1e} or more if it is an epsilon"
+    if low == 1:
+        return (
+            f"is 1 in {dtype.name}",
+            "Apply jmp_lite.as_low to the result if 1 suffices",
+        )
+    return (
+        f"does not fit {dtype.name}",
+        "For a mask use jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)",
+    )
+
+
+def _low_result(looked: Looked) -> Iterator[Lint]:
+    for i, result in enumerate(looked.results):
+        if result.state is not State.LOW or result.shape:
+            continue
+        made_by = (s for s in looked.seen if s.record.eqn is result.origin)
+        source = next((s.row.source for s in made_by), "")
+        yield Lint(
+            "low result",
+            f"result {i} is a scalar, such as a loss, computed in 16 bits",
+            "Compute it under jmp_lite.full_precision",
+            source=source,
+        )
+
+
+def _no_loss_scale(looked: Looked) -> Iterator[Lint]:
+    is_float16 = any(seen.row.precision == "float16" for seen in looked.seen)
+    is_scaled = any("loss_scale" in seen.row.scope for seen in looked.seen)
+    if is_float16 and looked.has_gradients and not is_scaled:
+        yield Lint(
+            "no loss scale",
+            "float16 gradients without a loss scale: those below 6e-8 become zero",
+            "Use jmp_lite.value_and_grad and jmp_lite.loss_scaling, unless the caller "
+            "scales the loss",
+        )
+
+
+def _low_norm(looked: Looked) -> Iterator[Lint]:
+    """A norm that adds up in 16 bits."""
+    pattern = NORM_LAYERS[0]
+    for seen in looked.seen:
+        is_sum = seen.row.op in ("reduce_sum", "rsqrt")
+        is_low = seen.record.decision.run is Run.LOW
+        if is_sum and is_low and re.search(pattern, seen.row.scope):
+            yield _at(
+                seen,
+                "low norm",
+                f"{seen.row.scope} computes its statistics in 16 bits",
+                "Use the preset 'mixed' or 'O2', or rules.scope(..., \"full\")",
+            )
+
+
+def _inner_autocast(looked: Looked) -> Iterator[Lint]:
+    """The function is already autocast, so its decisions cannot be explained."""
+    inside = [
+        seen
+        for seen in looked.seen
+        if is_decided_inside(seen.row) and seen.row.op != "convert_element_type"
+    ]
+    if inside:
+        yield _at(
+            inside[0],
+            "inner autocast",
+            f"an inner autocast decides {len(inside)} equations and hides its reasons",
+            "Explain the inner function, fun.__wrapped__, with its rules",
+        )
+
+
+_CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
+    _widened_stream,
+    _float32_input,
+    _float32_carry,
+    _asked_for_float32,
+    _off_tensor_cores,
+    _unfit_for_float8,
+    _lost_digits,
+    _amplified_rounding,
+    _opaque,
+    _literal,
+    _low_result,
+    _no_loss_scale,
+    _low_norm,
+    _inner_autocast,
+)

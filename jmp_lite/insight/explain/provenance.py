@@ -1,0 +1,258 @@
+"""Follows the values of a traced function to their origins, for lints."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite.autocasting.interpreter.float8 import DEQUANTIZE
+from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs.dataflow import Forward
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Dtype, Eqn
+from jmp_lite.ops import (
+    ADDED_UP,
+    ADDING,
+    AMPLIFYING,
+    AMPLIFYING_DIVISORS,
+    KEEPING_DIGITS,
+    MOVING,
+    PICKING,
+    POSITIONAL,
+)
+
+
+class From(NamedTuple):
+    """The origin of a value.
+
+    Attributes:
+      arguments: the arguments that it is computed from.
+      moved: the argument that it is equal to, or a part of.
+    """
+
+    arguments: frozenset[int] = frozenset()
+    moved: int | None = None
+
+
+class Addends(Forward[From]):
+    """Follows arguments to the sums in which they are addends.
+
+    Attributes:
+      added: for each sum, by id, the operands that are arguments (or parts of one) and
+        are added to a value that is not made from them.
+    """
+
+    def __init__(self) -> None:
+        self.added: dict[int, set[int]] = {}
+
+    def nothing(self) -> From:
+        """A number comes from no argument."""
+        return From()
+
+    def join(self, one: From, other: From) -> From:
+        """Returns the origin of a value that is one of two."""
+        moved = one.moved if one.moved == other.moved else None
+        return From(one.arguments | other.arguments, moved)
+
+    def through(self, eqn: Eqn, facts: Sequence[From], path: str) -> Sequence[From]:
+        """Returns the origins of the results of an op."""
+        del path
+        if params.op_of(eqn) in ADDING:
+            pairs = zip(facts, facts[::-1], strict=True)
+            # In a loop the first step finds the most: later ones add to its results.
+            found = {
+                i
+                for i, (mine, other) in enumerate(pairs)
+                if mine.moved is not None and mine.moved not in other.arguments
+            }
+            self.added.setdefault(id(eqn), set()).update(found)
+        arguments = frozenset[int]().union(*(fact.arguments for fact in facts))
+        moves = params.op_of(eqn) in _MOVING_ONCE
+        moved = facts[0].moved if moves else None
+        return [From(arguments, moved)] * len(eqn.outvars)
+
+
+_MOVING_ONCE = MOVING - ADDED_UP
+
+
+class Dequantized(Forward[Dtype | None]):
+    """Finds the products whose operands are both dequantized.
+
+    A fact is the float8 dtype that a value was quantized to; None for other values.
+
+    Attributes:
+      formats: for each such product, by id, the dtype of its operands. If they differ,
+        it is the dtype with the larger range, which is that of the cotangent.
+    """
+
+    def __init__(self) -> None:
+        self.formats: dict[int, Dtype] = {}
+
+    def nothing(self) -> Dtype | None:
+        """A number is not quantized."""
+        return None
+
+    def join(self, one: Dtype | None, other: Dtype | None) -> Dtype | None:
+        """Returns the dtype that both values were quantized to."""
+        return one if one == other else None
+
+    def through(
+        self, eqn: Eqn, facts: Sequence[Dtype | None], path: str
+    ) -> Sequence[Dtype | None]:
+        """Returns the dtype that the results of an op were quantized to."""
+        del path
+        op, found = params.op_of(eqn), None
+        if op == DEQUANTIZE:
+            found = structure.dtype_of(eqn.invars[0])
+        elif op in _MOVING_ONCE:
+            found = facts[0]
+        elif op in PRODUCTS and facts[0] is not None and facts[1] is not None:
+            both = (facts[0], facts[1])
+            self.formats[id(eqn)] = max(both, key=lambda d: float(jnp.finfo(d).max))
+        return [found] * len(eqn.outvars)
+
+
+class Made(NamedTuple):
+    """The parts of a value that moves, sums, scalings and roundings lead to.
+
+    Attributes:
+      products: the matrix products, by id of the equation.
+      differing: the products that are a term of a difference or a sum whose other term
+        contains a sum or another product.
+      is_sum: whether it contains a sum over an axis.
+      is_one_hot: whether it is a comparison, as numbers.
+      is_integer: whether it is made from integers only.
+    """
+
+    products: frozenset[int] = frozenset()
+    differing: frozenset[int] = frozenset()
+    is_sum: bool = False
+    is_one_hot: bool = False
+    is_integer: bool = False
+
+
+class ProductReaders(Forward[Made]):
+    """Follows matrix products to readers that need more than 16 bits.
+
+    Attributes:
+      phases: the products that a sin or cos reads, by id of the equation.
+      cancelling: the products in a difference that a square root or a pick reads.
+      lookups: the products of one-hot rows with integers.
+    """
+
+    def __init__(self) -> None:
+        self.phases: set[int] = set()
+        self.cancelling: set[int] = set()
+        self.lookups: set[int] = set()
+
+    def nothing(self) -> Made:
+        """A number or an argument contains no product."""
+        return Made()
+
+    def join(self, one: Made, other: Made) -> Made:
+        """Returns the parts of a value that is one of two."""
+        return Made(
+            one.products | other.products,
+            one.differing | other.differing,
+            one.is_sum or other.is_sum,
+            one.is_one_hot or other.is_one_hot,
+            one.is_integer or other.is_integer,
+        )
+
+    def through(self, eqn: Eqn, facts: Sequence[Made], path: str) -> Sequence[Made]:
+        """Returns the parts of the results of an op, and records its products."""
+        del path
+        op = params.op_of(eqn)
+        products = frozenset[int]().union(*(fact.products for fact in facts))
+        differing = frozenset[int]().union(*(fact.differing for fact in facts))
+        if op in POSITIONAL:
+            self.phases.update(products)
+        if op in PICKING or op in _ROOTS:
+            self.cancelling.update(differing)
+        return [self._result(eqn, op, facts, products, differing)] * len(eqn.outvars)
+
+    def _result(
+        self,
+        eqn: Eqn,
+        op: str,
+        facts: Sequence[Made],
+        products: frozenset[int],
+        differing: frozenset[int],
+    ) -> Made:
+        if op in PRODUCTS:
+            pairs = zip(facts[:2], facts[1::-1], strict=True)
+            if any(one.is_one_hot and other.is_integer for one, other in pairs):
+                self.lookups.add(id(eqn))
+            return Made(products=frozenset([id(eqn)]))
+        if op == "convert_element_type" and structure.is_float32(eqn.outvars[0]):
+            is_bool = structure.dtype_of(eqn.invars[0]) == np.bool_
+            is_integer = structure.is_integer(eqn.invars[0])
+            if is_bool or is_integer:
+                return Made(is_one_hot=is_bool, is_integer=is_integer)
+        if op == "iota":
+            return Made(is_integer=True)
+        if op not in KEEPING_DIGITS | _BOUNDING:
+            return Made()
+        if op in ADDING:
+            one, other = facts
+            # The difference of a value and its own mean does not cancel.
+            is_apart = one.products.isdisjoint(other.products)
+            is_of_both = all(fact.is_sum or fact.products for fact in facts)
+            if products and is_apart and is_of_both:
+                differing |= products
+        return Made(
+            products,
+            differing,
+            is_sum=op == "reduce_sum" or any(fact.is_sum for fact in facts),
+            is_one_hot=op in MOVING and any(fact.is_one_hot for fact in facts),
+            is_integer=any(fact.is_integer for fact in facts),
+        )
+
+
+_ROOTS = frozenset(["sqrt", "rsqrt", "pow"])
+
+_BOUNDING = frozenset(["max", "min", "abs"])
+
+
+class Differences(Forward[frozenset[int]]):
+    """Follows differences to ops that amplify their rounding error.
+
+    A fact is the differences that a value is made of, by id of the equation.
+
+    Attributes:
+      amplified: the differences that a root, a logarithm, a step or a quotient reads.
+    """
+
+    def __init__(self) -> None:
+        self.amplified: set[int] = set()
+
+    def nothing(self) -> frozenset[int]:
+        """A number is not a difference."""
+        return frozenset()
+
+    def join(self, one: frozenset[int], other: frozenset[int]) -> frozenset[int]:
+        """Returns the differences in a value that is one of two."""
+        return one | other
+
+    def through(
+        self, eqn: Eqn, facts: Sequence[frozenset[int]], path: str
+    ) -> Sequence[frozenset[int]]:
+        """Returns the differences in the results of an op, and records its own."""
+        del path
+        op = params.op_of(eqn)
+        if op in AMPLIFYING - _LARGE_OPERANDS:
+            for fact in facts[op in AMPLIFYING_DIVISORS :]:
+                self.amplified |= fact
+        found = frozenset[int]()
+        if op in (KEEPING_DIGITS | _BOUNDING) - _SUMMING:
+            found = found.union(*facts)
+        if op in ADDING:
+            found |= {id(eqn)}
+        return [found] * len(eqn.outvars)
+
+
+_LARGE_OPERANDS = frozenset(["exp", "exp2", "expm1", "sinh", "cosh"])
+"""These amplify the errors of large numbers, and a small difference is exact enough."""
+
+_SUMMING = frozenset(["reduce_sum", "cumsum"])

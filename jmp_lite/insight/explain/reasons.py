@@ -1,0 +1,169 @@
+"""Writes the reason of a decision in words."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeGuard
+
+from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
+from jmp_lite.autocasting.decide.equation import fits_float8, harmonic_mean
+from jmp_lite.autocasting.decide.facts import (
+    Argument,
+    Constant,
+    Input,
+    Number,
+    Origin,
+    RangeEnd,
+    State,
+)
+from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
+from jmp_lite.autocasting.rules.rules import (
+    AS_WRITTEN_SCOPE,
+    AUTOCAST_SCOPE,
+    FULL_SCOPE,
+    LOW_SCOPE,
+    NORM_LAYERS,
+)
+from jmp_lite.jaxprs import cost
+from jmp_lite.jaxprs.types import Eqn
+from jmp_lite.ops import GROUPS
+
+_NOT_FLOAT8 = "LOW, not float8:"
+
+_WORDS: Mapping[Reason, str] = MappingProxyType(
+    {
+        Reason.HIGHEST_PRECISION: "FULL: requests a specific precision",
+        Reason.CAST_TO_INTEGERS: "FULL: read by a cast to integers",
+        Reason.SOLVED: "FULL: read by a factorization or a solver",
+        Reason.PHASE: "FULL: read by sin or cos, and its operands are given",
+        Reason.FLOAT8_COMPUTE_DTYPE: f"{_NOT_FLOAT8} the compute dtype is not bfloat16",
+        Reason.FLOAT8_NO_WEIGHT: f"{_NOT_FLOAT8} no operand is a weight",
+        Reason.FLOAT8_BATCH: f"{_NOT_FLOAT8} the product has batch axes",
+        Reason.FLOAT8_READ_IN_FLOAT32: f"{_NOT_FLOAT8} read only by float32 ops",
+        Reason.NOT_FLOAT32: "no float32 operand or result",
+        Reason.EFFECTS: "KEEP: has side effects",
+        Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
+        Reason.POSITION: "the operand may be a position or a phase",
+        Reason.ROUNDS_NOTHING: "exact in 16 bits",
+        Reason.READ_IN_FLOAT32: "read only by float32 ops, or returned",
+        Reason.AMPLIFIED: "read by an op that amplifies rounding errors",
+        Reason.POWER: "a power, which may leave the range of float16",
+        Reason.ONE_FUNCTION: "part of a function of one 16-bit value",
+        Reason.FOLLOWS_LOW: "follows a 16-bit operand",
+        Reason.FOLLOWS_FLOAT32: "follows a float32 operand",
+        Reason.UNDECIDED: "undecided: no operand is 16-bit or deliberate float32",
+        Reason.CAST_TO_OTHER: "existing cast to another dtype",
+        Reason.CAST_OF_GIVEN: "existing cast of an argument: undecided",
+        Reason.CAST_OF_NUMBER: "existing cast of a number: undecided",
+        Reason.CAST_OF_COMPUTED: "existing cast to float32: deliberate",
+        Reason.ENDS_BY_A_FLOAT: "KEEP: the loop condition depends on a float",
+        Reason.ROOT: "KEEP: a root finder iterates to a tolerance",
+        Reason.CARRY_RULE: "set by a carry rule",
+        Reason.CARRY_MARK: "marked by low_precision",
+        Reason.CARRY_PRODUCTS: "read only by 16-bit matrix products",
+        Reason.CARRY_STATE: "a state: the loop is not a stack of layers",
+        Reason.CARRY_SUM: "a sum: each step adds another value to it",
+        Reason.CARRY_RESULT: "a result: only an output reads its last value",
+        Reason.CARRY_LAYERS: "a stack of layers: follows its start and its steps",
+        Reason.CARRY_CACHE: "read only by 16-bit matrix products, now or later",
+        Reason.CARRY_WHILE: "a state of a while loop",
+    }
+)
+
+_MARKS: Mapping[str, str] = MappingProxyType(
+    {
+        AUTOCAST_SCOPE: "decided by an inner autocast",
+        FULL_SCOPE: "marked by full_precision or as_full",
+        LOW_SCOPE: "marked by low_precision or as_low",
+        AS_WRITTEN_SCOPE: "inside low_call: runs as written",
+    }
+)
+
+_GROUPS: Mapping[str, str] = MappingProxyType({g.id: g.reason for g in GROUPS})
+
+
+def reason_in_words(record: DecisionRecord) -> str:
+    """Returns the reason of a decision in words.
+
+    Args:
+      record: the decision. If an operand from outside of the jaxpr decided, the words
+        do not name it.
+    """
+    decision = record.decision
+    if decision.reason is Reason.INSIDE:
+        return f"inside {decision.within}, which runs as traced"
+    if decision.reason is Reason.RULE and decision.match is not None:
+        words = f"{decision.match.precision.name}: {_rule_in_words(decision.match)}"
+    elif decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32 and decision.match:
+        words = f"FLOAT8: {_rule_in_words(decision.match)}, read only by float32 ops"
+    elif decision.reason in (Reason.FLOAT8_SIZE, Reason.FLOAT8_SMALL):
+        words = f"{_NOT_FLOAT8} {_of_sizes(decision.reason, record.eqn)}"
+    else:
+        words = _WORDS[decision.reason]
+    if record.result is not None:
+        raised = (
+            ", but the loop body makes it float32" if record.origin is not None else ""
+        )
+        return f"carry {record.result}: {words}{raised}"
+    if decision.run is Run.FULL and decision.state is State.LOW:
+        return f"float32 for its derivative, then cast; {words}"
+    return words
+
+
+def _of_sizes(reason: Reason, product: Eqn) -> str:
+    """Returns why a product of these sizes is not in float8."""
+    sizes = dict(zip("MNK", cost.product_sizes(product), strict=True))
+    if reason is Reason.FLOAT8_SIZE:
+        name, size = next(item for item in sizes.items() if not fits_float8(item[1]))
+        verb = "is not" if isinstance(size, int) else "may not be"
+        return f"{name} = {size} {verb} a multiple of 16"
+    text = " x ".join(map(str, sizes.values()))
+    mean = harmonic_mean([*sizes.values()])
+    return f"{text} is too small (harmonic mean {mean:.0f})"
+
+
+def code_of(record: DecisionRecord) -> str:
+    """Returns the reason of a decision as a name, for code to compare.
+
+    It is the id of the op group, the kind of the rule, or the name of the ``Reason`` in
+    lower case.
+    """
+    decision = record.decision
+    if decision.reason is not Reason.RULE or decision.match is None:
+        return decision.reason.name.lower()
+    match = decision.match
+    return match.name if match.source is RuleSource.TABLE else match.source.value
+
+
+def _rule_in_words(match: RuleMatch) -> str:
+    if match.source is RuleSource.SCOPE and match.name == NORM_LAYERS[0]:
+        return "a norm layer"
+    by_source = {
+        RuleSource.TABLE: _GROUPS.get(match.name, ""),
+        RuleSource.UNKNOWN: f"unknown op {match.name!r}",
+        RuleSource.OP: f"op rule {match.name!r}",
+        RuleSource.DEFAULT: "the default of the rules",
+        RuleSource.SCOPE: f"scope rule {match.name!r}",
+        RuleSource.MARK: _MARKS.get(match.name, ""),
+    }
+    return by_source[match.source]
+
+
+def origin_in_words(origin: Origin) -> str:
+    """Returns the origin of a value in words; nothing if that is an equation."""
+    if isinstance(origin, Argument):
+        return f"argument {origin.path}" if origin.path else "an argument"
+    if isinstance(origin, Constant):
+        return "a constant"
+    if isinstance(origin, RangeEnd):
+        return "the largest or smallest float32"
+    if isinstance(origin, Number):
+        is_element = origin.is_element
+        too_large = "a constant too large for 16 bits"
+        return too_large if is_element else f"the number {origin.value}"
+    return ""
+
+
+def is_equation(origin: Origin) -> TypeGuard[Eqn]:
+    """Whether an origin is an equation."""
+    others = Argument | Constant | Number | RangeEnd | Input | None
+    return not isinstance(origin, others)

@@ -1,0 +1,385 @@
+"""Turns decisions, and the program that they lead to, into rows and totals.
+
+A row shows one equation without judging it.
+"""
+
+import dataclasses
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jmp_lite.autocasting.decide.decisions import (
+    Decision,
+    DecisionRecord,
+    Reason,
+    RecordsInside,
+    Run,
+)
+from jmp_lite.autocasting.decide.facts import Input, Origin, State
+from jmp_lite.autocasting.rules.rules import (
+    AUTOCAST_SCOPE,
+    FULL_SCOPE,
+    LOW_SCOPE,
+    Rules,
+)
+from jmp_lite.insight.explain.reasons import (
+    code_of,
+    is_equation,
+    origin_in_words,
+    reason_in_words,
+)
+from jmp_lite.jaxprs import cost, params, source, structure
+from jmp_lite.jaxprs.evaluate import Place
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr, Var
+from jmp_lite.ops import HIGHER_ORDER
+
+
+class Row(NamedTuple):
+    """One equation of a function.
+
+    Attributes:
+      scope: its path, such as ``"LM/Block_0/Dense_0"``.
+      op: the name of its primitive; for a carry of a loop, the name of the loop.
+      precision: the dtype that it runs in: ``"bfloat16"``, ``"float16"``,
+        ``"float32"`` or another; ``"as traced"`` if it has no floats. For a float8
+        product it is the format of its operands, or of the cotangent in the backward
+        pass.
+      code: the reason as a name, for code to compare. It is the id of an op group
+        (``"product"``); the kind of a rule (``"op"``, ``"scope"``, ``"mark"``,
+        ``"default"``); or a property of the equation or its operands
+        (``"follows_low"``).
+      reason: the reason in words.
+      source: its line of code: file, line and function. It is the innermost line
+        outside of installed packages, if there is one.
+      shapes: the traced types of its results, such as ``"float32[4,8]"``; in the
+        backward pass, their types as they run.
+      times: how often it runs; None inside of a ``while`` loop. Each branch of a
+        ``cond`` has rows.
+      bytes_traced: the bytes of its results, as traced. For an equation that only
+        autocast adds to the backward pass, the bytes as they run. A symbolic size
+        counts as one.
+      bytes_run: the bytes of its results, as they run.
+      flops: the operations of a matrix product, two for each multiplication of real
+        numbers; 0 for other ops.
+      is_backward: whether it belongs to a backward pass.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> row, *_ = jmp.explain(lambda x: x @ x)(jnp.ones((4, 4))).rows
+      >>> row.op, row.precision, row.shapes, row.bytes_run, row.flops
+      ('dot_general', 'bfloat16', ('float32[4,4]',), 32, 128)
+    """
+
+    scope: str
+    op: str
+    precision: str
+    code: str
+    reason: str
+    source: str
+    shapes: tuple[str, ...]
+    times: int | None
+    bytes_traced: int
+    bytes_run: int
+    flops: int = 0
+    is_backward: bool = False
+
+
+def is_low(row: Row, bits: int = 16) -> bool:
+    """Whether an equation runs in this number of bits or fewer."""
+    is_float = row.precision != "as traced"
+    return is_float and 8 * np.dtype(row.precision).itemsize <= bits
+
+
+def is_decided_inside(row: Row) -> bool:
+    """Whether an inner autocast decided the equation."""
+    return AUTOCAST_SCOPE in row.scope.split("/")
+
+
+class Seen(NamedTuple):
+    """A row, with its decision.
+
+    Attributes:
+      row: the row.
+      record: the decision.
+      origin: the operand that decided, in words; otherwise empty.
+    """
+
+    row: Row
+    record: DecisionRecord
+    origin: str = ""
+
+
+def counted(times: int | None) -> int:
+    """Returns how often something counts in a sum: once if the number is unknown."""
+    return 1 if times is None else times
+
+
+def seen_in(
+    records: Sequence[DecisionRecord | RecordsInside], rules: Rules
+) -> Iterator[Seen]:
+    """Yields the rows of decisions, in the order of execution."""
+    return _Seeing(rules).along(records, Place(), [])
+
+
+class _Seeing:
+    """Makes rows; a program that is called often is processed once.
+
+    Args:
+      rules: the rules.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._rows: dict[int, Row] = {}
+        self._sources: dict[int, str] = {}
+
+    def along(
+        self,
+        records: Sequence[DecisionRecord | RecordsInside],
+        place: Place,
+        origins: Sequence[Origin],
+    ) -> Iterator[Seen]:
+        """Yields the rows of the decisions along one jaxpr.
+
+        Args:
+          records: the decisions.
+          place: the place of the jaxpr.
+          origins: the origins of its inputs.
+        """
+
+        def outside(origin: Origin) -> Origin:
+            return origins[origin.number] if isinstance(origin, Input) else origin
+
+        for item in records:
+            if isinstance(item, RecordsInside):
+                given = [outside(origin) for origin in item.origins]
+                inner = place.inside(item.eqn, item.times)
+                yield from self.along(item.records, inner, given)
+                continue
+            there = item
+            if any(isinstance(o.origin, Input) for o in (item, *item.operands)):
+                operands = tuple(
+                    o._replace(origin=outside(o.origin)) for o in item.operands
+                )
+                there = item._replace(origin=outside(item.origin), operands=operands)
+            if id(item) not in self._rows:
+                self._rows[id(item)] = _row(item, self._rules)
+            yield self._seen(self._rows[id(item)], there, place)
+            if item.decision.run is Run.AS_TRACED:
+                yield from self._kept(there, place)
+
+    def _kept(self, record: DecisionRecord, place: Place) -> Iterator[Seen]:
+        """Yields the rows inside of an equation that runs as traced."""
+        op = params.op_of(record.eqn)
+        kept = dataclasses.replace(record.decision, reason=Reason.INSIDE, within=op)
+        there = place.inside(record.eqn, params.trips(record.eqn))
+        for jaxpr in params.inner_jaxprs(record.eqn):
+            for eqn in structure.parts(jaxpr).eqns:
+                inner = DecisionRecord(eqn, kept)
+                yield self._seen(_row(inner, self._rules), inner, there)
+                yield from self._kept(inner, there)
+
+    def _seen(self, row: Row, record: DecisionRecord, place: Place) -> Seen:
+        """Returns a row at a place, with the origin outside of its jaxpr."""
+        line = source.source(record.eqn, place.source)
+        self._sources[id(record.eqn)] = line
+        origin = self._in_words(record.origin)
+        placed = row._replace(
+            scope=source.join(place.path, row.scope),
+            reason=f"{row.reason}: {origin}" if origin else row.reason,
+            source=line,
+            times=place.times,
+            is_backward=place.is_backward or row.is_backward,
+        )
+        return Seen(placed, record, origin)
+
+    def _in_words(self, origin: Origin) -> str:
+        """Returns the origin of a value in words."""
+        if not is_equation(origin):
+            return origin_in_words(origin)
+        # It has a row already, unless a loop carries it from step to step.
+        place = short(self._sources.get(id(origin)) or source.source(origin))
+        op = _MARKS.get(params.checkpoint_name_of(origin)) or params.op_of(origin)
+        return op + (place and f" at {place}")
+
+
+_MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
+"""The names of marks, by the names in the program."""
+
+
+def _row(record: DecisionRecord, rules: Rules) -> Row:
+    """Returns a row without the place of its equation."""
+    low = np.dtype(rules.compute_dtype)
+    eqn, decision = record.eqn, record.decision
+    results = eqn.outvars if record.result is None else [eqn.outvars[record.result]]
+    is_low = decision.state is State.LOW
+    return Row(
+        scope=source.join(*source.scopes(eqn)),
+        op=params.op_of(eqn),
+        precision=_precision(eqn, decision, rules),
+        code=code_of(record),
+        reason=reason_in_words(record),
+        source="",
+        shapes=tuple(var.aval.str_short() for var in results),
+        times=1,
+        bytes_traced=sum(map(bytes_of, results)),
+        bytes_run=sum(bytes_of(var, low if is_low else None) for var in results),
+        flops=cost.product_flops(eqn),
+        is_backward=source.is_transposed(eqn),
+    )
+
+
+def _precision(eqn: Eqn, decision: Decision, rules: Rules) -> str:
+    if decision.run is Run.FLOAT8:
+        return rules.float8_format.forward_dtype.name
+    is_low = decision.run is Run.LOW
+    return np.dtype(rules.compute_dtype).name if is_low else precision_as_traced(eqn)
+
+
+def precision_as_traced(eqn: Eqn) -> str:
+    """Returns the widest float of an equation; for a product, of its operands."""
+    atoms = eqn.invars[:2] if params.op_of(eqn) in PRODUCTS else ()
+    atoms = atoms or (*eqn.invars, *eqn.outvars)
+    floats = [structure.dtype_of(atom) for atom in atoms if structure.is_float(atom)]
+    return max(floats, key=lambda d: d.itemsize).name if floats else "as traced"
+
+
+def bytes_of(var: Var, low: Dtype | None = None) -> int:
+    """Returns the bytes of a variable; a float32 one may be in another dtype."""
+    dtype = (
+        low
+        if low is not None and structure.is_float32(var)
+        else structure.dtype_of(var)
+    )
+    size = cost.known_size(getattr(var.aval, "shape", ()))
+    return size * getattr(dtype, "itemsize", 0)
+
+
+def short(source: str) -> str:
+    """Returns the file and the line of a source, such as ``"model.py:12"``.
+
+    In a notebook it is the number of the cell and the line, such as ``"In[3]:12"``.
+    """
+    file, colon, line = source.rpartition(" ")[0].rpartition(":")
+    return f"{_cell(file) or file.rpartition('/')[-1]}{colon}{line}"
+
+
+def _cell(file: str) -> str:
+    """Returns the name of the notebook cell that a file holds; else nothing."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    label_and_name = cell_of and cell_of(file)
+    if label_and_name:
+        return label_and_name[1]
+    # IPython before version 8 has no such function, but numbers the files.
+    numbered = re.search(r"ipython-input-(\d+)-", file)
+    return f"In[{numbered[1]}]" if numbered else ""
+
+
+def equations(jaxpr: Jaxpr, place: Place) -> Iterator[tuple[Eqn, Place]]:
+    """Yields the live equations of a program, each with its place."""
+    for eqn in structure.live_equations(jaxpr):
+        yield eqn, place
+        if params.op_of(eqn) in HIGHER_ORDER:
+            there = place.inside(eqn, params.trips(eqn))
+            for inner in params.inner_jaxprs(eqn):
+                yield from equations(inner, there)
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """The sums over a function, and over its backward pass if requested.
+
+    The body of a loop of unknown length counts once. Each branch of a ``cond`` counts.
+
+    Attributes:
+      equations: the number of equations, by precision.
+      products: the number of matrix products and convolutions, by precision.
+      flops: the operations of these products in all trips of all loops, by precision.
+      casts: the number of casts between float32 and the compute dtype that autocast
+        adds, in all trips of all loops.
+      cast_bytes: the bytes that these casts read and write, without fusion.
+      kept_traced: the bytes of the residuals without autocast; None if not requested.
+      kept_run: the bytes of the residuals with autocast; None if not requested.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> jmp.explain(lambda x: x @ x)(jnp.ones((4, 4))).totals.products
+      {'bfloat16': 1}
+    """
+
+    equations: Mapping[str, int] = dataclasses.field(hash=False)
+    products: Mapping[str, int] = dataclasses.field(hash=False)
+    flops: Mapping[str, int] = dataclasses.field(hash=False)
+    casts: int
+    cast_bytes: int
+    kept_traced: int | None = None
+    kept_run: int | None = None
+
+
+def totals_of(
+    rows: Iterable[Row], casts: Sequence[int], kept: Sequence[int] | None
+) -> Totals:
+    """Returns the totals of rows.
+
+    Args:
+      rows: the rows.
+      casts: the number of added casts, and their bytes.
+      kept: the bytes of the residuals, as traced and as run.
+    """
+    equations, products, flops = Counter[str](), Counter[str](), Counter[str]()
+    for row in rows:
+        equations[row.precision] += 1
+        if row.op in PRODUCTS:
+            products[row.precision] += 1
+            flops[row.precision] += row.flops * counted(row.times)
+    number, n_bytes = casts
+    kept_traced, kept_run = kept or (None, None)
+    return Totals(
+        dict(equations),
+        dict(products),
+        dict(flops),
+        casts=max(number, 0),
+        cast_bytes=max(n_bytes, 0),
+        kept_traced=kept_traced,
+        kept_run=kept_run,
+    )
+
+
+def casts_in(programs: Iterable[Jaxpr], low: Dtype) -> tuple[int, int]:
+    """Counts the casts between float32 and a dtype, and the bytes that they move."""
+    known: dict[int, tuple[int, int]] = {}
+
+    def inside(jaxpr: Jaxpr) -> tuple[int, int]:
+        # A jaxpr that is called in many places is counted once.
+        if id(jaxpr) not in known:
+            number = n_bytes = 0
+            for eqn in structure.live_equations(jaxpr):
+                if params.op_of(eqn) in HIGHER_ORDER:
+                    times = counted(params.trips(eqn))
+                    for inner in params.inner_jaxprs(eqn):
+                        n, size = inside(inner)
+                        number, n_bytes = number + times * n, n_bytes + times * size
+                elif _casts_between(eqn, low):
+                    number += 1
+                    size = cost.known_size(eqn.outvars[0].aval.shape)
+                    n_bytes += size * (4 + low.itemsize)
+            known[id(jaxpr)] = number, n_bytes
+        return known[id(jaxpr)]
+
+    numbers, sizes = zip(*map(inside, programs), strict=True)
+    return sum(numbers), sum(sizes)
+
+
+def _casts_between(eqn: Eqn, low: Dtype) -> bool:
+    if params.op_of(eqn) != "convert_element_type":
+        return False
+    ends = {structure.dtype_of(eqn.invars[0]), structure.dtype_of(eqn.outvars[0])}
+    return ends == {np.dtype("float32"), low}

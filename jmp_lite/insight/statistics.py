@@ -1,0 +1,352 @@
+"""Counts numbers that overflow, vanish or are not finite, and joins counts."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jmp_lite.casting.host import fetched
+from jmp_lite.casting.quantize import scale_for
+from jmp_lite.jaxprs import sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Counts and shares of some numbers.
+
+    Attributes:
+      elements: the number of elements.
+      nan: the number of NaNs.
+      inf: the number of infinities.
+      max_abs: the largest finite absolute value.
+      min_abs: the smallest absolute value above zero; infinity if all numbers are zero.
+      overflow: the share of finite numbers that would overflow in the dtype.
+      underflow: the share of nonzero numbers that would become zero.
+      subnormal: the share of numbers that would become subnormal and lose digits.
+    """
+
+    elements: int
+    nan: int
+    inf: int
+    max_abs: float
+    min_abs: float
+    overflow: float
+    underflow: float
+    subnormal: float
+
+
+class Ends(NamedTuple):
+    """The ends of the range of a dtype, for absolute values.
+
+    Attributes:
+      overflow: at this value and above, a number becomes infinite or NaN.
+      underflow: at this value and below, a number becomes zero.
+      normal: at this value and above, a number keeps all its digits.
+    """
+
+    overflow: float
+    underflow: float
+    normal: float
+
+    @classmethod
+    def of(cls, dtype: DTypeLike) -> "Ends":
+        """Returns the ends of a dtype under rounding to nearest."""
+        info = jnp.finfo(dtype)
+        largest, smallest = float(info.max), float(info.smallest_subnormal)
+        spacing = 2.0 ** (math.floor(math.log2(largest)) - info.nmant)
+        normal = float(info.tiny) - smallest / 2
+        return cls(largest + spacing / 2, smallest / 2, normal)
+
+
+class Count(NamedTuple):
+    """A whole number below 2**64 in two halves: JAX has no 64-bit integers by default.
+
+    Attributes:
+      low: the low 32 bits.
+      high: the high 32 bits.
+    """
+
+    low: Any
+    high: Any
+
+    @classmethod
+    def of(cls, number: int) -> "Count":
+        """Returns a Python integer as a count."""
+        return cls(np.uint32(number % 2**32), np.uint32(number // 2**32))
+
+
+def is_scaled(dtype: DTypeLike) -> bool:
+    """Whether arrays are divided by a scale before they are cast to a dtype."""
+    return jnp.finfo(dtype).bits == 8
+
+
+_SHARES = ("overflow", "underflow", "subnormal")
+
+_COUNTED = ("nan", "inf", *_SHARES, "elements")
+
+# Columns that are not counts: how to join them, and their value for no elements.
+_JOINS = {
+    "max_abs": ("maximum", 0.0),
+    "min_abs": ("minimum", math.inf),
+    "is_first": ("logical_or", False),  # Of an op alone.
+}
+
+
+def sizes_of(array: Any) -> Any:
+    """Returns absolute values; of a complex number that of the larger part.
+
+    They have at least 32 bits in the graph, and 64 on the host.
+    """
+    xp = jnp if isinstance(array, jax.Array) else np
+    array = xp.asarray(array)
+    is_narrow = jnp.finfo(array.dtype).bits < 32
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    parts = (array.real, array.imag) if is_complex else (array,)
+    wide = np.float64 if xp is np else np.float32 if is_narrow else parts[0].dtype
+    return functools.reduce(xp.maximum, [xp.abs(part.astype(wide)) for part in parts])
+
+
+def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
+    """Returns the counts of some numbers.
+
+    JAX arrays are counted in the graph, where subnormal numbers may be zeros. NumPy
+    arrays and Python numbers are counted on the host.
+
+    For an 8-bit format the numbers are first divided by a scale, as for float8
+    products: that of the largest finite number. An array that already has this format
+    is not divided again.
+    """
+    sizes = sizes_of(array)
+    parts = [sizes]
+    if isinstance(array, jax.Array) and sizes.size >= 2**32:  # Beyond one half's range.
+        n = -(-sizes.size // 2**31)
+        parts = jnp.array_split(sizes, n, int(np.argmax(sizes.shape)))
+    ends = _ends_for(sizes, dtype, _has_scale(array, dtype), range(sizes.ndim))
+    counts = [_joined_all(_looked_at(part, ends), range(part.ndim)) for part in parts]
+    return {**functools.reduce(added, counts), "elements": Count.of(sizes.size)}
+
+
+_SMALL = 2**18
+"""Reading an array of at most so many elements takes less time than a kernel launch."""
+
+
+def counted_together(
+    arrays: Sequence[jax.Array], dtype: DTypeLike
+) -> list[dict[str, Any]]:
+    """Returns the counts of each of several arrays.
+
+    Small arrays of similar sizes are counted in one kernel, as the rows of one array.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        is_alone = array.size > _SMALL or sharding.is_sharded(array)
+        likeness = (
+            jnp.finfo(array.dtype).bits > 32,
+            *(_has_scale(array, dtype), (array.size - 1).bit_length() // 2),
+            sharding.axes_of(array),
+        )
+        groups.setdefault(i if is_alone else likeness, []).append(i)
+    counts = dict[int, dict[str, Any]]()
+    for group in groups.values():
+        if len(group) == 1:
+            counts[group[0]] = counted(arrays[group[0]], dtype)
+            continue
+        rows = _counted_in_rows([arrays[i] for i in group], dtype)
+        counts.update(zip(group, rows, strict=True))
+    return [counts[i] for i in range(len(arrays))]
+
+
+def _counted_in_rows(
+    arrays: Sequence[jax.Array], dtype: DTypeLike
+) -> list[dict[str, Any]]:
+    most = max(array.size for array in arrays)
+    # Zeros do not count.
+    rows = [
+        jnp.pad(jnp.ravel(sizes_of(array)), (0, most - array.size)) for array in arrays
+    ]
+    sizes = jnp.stack(rows)
+    ends = _ends_for(sizes, dtype, _has_scale(arrays[0], dtype), [1])
+    columns = _joined_all(_looked_at(sizes, ends), [1])
+    return [
+        {
+            **jax.tree.map(lambda column, i=i: column[i], columns),
+            "elements": Count.of(array.size),
+        }
+        for i, array in enumerate(arrays)
+    ]
+
+
+def _has_scale(array: Any, dtype: DTypeLike) -> bool:
+    """Whether the numbers of an array are divided by a scale."""
+    given = np.dtype(getattr(array, "dtype", float))
+    return is_scaled(dtype) and np.dtype(dtype) != given
+
+
+def _ends_for(
+    sizes: Any, dtype: DTypeLike, has_scale: bool, axes: Sequence[int]
+) -> Any:
+    """Returns the ends of a dtype, times the scale of the numbers along some axes."""
+    with np.errstate(over="ignore"):  # An end may be infinite in float32.
+        ends = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
+    if not has_scale:
+        return ends
+    xp = jnp if isinstance(sizes, jax.Array) else np
+    finite = xp.where(xp.isfinite(sizes), sizes, 0)
+    largest = xp.max(finite, axis=tuple(axes), keepdims=True, initial=0)
+    return [end * _scale(largest, dtype).astype(sizes.dtype) for end in ends]
+
+
+def _looked_at(sizes: Any, ends: Any) -> dict[str, Any]:
+    """Returns for each element what it counts for, and its absolute value."""
+    xp = jnp if isinstance(sizes, jax.Array) else np
+    overflow, underflow, normal = ends
+    is_finite, is_zero = xp.isfinite(sizes), sizes == 0
+    return {
+        "nan": xp.isnan(sizes),
+        "inf": xp.isinf(sizes),
+        "overflow": is_finite & (sizes >= overflow),
+        "underflow": ~is_zero & (sizes <= underflow),
+        "subnormal": (sizes > underflow) & (sizes < normal),
+        "max_abs": xp.where(is_finite, sizes, 0),
+        "min_abs": xp.where(is_finite & ~is_zero, sizes, np.inf),
+    }
+
+
+def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> dict[str, Any]:
+    """Returns the counts, the largest and the smallest value along some axes."""
+    *counted_names, largest, smallest = each
+    if not isinstance(each[largest], jax.Array):
+        return {
+            **{n: Count.of(int(np.count_nonzero(each[n]))) for n in counted_names},
+            largest: np.max(each[largest], initial=0).astype(np.float64),
+            smallest: np.min(each[smallest], initial=np.inf).astype(np.float64),
+        }
+    # One reduction of several arrays is one kernel; XLA compiles several reductions to
+    # several kernels. The initial values are hidden behind a barrier: XLA would spend
+    # minutes on folding the reductions of constants.
+    zero, start = lax.optimization_barrier((np.uint32(0), each[largest].dtype.type(0)))
+    operands = [each[name].astype(np.uint32) for name in counted_names]
+    operands += [each[largest], each[smallest]]
+    starts = [zero] * len(counted_names) + [start, start + np.inf]
+    varying = sharding.axes_of(each[largest])
+    starts = [sharding.as_varying(x, varying) for x in starts]
+
+    def join(some: Any, others: Any) -> Any:
+        *sums, _, _ = (a + b for a, b in zip(some, others, strict=True))
+        ends = lax.max(some[-2], others[-2]), lax.min(some[-1], others[-1])
+        return (*sums, *ends)
+
+    *sums, most, least = lax.reduce(tuple(operands), tuple(starts), join, axes)
+    return {
+        **{
+            name: Count(x, jnp.zeros_like(x))
+            for name, x in zip(counted_names, sums, strict=True)
+        },
+        largest: most.astype(_widest()),
+        smallest: least.astype(_widest()),
+    }
+
+
+def _scale(largest: Any, dtype: DTypeLike) -> Any:
+    """Returns the scale for a largest value, on the host if that is on the host."""
+    # A float64 beyond float32 overflows under the largest scale.
+    end = float(jnp.finfo(jnp.float32).max)
+    if isinstance(largest, jax.Array):
+        return scale_for(jnp.minimum(largest, end), dtype)
+    with jax.ensure_compile_time_eval():  # Under jit it would be traced.
+        return np.asarray(scale_for(jnp.float32(np.minimum(largest, end)), dtype))
+
+
+def _plus(a: Count, b: Count) -> Count:
+    low = a.low + b.low  # It wraps around.
+    return Count(low, a.high + b.high + (low < a.low).astype(np.uint32))
+
+
+def _widest() -> Any:
+    return jax.dtypes.canonicalize_dtype(np.float64)
+
+
+def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the joint counts of two arrays or two steps."""
+    return {
+        name: getattr(jnp, _JOINS[name][0])(a[name], b[name])
+        if name in _JOINS
+        else _plus(a[name], b[name])
+        for name in a
+    }
+
+
+def are_finite(counts: Mapping[str, Any]) -> Any:
+    """Whether all counted numbers are finite."""
+    halves = [half for name in ("nan", "inf") for half in counts[name]]
+    return functools.reduce(jnp.bitwise_or, halves) == 0
+
+
+def nothing(n: int) -> dict[str, Any]:
+    """Returns the counts of ops that did not run yet."""
+    none, sizes = jnp.zeros(n, jnp.uint32), jnp.zeros(n, _widest())
+    return {
+        **{name: Count(none, none) for name in _COUNTED},
+        "max_abs": sizes,
+        "min_abs": jnp.full_like(sizes, jnp.inf),
+        "is_first": jnp.zeros(n, bool),
+    }
+
+
+def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the counts of several ops, each column in one array."""
+
+    def stack(*arrays: Any) -> Any:
+        return jnp.concatenate([jnp.ravel(array) for array in arrays])
+
+    return jax.tree.map(stack, *counts) if counts else nothing(0)
+
+
+def on_host(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns counts as NumPy arrays, joined over the axes of vmap and scan."""
+    return {name: _joined(name, column) for name, column in fetched(counts).items()}
+
+
+def _joined(name: str, column: Any) -> Any:
+    join, start = _JOINS.get(name, ("add", 0))
+    if isinstance(column, Count):
+        column = column.low + (column.high.astype(np.uint64) << np.uint64(32))
+    column = np.atleast_1d(column)
+    stacks = tuple(range(column.ndim - 1))
+    return getattr(np, join).reduce(column, axis=stacks, initial=start)
+
+
+def numbers(columns: Mapping[str, Any], i: int) -> Numbers:
+    """Returns the counts and shares of one array or one op."""
+    names = (field.name for field in dataclasses.fields(Numbers))
+    row = {name: columns[name][i].item() for name in names}
+    row.update({name: row[name] / max(row["elements"], 1) for name in _SHARES})
+    return Numbers(**row)
+
+
+def headers(dtype: str | None) -> Sequence[str]:
+    """Returns the titles of the columns that ``cells`` fills."""
+    suffix = f" in {dtype}" if dtype else ""
+    suffix += ", scaled" if dtype and is_scaled(dtype) else ""
+    ends = [f"{name}{suffix}" for name in ("overflow", "underflow", "subnormal")]
+    return ("nan", "inf", "max |x|", "min |x|", *ends)
+
+
+def cells(row: Any) -> Sequence[str]:
+    """Returns the cells of a row as text; zero counts and shares are empty."""
+    smallest = "" if math.isinf(row.min_abs) else f"{row.min_abs:.2g}"
+    sizes = (f"{row.max_abs:.2g}", smallest)
+    return (
+        *(f"{row.nan or ''}", f"{row.inf or ''}", *sizes),
+        *(
+            f"{s:.1%}" if s else ""
+            for s in (row.overflow, row.underflow, row.subnormal)
+        ),
+    )

@@ -1,0 +1,307 @@
+"""Measures the results and gradients of a function under rules, relative to float32.
+
+Nothing is estimated: every compared number was compiled and run. Numbers that float32
+itself does not determine are not judged.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.casting.dtypes import is_traceable
+from jmp_lite.casting.host import fetched
+from jmp_lite.insight.compare.comparison import Compared, Comparison
+from jmp_lite.insight.explain.arguments import argument_name, arrays_in
+from jmp_lite.insight.explain.backward import (
+    cotangents_of,
+    losses_of,
+    with_gradients,
+)
+from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explain.rows import Row
+from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.types import Array, Function, PyTree, Var
+
+# First with every rounding, even if this compiler could fuse it away; then with this
+# compiler's defaults.
+WAYS_TO_COMPILE = ({"xla_allow_excess_precision": False}, {})
+
+
+class Error(NamedTuple):
+    """The errors of results and gradients, relative to float32.
+
+    Attributes:
+      outputs: the largest relative error of a result, ``|x - x32| / |x32|`` by norms.
+      gradients: the largest relative error of a gradient.
+      worst: the result or gradient with the largest error; empty if there is no error.
+    """
+
+    outputs: float
+    gradients: float
+    worst: str
+
+    @property
+    def largest(self) -> float:
+        """The larger of both errors."""
+        return max(self.outputs, self.gradients)
+
+    def joined(self, other: "Error") -> "Error":
+        """Returns the larger error of results, and the larger error of gradients."""
+        return Error(
+            outputs=max(self.outputs, other.outputs),
+            gradients=max(self.gradients, other.gradients),
+            worst=self.worst if self.largest >= other.largest else other.worst,
+        )
+
+
+class Sample:
+    """A function with its arguments: its results and gradients under any rules.
+
+    Args:
+      fun: the function.
+      args: a tuple of its arguments, concrete.
+
+    Attributes:
+      fun: the function.
+      args: its arguments.
+      not_judged: the names of results and gradients that float32 does not determine.
+    """
+
+    def __init__(self, fun: Function, args: Sequence[Any]) -> None:
+        _check_arguments(args)
+        self.fun, self.args = fun, tuple(args)
+        self._traced, arrays, structure = trace(fun, self.args, {})
+        with jax.default_matmul_precision("highest"):
+            highest, _, _ = trace(fun, self.args, {})
+        parts = structure.parts(self._traced)
+        outs = [atom.aval for atom in parts.outvars]
+        self._arrays = jax.device_put(list(arrays))
+        self._floats = _floats_in(parts.invars)
+        self._outputs = _floats_in(parts.outvars)
+        fetched([self._arrays[i] for i in self._floats])  # They have to be concrete.
+        self._losses = losses_of(outs, structure)
+        self._structure = structure
+        self._cotangents = cotangents_of([outs[i] for i in self._losses])
+        self._names = self._named(structure, len(outs))
+
+        def exactly(*arrays: Array) -> PyTree:
+            return structure.evaluate(highest, arrays)
+
+        self._exact = self._run(exactly, self._arrays)
+        self._check_exact()
+        nearby = list(self._arrays)
+        for i in self._floats:
+            nearby[i] = _in_the_last_bit(nearby[i])
+        changed = self._run(exactly, nearby)
+        pairs = zip(changed, self._exact, strict=True)
+        self._is_judged = [_distance(a, b) <= 0.1 for a, b in pairs]
+        self.not_judged = tuple(
+            name
+            for name, is_judged in zip(self._names, self._is_judged, strict=True)
+            if not is_judged
+        )
+        if not any(self._is_judged[: len(self._outputs)]):
+            raise ValueError(
+                "There is nothing to compare: the function has no floating-point "
+                "result, or float32 determines none of them to within a tenth. (A "
+                "change in the last bit of the arguments changes each one by more.)"
+            )
+
+    def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
+        """Returns the error under some rules, with some compiler options."""
+
+        def run(*arrays: Array) -> PyTree:
+            return Interpreter(rules).run_function(self._traced, arrays)
+
+        found = self._run(run, self._arrays, options)
+        errors = [
+            _distance(a, b) if is_judged or _is_broken(a, b) else 0.0
+            for a, b, is_judged in zip(found, self._exact, self._is_judged, strict=True)
+        ]
+        worst = self._names[int(np.argmax(errors))] if any(errors) else ""
+        n_outputs = len(self._outputs)
+        outputs, gradients = errors[:n_outputs], errors[n_outputs:]
+        return Error(max(outputs, default=0.0), max(gradients, default=0.0), worst)
+
+    def comparison(self, rules: Rules) -> Comparison:
+        """Compares the function and its gradients with float32, op by op."""
+        given = [argument_name(path) for path, _ in arrays_in(self.args, {})]
+        compared = Compared(self._traced, self._structure, given, backward=True)
+        run = jax.jit(lambda *arrays: compared.run(rules, arrays))
+        return run(*self._arrays)
+
+    def _run(
+        self,
+        fun: Function,
+        arrays: Sequence[Array],
+        options: Mapping[str, Any] = WAYS_TO_COMPILE[0],
+    ) -> list[Array]:
+        """Returns the floating-point results of a function, and its gradients."""
+
+        def measured(*arrays: Array) -> PyTree:
+            found = with_gradients(
+                fun, arrays, self._floats, self._losses, self._cotangents
+            )
+            gradients = found[len(found) - len(self._floats) :]
+            return [*(found[i] for i in self._outputs), *gradients]
+
+        try:
+            results = jax.jit(measured, compiler_options=dict(options))(*arrays)
+        except ValueError as error:
+            error.add_note(
+                "tune also measures gradients. If the function is for inference "
+                "only, apply jax.lax.stop_gradient inside it."
+            )
+            raise
+        return [_wide(x) for x in jax.device_get(results)]
+
+    def _named(self, structure: PyTree, n_results: int) -> list[str]:
+        """Returns names for the floating-point results and the gradients."""
+        given = jax.tree.leaves_with_path(self.args)
+        arguments = [path for path, leaf in given if is_traceable(leaf)]
+        tree = jax.tree.unflatten(structure, range(n_results))
+        results = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        name = jax.tree_util.keystr
+        return [
+            *(f"result{name(results[i])}" for i in self._outputs),
+            *(f"gradient of args{name(arguments[i])}" for i in self._floats),
+        ]
+
+    def _check_exact(self) -> None:
+        for name, array in zip(self._names, self._exact, strict=True):
+            if np.isnan(array).any():
+                raise ValueError(
+                    f"The {name} is NaN on this sample, even in float32. Apply "
+                    "jmp_lite.watch to the function or to its gradient to find the "
+                    "first NaN. Apply jax.lax.stop_gradient to parts that are not "
+                    "trained, and pass the loss function, not a whole training step."
+                )
+
+
+class Trials:
+    """The errors of rules on a sample, each measured once.
+
+    Args:
+      sample: the function and its arguments.
+      tolerance: the largest tolerated error.
+      progress: a function that receives a line at each new measurement.
+
+    Attributes:
+      sample: the function and its arguments.
+      tolerance: the largest tolerated error.
+    """
+
+    def __init__(
+        self, sample: Sample, tolerance: float, progress: Callable[[str], None]
+    ) -> None:
+        self.sample, self.tolerance = sample, tolerance
+        self._progress = progress
+        self._errors: dict[Rules, Error] = {}
+        self._growth: Mapping[tuple[str, str], float] | None = None
+
+    def error(self, rules: Rules) -> Error:
+        """Returns the error under some rules."""
+        if rules not in self._errors:
+            error = Error(0.0, 0.0, "")
+            for options in WAYS_TO_COMPILE:
+                error = error.joined(self.sample.error(rules, options))
+                if error.largest > self.tolerance:
+                    break
+            self._errors[rules] = error
+            n = len(self._errors)
+            self._progress(f"tune: {n} tried, error {in_words(error)}")
+        return self._errors[rules]
+
+    def is_enough(self, rules: Rules) -> bool:
+        """Whether the error under some rules is tolerated."""
+        return self.error(rules).largest <= self.tolerance
+
+    def growth(self, rules: Rules) -> Mapping[tuple[str, str], float]:
+        """Returns the growth of errors under some rules, by scope and op.
+
+        The scope of a recomputed op is that of its first computation.
+        """
+        if self._growth is None:
+            found: dict[tuple[str, str], float] = {}
+            for row in self.sample.comparison(rules).rows:
+                key = row.scope.replace(_AGAIN, ""), row.op
+                found[key] = max(row.error_out - row.error_in, found.get(key, 0.0))
+            self._growth = found
+        return self._growth
+
+    def rows(self, rules: Rules) -> Sequence[Row]:
+        """Returns how each equation runs under some rules."""
+        return explain(self.sample.fun, rules)(*self.sample.args).rows
+
+
+_AGAIN = "rematted_computation/"
+
+
+def in_words(error: Error) -> str:
+    """Returns an error as a line of text."""
+    return f"{error.outputs:.2g} (results), {error.gradients:.2g} (gradients)"
+
+
+def _check_arguments(args: PyTree) -> None:
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            "Expected a tuple of the function's arguments, got "
+            f"{type(args).__name__}. Write (x,) for a single one."
+        )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
+        raise TypeError(
+            "Expected arrays, because tune runs the function, got a ShapeDtypeStruct."
+        )
+
+
+def _floats_in(atoms: Sequence[Var]) -> list[int]:
+    """Returns the inputs or results of a program that are real or complex floats."""
+    return [i for i, atom in enumerate(atoms) if structure.is_float(atom)]
+
+
+def _in_the_last_bit(array: Array) -> PyTree:
+    """Changes floats in their last bit.
+
+    Whole numbers stay: they may be labels, counts or masks.
+    """
+    info = jnp.finfo(array.dtype)
+    wide = jnp.float32 if info.bits < 32 else array.dtype
+    signs = np.random.default_rng(1).choice([-1.0, 1.0], array.shape)
+    changed = array.astype(wide) * jnp.asarray(1 + float(info.eps) * signs, wide)
+    is_whole = array == jnp.round(array)
+    return jnp.where(is_whole, array, changed.astype(array.dtype))
+
+
+def _wide(array: Array) -> PyTree:
+    known = np.asarray(array)
+    is_complex = np.issubdtype(known.dtype, np.complexfloating)
+    return known.astype(np.complex128 if is_complex else np.float64)
+
+
+def _is_broken(a: PyTree, b: PyTree) -> bool:
+    """Whether a number is infinite or NaN while the reference is not."""
+    return bool((~np.isfinite(a) & (a != b)).any())
+
+
+def _distance(a: PyTree, b: PyTree) -> float:
+    """Returns the relative distance between numbers and a reference.
+
+    Both may be infinite at the same positions.
+    """
+    if (a == b).all():
+        return 0.0
+    finite = np.where(np.isfinite(b), b, 0).ravel()
+    unit = np.abs(finite).max()  # Squares of very small numbers are zero.
+    if not unit:
+        return math.inf
+    with np.errstate(invalid="ignore", over="ignore"):
+        far = np.linalg.norm(np.where(a == b, 0, (a - b) / unit).ravel())
+    size = np.linalg.norm(finite / unit)
+    return float(far / size) if np.isfinite(far) else math.inf

@@ -1,0 +1,182 @@
+"""``TunedRules`` and its report: the rules that ``tune`` finds, and how it found them.
+
+A report is a value, and every error in it was measured. Its text and its JSON contain
+its fields.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jmp_lite.autocasting.rules.rules import Rules, fields_of
+from jmp_lite.insight.explain.tables import text_table
+from jmp_lite.insight.tune.candidates import NUMBER, without_numbers
+from jmp_lite.insight.tune.measure import Error, in_words
+from jmp_lite.ops import Precision
+
+
+class Kept(NamedTuple):
+    """A scope or an op that stays in a wider precision than at the start.
+
+    Attributes:
+      kind: ``"scope"`` or ``"op"``.
+      name: the pattern of the scope, or the op.
+      precision: ``FULL`` or ``FULL_INSIDE`` for a rule that keeps it in float32.
+        ``LOW`` for products that stay in 16 bits instead of float8. They have no rule
+        of their
+        own: the rules name the products in float8.
+      without: the error without this entry. For ``LOW``, the error with these products
+        in float8 too. If the op itself is ``LOW``, scopes cannot name some products,
+        and this is the error with all products in float8.
+    """
+
+    kind: str
+    name: str
+    precision: Precision
+    without: Error
+
+
+class Step(NamedTuple):
+    """One step of the search: it tries to lower some more scopes or ops.
+
+    Attributes:
+      lowered: the scopes or ops.
+      error: the error with these, and all that were lowered before.
+      is_tolerated: whether they stay low.
+      precision: ``LOW`` for a step from float32, ``FLOAT8`` for one from 16 bits.
+    """
+
+    lowered: tuple[str, ...]
+    error: Error
+    is_tolerated: bool
+    precision: Precision = Precision.LOW
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningReport:
+    """The report of a search.
+
+    ``print`` shows what the rules keep in float32; ``table`` shows the steps.
+
+    Attributes:
+      tolerance: the largest tolerated error.
+      error: the error of the rules found.
+      error_before: the error of the initial rules.
+      kept: the scopes or ops that the rules keep in float32, or out of float8, with
+        their errors.
+      steps: the steps of the search, in order.
+      not_judged: the results and gradients that float32 does not determine: a change in
+        the last bit of the arguments changes them by more than a tenth.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+      >>> fun, quiet = lambda x: jnp.tanh(x @ x) @ x, lambda line: None
+      >>> rules = jmp.tune(fun, (x,), tolerance=0.1, progress=quiet)
+      >>> rules.report.kept, rules.report.error.largest < 0.1
+      ((), True)
+    """
+
+    tolerance: float
+    error: Error
+    error_before: Error
+    kept: tuple[Kept, ...] = ()
+    steps: tuple[Step, ...] = ()
+    not_judged: tuple[str, ...] = ()
+
+    def table(self) -> str:
+        """Returns the steps as a table of text."""
+        headers = ("lowered", "error", "worst in", "outcome")
+        rows = [
+            (_names(step.lowered), *_cells(step.error), _outcome(step))
+            for step in self.steps
+        ]
+        return text_table(headers, [("", rows)], right=(1,))
+
+    def to_json(self) -> str:
+        """Returns the report as JSON."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps(_plain(fields), indent=2)
+
+    def __str__(self) -> str:
+        lines = [
+            f"error {in_words(self.error)}, tolerance {self.tolerance:.2g}",
+            f"before tuning: {in_words(self.error_before)}",
+        ]
+        if self.kept:
+            headers = ("kept", "", "as", "error without it", "worst in")
+            rows = [
+                (k.kind, k.name or "(all)", k.precision.name, *_cells(k.without))
+                for k in self.kept
+            ]
+            lines.append(text_table(headers, [("", rows)], right=(3,)))
+        if self.not_judged:
+            lines.append(f"not judged: {', '.join(self.not_judged)}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TunedRules(Rules):
+    """The rules that ``tune`` finds; equal to a ``Rules`` with the same fields.
+
+    Attributes:
+      report: the report of the search, a ``TuningReport``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+      >>> fun, quiet = lambda x: jnp.tanh(x @ x) @ x, lambda line: None
+      >>> rules = jmp.tune(fun, (x,), tolerance=0.1, progress=quiet)
+      >>> rules == jmp.get_rules("mixed"), rules.compute_dtype
+      (True, dtype(bfloat16))
+    """
+
+    report: TuningReport
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rules) and fields_of(self) == fields_of(other)
+
+    __hash__ = Rules.__hash__
+
+
+_SHOWN = 3
+"""The number of names on one line."""
+
+
+def _cells(error: Error) -> tuple[str, str]:
+    return f"{error.largest:.2g}", error.worst
+
+
+def _outcome(step: Step) -> str:
+    if not step.is_tolerated:
+        return "too large"  # Its halves are tried next.
+    return "float8" if step.precision is Precision.FLOAT8 else "16 bits"
+
+
+def _names(names: Sequence[str]) -> str:
+    """Returns some names as text; names that differ only in a number appear once."""
+    alike = list(dict.fromkeys(map(without_numbers, names)))
+    shown = names if len(names) <= _SHOWN else alike
+    more = len(shown) - _SHOWN
+    names = [name.replace(NUMBER, "*") for name in shown[:_SHOWN]]
+    listed = ", ".join(name or "(no scope)" for name in names)
+    return listed + (f" and {more} more" if more > 0 else "")
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with JSON types only."""
+    if isinstance(value, Precision):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Error | Kept | Step):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return value

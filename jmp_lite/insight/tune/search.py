@@ -1,0 +1,259 @@
+"""``tune``: finds the rules with the fewest float32 ops for a tolerated error.
+
+The search drops a rule, and returns rules, only if it has measured the remaining rules
+and tolerates their error.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.rules.rules import Rules, fields_of
+from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explain.rows import Row, counted, is_decided_inside
+from jmp_lite.insight.tune.candidates import (
+    Rule,
+    Units,
+    rules_with,
+    ways_to_keep,
+)
+from jmp_lite.insight.tune.float8 import Float8Search, has_float8, without_float8
+from jmp_lite.insight.tune.measure import Error, Sample, Trials, in_words
+from jmp_lite.insight.tune.report import Kept, Step, TunedRules, TuningReport
+from jmp_lite.jaxprs.types import Function
+from jmp_lite.ops import Precision
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def tune(
+    fun: Function,
+    args: Sequence[Any],
+    tolerance: float,
+    rules: Rules | str = "mixed",
+    *,
+    progress: Callable[[str], None] = _to_stderr,
+) -> TunedRules:
+    """Finds the rules with the fewest float32 ops for a tolerated error, on a sample.
+
+    It may raise ops that the given rules run low. It never lowers an op that they do
+    not. To search further down, start from ``"O2"`` or ``"O3"``.
+
+    The search starts with everything in float32. It lowers the more expensive half of
+    the ops, then the more expensive half of the rest, and so on, as long as it
+    tolerates the error. It does this with ops, with blocks (``FULL_INSIDE``) and with
+    kinds of layers (``FULL``), and returns the rules with the fewest float32 equations.
+    Each step compiles and runs the function and its gradient. On the same machine, the
+    search is deterministic.
+
+    From ``"float8"``, it first finds the float32 ops, with all products in 16 bits.
+    Then it tries products in float8, the more expensive half first. The other products
+    stay in 16 bits. The rules name the scopes of products in float8. A scope cannot be
+    named if ``"float8"`` leaves one of its products in 16 bits because only float32 ops
+    read it (logits). Its other products are in float8 only if all products of the
+    function are. If k of n scopes do not tolerate float8, this takes some k * log2(n)
+    more steps.
+
+    The search measures the gradients of a scalar result (or of a scalar at the start of
+    a tuple of results), otherwise of a fixed random combination of all results. It does
+    not scale the loss. If training does, scale it in ``fun``; otherwise a gradient that
+    vanishes in float16 counts as an error. For a function that is used for inference
+    only, apply ``jax.lax.stop_gradient`` inside.
+
+    Args:
+      fun: a function of pytrees that JAX can trace and differentiate. Each call
+        receives the same arguments, so pass random keys as arguments.
+      args: the sample: a tuple of concrete arguments.
+      tolerance: the largest tolerated relative error of each result and gradient, by
+        norms. The reference is float32 with products in the highest precision.
+      rules: the initial rules: the name of a preset or a ``Rules``.
+      progress: a function that receives a line of text at each step.
+
+    Returns:
+      A ``TunedRules``. Its ``report`` shows the error that each kept scope or op
+      avoids.
+
+    Raises:
+      TypeError: ``args`` is not a tuple of concrete arguments.
+      ValueError: float32 itself exceeds the tolerance; the function is already
+        autocast; or, on this sample, a float32 result is NaN or there is nothing to
+        compare.
+
+    Source: the search is delta debugging (Zeller and Hildebrandt, 2002), which
+    Precimonious (Rubio-Gonzalez et al., 2013) brought to floating-point precision.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> def fun(x):
+      ...     for name, offset in (("robust", 0), ("sensitive", 300)):
+      ...         with jax.named_scope(name):
+      ...             x = jnp.tanh((x @ x + offset) - offset)
+      ...     return x @ x
+      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+      >>> quiet = lambda line: None
+      >>> rules = jmp.tune(fun, (x,), tolerance=0.02, progress=quiet)
+      >>> [(kept.kind, kept.name) for kept in rules.report.kept]
+      [('scope', '^sensitive$')]
+      >>> rules.compute_dtype
+      dtype(bfloat16)
+    """
+    check_function(fun)
+    start = Rules(**fields_of(choose_rules(rules, None)()))
+    tolerance = _positive(tolerance)
+    sample = Sample(fun, args)
+    _check_not_autocast(sample)
+    return _found(Trials(sample, tolerance, progress), start)
+
+
+def _found(trials: Trials, start: Rules) -> TunedRules:
+    """Returns the result of a search from initial rules."""
+    before = trials.error(start)
+    base, kept, not_float8 = start, list[Rule](), list[Kept]()
+    steps: list[Step] = []
+    if not trials.is_enough(start):
+        asks_for_float8 = has_float8(trials, start)
+        search = _Search(trials, without_float8(start) if asks_for_float8 else start)
+        kept = [] if search.is_enough(()) else search.kept()
+        steps += search.steps
+        if asks_for_float8:
+            products = Float8Search(trials, start, kept)
+            base, not_float8 = products.found(), products.left_out()
+            steps += products.steps
+    rules = rules_with(base, kept)
+    without = (trials.error(rules_with(base, _without(kept, one))) for one in kept)
+    in_float32 = [Kept(*one, error) for one, error in zip(kept, without, strict=True)]
+    report = TuningReport(
+        tolerance=trials.tolerance,
+        error=trials.error(rules),
+        error_before=before,
+        kept=(*in_float32, *not_float8),
+        steps=tuple(steps),
+        not_judged=trials.sample.not_judged,
+    )
+    return TunedRules(**fields_of(rules), report=report)
+
+
+def _positive(tolerance: Any) -> float:
+    is_number = isinstance(tolerance, int | float | np.floating | np.integer)
+    if not is_number or isinstance(tolerance, bool) or not 0 < tolerance < math.inf:
+        raise ValueError(
+            "Expected a positive number for tolerance, such as 1e-2, got "
+            f"{tolerance!r}."
+        )
+    return float(tolerance)
+
+
+def _check_not_autocast(sample: Sample) -> None:
+    rows = explain(sample.fun, "O0")(*sample.args).rows
+    decided = sum(map(is_decided_inside, rows))
+    if decided:
+        raise ValueError(
+            f"An inner autocast already decides {decided} equations of this function, "
+            "so rules do not reach them. Tune the inner function: fun.__wrapped__."
+        )
+
+
+class _Search:
+    """The search for the ops that stay in float32.
+
+    Args:
+      trials: the measurements.
+      start: the initial rules.
+
+    Attributes:
+      steps: the steps so far.
+    """
+
+    def __init__(self, trials: Trials, start: Rules) -> None:
+        self.steps: list[Step] = []
+        self._trials = trials
+        self._start = start
+
+    def error(self, kept: Iterable[Rule]) -> Error:
+        """Returns the error of the initial rules with some more."""
+        return self._trials.error(rules_with(self._start, kept))
+
+    def is_enough(self, kept: Iterable[Rule]) -> bool:
+        """Whether the error of the initial rules with some more is tolerated."""
+        return self._trials.is_enough(rules_with(self._start, kept))
+
+    def kept(self) -> list[Rule]:
+        """Returns the fewest rules whose error is tolerated."""
+        everything = [Rule("scope", "", Precision.FULL)]
+        if not self.is_enough(everything):
+            raise ValueError(
+                f"The tolerance of {self._trials.tolerance:.2g} is out of reach: with "
+                "everything in float32 the error is "
+                f"{in_words(self.error(everything))}, relative to products in the "
+                "highest precision. Two causes remain: (a) marks in the function "
+                "(as_low, low_precision, low_call); (b) float32 products that the "
+                "device rounds (jax_default_matmul_precision)."
+            )
+        ways = ways_to_keep(self._explained(()), self._start)
+        found = [rules for way in ways if (rules := self._smallest(way)) is not None]
+        return min(map(self._weakened, [*found, everything]), key=self._in_float32)
+
+    def _smallest(self, units: Units) -> list[Rule] | None:
+        """Returns rules for the units to keep; None if all units do not suffice."""
+        kept = self._suspects(units)
+        if kept is None:
+            return None
+        queue = [units.ordered(kept)]
+        while queue:
+            group = queue.pop()
+            fewer = kept - set(group)
+            if self._tried(group, units.rules(fewer)):
+                kept = fewer
+            elif len(group) > 1:
+                queue += reversed(units.parts(group))
+        return units.rules(kept)
+
+    def _suspects(self, units: Units) -> set[str] | None:
+        """Returns units that suffice, starting with those in which errors grow most.
+
+        Each trial doubles their number. None if even all units do not suffice.
+        """
+        ordered = units.by_growth(self._trials.growth(self._start))
+        n = 1
+        while n < len(ordered) and not self.is_enough(units.rules(ordered[:n])):
+            n *= 2
+        kept = set(ordered[:n])
+        return kept if self.is_enough(units.rules(kept)) else None
+
+    def _weakened(self, kept: list[Rule]) -> list[Rule]:
+        """Drops rules that are not needed, and weakens others to ``FULL_INSIDE``."""
+        for rule in list(kept):
+            weaker = [_without(kept, rule)]
+            if rule.kind == "scope":
+                inside = rule._replace(precision=Precision.FULL_INSIDE)
+                weaker.append([inside if one == rule else one for one in kept])
+            fits = (w for w in weaker if self._in_float32(w) < self._in_float32(kept))
+            kept = next(filter(self.is_enough, fits), kept)
+        return kept
+
+    def _tried(self, group: Sequence[str], kept: Sequence[Rule]) -> bool:
+        step = Step(tuple(group), self.error(kept), self.is_enough(kept))
+        self.steps.append(step)
+        return step.is_tolerated
+
+    def _explained(self, kept: Iterable[Rule]) -> Sequence[Row]:
+        return self._trials.rows(rules_with(self._start, kept))
+
+    def _in_float32(self, kept: Sequence[Rule]) -> tuple[int, ...]:
+        """Returns the amount of float32: equations, then products, then rules."""
+        rows = [r for r in self._explained(kept) if r.precision == "float32"]
+        equations = sum(counted(row.times) for row in rows)
+        flops = sum(counted(row.times) * row.flops for row in rows)
+        return equations, flops, len(kept)
+
+
+def _without(kept: Sequence[Rule], rule: Rule) -> list[Rule]:
+    return [one for one in kept if one != rule]

@@ -1,0 +1,197 @@
+"""``watch``: counts the numbers that each op of a function makes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.validation import check_function
+from jmp_lite.casting.mutables import returning_changes, write_changes
+from jmp_lite.insight.explain.rows import short
+from jmp_lite.insight.explain.tables import text_table
+from jmp_lite.insight.report import dtype_that_overflows
+from jmp_lite.insight.sampling import check_elements
+from jmp_lite.insight.statistics import (
+    Numbers,
+    cells,
+    headers,
+    numbers,
+    on_host,
+)
+from jmp_lite.insight.watch.watcher import Op, Seen, Watcher
+from jmp_lite.jaxprs.sharding import gathered
+
+
+@dataclasses.dataclass(frozen=True)
+class OpNumerics(Numbers):
+    """The numbers that one op made, in all trips of all loops.
+
+    Attributes:
+      scope: the path of its scopes.
+      op: the name of its primitive.
+      source: its place in the code: file, line and function.
+      is_first: whether, in any trip, its result was not finite although its operands
+        were.
+    """
+
+    scope: str
+    op: str
+    source: str
+    is_first: bool
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["counts"],
+    meta_fields=["ops", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class WatchedNumerics:
+    """The numbers that each op of a function made; a pytree that prints as a table.
+
+    Attributes:
+      counts: arrays with one element for each op, by the name of the count.
+      ops: the ops, in the order in which they run.
+      dtype: the dtype that the shares are given for.
+    """
+
+    counts: Mapping[str, Any]
+    ops: tuple[Op, ...]
+    dtype: str
+
+    @property
+    def rows(self) -> tuple[OpNumerics, ...]:
+        """A row for each op, on the host, summed over the axes of vmap and scan.
+
+        Ops that never ran have no row.
+        """
+        columns = on_host(self.counts)
+        return tuple(
+            OpNumerics(
+                **vars(numbers(columns, i)),
+                **{name: getattr(op, name) for name in ("scope", "op", "source")},
+                is_first=bool(columns["is_first"][i]),
+            )
+            for i, op in enumerate(self.ops)
+            if columns["elements"][i]
+        )
+
+    def __str__(self) -> str:
+        titles = ("elements", "op", *headers(self.dtype), "scope", "where")
+        rows = [
+            (f"{r.elements}", r.op, *cells(r), r.scope, short(r.source))
+            for r in self.rows
+        ]
+        return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
+
+
+Params = ParamSpec("Params")
+
+Result = TypeVar("Result")
+
+
+def watch(
+    fun: Callable[Params, Result],
+    dtype: DTypeLike = "float16",
+    elements: int | None = None,
+) -> Callable[Params, tuple[Result, WatchedNumerics]]:
+    """Returns a function that also counts the numbers which each op of ``fun`` makes.
+
+    The program itself counts: under ``jit``, in loops, on any device. The results of
+    ``fun`` do not change. ``watch(grad(fun))`` counts the backward pass too. Inside of
+    ``shard_map`` the numbers of all devices are counted, and ``out_specs`` of the
+    statistics is ``P()``.
+
+    To look for a NaN, count all numbers, which is the default. To watch a training run
+    on a GPU, count a sample (``elements=65_536``), which moves few bytes. On a TPU a
+    sample moves more bytes than all numbers.
+
+    Args:
+      fun: any function of pytrees that JAX can trace. Kernels, and functions with
+        effects under a custom derivative rule, are watched by their results. So is a
+        ``while`` under ``vmap`` whose lanes end at different steps (``vmap`` the
+        watched function instead).
+      dtype: the format that shares are given for: of overflow, underflow and
+        subnormal numbers. An 8-bit format is judged with scales, as in
+        ``numerics_report``: each result of an op is divided by its own scale, at each
+        call.
+      elements: the largest number of elements to count of one result. A larger result
+        is represented by so many of its elements, evenly spaced; a NaN elsewhere is
+        not seen. All elements are counted by default.
+
+    Returns:
+      A function that returns ``(fun(...), stats)``, with ``stats`` a pytree of arrays
+      that prints as a table.
+
+    Raises:
+      ValueError: ``dtype`` is unknown, not floating, or has no infinity and no NaN, or
+        ``elements`` is less than 1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> x = jnp.array([0.0, 100.0])
+      >>> _, stats = jmp.watch(lambda x: jnp.log(jnp.exp(x) - 1))(x)
+      >>> first = jmp.first_nonfinite(stats)
+      >>> first.op, first.inf
+      ('exp', 1)
+      >>> x = jnp.array([1e-9, 1e6])
+      >>> _, stats = jmp.watch(jnp.negative, "float8_e4m3fn")(x)
+      >>> [(row.op, row.overflow, row.underflow) for row in stats.rows]
+      [('neg', 0.0, 0.5)]
+    """
+    check_function(fun)
+    target = dtype_that_overflows(dtype)
+    if elements is not None:
+        check_elements(elements)
+
+    @functools.wraps(fun)
+    def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
+        traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
+        watcher = Watcher(target, elements)
+        results = watcher.run(traced, list(map(Seen, arrays)))
+        ops, counts = watcher.found()
+        order = np.argsort([op.number for op in ops])
+        counts = jax.tree.map(lambda column: gathered(column[order]), counts)
+        stats = WatchedNumerics(counts, tuple(ops[i] for i in order), target.name)
+        out, changes = jax.tree.unflatten(treedef, [x.array for x in results])
+        write_changes(args, kwargs, changes)
+        return out, stats
+
+    return watched
+
+
+def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
+    """Returns the first op that made an infinity or a NaN from finite operands.
+
+    The order is that of the program. Of two ops in a loop, the upper one is returned,
+    even if the lower one failed in an earlier trip.
+
+    Args:
+      stats: the second result of a watched function, outside ``jit``.
+
+    Returns:
+      The row of the op; None if all results are finite, or if only ops with non-finite
+      operands have non-finite results.
+
+    Raises:
+      TypeError: ``stats`` has another type, or is traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> _, stats = jmp.watch(lambda x: 1 / x + 2)(jnp.array([0.0, 1.0]))
+      >>> jmp.first_nonfinite(stats).op
+      'div'
+    """
+    if not isinstance(stats, WatchedNumerics):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            "Expected the second result of a watched function, got "
+            f"{type(stats).__name__}."
+        )
+    return next((row for row in stats.rows if row.is_first), None)

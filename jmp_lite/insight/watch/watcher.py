@@ -1,0 +1,309 @@
+"""Runs a jaxpr, and counts the numbers that each op makes.
+
+Results and derivatives do not change. Counts add up over the steps of a loop. Each
+value carries a flag that says whether it is finite, into loops and out of them, so that
+no number is read twice.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.autocasting.rules.rules import of_the_user
+from jmp_lite.insight.sampling import sample
+from jmp_lite.insight.statistics import (
+    added,
+    are_finite,
+    nothing,
+    stacked,
+)
+from jmp_lite.insight.watch.counter import Counted, Counter
+from jmp_lite.jaxprs import params, sharding, source, structure
+from jmp_lite.jaxprs.evaluate import Evaluator, Place
+from jmp_lite.jaxprs.types import Eqn
+
+
+class Op(NamedTuple):
+    """An op and its place.
+
+    Attributes:
+      scope: the path of its scopes.
+      op: the name of its primitive.
+      source: its place in the code: file, line and function.
+      number: its position among all ops.
+    """
+
+    scope: str
+    op: str
+    source: str
+    number: int
+
+
+class Seen:
+    """A value and a flag: are all its numbers finite?
+
+    Args:
+      array: the value.
+      is_finite: the flag; None if it is not computed yet.
+      of_steps: a flag for each element of the first axis, if a loop stacked them.
+      counted: the counts of the value, if they are taken.
+    """
+
+    def __init__(
+        self,
+        array: Any,
+        is_finite: Any = None,
+        of_steps: Any = None,
+        counted: Counted | None = None,
+    ) -> None:
+        self.array = array
+        self.counted = counted
+        self._is_finite = is_finite
+        self._of_steps = of_steps
+
+    @property
+    def is_finite(self) -> Any:
+        """Whether all its numbers are finite; True if they are not floats."""
+        if self._is_finite is None and self.counted is not None:
+            self._is_finite = are_finite(self.counted.counts)
+        if self._is_finite is None and self._of_steps is not None:
+            self._is_finite = self._of_steps.all()
+        if self._is_finite is None:
+            self._is_finite = _all_finite(self.array)
+        return self._is_finite
+
+    def of_steps(self) -> Any:
+        """Whether the numbers of each element of its first axis are finite."""
+        if self._of_steps is None:
+            array = jnp.asarray(self.array)
+            self._of_steps = _all_finite(array, tuple(range(1, array.ndim)))
+        return self._of_steps
+
+    def with_array(self, array: Any) -> "Seen":
+        """Returns a value with the same numbers in another array."""
+        return Seen(array, self._is_finite, counted=self.counted)
+
+
+class Note(NamedTuple):
+    """A counted op.
+
+    Attributes:
+      op: the op.
+      results: the counts of its floating results.
+      operands: its operands.
+    """
+
+    op: Op
+    results: Sequence[Counted]
+    operands: Sequence[Seen]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts of its results, without ``is_first``."""
+        return functools.reduce(added, [result.counts for result in self.results])
+
+
+class Watcher(Evaluator[Seen, None, Op]):
+    """Runs jaxprs and counts the numbers of all results.
+
+    Args:
+      dtype: the dtype that shares are given for.
+      elements: the largest number of elements of a result to count; None for all.
+      numbers: an iterator that numbers the ops.
+    """
+
+    def __init__(
+        self,
+        dtype: np.dtype[Any],
+        elements: int | None = None,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._dtype, self._elements = dtype, elements
+        self._counter = Counter(dtype)
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._notes: list[Note] = []
+
+    def inner(self) -> "Watcher":
+        """Returns a watcher for a jaxpr inside."""
+        return Watcher(self._dtype, self._elements, self._numbers)
+
+    # ------------------------------------------------------------------ the equations
+
+    def equation(
+        self, eqn: Eqn, operands: Sequence[Seen], place: Place
+    ) -> Sequence[Seen]:
+        """Runs an equation, and counts the numbers of its results."""
+        name = params.op_of(eqn)
+        results = params.bind(eqn, [value.array for value in operands])
+        if name in _SAME_NUMBERS or _is_cast_in_range(eqn):
+            return [operands[0].with_array(results[0])]
+        scope = of_the_user(source.join(place.path, *source.scopes(eqn)))
+        line = source.source(eqn, place.source)
+        return self._counted(operands, results, (scope, name, line))
+
+    def _counted(
+        self, operands: Sequence[Seen], results: Sequence[Any], op: tuple[str, str, str]
+    ) -> list[Seen]:
+        """Counts the numbers of results, and returns the results with their flags."""
+        each = [
+            self._counter.add(self._sample(array)) if _is_float(array) else None
+            for array in results
+        ]
+        made = [counted for counted in each if counted is not None]
+        if made:
+            self._notes.append(Note(Op(*op, next(self._numbers)), made, operands))
+        return [
+            Seen(array, np.True_ if counted is None else None, counted=counted)
+            for array, counted in zip(results, each, strict=True)
+        ]
+
+    def _sample(self, array: Any) -> Any:
+        array = lax.stop_gradient(jnp.asarray(array))
+        return array if self._elements is None else sample(array, self._elements)
+
+    # --------------------------------------------------------------------- the counts
+
+    def found(self) -> tuple[list[Op], dict[str, Any]]:
+        """Returns the ops that ran, and their counts."""
+        parts = list(self._noted)
+        if self._notes:
+            columns = stacked([note.counts for note in self._notes])
+            columns["is_first"] = self._are_first(are_finite(columns))
+            parts.insert(0, ([note.op for note in self._notes], columns))
+        return self.joined(parts)
+
+    def nothing(self, n: int) -> dict[str, Any]:
+        """Returns the counts of ops that did not run."""
+        return nothing(n)
+
+    def add(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """Returns the counts of two steps."""
+        return added(one, other)
+
+    def _are_first(self, is_finite: Any) -> Any:
+        """Returns which ops have non-finite results of finite operands.
+
+        One computation answers for all ops: a kernel for each would cost more.
+        """
+        rows = {
+            id(note.results[0]): i
+            for i, note in enumerate(self._notes)
+            if len(note.results) == 1
+        }
+        outside: dict[int, Any] = {}
+        reads: list[tuple[int, int]] = []
+        for i, note in enumerate(self._notes):
+            for value in note.operands:
+                column = rows.get(id(value.counted))
+                if column is None:
+                    flag = value.is_finite
+                    if flag is np.True_:
+                        continue
+                    known = outside.setdefault(id(flag), (len(outside), flag))
+                    column = len(self._notes) + known[0]
+                reads.append((i, column))
+        flags = [jnp.reshape(flag, 1) for _, flag in outside.values()]
+        known = jnp.concatenate([is_finite, *flags])
+        is_read = np.zeros((len(self._notes), len(known)), bool)
+        is_read[tuple(zip(*reads, strict=True)) or ()] = bool(reads)
+        return ~is_finite & jnp.all(known | ~is_read, axis=1)
+
+    # --------------------------------------------------------------------- the values
+
+    def constant(self, array: Any) -> Seen:
+        """Returns a constant, which has no flag yet."""
+        return Seen(array)
+
+    def form(self, value: Seen) -> None:
+        """Returns None: each value is an array and a flag."""
+
+    def join(self, one: None, other: None) -> None:
+        """Returns None."""
+
+    def array(self, value: Seen) -> Any:
+        """Returns the array of a value."""
+        return value.array
+
+    def arrays(self, values: Sequence[Seen], forms: Sequence[None]) -> list[Any]:
+        """Returns the arrays of values, followed by their flags."""
+        flags = [
+            sharding.as_varying(jnp.asarray(v.is_finite), sharding.axes_of(v.array))
+            for v in values
+        ]
+        return [*(value.array for value in values), *flags]
+
+    def values(self, arrays: Sequence[Any], forms: Sequence[None]) -> list[Seen]:
+        """Returns values of arrays that are followed by their flags."""
+        half = len(arrays) // 2
+        pairs = zip(arrays[:half], arrays[half:], strict=True)
+        return [Seen(array, is_finite) for array, is_finite in pairs]
+
+    def types(self, avals: Sequence[Any], forms: Sequence[None]) -> list[Any]:
+        """Returns the types of arrays, followed by those of their flags."""
+        return [*avals, *map(structure.flag_beside, avals)]
+
+    def slices(self, values: Sequence[Seen], forms: Sequence[None]) -> list[Any]:
+        """Returns arrays, followed by a flag for each of their rows."""
+        return [*(x.array for x in values), *(x.of_steps() for x in values)]
+
+    def stacked(self, arrays: Sequence[Any], forms: Sequence[None]) -> list[Seen]:
+        """Returns values of arrays with a flag for each of their rows."""
+        half = len(arrays) // 2
+        pairs = zip(arrays[:half], arrays[half:], strict=True)
+        return [Seen(array, of_steps=flags) for array, flags in pairs]
+
+    def specs(self, specs: Sequence[Any], forms: Sequence[None]) -> list[Any]:
+        """Returns the specs of arrays, followed by those of their flags."""
+        return [*specs, *[jax.P()] * len(specs)]
+
+    def from_devices(self, arrays: Sequence[Any], axes: frozenset[str]) -> list[Any]:
+        """Returns arrays, followed by flags that hold for all devices."""
+        half = len(arrays) // 2
+        flags = [sharding.gathered(flag, axes).all(0) for flag in arrays[half:]]
+        return [*arrays[:half], *flags]
+
+    def beside(self, array: Any, value: Seen) -> Seen:
+        """Returns an array with the flag of a value."""
+        return Seen(array, value.is_finite)
+
+    def stopped(self, value: Seen) -> Seen:
+        """Returns a value without derivatives."""
+        return Seen(lax.stop_gradient(value.array), value.is_finite)
+
+
+_SAME_NUMBERS = frozenset(
+    [
+        *("reshape", "transpose", "squeeze", "expand_dims", "rev", "broadcast_in_dim"),
+        "pvary",
+    ]
+)
+"""Ops that make no new numbers: the counts of their operand are known."""
+
+
+def _is_cast_in_range(eqn: Any) -> bool:
+    """Whether an op casts floats to a floating dtype with at least their range."""
+    if params.op_of(eqn) != "convert_element_type":
+        return False
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    if not structure.is_float(atom) or not structure.is_float(var):
+        return False
+    before, after = (jnp.finfo(structure.dtype_of(x)) for x in (atom, var))
+    return after.maxexp >= before.maxexp and after.minexp <= before.minexp
+
+
+def _is_float(array: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
+
+
+def _all_finite(array: Any, axes: tuple[int, ...] | None = None) -> Any:
+    if not _is_float(array):
+        shape = np.shape(array)[:1] if axes is not None else ()
+        return jnp.ones(shape, bool)
+    return jnp.all(jnp.isfinite(lax.stop_gradient(array)), axis=axes)

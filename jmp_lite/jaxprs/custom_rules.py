@@ -1,0 +1,191 @@
+"""Binds functions with derivative or batching rules of their own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.ad_util import Zero
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import linear_util
+
+from jmp_lite.jaxprs import coming, params, structure
+from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree
+
+
+def bind_custom(eqn: Eqn, operands: Sequence[Any], replace: Function) -> list[Array]:
+    """Binds a function with a custom derivative rule, with its functions replaced.
+
+    Args:
+      eqn: a ``custom_jvp_call`` or a ``custom_vjp_call``.
+      operands: the operands.
+      replace: takes ``(fun, jvp)`` or ``(fun, fwd, bwd)`` as plain functions and
+        returns as many.
+    """
+    if eqn.primitive.name == coming.HIGH:
+        is_jvp = params.op_of(eqn) == "custom_jvp_call"
+        build = _high_custom_jvp if is_jvp else _high_custom_vjp
+        return list(build(eqn.params["_prim"], replace)(*operands))
+    changed = dict(eqn.primitive.get_bind_params(eqn.params))
+    wrapped = changed["subfuns"]
+    # On 0.12 a backward function may be an object that is not a function: it stays.
+    plain = replace(*(getattr(fun, "call_wrapped", fun) for fun in wrapped))
+    changed["subfuns"] = tuple(
+        linear_util.wrap_init(new, debug_info=old.debug_info)
+        if hasattr(old, "call_wrapped")
+        else old
+        for new, old in zip(plain, wrapped, strict=True)
+    )
+    return list(eqn.primitive.bind(*operands, **changed))
+
+
+def _high_fun(primitive: Any) -> Callable[..., list[Array]]:
+    return lambda *arrays: primitive.out_tree.flatten_up_to(
+        primitive.expand(*primitive.in_tree.unflatten(arrays))
+    )
+
+
+def _high_custom_jvp(primitive: Any, replace: Function) -> Any:
+    """Returns a function of flat arrays with a ``custom_jvp`` like a primitive's."""
+    inputs, outputs = primitive.in_tree, primitive.out_tree
+
+    def jvp(*arrays: Array) -> list[Array]:
+        n = len(arrays) // 2
+        tangents = map(_internal_zero, arrays[n:])
+        pair = primitive.jvp_rule(
+            inputs.unflatten(arrays[:n]), inputs.unflatten(tangents)
+        )
+        return [x for tree in pair for x in outputs.flatten_up_to(tree)]
+
+    new_fun, new_jvp = replace(_high_fun(primitive), jvp)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        out = [
+            SymbolicZero(x.aval) if isinstance(x, Zero) else x
+            for x in new_jvp(*primals, *tangents)
+        ]
+        return out[: len(out) // 2], out[len(out) // 2 :]
+
+    function = jax.custom_jvp(lambda *arrays: new_fun(*arrays))
+    function.defjvp(rule, symbolic_zeros=primitive.symbolic_zeros)
+    return function
+
+
+def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
+    """Returns a function of flat arrays with a ``custom_vjp`` like a primitive's."""
+    inputs, outputs = primitive.in_tree, primitive.out_tree
+    has_zeros = coming.unbatched(primitive).symbolic_zeros
+    # On 0.12 the first input holds the captured arrays. JAX refuses to differentiate
+    # with respect to it, so the differentiated inputs have to be known.
+    is_closed = hasattr(primitive, "drop_fwd_consts")
+    closes_over = is_closed and bool(jax.tree.leaves(primitive.in_avals[0]))
+    structure: list[Any] = []
+
+    def fwd(*pairs: Any) -> list[Array]:
+        arrays, perturbed = pairs[::2], pairs[1::2]
+        out, residuals, *_ = primitive.vjp_fwd(
+            inputs.unflatten(perturbed), *inputs.unflatten(arrays)
+        )
+        leaves, tree = jax.tree.flatten(residuals)
+        structure[:] = [tree]
+        return [*leaves, *outputs.flatten_up_to(out)]
+
+    def bwd(*arrays: Array) -> list[Array]:
+        n = structure[0].num_leaves
+        residuals = structure[0].unflatten(arrays[:n])
+        zero = _internal_zero if has_zeros else _instantiated
+        cotangents = outputs.unflatten(map(zero, arrays[n:]))
+        if is_closed:
+            grads, _ = primitive.bwd(residuals, cotangents)
+            consts = jax.tree.map(
+                lambda aval: Zero(aval.to_ct_aval()), primitive.in_avals[:2]
+            )
+            grads = (*consts, *grads)
+        else:
+            grads = primitive.vjp_bwd_retval(residuals, cotangents)
+        return inputs.flatten_up_to(grads)
+
+    new_fun, new_fwd, new_bwd = replace(_high_fun(primitive), fwd, bwd)
+
+    def rule_fwd(*primals: Any) -> Any:
+        pairs = [
+            (x.value, x.perturbed) if hasattr(x, "perturbed") else (x, True)
+            for x in primals
+        ]
+        out = new_fwd(*(item for pair in pairs for item in pair))
+        n = len(out) - outputs.num_leaves
+        return out[n:], out[:n]
+
+    def rule_bwd(residuals: Any, cotangents: PyTree) -> Any:
+        grads = new_bwd(*residuals, *cotangents)
+        return tuple(None if isinstance(g, Zero) else g for g in grads)
+
+    function = jax.custom_vjp(lambda *arrays: new_fun(*arrays))
+    takes_zeros = has_zeros or closes_over
+    function.defvjp(
+        rule_fwd,
+        rule_bwd,
+        symbolic_zeros=takes_zeros,
+        # JAX does not allow both.
+        optimize_remat=coming.unbatched(primitive).opt_remat and not takes_zeros,
+    )
+    return function
+
+
+def bind_custom_vmap(
+    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, replace: Function
+) -> list[Array]:
+    """Binds a function with a rule for ``vmap``, with the rule replaced.
+
+    Args:
+      eqn: a ``custom_vmap_call``.
+      operands: the operands.
+      jaxpr: the jaxpr that it calls, closed.
+      replace: takes the rule as a function of batched arrays, and these arrays; returns
+        a list of batched results.
+    """
+    inputs, outputs = eqn.params["in_tree"], eqn.params["out_tree"]
+
+    def rule(axis_size: int, is_batched: Any, *arrays: Array) -> Any:
+        batched: list[Any] = []
+
+        def of_arrays(*arrays: Array) -> list[Array]:
+            out, is_out_batched = eqn.params["rule"](
+                axis_size, inputs.unflatten(is_batched), *inputs.unflatten(arrays)
+            )
+            batched[:] = outputs.flatten_up_to(is_out_batched)
+            return outputs.flatten_up_to(out)
+
+        return replace(of_arrays, *arrays), batched
+
+    function = jax.custom_batching.custom_vmap(
+        lambda *arrays: structure.evaluate(jaxpr, arrays)
+    )
+    function.def_vmap(rule)
+    return list(function(*operands))
+
+
+def _instantiated(array: Array) -> Any:
+    if structure.is_symbolic_zero(array):
+        return jnp.zeros(array.aval.shape, array.aval.dtype)
+    return array
+
+
+def _internal_zero(array: Array) -> Any:
+    """Returns a user's symbolic zero as JAX's own, which ``vmap`` accepts."""
+    return Zero(array.aval) if structure.is_symbolic_zero(array) else array
+
+
+def forwarded_residuals(eqn: Eqn, n_residuals: int) -> Sequence[int | None]:
+    """Returns, for each residual of a ``custom_vjp_call``, the operand that it is.
+
+    JAX knows this once the forward function has run.
+
+    Args:
+      eqn: the equation.
+      n_residuals: the number of residuals that it returned itself.
+    """
+    if eqn.primitive.name == coming.HIGH:
+        return [None] * n_residuals
+    _, _, forwards = eqn.params["out_trees"]()
+    return forwards

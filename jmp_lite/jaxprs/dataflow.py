@@ -1,0 +1,249 @@
+"""Analyses that follow facts along jaxprs, forward and backward.
+
+An analysis defines a fact, the join of two facts, and the effect of an equation on
+facts. The classes here carry facts into the jaxprs of equations, iterate loops to a
+fixed point, and know the path of each equation. Repeated joins must reach a fixed
+point.
+"""
+
+import abc
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
+
+Fact = TypeVar("Fact")
+
+
+def jaxprs(jaxpr: Jaxpr, path: str = "") -> Iterator[tuple[str, Jaxpr]]:
+    """Yields a jaxpr and the jaxprs inside of it, each with its path."""
+    yield path, jaxpr
+    for eqn in structure.parts(jaxpr).eqns:
+        for inner in params.inner_jaxprs(eqn):
+            yield from jaxprs(inner, source.path_of(eqn, path))
+
+
+def equations(jaxpr: Jaxpr, path: str = "") -> Iterator[tuple[Eqn, str]]:
+    """Yields each equation of a jaxpr and of the jaxprs inside of it, with its path."""
+    for where, each in jaxprs(jaxpr, path):
+        for eqn in structure.parts(each).eqns:
+            yield eqn, source.join(where, *source.scopes(eqn))
+
+
+def readers_of(parts: structure.Parts) -> Mapping[Var, list[Eqn | None]]:
+    """Returns the equations that read each variable, in order; None for an output."""
+    readers: dict[Var, list[Eqn | None]] = defaultdict(list)
+    for eqn in (*parts.eqns, None):
+        for atom in parts.outvars if eqn is None else eqn.invars:
+            if not structure.is_literal(atom):
+                readers[atom].append(eqn)
+    return readers
+
+
+def has_lanes(loop: Eqn) -> bool:
+    """Whether vmap has given a while loop one predicate for each batch element."""
+    (predicate,) = structure.parts(params.while_parts(loop).cond).outvars
+    return bool(predicate.aval.shape)
+
+
+_ONE_BODY = frozenset([*params.CALLED, "shard_map"])
+"""Ops with the operands and results of the one jaxpr that they contain."""
+
+
+class _Analysis(abc.ABC, Generic[Fact]):
+    """The common part of both directions."""
+
+    @abc.abstractmethod
+    def nothing(self) -> Fact:
+        """Returns the least fact: for a number, or for an unread value."""
+
+    @abc.abstractmethod
+    def join(self, one: Fact, other: Fact) -> Fact:
+        """Returns the fact of a value for which one of two facts holds."""
+
+    @abc.abstractmethod
+    def through(self, eqn: Eqn, facts: Sequence[Fact], path: str) -> Sequence[Fact]:
+        """Returns the effect of an equation, whose jaxprs are not entered, on facts.
+
+        Args:
+          eqn: the equation.
+          facts: the facts of its operands; in a backward analysis, of its results.
+          path: its path.
+
+        Returns:
+          The facts of its results; in a backward analysis, of its operands.
+        """
+
+    def _join_all(self, rows: Sequence[Sequence[Fact]]) -> list[Fact]:
+        joined = list(rows[0])
+        for row in rows[1:]:
+            joined = [self.join(a, b) for a, b in zip(joined, row, strict=True)]
+        return joined
+
+
+class Forward(_Analysis[Fact]):
+    """Follows facts from the inputs of a jaxpr to its outputs."""
+
+    def outputs(
+        self, jaxpr: Jaxpr, inputs: Sequence[Fact], path: str = ""
+    ) -> list[Fact]:
+        """Returns the facts of the outputs of a jaxpr.
+
+        Args:
+          jaxpr: a jaxpr, closed or open.
+          inputs: the facts of its inputs.
+          path: its path.
+        """
+        parts = structure.parts(jaxpr)
+        known = dict(zip(parts.invars, inputs, strict=True))
+
+        def read(atom: Var) -> Fact:
+            is_known = not structure.is_literal(atom) and atom in known
+            return known[atom] if is_known else self.nothing()
+
+        for eqn in parts.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            results = self._of_equation(eqn, operands, path)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in parts.outvars]
+
+    def _of_equation(
+        self, eqn: Eqn, operands: Sequence[Fact], path: str
+    ) -> Sequence[Fact]:
+        op, inside = params.op_of(eqn), source.path_of(eqn, path)
+        if op in _ONE_BODY:
+            return self.outputs(params.body_of(eqn), operands, inside)
+        if op == "cond":
+            branches = params.branches_of(eqn)
+            rows = [self.outputs(branch, operands[1:], inside) for branch in branches]
+            return self._join_all(rows)
+        if op == "scan":
+            n_consts, n_carry = params.scan_counts(eqn)
+            return self._loop(params.body_of(eqn), operands, n_consts, n_carry, inside)
+        if op == "while":
+            loop = params.while_parts(eqn)
+            of_body = operands[loop.n_cond :]
+            n_carry = len(eqn.outvars)
+            found = self._loop(loop.body, of_body, loop.n_body, n_carry, inside)
+            self.outputs(loop.cond, [*operands[: loop.n_cond], *found], inside)
+            return found
+        return self.through(eqn, operands, source.join(path, *source.scopes(eqn)))
+
+    def _loop(
+        self,
+        body: Jaxpr,
+        operands: Sequence[Fact],
+        n_consts: int,
+        n_carry: int,
+        path: str,
+    ) -> Sequence[Fact]:
+        n = n_consts + n_carry
+        carries = list(operands[n_consts:n])
+        while True:
+            inputs = [*operands[:n_consts], *carries, *operands[n:]]
+            results = self.outputs(body, inputs, path)
+            joined = self._join_all([carries, results[:n_carry]])
+            if joined == carries:
+                return [*carries, *results[n_carry:]]
+            carries = joined
+
+
+class Backward(_Analysis[Fact]):
+    """Follows facts from the outputs of a jaxpr to its inputs."""
+
+    def variables(
+        self, jaxpr: Jaxpr, outputs: Sequence[Fact], path: str = ""
+    ) -> Mapping[Any, Fact]:
+        """Returns the fact of each variable of a jaxpr.
+
+        Args:
+          jaxpr: a jaxpr, closed or open.
+          outputs: the facts of its outputs.
+          path: its path.
+        """
+        parts = structure.parts(jaxpr)
+        # Not the method: an analysis that remembers its results would hold itself.
+        nothing = self.nothing()
+        known: dict[Any, Fact] = defaultdict(lambda: nothing)
+
+        def note(atoms: Sequence[Var], facts: Sequence[Fact]) -> None:
+            for atom, fact in zip(atoms, facts, strict=True):
+                if not structure.is_literal(atom):
+                    known[atom] = self.join(known[atom], fact)
+
+        note(parts.outvars, outputs)
+        for eqn in reversed(parts.eqns):
+            results = [known[var] for var in eqn.outvars]
+            note(eqn.invars, self.of_equation(eqn, results, path))
+        return known
+
+    def inputs(
+        self, jaxpr: Jaxpr, outputs: Sequence[Fact], path: str = ""
+    ) -> list[Fact]:
+        """Returns the facts of the inputs of a jaxpr; see ``variables``."""
+        known = self.variables(jaxpr, outputs, path)
+        return [known[var] for var in structure.parts(jaxpr).invars]
+
+    def of_equation(
+        self, eqn: Eqn, results: Sequence[Fact], path: str
+    ) -> Sequence[Fact]:
+        """Returns the facts of an equation's operands.
+
+        Args:
+          eqn: an equation of a jaxpr.
+          results: the facts of its results.
+          path: the path of the jaxpr.
+        """
+        op, inside = params.op_of(eqn), source.path_of(eqn, path)
+        if op in _ONE_BODY:
+            return self.inputs(params.body_of(eqn), results, inside)
+        if op == "cond":
+            branches = params.branches_of(eqn)
+            rows = [self.inputs(branch, results, inside) for branch in branches]
+            return [self.of_predicate(), *self._join_all(rows)]
+        if op == "scan":
+            n_consts, n_carry = params.scan_counts(eqn)
+            body = params.body_of(eqn)
+            return self.of_loop(eqn, body, n_consts, n_carry, results, inside)
+        if op == "while":
+            loop = params.while_parts(eqn)
+            of_cond = self.inputs(loop.cond, [self.of_predicate()], inside)
+            n_carry = len(eqn.outvars)
+            read = self._join_all([results, of_cond[loop.n_cond :]])
+            of_body = self.of_loop(eqn, loop.body, loop.n_body, n_carry, read, inside)
+            return [*of_cond[: loop.n_cond], *of_body]
+        return self.through(eqn, results, source.join(path, *source.scopes(eqn)))
+
+    @abc.abstractmethod
+    def of_predicate(self) -> Fact:
+        """Returns the fact of a value that selects a branch or ends a loop."""
+
+    def of_loop(
+        self,
+        eqn: Eqn,
+        body: Jaxpr,
+        n_consts: int,
+        n_carry: int,
+        results: Sequence[Fact],
+        path: str,
+    ) -> Sequence[Fact]:
+        """Returns the facts of the operands of a loop.
+
+        Args:
+          eqn: the loop.
+          body: the jaxpr of a step.
+          n_consts: the number of loop-invariant inputs.
+          n_carry: the number of carries.
+          results: the facts of its results.
+          path: the path of the body.
+        """
+        del eqn
+        carries = list(results[:n_carry])
+        while True:
+            found = self.inputs(body, [*carries, *results[n_carry:]], path)
+            joined = self._join_all([carries, found[n_consts : n_consts + n_carry]])
+            if joined == carries:
+                return found
+            carries = joined

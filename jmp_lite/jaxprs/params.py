@@ -1,0 +1,438 @@
+"""Reads the parameters of equations, and binds equations with others.
+
+No other module knows the name of a parameter.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from jmp_lite.jaxprs import coming, structure
+from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr
+
+Item = TypeVar("Item")
+
+
+def op_of(eqn: Eqn) -> str:
+    """Returns the name of an equation's op, also under JAX's newest flags."""
+    name = eqn.primitive.name
+    return (
+        coming.HIGH_OPS.get(coming.high_name(eqn), name)
+        if name == coming.HIGH
+        else name
+    )
+
+
+def checkpoint_name_of(eqn: Eqn) -> str:
+    """Returns the ``checkpoint_name`` that an equation gives to a value, or None."""
+    if op_of(eqn) != "name":
+        return ""
+    params = eqn.params
+    return (
+        coming.unbatched(params["_prim"]).name if "_prim" in params else params["name"]
+    )
+
+
+def inner_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
+    """Yields the jaxprs among an equation's parameters."""
+    if eqn.primitive.name == coming.HIGH:
+        jaxpr = called(eqn)
+        yield from () if jaxpr is None else (jaxpr,)
+        return
+    for param in eqn.params.values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                yield item
+
+
+REMAT = ("checkpoint", "remat", "remat2")
+
+
+CALLS = ("jit", *REMAT)
+"""Ops that users write and that only call their jaxpr."""
+
+
+WRAPPERS = {
+    **dict.fromkeys(("compute_on", "xla_metadata_call"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr"),
+}
+"""Other ops that only call a jaxpr, with the parameter that contains it."""
+
+
+MERE_CALLS = ("jit", "closed_call", "eval_jaxpr")
+"""Ops whose jaxpr may run in their place."""
+
+
+CALLED = {
+    **dict.fromkeys(CALLS, "jaxpr"),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    "custom_vmap_call": "call",
+    **WRAPPERS,
+}
+"""All ops that only call a jaxpr, with the parameter that contains it."""
+
+
+def called(eqn: Eqn) -> Jaxpr | None:
+    """Returns the jaxpr that an equation only calls, or None."""
+    op = op_of(eqn)
+    if op not in CALLED:
+        return None
+    if eqn.primitive.name != coming.HIGH:
+        return eqn.params[CALLED[op]]
+    primitive = eqn.params["_prim"]
+    if "jaxpr" in primitive.params:
+        return primitive.params["jaxpr"]
+    if "traced" in primitive.params:
+        return primitive.params["traced"].jaxpr
+    return coming.called_batched(
+        coming.unbatched(primitive),
+        tuple(coming.batchings(primitive)),
+        tuple(primitive.in_avals_flat),
+    )
+
+
+def is_call(eqn: Eqn) -> bool:
+    """Whether an equation only calls a jaxpr, without a rule of its own."""
+    return op_of(eqn) in (*CALLS, *WRAPPERS)
+
+
+def trips(eqn: Eqn) -> int | None:
+    """Returns how often the jaxpr of an equation runs; None if unknown."""
+    if op_of(eqn) == "while":
+        return None
+    return eqn.params["length"] if op_of(eqn) == "scan" else 1
+
+
+def bind(
+    eqn: Eqn,
+    operands: Sequence[Any],
+    bound: set[object] | None = None,
+) -> list[Array]:
+    """Binds an equation's primitive to other operands.
+
+    Args:
+      eqn: the equation.
+      operands: the operands.
+      bound: the ops that were bound before; this op is added. JAX differentiates a
+        repeated op once.
+    """
+    return _bind(eqn, operands, bound)
+
+
+def _bind(
+    eqn: Eqn,
+    operands: Sequence[Any],
+    bound: set[object] | None = None,
+    /,
+    **changed: Any,
+) -> list[Array]:
+    if eqn.primitive.name == coming.HIGH and op_of(eqn) == "name":
+        name = coming.unbatched(eqn.params["_prim"])
+        return [type(name)(name.name, jax.typeof(operands[0]))(*operands)]
+    params = {**eqn.params, **changed}
+    run = functools.partial(_bind_primitive, eqn.primitive, tuple(params.items()))
+    # An op that contains a jaxpr is not stored: it may capture arrays and tracers.
+    is_plain = not eqn.effects and next(inner_jaxprs(eqn), None) is None
+    if bound is not None and is_plain and any(map(_is_being_linearized, operands)):
+        with contextlib.suppress(TypeError):  # Its parameters cannot be hashed.
+            op = (eqn.primitive, tuple(params.items()))
+            key = (*op, *map(_type_of, operands))
+            if key in bound:
+                run = _one_op(*op)
+            bound.add(key)
+    out = run(*operands)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _bind_primitive(
+    primitive: Any, params: tuple[tuple[str, Any], ...], *operands: Any
+) -> Any:
+    return primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _one_op(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
+    """Returns an op as a ``jit`` function that leaves no trace of itself.
+
+    For ``grad``, JAX analyses a jit function once, which takes longer than for an op,
+    and an op at every use. So a model of equal layers is traced in less time. (The
+    functions of ``jax.numpy`` are wrapped for the same reason.)
+    """
+    function = functools.partial(_bind_primitive, primitive, params)
+    return jax.jit(function, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
+
+
+def _type_of(array: Any) -> object:
+    return structure.shape_of(array), getattr(array, "dtype", type(array))
+
+
+class _Inline:
+    JAX_EARLY = True  # Before 0.12.
+
+
+def _is_being_linearized(operand: Any) -> bool:
+    """Whether an operand is differentiated in reverse while another trace is active."""
+    if type(operand).__name__ != "LinearizeTracer":
+        return False
+    return structure.is_tracer(operand.primal)
+
+
+def bind_call(eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Array]:
+    """Binds an op that only calls a jaxpr to another closed jaxpr."""
+    return _bind(eqn, operands, **{CALLED[op_of(eqn)]: jaxpr})
+
+
+def bind_cond(
+    eqn: Eqn, operands: Sequence[Any], branches: Sequence[Jaxpr]
+) -> list[Array]:
+    """Binds a cond to other closed branches."""
+    return _bind(eqn, operands, branches=tuple(branches))
+
+
+def bind_scan(eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Array]:
+    """Binds a scan to another closed body, with as many inputs of each kind."""
+    return _bind(eqn, operands, jaxpr=jaxpr)
+
+
+def bind_while(
+    eqn: Eqn, operands: Sequence[Any], cond: Jaxpr, body: Jaxpr
+) -> list[Array]:
+    """Binds a while to other closed jaxprs, with as many inputs of each kind."""
+    return _bind(eqn, operands, cond_jaxpr=cond, body_jaxpr=body)
+
+
+def bind_in(
+    eqn: Eqn,
+    operands: Sequence[Any],
+    dtype: Any,
+    precision: Any = None,
+    bound: set[object] | None = None,
+) -> list[Array]:
+    """Binds an op to operands of another dtype.
+
+    Args:
+      eqn: the equation.
+      operands: the operands.
+      dtype: the dtype of the result, if the equation states one; None keeps it.
+      precision: the precision or algorithm of a product.
+      bound: see ``bind``.
+    """
+    names = () if dtype is None else ("preferred_element_type", "out_dtype")
+    changed: dict[str, Any] = {
+        name: dtype for name in names if eqn.params.get(name) is not None
+    }
+    if precision is not None or eqn.params.get("precision") is not None:
+        changed["precision"] = precision
+    return _bind(eqn, operands, bound, **changed)
+
+
+def bind_flat_dot(eqn: Eqn, operands: Sequence[Any]) -> Array:
+    """Binds a ``dot_general`` to two matrices."""
+    (result,) = _bind(eqn, operands, dimension_numbers=(((1,), (0,)), ((), ())))
+    return result
+
+
+SCATTERS: dict[str, Function] = {
+    "scatter-add": jax.lax.scatter_add,
+    "scatter-sub": jax.lax.scatter_sub,
+    "scatter-mul": jax.lax.scatter_mul,
+}
+"""Scatters with a combiner, which is traced for a dtype."""
+
+
+def bind_scatter(eqn: Eqn, operands: Sequence[Any]) -> Array:
+    """Binds a scatter to operands of another dtype, with a combiner of that dtype."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    options = {name: eqn.params[name] for name in names}
+    return SCATTERS[op_of(eqn)](*operands, **options)
+
+
+def bind_remat(
+    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, saved: str = ""
+) -> list[Array]:
+    """Binds a rematerialized function to other operands, with another closed jaxpr.
+
+    Args:
+      eqn: the equation.
+      operands: the operands.
+      jaxpr: the jaxpr to run.
+      saved: the ``checkpoint_name`` of values that are saved in addition to its policy.
+    """
+    if eqn.primitive.name == coming.HIGH:
+        # Forward mode does not support policies that save by name (jax 0.12).
+        high = eqn.params["_prim"]
+        return list(type(high)(**{**high.params, "jaxpr": jaxpr})(*operands))
+    changed: dict[str, Any] = {}
+    if saved:
+        changed["policy"] = _saving(saved, eqn.params["policy"])
+    return _bind(eqn, operands, jaxpr=structure.without_consts(jaxpr), **changed)
+
+
+def _saving(name: str, policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns a checkpoint policy that also saves the values of a name.
+
+    JAX combines policies only if both answer yes or no; one that offloads does not.
+    """
+    policies = jax.checkpoint_policies
+    is_named, others = policies.save_only_these_names(name), policy
+
+    def either(*args: Any, **params: Any) -> Any:
+        if is_named(*args, **params):
+            return True
+        return False if others is None else others(*args, **params)
+
+    return either
+
+
+def body_of(eqn: Eqn) -> Jaxpr:
+    """Returns the jaxpr of a scan, of a shard_map, or of a call."""
+    inner = called(eqn)
+    return eqn.params["jaxpr"] if inner is None else inner
+
+
+def branches_of(eqn: Eqn) -> Sequence[Jaxpr]:
+    """Returns the branches of a cond."""
+    return eqn.params["branches"]
+
+
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
+    """Returns the numbers of constants and carries of a scan."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].update(eqn.invars).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def scan_options(eqn: Eqn) -> dict[str, Any]:
+    """Returns the length, the direction and the unrolling of a scan."""
+    return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+
+def scan_length(eqn: Eqn) -> int:
+    """Returns the number of steps of a scan."""
+    return eqn.params["length"]
+
+
+class While(NamedTuple):
+    """The two jaxprs of a while, and their numbers of constants."""
+
+    cond: Jaxpr
+    body: Jaxpr
+    n_cond: int
+    n_body: int
+
+
+def while_parts(eqn: Eqn) -> While:
+    """Returns the parts of a while."""
+    names = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
+    return While(*(eqn.params[name] for name in names))
+
+
+PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
+"""Matrix products."""
+
+
+class ProductParams(NamedTuple):
+    """The requests of a matrix product.
+
+    Attributes:
+      precision: its precision or its algorithm; None if it requests none.
+      result_dtype: the dtype of its result; None for the dtype of its operands.
+    """
+
+    precision: Any
+    result_dtype: Any
+
+
+def product_params(eqn: Eqn) -> ProductParams | None:
+    """Returns the requests of a matrix product; None for any other op."""
+    if op_of(eqn) not in PRODUCTS:
+        return None
+    dtype = eqn.params.get("preferred_element_type")
+    return ProductParams(eqn.params.get("precision"), dtype)
+
+
+def contracts_nothing(eqn: Eqn) -> bool:
+    """Whether a matrix product contracts no axis, so that it is a multiplication."""
+    if op_of(eqn) != "dot_general":
+        return False
+    (contracted, _), _ = dot_dimensions(eqn)
+    return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
+
+
+def dot_dimensions(eqn: Eqn) -> Any:
+    """Returns the contracted and the batch axes of both operands of a dot_general."""
+    return eqn.params["dimension_numbers"]
+
+
+def conv_axes(eqn: Eqn) -> Any:
+    """Returns the dimension numbers of a convolution."""
+    return eqn.params["dimension_numbers"]
+
+
+def inserted_zeros(eqn: Eqn) -> Sequence[int]:
+    """Returns by which factors a product spreads its left operand with zeros."""
+    return eqn.params.get("lhs_dilation", ())
+
+
+def exponent_of(eqn: Eqn) -> int:
+    """Returns the exponent of an ``integer_pow``."""
+    return eqn.params["y"]
+
+
+def passed(eqn: Eqn, items: Sequence[Item]) -> list[Item]:
+    """Returns the items of those operands that an ``optimization_barrier`` returns.
+
+    Args:
+      eqn: the equation.
+      items: an item for each operand.
+    """
+    if len(eqn.outvars) == len(items):
+        return list(items)
+    # A reference is an operand, and no result (0.12).
+    pairs = zip(items, eqn.invars, strict=True)
+    return [item for item, atom in pairs if type(atom.aval).__name__ != "AbstractRef"]
+
+
+def call_name(eqn: Eqn) -> str:
+    """Returns the name of the jit-compiled function in an equation, or nothing."""
+    return eqn.params["name"] if op_of(eqn) == "jit" else ""
+
+
+def is_custom_root(eqn: Eqn) -> bool:
+    """Whether a custom_jvp is JAX's own for a root."""
+    return "_custom_root" in structure.name_of(body_of(eqn))
+
+
+def shard_map_arguments(eqn: Eqn) -> dict[str, Any]:
+    """Returns the arguments of ``jax.shard_map`` that make an equation again."""
+    params = eqn.params
+    return {
+        "mesh": params["mesh"],
+        "in_specs": tuple(params["in_specs"]),
+        "out_specs": list(params["out_specs"]),
+        "axis_names": set(params["newly_manual_axes"]),
+        "check_vma": params["check_vma"],
+    }
+
+
+def ambient_precision() -> Any:
+    """Returns the precision or algorithm of a product that requests none."""
+    name: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    algorithms = jax.lax.DotAlgorithmPreset.__members__
+    if name in algorithms:
+        return algorithms[name]
+    return None if name is None else jax.lax.Precision(name)
+
+
+def has_only_axis_effects(eqn: Eqn) -> bool:
+    """Whether an equation has no side effects except communication over named axes."""
+    inside = called(eqn) if eqn.primitive.name == coming.HIGH else None
+    effects = eqn.effects | (
+        set() if inside is None else structure.open_jaxpr(inside).effects
+    )
+    return all(type(effect).__name__ == "NamedAxisEffect" for effect in effects)

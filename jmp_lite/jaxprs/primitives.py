@@ -1,0 +1,53 @@
+"""Makes primitives of this library."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax._src.interpreters import ad, batching, mlir
+from jax.extend import core
+
+
+def primitive(name: str, fun: Callable[..., Any]) -> Any:
+    """Returns a primitive whose result has the type of its last operand.
+
+    Unlike a ``custom_jvp``, whose rule JAX may drop if a loop is differentiated twice,
+    it keeps its derivative: see ``pass_last_tangent`` and ``set_transpose``.
+
+    Args:
+      name: the name of the primitive.
+      fun: computes its result. Under ``vmap`` all operands have the same number of
+        additional leading axes.
+    """
+    made = core.Primitive(name)
+    made.def_impl(fun)
+    made.def_abstract_eval(lambda *avals: avals[-1])
+    mlir.register_lowering(made, mlir.lower_fun(fun, multiple_results=False))
+
+    def batch(operands: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
+        size = next(
+            operand.shape[axis]
+            for operand, axis in zip(operands, axes, strict=True)
+            if axis is not None
+        )
+        in_front = (
+            batching.bdim_at_front(operand, axis, size)
+            for operand, axis in zip(operands, axes, strict=True)
+        )
+        return made.bind(*in_front), 0
+
+    batching.primitive_batchers[made] = batch
+    return made
+
+
+def pass_last_tangent(made: Any) -> None:
+    """Sets the derivative of a primitive: its tangent is that of its last operand."""
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        return made.bind(*primals), tangents[-1]
+
+    ad.primitive_jvps[made] = rule
+
+
+def set_transpose(made: Any, transpose: Callable[[Any], Any]) -> None:
+    """Makes a primitive linear, with a function of its cotangent as its transpose."""
+    ad.deflinear2(made, lambda cotangent, _: [transpose(cotangent)])

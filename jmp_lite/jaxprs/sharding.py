@@ -1,0 +1,89 @@
+"""Handles arrays whose types state their sharding, or the axes over which they vary."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite.jaxprs.types import Array, Aval, Var
+
+
+def zeros(aval: Aval, length: int | None = None) -> Any:
+    """Returns zeros of a type; with a length, with a leading axis of that length."""
+    more = () if length is None else (length,)
+    zero, shape = jnp.zeros((), aval.dtype), (*more, *aval.shape)
+    sharding = None
+    if _is_sharded(aval):
+        spec = (*(None for _ in more), *aval.sharding.spec)
+        sharding = aval.sharding.update(spec=jax.P(*spec))
+    array = jax.lax.broadcast(zero, shape, out_sharding=sharding)
+    return as_varying(array, aval.manual_axis_type.varying)
+
+
+def is_sharded(array: Array) -> bool:
+    """Whether the type of an array states its sharding, as on an Explicit mesh."""
+    return _is_sharded(jax.typeof(array))
+
+
+def _is_sharded(aval: Aval) -> bool:
+    return any(axis is not None for axis in aval.sharding.spec)
+
+
+def cast(array: Array, dtype: Any) -> Any:
+    """Returns an array in another dtype.
+
+    At the end of ``auto_axes``, for example, an op has an operand on another
+    mesh. The operand is cast on its own mesh.
+    """
+    mesh, inside = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if mesh.empty or inside.empty or mesh == inside:
+        return array.astype(dtype)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return array.astype(dtype)
+
+
+def as_varying(array: Array, axes: Iterable[str]) -> Any:
+    """Returns an array whose type states that it may differ over some mapped axes.
+
+    Only ``shard_map`` has such types. Elsewhere the array is returned unchanged.
+    """
+    # From the context: the types of captured arrays have no axes.
+    inside = jax.sharding.get_abstract_mesh().manual_axes
+    missing = {*axes}.intersection(inside) - jax.typeof(array).manual_axis_type.varying
+    if not missing:
+        return array
+    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying")
+
+
+def axes_of(array: Array) -> frozenset[str]:
+    """Returns the mapped axes over which an array may differ."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def gathered(array: Array, axes: Iterable[str] | None = None) -> Any:
+    """Returns the stacked arrays of all devices of a ``shard_map``.
+
+    The result is the same on each device. Outside of ``shard_map`` it is the array
+    itself.
+
+    Args:
+      array: the array of this device.
+      axes: the mapped axes to gather over; all by default.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = tuple(axis for axis in manual if axes is None or axis in axes)
+    if not axes:
+        return array
+    mine = jnp.asarray(array)
+    dtype = jnp.int32 if mine.dtype == jnp.bool_ else mine.dtype
+    everyone = jnp.zeros((jax.lax.axis_size(axes), *mine.shape), dtype)
+    mine = as_varying(mine.astype(dtype), axes)
+    # psum: shard_map treats the result of all_gather as different on each device.
+    own = as_varying(everyone, axes).at[jax.lax.axis_index(axes)].set(mine)
+    return jax.lax.psum(own, axes).astype(jnp.asarray(array).dtype)
+
+
+def varying_axes(atoms: Iterable[Var]) -> frozenset[str]:
+    """Returns the mapped axes over which some of the atoms may differ."""
+    return frozenset().union(*(a.aval.manual_axis_type.varying for a in atoms))

@@ -1,0 +1,135 @@
+"""Types of the parts of a jaxpr that this library reads."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import numpy as np
+
+Dtype: TypeAlias = np.dtype[Any]
+PyTree: TypeAlias = Any
+Function: TypeAlias = Callable[..., Any]
+"""A user's function, with an unknown signature."""
+Array: TypeAlias = jax.Array
+"""An array, a tracer, or a NumPy scalar."""
+
+
+class Aval(Protocol):
+    """The type of a value, such as ``float32[4,8]``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; a size may be symbolic."""
+        ...
+
+    @property
+    def dtype(self) -> Dtype:
+        """Its dtype."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        ...
+
+    @property
+    def sharding(self) -> Any:
+        """Its sharding, if types state it."""
+        ...
+
+    @property
+    def manual_axis_type(self) -> Any:
+        """The mapped axes over which it varies."""
+        ...
+
+    def update(self, **changes: Any) -> "Aval":
+        """Returns the type with some fields changed."""
+        ...
+
+    def to_tangent_aval(self) -> "Aval":
+        """Returns the type of a derivative; that of an integer or a key is float0."""
+        ...
+
+    def str_short(self) -> str:
+        """Returns the type as text."""
+        ...
+
+
+class Var(Protocol):
+    """A variable of a jaxpr, or a literal."""
+
+    @property
+    def aval(self) -> Aval:
+        """Its type."""
+        ...
+
+
+class Literal(Var, Protocol):
+    """A number in a jaxpr."""
+
+    @property
+    def val(self) -> Any:
+        """The number."""
+        ...
+
+
+class Primitive(Protocol):
+    """An operation."""
+
+    name: str
+    multiple_results: bool
+
+    def bind(self, *operands: Any, **params: Any) -> Any:
+        """Applies it to operands."""
+        ...
+
+    def get_bind_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the parameters for ``bind``."""
+        ...
+
+
+class Eqn(Protocol):
+    """An equation: a primitive applied to variables."""
+
+    @property
+    def primitive(self) -> Primitive:
+        """The primitive."""
+        ...
+
+    @property
+    def invars(self) -> Sequence[Var]:
+        """Its operands."""
+        ...
+
+    @property
+    def outvars(self) -> Sequence[Var]:
+        """Its results."""
+        ...
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Its parameters; only ``jaxprs.params`` reads them."""
+        ...
+
+    @property
+    def effects(self) -> Any:
+        """Its side effects."""
+        ...
+
+    @property
+    def source_info(self) -> Any:
+        """Its line of code and its scopes."""
+        ...
+
+    @property
+    def ctx(self) -> Any:
+        """The settings of its trace."""
+        ...
+
+
+class Jaxpr(Protocol):
+    """A jaxpr, closed or open; ``structure.parts`` returns its parts."""
+
+    def pretty_print(self) -> str:
+        """Returns it as text."""
+        ...

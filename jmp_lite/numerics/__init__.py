@@ -1,1 +1,0 @@
-"""Finds numbers that overflow, become zero, or are not finite."""
