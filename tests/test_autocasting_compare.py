@@ -11,7 +11,7 @@ from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 
 import jmp_lite as jmp
 from jmp_lite.autocasting.interpreter.api import trace
-from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.insight.compare.comparer import Comparer
 from jmp_lite.insight.compare.twins import StagedCasts, Twin
 

@@ -21,7 +21,7 @@ from optimizers import lenient
 
 from jmp_lite.autocasting.decide.facts import State
 from jmp_lite.autocasting.interpreter.api import autocast
-from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.marks import (
     as_full,
     as_low,

@@ -13,7 +13,7 @@ from programs import PROGRAMS, W, X
 
 import jmp_lite as jmp
 from jmp_lite.autocasting.decide.decisions import RecordsInside
-from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.compare.comparer import Comparer
 from jmp_lite.insight.compare.twins import Twin
@@ -70,9 +70,9 @@ def visiting(kind):
     seen = []
 
     class Visitor(kind):
-        def equation(self, eqn, operands, place):
+        def equation(self, eqn, operands, site):
             seen.append(eqn)
-            return super().equation(eqn, operands, place)
+            return super().equation(eqn, operands, site)
 
     return Visitor, seen
 
@@ -97,11 +97,15 @@ def test_all_tools_enter_the_same_equations(name, monkeypatch):
         watcher, "inner", lambda self: watcher(np.dtype("float16"), None, iter(int, 1))
     )
     tool = watcher(np.dtype("float16"))
-    jax.eval_shape(lambda *xs: tool.run(traced, list(map(Seen, xs))) and None, *arrays)
+    jax.eval_shape(
+        lambda *xs: tool.run_program(traced, list(map(Seen, xs))) and None, *arrays
+    )
     comparer, compared = visiting(Comparer)
     monkeypatch.setattr(comparer, "inner", lambda self: comparer(64))
     other = comparer(64)
-    jax.eval_shape(lambda *xs: other.run(traced, list(map(Twin, xs))) and None, *arrays)
+    jax.eval_shape(
+        lambda *xs: other.run_program(traced, list(map(Twin, xs))) and None, *arrays
+    )
     walk = Interpreter(get_rules("O1"))
     jax.eval_shape(lambda *xs: walk.run_function(traced, xs), *arrays)
     by_tool = [{id(eqn) for eqn in eqns} for eqns in (watched, compared)]

@@ -66,6 +66,12 @@ MERE_CALLS = ("jit", "closed_call", "eval_jaxpr")
 """Ops whose jaxpr may run in their place."""
 
 
+CONTROL = ("cond", "scan", "while", "shard_map")
+"""Ops with branches, steps or devices."""
+
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
+"""Ops that call a jaxpr, and have a derivative or a batching rule of their own."""
+
 CALLED = {
     **dict.fromkeys(CALLS, "jaxpr"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
@@ -255,12 +261,16 @@ def bind_remat(
 ) -> list[Array]:
     """Binds a rematerialized function to other operands, with another closed jaxpr.
 
+    The constants of the jaxpr become operands.
+
     Args:
       eqn: the equation.
       operands: the operands.
       jaxpr: the jaxpr to run.
       saved: the ``checkpoint_name`` of values that are saved in addition to its policy.
     """
+    jaxpr, consts = structure.with_consts_as_inputs(jaxpr)
+    operands = [*consts, *operands]
     if eqn.primitive.name == coming.HIGH:
         # Forward mode does not support policies that save by name (jax 0.12).
         high = eqn.params["_prim"]
@@ -408,16 +418,44 @@ def is_custom_root(eqn: Eqn) -> bool:
     return "_custom_root" in structure.name_of(body_of(eqn))
 
 
-def shard_map_arguments(eqn: Eqn) -> dict[str, Any]:
-    """Returns the arguments of ``jax.shard_map`` that make an equation again."""
-    params = eqn.params
-    return {
-        "mesh": params["mesh"],
-        "in_specs": tuple(params["in_specs"]),
-        "out_specs": list(params["out_specs"]),
-        "axis_names": set(params["newly_manual_axes"]),
-        "check_vma": params["check_vma"],
-    }
+class ShardMap(NamedTuple):
+    """A ``shard_map``.
+
+    Attributes:
+      mesh: its mesh.
+      in_specs: the specs of its operands.
+      out_specs: the specs of its results.
+      axes: the mapped axes.
+      check_vma: whether types state over which axes arrays vary.
+    """
+
+    mesh: Any
+    in_specs: tuple[Any, ...]
+    out_specs: Sequence[Any]
+    axes: frozenset[str]
+    check_vma: bool
+
+    def of(self, fun: Function, in_specs: Any, out_specs: Any) -> Function:
+        """Returns another function as it maps its own, with other specs."""
+        return jax.shard_map(
+            fun,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=self.axes,
+            check_vma=self.check_vma,
+        )
+
+
+def shard_map_of(eqn: Eqn) -> ShardMap:
+    """Returns a ``shard_map``, with which to map another function."""
+    return ShardMap(
+        eqn.params["mesh"],
+        tuple(eqn.params["in_specs"]),
+        list(eqn.params["out_specs"]),
+        frozenset(eqn.params["newly_manual_axes"]),
+        eqn.params["check_vma"],
+    )
 
 
 def ambient_precision() -> Any:

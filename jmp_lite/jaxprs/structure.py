@@ -61,6 +61,8 @@ def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns a closed jaxpr with its constants as first inputs, and the constants."""
     consts = parts(jaxpr).consts
     n_consts = len(consts)
+    if not consts:
+        return jaxpr, consts
     avals = list(map(type_of, (*parts(jaxpr).constvars, *parts(jaxpr).invars)))
 
     def run(*arrays: Array) -> list[Array]:

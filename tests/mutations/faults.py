@@ -1794,7 +1794,7 @@ FAULTS = (
         "test_train.py::test_each_state_has_a_name_in_exported_programs",
     ),
     Fault(
-        "autocasting/interpreter/walk.py",
+        "autocasting.interpreter.interpreter.py",
         "        # would keep the captured arrays alive.\n        self._start_memories()",
         "        # would keep the captured arrays alive.",
         "captured arrays stay alive",

@@ -40,16 +40,19 @@ class Loop(NamedTuple):
     has_gradient: bool = True
 
     @classmethod
-    def of_scan(cls, eqn: Eqn) -> "Loop":
-        """Returns a ``scan`` as a loop."""
+    def of(cls, eqn: Eqn) -> "Loop":
+        """Returns a ``scan`` or a ``while`` as a loop."""
+        return (cls._of_while if params.op_of(eqn) == "while" else cls._of_scan)(eqn)
+
+    @classmethod
+    def _of_scan(cls, eqn: Eqn) -> "Loop":
         n_consts, n_carry = params.scan_counts(eqn)
         carries = {n_consts + i: i for i in range(n_carry)}
         sliced = frozenset(range(n_consts + n_carry, len(eqn.invars)))
         return cls(params.body_of(eqn), carries, sliced)
 
     @classmethod
-    def of_while(cls, eqn: Eqn) -> "Loop":
-        """Returns a ``while`` as a loop."""
+    def _of_while(cls, eqn: Eqn) -> "Loop":
         _, body, _, n_consts = params.while_parts(eqn)
         carries = {n_consts + i: i for i in range(len(eqn.outvars))}
         return cls(body, carries, frozenset(), has_gradient=False)

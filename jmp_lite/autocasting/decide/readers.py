@@ -166,8 +166,8 @@ class UseAnalysis(Backward[Readers]):
         path: str,
     ) -> Sequence[Readers]:
         """Returns the readers of a loop's operands; a carry's depend on its slot."""
-        of = Loop.of_while if params.op_of(eqn) == "while" else Loop.of_scan
-        carries = classify(self._rules, of(eqn), are_read(results[:n_carry]), path)
+        is_read = are_read(results[:n_carry])
+        carries = classify(self._rules, Loop.of(eqn), is_read, path)
         outputs = [*of_carries(carries), *results[n_carry:]]
         readers = self.inputs(body, outputs, path)
         for i, (slot, _) in enumerate(carries, n_consts):

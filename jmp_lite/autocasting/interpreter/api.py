@@ -8,13 +8,13 @@ import jax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.decide.equation import changes_nothing
+from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.interpreter.validation import (
     check_function,
     choose_rules,
     function_of_arrays,
     refuse_mutable_graphs,
 )
-from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, Rules
 from jmp_lite.casting.mutables import noting_captures, returning_changes, write_changes
 from jmp_lite.jaxprs import structure

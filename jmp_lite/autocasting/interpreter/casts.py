@@ -17,6 +17,7 @@ from jmp_lite.autocasting.decide.facts import (
     Number,
     Origin,
     RangeEnd,
+    Readers,
     State,
 )
 from jmp_lite.autocasting.interpreter.float8 import (
@@ -100,6 +101,12 @@ class Casts:
         if value.cast is None:  # Once for all uses: each would be kept for backward.
             value.cast = self.cast(value.array)
         return value.cast
+
+    def as_read(self, value: Value, readers: Readers) -> Value:
+        """Returns the result of a function of 16-bit values as its readers take it."""
+        if readers.amplify:
+            return Value(self.full(value), State.SOFT, origin=value.origin)
+        return Value(self.low(value), State.LOW, origin=value.origin)
 
     def quantized(self, value: Value) -> QuantizedOperand:
         """Returns a value as an operand of a float8 product."""

@@ -8,34 +8,44 @@ from typing import NamedTuple
 
 import jax
 
-from jmp_lite.autocasting.decide.equation import decide_to_keep
 from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec, State
-from jmp_lite.autocasting.interpreter.conversion import (
-    Call,
-    Converted,
-    Walk,
-    arrays_of,
-    as_spec,
-    as_specs,
-    as_values,
-    convert,
-    keep,
-    results_of_call,
-)
+from jmp_lite.autocasting.interpreter.conversion import Converted, Converter, Site
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.jaxprs import custom_rules, params, structure
-from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Function, Jaxpr, PyTree
 
 
-def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
-    """Binds a function with a ``jvp`` rule, both converted inside."""
-    eqn, operands, result_readers, path = call
-    jaxpr = params.body_of(eqn)
-    if decision := decide_to_keep(walk.at, eqn, path):
-        return keep(walk, call, decision)
-    states = [value.spec for value in operands]
-    inside = convert(walk, jaxpr, operands, result_readers, path)
-    specs = inside.specs
+def run(
+    walk: Converter, eqn: Eqn, operands: Sequence[Value], site: Site
+) -> list[Value]:
+    """Binds a function with rules of its own, all converted inside.
+
+    Args:
+      walk: the interpreter.
+      eqn: the equation.
+      operands: its operands.
+      site: its site.
+    """
+    inside = walk.body(params.body_of(eqn), operands, site)
+    binds = {
+        "custom_jvp_call": _bind_jvp,
+        "custom_vjp_call": _bind_vjp,
+        "custom_vmap_call": _bind_vmap,
+    }
+    with walk.recording():  # It is recorded already.
+        arrays = binds[params.op_of(eqn)](walk, eqn, operands, site, inside)
+    return walk.received(eqn, [(inside, operands)], arrays)
+
+
+def _bind_jvp(
+    walk: Converter,
+    eqn: Eqn,
+    operands: Sequence[Value],
+    site: Site,
+    inside: Converted,
+) -> list[Array]:
+    """Binds a function with a ``jvp`` rule."""
+    jaxpr, states, specs = params.body_of(eqn), inside.given, inside.made
 
     def replace(fun: Function, jvp: Function) -> PyTree:
         del fun  # It evaluates the jaxpr.
@@ -51,34 +61,33 @@ def run_custom_jvp(walk: Walk, call: Call) -> list[Value]:
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
             types = list(map(structure.type_of, structure.parts(jaxpr).invars))
             avals = [*types, *(aval.to_tangent_aval() for aval in types)]
-            values = as_values(arrays, [*states, *tangents])
+            values = walk.pack_all(arrays, [*states, *tangents])
             # The results have the readers that they have without the derivative.
-            out = _follow(
-                walk, tangents_first, values, avals, jaxpr, path, result_readers
-            )
+            out = _follow(walk, tangents_first, values, avals, jaxpr, site)
             out = [_out(walk, o, s) for o, s in zip(out, 2 * specs, strict=True)]
             return [*out[len(specs) :], *out[: len(specs)]]
 
         return low_fun, low_jvp
 
-    with walk.recording():  # It is recorded already.
-        arrays = custom_rules.bind_custom(eqn, arrays_of(operands), replace)
-    return results_of_call(walk, call, arrays, inside)
+    arrays = walk.unpack_all(operands, inside.given)
+    return custom_rules.bind_custom(eqn, arrays, replace)
 
 
-def run_custom_vjp(walk: Walk, call: Call) -> list[Value]:
+def _bind_vjp(
+    walk: Converter,
+    eqn: Eqn,
+    operands: Sequence[Value],
+    site: Site,
+    inside: Converted,
+) -> list[Array]:
     """Binds a ``custom_vjp`` to its operands, with its functions converted."""
-    inside = convert(
-        walk, params.body_of(call.eqn), call.operands, call.result_readers, call.path
-    )
 
     def replace(fun: Function, fwd: Function, bwd: Function) -> PyTree:
         del fun  # It evaluates the jaxpr.
-        return _LowVjp(walk, call, inside, fwd, bwd).functions()
+        return _LowVjp(walk, eqn, site, inside, fwd, bwd).functions()
 
-    with walk.recording():  # It is recorded already.
-        arrays = custom_rules.bind_custom(call.eqn, arrays_of(call.operands), replace)
-    return results_of_call(walk, call, arrays, inside)
+    arrays = walk.unpack_all(operands, inside.given)
+    return custom_rules.bind_custom(eqn, arrays, replace)
 
 
 class _LowVjp:
@@ -88,25 +97,29 @@ class _LowVjp:
 
     Args:
       walk: the interpreter.
-      call: the equation.
+      eqn: the equation.
+      site: its site.
       inside: its function, converted.
       fwd: the user's forward function.
       bwd: the user's backward function.
     """
 
     def __init__(
-        self, walk: Walk, call: Call, inside: Converted, fwd: Function, bwd: Function
+        self,
+        walk: Converter,
+        eqn: Eqn,
+        site: Site,
+        inside: Converted,
+        fwd: Function,
+        bwd: Function,
     ) -> None:
         self._walk = walk
+        self._eqn = eqn
+        self._site = site
         self._inside = inside
         self._fwd = fwd
         self._bwd = bwd
-        # JAX keeps the functions: they may not hold the operands, which are tracers.
-        self._eqn = call.eqn
-        self._result_readers = call.result_readers
-        self._path = call.path
-        self._jaxpr = params.body_of(call.eqn)
-        self._specs = tuple(value.spec for value in call.operands)
+        self._jaxpr = params.body_of(eqn)
         # For each residual that is not an operand: its spec, or None for a number.
         self._computed: list[Spec | None] = []
 
@@ -119,7 +132,7 @@ class _LowVjp:
 
     def _forward(self, *args: PyTree) -> list[Array]:
         """Runs ``fwd`` on operands, each followed by whether it is differentiated."""
-        n_out = len(self._inside.specs)
+        n_out = len(self._inside.made)
 
         def flat(*arrays: Array) -> PyTree:
             pairs = zip(arrays, args[1::2], strict=True)
@@ -127,27 +140,29 @@ class _LowVjp:
             n_kept = len(out) - n_out
             return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
 
-        values = as_values(args[::2], self._specs)
+        values = self._walk.pack_all(args[::2], self._inside.given)
         avals = list(map(structure.type_of, structure.parts(self._jaxpr).invars))
-        out = self._follow(flat, values, avals, self._result_readers)
+        out = self._follow(flat, values, avals, self._site.readers)
         kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
         self._computed = [
             (one.state, Kind.COMPUTED) if isinstance(one, Value) else None
             for one in kept
         ]
         arrays = [one.array if isinstance(one, Value) else one.number for one in kept]
-        return arrays + as_specs(self._walk, results, self._inside.specs)
+        return arrays + self._walk.unpack_all(results, self._inside.made)
 
     def _backward(self, *args: PyTree) -> PyTree:
         """Runs ``bwd`` on residuals and cotangents."""
         forwarded = custom_rules.forwarded_residuals(self._eqn, len(self._computed))
         fresh = iter(self._computed)
-        kept = [next(fresh) if i is None else self._specs[i] for i in forwarded]
-        given = [*kept, *((s, Kind.COMPUTED) for s, _ in self._inside.specs)]
+        operands = self._inside.given
+        kept = [next(fresh) if i is None else operands[i] for i in forwarded]
+        given = [*kept, *((s, Kind.COMPUTED) for s, _ in self._inside.made)]
         # Python numbers are not traced, because bwd may branch on them.
         is_array = [spec is not None for spec in given]
         arrays = [arg for arg, yes in zip(args, is_array, strict=True) if yes]
-        values = as_values(arrays, [spec for spec in given if spec is not None])
+        specs = [spec for spec in given if spec is not None]
+        values = self._walk.pack_all(arrays, specs)
         trees: list[PyTree] = []
 
         def flat(*arrays: Array) -> list[Array]:
@@ -161,11 +176,10 @@ class _LowVjp:
             return leaves
 
         grads = self._follow(flat, values, list(map(_type_as_traced, values)))
-        n_operands = len(self._specs)
         # JAX appends the logs of a backward pass to the gradients.
-        grads[:n_operands] = [
+        grads[: len(operands)] = [
             _out(self._walk, grad, spec)
-            for grad, spec in zip(grads[:n_operands], self._specs, strict=True)
+            for grad, spec in zip(grads, operands, strict=False)
         ]
         rest = [v.array if isinstance(v, Value) else v for v in grads]
         return jax.tree.unflatten(trees[0], rest)
@@ -175,29 +189,31 @@ class _LowVjp:
         fun: Function,
         values: Sequence[Value],
         avals: Sequence[Aval],
-        result_readers: Sequence[Readers] = (),
+        readers: Sequence[Readers] = (),
     ) -> list[PyTree]:
-        return _follow(
-            self._walk, fun, values, avals, self._jaxpr, self._path, result_readers
-        )
+        site = self._site._replace(readers=readers)
+        return _follow(self._walk, fun, values, avals, self._jaxpr, site)
 
 
-def run_custom_vmap(walk: Walk, call: Call) -> list[Value]:
-    """Binds a function with a rule for ``vmap``, both converted inside."""
-    eqn, operands, result_readers, path = call
-    jaxpr, states = params.body_of(eqn), [value.spec for value in operands]
-    inside = convert(walk, jaxpr, operands, result_readers, path)
+def _bind_vmap(
+    walk: Converter,
+    eqn: Eqn,
+    operands: Sequence[Value],
+    site: Site,
+    inside: Converted,
+) -> list[Array]:
+    """Binds a function with a rule for ``vmap``."""
+    jaxpr = params.body_of(eqn)
 
     def low_rule(batched: Function, *arrays: Array) -> list[Array]:
-        values = as_values(arrays, states)
+        values = walk.pack_all(arrays, inside.given)
         types = [_type_as_traced(value) for value in values]
-        out = _follow(walk, batched, values, types, jaxpr, path)
-        return as_specs(walk, out, inside.specs)
+        any_readers = site._replace(readers=())
+        out = _follow(walk, batched, values, types, jaxpr, any_readers)
+        return walk.unpack_all(out, inside.made)
 
-    arrays = custom_rules.bind_custom_vmap(
-        eqn, arrays_of(operands), inside.jaxpr, low_rule
-    )
-    return results_of_call(walk, call, arrays, inside)
+    arrays = walk.unpack_all(operands, inside.given)
+    return custom_rules.bind_custom_vmap(eqn, arrays, inside.jaxpr, low_rule)
 
 
 def _type_as_traced(value: Value) -> PyTree:
@@ -206,13 +222,12 @@ def _type_as_traced(value: Value) -> PyTree:
 
 
 def _follow(
-    walk: Walk,
+    walk: Converter,
     fun: Function,
     values: Sequence[Value],
     avals: Sequence[Aval],
     like: Jaxpr,
-    path: str,
-    result_readers: Sequence[Readers] = (),
+    site: Site,
 ) -> list[PyTree]:
     """Runs a function of a derivative rule under the rules.
 
@@ -225,9 +240,8 @@ def _follow(
       values: its arguments.
       avals: its original types.
       like: the jaxpr that it belongs to.
-      path: its path.
-      result_readers: the readers of its last results; the results before may have any
-        readers.
+      site: its site, with the readers of its last results; the results before may have
+        any readers.
 
     Returns:
       A ``Value`` for each array that ``fun`` returns; other items unchanged.
@@ -253,16 +267,15 @@ def _follow(
         return [item for item in out if _is_array(item)]
 
     jaxpr = structure.trace(traced, [avals[i] for i in live], like)
-    n_before = len(structure.parts(jaxpr).outvars) - len(result_readers)
-    readers = [*[Readers.OTHER] * n_before, *result_readers]
-    region = walk.at.region(path)
-    results = iter(walk.run(jaxpr, [values[i] for i in live], readers, path, region))
+    n_before = len(structure.parts(jaxpr).outvars) - len(site.readers)
+    inner = site._replace(readers=[*[Readers.OTHER] * n_before, *site.readers])
+    results = iter(walk.run(jaxpr, [values[i] for i in live], inner))
     return [next(results) if item is None else item for item in others]
 
 
-def _out(walk: Walk, item: PyTree, spec: Spec) -> PyTree:
+def _out(walk: Converter, item: PyTree, spec: Spec) -> PyTree:
     if isinstance(item, Value):
-        return as_spec(walk, item, spec)
+        return walk.unpack(item, spec)[0]
     if structure.is_zero(item) and spec[0] is State.LOW:
         return type(item)(structure.retyped(item.aval, walk.casts.low_dtype))
     return item

@@ -7,7 +7,7 @@ readers outside of the scope run in float32 anyway.
 from collections.abc import Mapping, Sequence
 
 from jmp_lite.autocasting.decide.facts import Readers, State
-from jmp_lite.autocasting.interpreter.conversion import Walk, leave_function
+from jmp_lite.autocasting.interpreter.conversion import Converter, Site
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.jaxprs import source, structure
 from jmp_lite.jaxprs.dataflow import readers_of
@@ -20,24 +20,21 @@ class Regions:
     Args:
       walk: the interpreter.
       parts: the jaxpr.
-      path: its path.
+      site: its site.
       readers: the readers of each of its values.
-      outside: the readers of its outputs.
     """
 
     def __init__(
         self,
-        walk: Walk,
+        walk: Converter,
         parts: structure.Parts,
-        path: str,
+        site: Site,
         readers: Mapping[Var, Readers],
-        outside: Sequence[Readers],
     ) -> None:
         self._walk = walk
         self._parts = parts
-        self._path = path
+        self._site = site
         self._readers = readers
-        self._outside = outside
         self._read_by: Mapping[Var, list[Eqn | None]] | None = None
 
     def enter(self, operands: Sequence[Value]) -> list[Value]:
@@ -61,7 +58,7 @@ class Regions:
         if readers.want_float32:
             return Value(array, state, kind, origin=value.origin)
         if value.is_from_low:
-            return leave_function(self._walk.casts, value, readers)
+            return self._walk.casts.as_read(value, readers)
         return Value(array, State.SOFT, kind, origin=value.origin)
 
     def _readers_outside(self, atom: Var, region: str | None) -> Readers:
@@ -71,13 +68,13 @@ class Regions:
         for eqn in self._read_by[atom]:
             if eqn is None:
                 continue
-            where = source.join(self._path, *source.scopes(eqn))
+            where = source.join(self._site.path, *source.scopes(eqn))
             if self._walk.at.region(where) == region:
                 continue
             results = [self._readers[var] for var in eqn.outvars]
-            of_operands = self._walk.uses.of_equation(eqn, results, self._path)
+            of_operands = self._walk.uses.of_equation(eqn, results, self._site.path)
             for other, readers in zip(eqn.invars, of_operands, strict=True):
                 found |= readers if other is atom else Readers.NOBODY
-        for other, readers in zip(self._parts.outvars, self._outside, strict=True):
+        for other, readers in zip(self._parts.outvars, self._site.readers, strict=True):
             found |= readers if other is atom else Readers.NOBODY
         return found

@@ -4,7 +4,6 @@ One lane runs the jaxpr as it is. The other lane runs it in float32, with the pr
 and trip counts of the first.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +12,9 @@ import jax.numpy as jnp
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.compare import twins
 from jmp_lite.insight.compare.twins import Twin
-from jmp_lite.jaxprs import params, source, structure
-from jmp_lite.jaxprs.evaluate import Evaluator, Place
+from jmp_lite.insight.counting import CountingEvaluator
+from jmp_lite.insight.places import Place
+from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.types import Array, Aval, Eqn
 
 
@@ -52,14 +52,12 @@ class Sums(NamedTuple):
     given: Any
 
 
-class Comparer(Evaluator[Twin, bool, Op]):
+class Comparer(CountingEvaluator[Twin, bool, Op]):
     """Runs jaxprs on two lanes. The form of a value is whether it has a twin.
 
     Args:
       elements: the largest number of elements of a result to compare.
     """
-
-    keeps_calls = False
 
     def __init__(self, elements: int) -> None:
         super().__init__()
@@ -72,7 +70,7 @@ class Comparer(Evaluator[Twin, bool, Op]):
     # ------------------------------------------------------------------ the equations
 
     def equation(
-        self, eqn: Eqn, operands: Sequence[Twin], place: Place
+        self, eqn: Eqn, operands: Sequence[Twin], site: Place
     ) -> Sequence[Twin]:
         """Runs an equation on both lanes, and measures the error of its results."""
         results = twins.run_twice(eqn, operands)
@@ -80,7 +78,7 @@ class Comparer(Evaluator[Twin, bool, Op]):
             for result, operand in zip(results, operands, strict=False):
                 result.error = operand.measured(self._elements) or twins.NO_ERROR
         else:
-            self._measure(eqn, operands, results, place)
+            self._measure(eqn, operands, results, site)
         return results
 
     def _measure(
@@ -88,7 +86,7 @@ class Comparer(Evaluator[Twin, bool, Op]):
         eqn: Eqn,
         operands: Sequence[Twin],
         results: Sequence[Twin],
-        place: Place,
+        site: Place,
     ) -> None:
         made = [
             error
@@ -105,12 +103,12 @@ class Comparer(Evaluator[Twin, bool, Op]):
             largest = jnp.maximum(largest, each)
         dtype = twins.dtype_it_runs_in(eqn)
         op = Op(
-            of_the_user(source.join(place.path, *source.scopes(eqn))),
+            of_the_user(site.path),
             params.op_of(eqn),
-            source.source(eqn, place.source),
+            site.source,
             dtype.name,
             float(jnp.finfo(dtype).eps) / 2,
-            place.is_backward or source.is_transposed(eqn),
+            site.is_backward,
         )
         weighted = jnp.where(size > 0, largest * size, 0)
         self.note([op], Sums(*(jnp.atleast_1d(x) for x in (off, size, weighted))))
@@ -126,45 +124,42 @@ class Comparer(Evaluator[Twin, bool, Op]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, array: Any) -> Twin:
+    def constant(self, var: Any, array: Any) -> Twin:
         """Returns a constant, which no rounding affects."""
+        del var
         return Twin(array)
+
+    def literal(self, atom: Any) -> Twin:
+        """Returns a literal, which no rounding affects."""
+        return Twin(structure.as_array(atom.val))
 
     def form(self, value: Twin) -> bool:
         """Returns whether a value has a twin."""
         return value.exact is not None
 
-    def join(self, one: bool, other: bool) -> bool:
+    def join(self, forms: Sequence[bool]) -> bool:
         """Returns whether a value has a twin that has one in some cases."""
-        return one or other
+        return any(forms)
 
-    def array(self, value: Twin) -> Array:
-        """Returns the array on the first lane."""
-        return value.low
+    def width(self, form: bool) -> int:
+        """Returns the number of arrays: two for a value with a twin."""
+        return 1 + form
 
-    def arrays(self, values: Sequence[Twin], forms: Sequence[bool]) -> list[Array]:
-        """Returns the arrays of the first lane, then the twins."""
-        full = [value.full for value in itertools.compress(values, forms)]
-        return [*(value.low for value in values), *full]
+    def unpack(self, value: Twin, form: bool) -> list[Array]:
+        """Returns the array of the first lane, then the twin."""
+        return [value.low, value.full] if form else [value.low]
 
-    def values(self, arrays: Sequence[Array], forms: Sequence[bool]) -> list[Twin]:
-        """Returns values of the arrays of the first lane, followed by the twins."""
-        exact = iter(arrays[len(forms) :])
-        return [
-            Twin(low, next(exact) if has_twin else None)
-            for low, has_twin in zip(arrays, forms, strict=False)
-        ]
+    def pack(self, arrays: Sequence[Array], form: bool) -> Twin:
+        """Returns the value of an array of the first lane, and its twin."""
+        return Twin(arrays[0], arrays[1] if form else None)
 
-    def types(self, avals: Sequence[Aval], forms: Sequence[bool]) -> list[Aval]:
-        """Returns the types of the first lane, then those of the twins."""
-        wide = [
-            structure.retyped(aval, jnp.float32)
-            if twins.is_narrow(aval.dtype)
-            else aval
-            for aval in itertools.compress(avals, forms)
-        ]
-        return [*avals, *wide]
+    def types(self, aval: Aval, form: bool) -> list[Aval]:
+        """Returns the types of the first lane and of the twin."""
+        if not form:
+            return [aval]
+        is_narrow = twins.is_narrow(aval.dtype)
+        return [aval, structure.retyped(aval, jnp.float32) if is_narrow else aval]
 
-    def specs(self, specs: Sequence[Any], forms: Sequence[bool]) -> list[Any]:
-        """Returns the specs of the first lane, then those of the twins."""
-        return [*specs, *itertools.compress(specs, forms)]
+    def specs(self, spec: Any, form: bool) -> list[Any]:
+        """Returns the specs of the first lane and of the twin."""
+        return [spec] * self.width(form)

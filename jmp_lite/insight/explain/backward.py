@@ -20,9 +20,9 @@ from jmp_lite.insight.explain.rows import (
     equations,
     precision_as_traced,
 )
+from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
-from jmp_lite.jaxprs.evaluate import Place
 from jmp_lite.jaxprs.types import (
     Array,
     Aval,
@@ -52,12 +52,12 @@ class Backward(NamedTuple):
     kept: int
 
 
-def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
+def backward_of(program: Jaxpr, tree_def: PyTree) -> Backward:
     """Returns the backward pass of a program, without running it.
 
     Args:
       program: a jaxpr.
-      structure: the pytree structure of its results.
+      tree_def: the pytree structure of its results.
 
     Raises:
       ValueError: the program has no floating-point input or no floating-point result.
@@ -65,7 +65,7 @@ def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
     parts = structure.parts(program)
     avals = [var.aval for var in parts.invars]
     floats = [i for i, aval in enumerate(avals) if _is_float(aval)]
-    losses = losses_of([var.aval for var in parts.outvars], structure)
+    losses = losses_of([var.aval for var in parts.outvars], tree_def)
     check_backward(floats, losses)
 
     def forward(*arrays: Array) -> PyTree:
@@ -177,13 +177,13 @@ class _Uses(BackwardAnalysis[_Use]):
         return uses
 
 
-def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:
+def losses_of(avals: Sequence[Aval], tree_def: PyTree) -> list[int]:
     """Returns the results that are differentiated.
 
     A scalar result that is alone, or first in a tuple, is the loss. Otherwise all
     floating-point results are differentiated.
     """
-    first: PyTree = jax.tree.unflatten(structure, range(len(avals)))
+    first: PyTree = jax.tree.unflatten(tree_def, range(len(avals)))
     while isinstance(first, tuple) and first:
         first = first[0]
     if isinstance(first, int) and _is_float(avals[first]) and not avals[first].shape:

@@ -17,8 +17,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter.api import trace
+from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
-from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.rules.rules import Rules, check_pattern
 from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.insight.explain.arguments import argument_name, arrays_in

@@ -34,9 +34,9 @@ from jmp_lite.insight.explain.rows import (
     short,
 )
 from jmp_lite.insight.explain.tables import count
+from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import equations as every_equation
-from jmp_lite.jaxprs.evaluate import Place
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
 from jmp_lite.ops import HIGHER_ORDER, Precision, group_of

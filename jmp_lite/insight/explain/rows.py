@@ -32,8 +32,8 @@ from jmp_lite.insight.explain.reasons import (
     origin_in_words,
     reason_in_words,
 )
+from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import cost, params, source, structure
-from jmp_lite.jaxprs.evaluate import Place
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr, Var
 from jmp_lite.ops import HIGHER_ORDER

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.interpreter.api import trace
-from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.host import fetched
@@ -77,7 +77,7 @@ class Sample:
     def __init__(self, fun: Function, args: Sequence[Any]) -> None:
         _check_arguments(args)
         self.fun, self.args = fun, tuple(args)
-        self._traced, arrays, structure = trace(fun, self.args, {})
+        self._traced, arrays, tree_def = trace(fun, self.args, {})
         with jax.default_matmul_precision("highest"):
             highest, _, _ = trace(fun, self.args, {})
         parts = structure.parts(self._traced)
@@ -86,10 +86,10 @@ class Sample:
         self._floats = _floats_in(parts.invars)
         self._outputs = _floats_in(parts.outvars)
         fetched([self._arrays[i] for i in self._floats])  # They have to be concrete.
-        self._losses = losses_of(outs, structure)
-        self._structure = structure
+        self._losses = losses_of(outs, tree_def)
+        self._structure = tree_def
         self._cotangents = cotangents_of([outs[i] for i in self._losses])
-        self._names = self._named(structure, len(outs))
+        self._names = self._named(tree_def, len(outs))
 
         def exactly(*arrays: Array) -> PyTree:
             return structure.evaluate(highest, arrays)
@@ -162,11 +162,11 @@ class Sample:
             raise
         return [_wide(x) for x in jax.device_get(results)]
 
-    def _named(self, structure: PyTree, n_results: int) -> list[str]:
+    def _named(self, tree_def: PyTree, n_results: int) -> list[str]:
         """Returns names for the floating-point results and the gradients."""
         given = jax.tree.leaves_with_path(self.args)
         arguments = [path for path, leaf in given if is_traceable(leaf)]
-        tree = jax.tree.unflatten(structure, range(n_results))
+        tree = jax.tree.unflatten(tree_def, range(n_results))
         results = [path for path, _ in jax.tree.leaves_with_path(tree)]
         name = jax.tree_util.keystr
         return [

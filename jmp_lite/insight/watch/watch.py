@@ -154,7 +154,7 @@ def watch(
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
         traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
         watcher = Watcher(target, elements)
-        results = watcher.run(traced, list(map(Seen, arrays)))
+        results = watcher.run_program(traced, list(map(Seen, arrays)))
         ops, counts = watcher.found()
         order = np.argsort([op.number for op in ops])
         counts = jax.tree.map(lambda column: gathered(column[order]), counts)

@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.rules.rules import of_the_user
+from jmp_lite.insight.counting import CountingEvaluator
+from jmp_lite.insight.places import Place
 from jmp_lite.insight.sampling import sample
 from jmp_lite.insight.statistics import (
     added,
@@ -24,8 +26,8 @@ from jmp_lite.insight.statistics import (
     stacked,
 )
 from jmp_lite.insight.watch.counter import Counted, Counter
-from jmp_lite.jaxprs import params, sharding, source, structure
-from jmp_lite.jaxprs.evaluate import Evaluator, Place
+from jmp_lite.jaxprs import params, sharding, structure
+from jmp_lite.jaxprs.evaluate import Evaluator
 from jmp_lite.jaxprs.types import Eqn
 
 
@@ -109,7 +111,7 @@ class Note(NamedTuple):
         return functools.reduce(added, [result.counts for result in self.results])
 
 
-class Watcher(Evaluator[Seen, None, Op]):
+class Watcher(CountingEvaluator[Seen, None, Op]):
     """Runs jaxprs and counts the numbers of all results.
 
     Args:
@@ -137,16 +139,34 @@ class Watcher(Evaluator[Seen, None, Op]):
     # ------------------------------------------------------------------ the equations
 
     def equation(
-        self, eqn: Eqn, operands: Sequence[Seen], place: Place
+        self, eqn: Eqn, operands: Sequence[Seen], site: Place
     ) -> Sequence[Seen]:
         """Runs an equation, and counts the numbers of its results."""
         name = params.op_of(eqn)
         results = params.bind(eqn, [value.array for value in operands])
         if name in _SAME_NUMBERS or _is_cast_in_range(eqn):
             return [operands[0].with_array(results[0])]
-        scope = of_the_user(source.join(place.path, *source.scopes(eqn)))
-        line = source.source(eqn, place.source)
-        return self._counted(operands, results, (scope, name, line))
+        op = (of_the_user(site.path), name, site.source)
+        return self._counted(operands, results, op)
+
+    def call(self, eqn: Eqn, operands: Sequence[Seen], site: Place) -> Sequence[Seen]:
+        """Runs an op that only calls its jaxpr; a checkpoint stays one."""
+        op = params.op_of(eqn)
+        if op in params.MERE_CALLS:
+            return self.run(params.body_of(eqn), operands, site)
+        if op in params.REMAT:
+            return Evaluator.call(self, eqn, operands, site)
+        return self.custom(eqn, operands, site)
+
+    def custom(self, eqn: Eqn, operands: Sequence[Seen], site: Place) -> Sequence[Seen]:
+        """Runs an equation that keeps its rules, and once more its jaxpr."""
+        if not params.has_only_axis_effects(eqn):  # They must happen once.
+            return self.equation(eqn, operands, site)
+        stopped = [Seen(lax.stop_gradient(x.array), x.is_finite) for x in operands]
+        seen = self.run(params.body_of(eqn), stopped, site)
+        arrays = params.bind(eqn, [value.array for value in operands])
+        pairs = zip(arrays, seen, strict=True)
+        return [Seen(array, value.is_finite) for array, value in pairs]
 
     def _counted(
         self, operands: Sequence[Seen], results: Sequence[Any], op: tuple[str, str, str]
@@ -217,65 +237,57 @@ class Watcher(Evaluator[Seen, None, Op]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, array: Any) -> Seen:
+    def constant(self, var: Any, array: Any) -> Seen:
         """Returns a constant, which has no flag yet."""
+        del var
         return Seen(array)
+
+    def literal(self, atom: Any) -> Seen:
+        """Returns a literal, which has no flag yet."""
+        return Seen(structure.as_array(atom.val))
 
     def form(self, value: Seen) -> None:
         """Returns None: each value is an array and a flag."""
 
-    def join(self, one: None, other: None) -> None:
+    def join(self, forms: Sequence[None]) -> None:
         """Returns None."""
 
-    def array(self, value: Seen) -> Any:
-        """Returns the array of a value."""
-        return value.array
+    def width(self, form: None) -> int:
+        """Returns two: an array and a flag."""
+        return 2
 
-    def arrays(self, values: Sequence[Seen], forms: Sequence[None]) -> list[Any]:
-        """Returns the arrays of values, followed by their flags."""
-        flags = [
-            sharding.as_varying(jnp.asarray(v.is_finite), sharding.axes_of(v.array))
-            for v in values
-        ]
-        return [*(value.array for value in values), *flags]
+    def unpack(self, value: Seen, form: None) -> tuple[Any, Any]:
+        """Returns an array and its flag."""
+        flag = jnp.asarray(value.is_finite)
+        return value.array, sharding.as_varying(flag, sharding.axes_of(value.array))
 
-    def values(self, arrays: Sequence[Any], forms: Sequence[None]) -> list[Seen]:
-        """Returns values of arrays that are followed by their flags."""
-        half = len(arrays) // 2
-        pairs = zip(arrays[:half], arrays[half:], strict=True)
-        return [Seen(array, is_finite) for array, is_finite in pairs]
+    def pack(self, arrays: Sequence[Any], form: None) -> Seen:
+        """Returns the value of an array and its flag."""
+        return Seen(*arrays)
 
-    def types(self, avals: Sequence[Any], forms: Sequence[None]) -> list[Any]:
-        """Returns the types of arrays, followed by those of their flags."""
-        return [*avals, *map(structure.flag_beside, avals)]
+    def types(self, aval: Any, form: None) -> tuple[Any, Any]:
+        """Returns the types of an array and its flag."""
+        return aval, structure.flag_beside(aval)
 
-    def slices(self, values: Sequence[Seen], forms: Sequence[None]) -> list[Any]:
-        """Returns arrays, followed by a flag for each of their rows."""
-        return [*(x.array for x in values), *(x.of_steps() for x in values)]
+    def unpack_rows(self, value: Seen, form: None) -> tuple[Any, Any]:
+        """Returns an array and a flag for each of its rows."""
+        return value.array, value.of_steps()
 
-    def stacked(self, arrays: Sequence[Any], forms: Sequence[None]) -> list[Seen]:
-        """Returns values of arrays with a flag for each of their rows."""
-        half = len(arrays) // 2
-        pairs = zip(arrays[:half], arrays[half:], strict=True)
-        return [Seen(array, of_steps=flags) for array, flags in pairs]
+    def pack_rows(self, arrays: Sequence[Any], form: None) -> Seen:
+        """Returns the value of an array with a flag for each of its rows."""
+        array, of_steps = arrays
+        return Seen(array, of_steps=of_steps)
 
-    def specs(self, specs: Sequence[Any], forms: Sequence[None]) -> list[Any]:
-        """Returns the specs of arrays, followed by those of their flags."""
-        return [*specs, *[jax.P()] * len(specs)]
+    def specs(self, spec: Any, form: None) -> tuple[Any, Any]:
+        """Returns the specs of an array and its flag."""
+        return spec, jax.P()
 
-    def from_devices(self, arrays: Sequence[Any], axes: frozenset[str]) -> list[Any]:
-        """Returns arrays, followed by flags that hold for all devices."""
-        half = len(arrays) // 2
-        flags = [sharding.gathered(flag, axes).all(0) for flag in arrays[half:]]
-        return [*arrays[:half], *flags]
-
-    def beside(self, array: Any, value: Seen) -> Seen:
-        """Returns an array with the flag of a value."""
-        return Seen(array, value.is_finite)
-
-    def stopped(self, value: Seen) -> Seen:
-        """Returns a value without derivatives."""
-        return Seen(lax.stop_gradient(value.array), value.is_finite)
+    def from_devices(
+        self, value: Seen, form: None, axes: frozenset[str]
+    ) -> tuple[Any, Any]:
+        """Returns an array, and a flag that holds for all devices."""
+        array, flag = self.unpack(value, form)
+        return array, sharding.gathered(flag, axes).all(0)
 
 
 _SAME_NUMBERS = frozenset(

@@ -1,0 +1,196 @@
+"""Runs a function under rules: for each equation the decision, then the evaluation."""
+
+from collections.abc import Mapping, Sequence
+
+from jmp_lite.autocasting.decide.decisions import (
+    Decision,
+    DecisionRecord,
+    Operand,
+    Run,
+)
+from jmp_lite.autocasting.decide.equation import decide, decide_to_keep, lineage_of
+from jmp_lite.autocasting.decide.facts import Argument, Lineage, Readers, State
+from jmp_lite.autocasting.decide.readers import of_floats
+from jmp_lite.autocasting.interpreter import custom_rules
+from jmp_lite.autocasting.interpreter.conversion import Converted, Site
+from jmp_lite.autocasting.interpreter.evaluate import evaluate
+from jmp_lite.autocasting.interpreter.loops import LoopConverter
+from jmp_lite.autocasting.interpreter.scopes import Regions
+from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.casting.quantize import SCALE_NAME
+from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs.evaluate import Frame
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
+
+
+class Interpreter(LoopConverter):
+    """Runs jaxprs under rules; one for each call of an autocast function.
+
+    Attributes:
+      results: the results of the function as operands, after the run.
+    """
+
+    results: Sequence[Operand] = ()
+
+    def run_function(
+        self, traced: Jaxpr, arrays: Sequence[Array], paths: Sequence[str] = ()
+    ) -> list[Array]:
+        """Runs a traced function, and returns its results in their traced dtypes.
+
+        Args:
+          traced: its jaxpr, closed.
+          arrays: its arguments.
+          paths: the path of each argument.
+        """
+        parts = structure.parts(traced)
+        values = [
+            self.casts.given(var, array, Argument(path))
+            for var, array, path in zip(
+                parts.invars, arrays, paths or [""] * len(arrays), strict=True
+            )
+        ]
+        readers = [Readers.OUTPUT] * len(parts.outvars)
+        results = self.run(traced, values, Site("", readers))
+        self.results = list(map(_operand, results))
+        # A derivative rule in a remembered jaxpr refers to this object: a cycle, which
+        # would keep the captured arrays alive.
+        self._start_memories()
+        return [
+            structure.as_typed(self.casts.full(value), var.aval)
+            for value, var in zip(results, parts.outvars, strict=True)
+        ]
+
+    def frame(self, jaxpr: Jaxpr, operands: Sequence[Value], site: Site) -> "_Frame":
+        """Returns the values of a jaxpr before it runs."""
+        return _Frame(self, jaxpr, operands, site)
+
+    def step(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
+        """Runs an equation of any kind."""
+        if decision := decide_to_keep(self.at, eqn, site.path):
+            return self._keep(eqn, operands, decision)
+        return super().step(eqn, operands, site)
+
+    def equation(
+        self, eqn: Eqn, operands: Sequence[Value], site: Site
+    ) -> Sequence[Value]:
+        """Decides and evaluates an equation that contains no jaxpr to convert."""
+        given = list(map(_operand, operands))
+        readers = of_floats(eqn, site.readers)
+        decision = decide(self.at, eqn, given, readers, site.path)
+        given = tuple(one for one in given if one.state is not None)
+        origin = None if decision.leader is None else given[decision.leader].origin
+        if decision.run is not Run.PASS:
+            record = DecisionRecord(eqn, decision, origin, operands=given)
+            self.records.append(record)
+        made_by = eqn if origin is None else origin
+        results = evaluate(self.casts, eqn, operands, decision, made_by)
+        lineage = lineage_of(decision, given)
+        for result in results:
+            if result.state is not None and result.lineage is None:
+                result.lineage = lineage
+        return results
+
+    def _keep(
+        self, eqn: Eqn, operands: Sequence[Value], decision: Decision
+    ) -> list[Value]:
+        """Binds an equation, and everything inside of it, as traced."""
+        self.records.append(DecisionRecord(eqn, decision))
+        arrays = params.bind(eqn, [self.casts.full(value) for value in operands])
+        pairs = zip(eqn.outvars, arrays, strict=True)
+        states = [
+            (array, State.HARD if structure.is_float32(var) else None)
+            for var, array in pairs
+        ]
+        return [Value(array, state, origin=eqn) for array, state in states]
+
+    def bind_call(
+        self, eqn: Eqn, arrays: Sequence[Array], body: Converted
+    ) -> Sequence[Array]:
+        """Binds a call; a checkpoint also saves the scales of float8 products."""
+        if params.op_of(eqn) not in params.REMAT or not self.rules.asks_for_float8:
+            return super().bind_call(eqn, arrays, body)
+        return params.bind_remat(eqn, arrays, body.jaxpr, SCALE_NAME)
+
+    def custom(
+        self, eqn: Eqn, operands: Sequence[Value], site: Site
+    ) -> Sequence[Value]:
+        """Runs a function with rules of its own."""
+        return custom_rules.run(self, eqn, operands, site)
+
+    def shard_map(
+        self, eqn: Eqn, operands: Sequence[Value], site: Site
+    ) -> Sequence[Value]:
+        """Runs the function of each device, mapped again."""
+        jaxpr, call = params.body_of(eqn), params.shard_map_of(eqn)
+        given = tuple(map(self.form, operands))
+        # Not the values, whose tracers end with the trace.
+        inside: list[Converted] = []
+        with self.recording() as records:
+
+            def run(*arrays: Array) -> list[Array]:
+                results = self.run(jaxpr, self._inputs(arrays, given), site)
+                results = self.leave_functions(results, site.readers)
+                made = tuple(map(self.form, results))
+                origins = [value.origin for value in results]
+                inside[:] = [Converted(jaxpr, given, made, made, origins, records)]
+                return self.unpack_all(results, made)
+
+            mapped = call.of(run, call.in_specs, call.out_specs)
+            arrays = mapped(*self.unpack_all(operands, given))
+        return self.received(eqn, [(inside[0], operands)], arrays)
+
+
+class _Frame(Frame[Value, Site]):
+    """The values of one jaxpr while it runs."""
+
+    def __init__(
+        self, walk: Interpreter, jaxpr: Jaxpr, operands: Sequence[Value], site: Site
+    ) -> None:
+        super().__init__(walk, jaxpr, operands, site)
+        self._walk = walk
+        self._readers: Mapping[Var, Readers] = walk.uses.variables(
+            jaxpr, site.readers, site.path
+        )
+        self._regions = Regions(walk, self.parts, site, self._readers)
+        self._region = site.region
+        self._is_from_low = False
+
+    def read(self, atom: Var) -> Value:
+        """Returns the value of a variable for an equation in the current scope."""
+        value = super().read(atom)
+        if value.region not in (None, self._region):
+            value = self.env[atom] = self._regions.leave(atom, value)
+        return value
+
+    def enter(self, eqn: Eqn) -> tuple[Sequence[Value], Site]:
+        """Returns the operands of an equation, and its site."""
+        path = source.join(self.site.path, *source.scopes(eqn))
+        self._region = self._walk.at.region(path)
+        operands = list(map(self.read, eqn.invars))
+        if self._region:
+            operands = self._regions.enter(operands)
+        readers = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
+        is_entered = params.op_of(eqn) in (*params.CUSTOM, *params.CONTROL)
+        if is_entered and any(value.is_rejoined for value in operands):
+            of_operands = self._walk.uses.of_equation(eqn, readers, self.site.path)
+            operands = self._walk.leave_functions(operands, of_operands)
+        self._is_from_low = any(value.is_from_low for value in operands)
+        return operands, Site(path, readers, self._region)
+
+    def write(self, eqn: Eqn, results: Sequence[Value]) -> None:
+        """Stores the results of an equation."""
+        super().write(eqn, results)
+        for result in results if self._region else ():
+            if result.state is not None:
+                result.region, result.is_from_low = self._region, self._is_from_low
+
+    def results(self) -> list[Value]:
+        """Returns the values of the jaxpr's outputs."""
+        self._region = self.site.region
+        return super().results()
+
+
+def _operand(value: Value) -> Operand:
+    lineage = Lineage(value.roots, value.is_rejoined)
+    shape = structure.shape_of(value.array)
+    return Operand(value.state, value.kind, value.origin, shape, lineage)

@@ -1,0 +1,71 @@
+"""Lineages of values that enter a jaxpr inside of an equation, or leave it.
+
+A lineage names 16-bit values. Inside of a jaxpr they have numbers, so that a converted
+jaxpr does not depend on the values of one call.
+"""
+
+from collections.abc import Sequence
+
+from jmp_lite.autocasting.decide.facts import InputRoot, Lineage, Spec, State
+from jmp_lite.autocasting.interpreter.values import Value
+
+
+def inside_of_call(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
+    """Returns the lineages of operands inside of a call, with numbers as roots."""
+    numbers: dict[object, InputRoot] = {}
+    found: list[Lineage | None] = []
+    for value in operands:
+        roots = value.roots
+        if not value.has_lineage:
+            found.append(None)
+            continue
+        for root in roots or ():
+            numbers.setdefault(root, InputRoot(len(numbers)))
+        inside = roots and frozenset[object](numbers[root] for root in roots)
+        found.append(Lineage(inside, value.is_rejoined))
+    return tuple(found)
+
+
+def inside_of_others(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
+    """Returns the lineages of operands inside of an equation that is not a mere call.
+
+    Each 16-bit value is a root of its own there, and so is an undecided value that is
+    computed from 16-bit values.
+    """
+    return tuple(
+        _own_root(i) if value.state is State.SOFT and value.has_lineage else None
+        for i, value in enumerate(operands)
+    )
+
+
+def of_results_of_others(
+    specs: Sequence[Spec], lineages: Sequence[Lineage | None]
+) -> list[Lineage | None]:
+    """Returns the lineages of results of an equation that is not a mere call."""
+    # Negative numbers: none of an input.
+    return [
+        _own_root(~i) if state is State.SOFT and lineage else None
+        for i, ((state, _), lineage) in enumerate(zip(specs, lineages, strict=True))
+    ]
+
+
+def _own_root(number: int) -> Lineage:
+    return Lineage(frozenset([InputRoot(number)]))
+
+
+def outside(
+    lineages: Sequence[Lineage | None], operands: Sequence[Value]
+) -> list[Lineage | None]:
+    """Returns the lineages of a call's results outside of it."""
+    known: dict[object, object] = {}
+    for value, inside in zip(operands, inside_of_call(operands), strict=True):
+        if inside is not None:
+            known.update(zip(inside.roots or (), value.roots or (), strict=True))
+    found: list[Lineage | None] = []
+    for lineage in lineages:
+        if lineage is not None and lineage.roots is not None:
+            # Each call makes new 16-bit values inside.
+            roots = [known.setdefault(root, object()) for root in lineage.roots]
+            lineage = lineage._replace(roots=frozenset(roots))
+        found.append(lineage)
+    return found

@@ -1,0 +1,116 @@
+"""Runs loops: each carry keeps one precision from step to step."""
+
+import abc
+from collections.abc import Sequence
+
+from jmp_lite.autocasting.decide.decisions import DecisionRecord
+from jmp_lite.autocasting.decide.equation import Slot, carry_settled
+from jmp_lite.autocasting.decide.facts import Kind, Origin, Readers, Spec, State
+from jmp_lite.autocasting.decide.loop import Loop, classify
+from jmp_lite.autocasting.decide.readers import are_read, of_carries
+from jmp_lite.autocasting.interpreter.conversion import (
+    Converted,
+    Converter,
+    Site,
+    origin_outside,
+)
+from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.autocasting.passes import rematerialize, scan_weight_gradients
+from jmp_lite.jaxprs import params
+from jmp_lite.jaxprs.evaluate import Carries
+from jmp_lite.jaxprs.types import Array, Eqn
+
+
+class LoopConverter(Converter, abc.ABC):
+    """Converts loops."""
+
+    def scan(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
+        """Runs a scan, with the passes over its body."""
+        n_consts, _ = params.scan_counts(eqn)
+        consts = map(self._invariant, operands[:n_consts])
+        return super().scan(eqn, [*consts, *operands[n_consts:]], site)
+
+    def _invariant(self, value: Value) -> Value:
+        """Returns a value that every step of a loop reads: float32, cast at each use.
+
+        Otherwise its gradient would add up in 16 bits over the steps.
+        """
+        if value.state is not State.LOW:
+            return value
+        array = self.casts.full(value)
+        return Value(array, State.SOFT, Kind.GIVEN, origin=value.origin)
+
+    def bind_scan(
+        self, eqn: Eqn, operands: Sequence[Value], body: Converted
+    ) -> Sequence[Array]:
+        """Binds a scan, after the passes over its body."""
+        arrays, jaxpr = self.unpack_all(operands, body.given), body.jaxpr
+        if "rematerialize" in self.rules.passes:
+            n_consts, _ = params.scan_counts(eqn)
+            jaxpr = rematerialize.rematerialize(body.jaxpr, n_consts)
+            self.passes["rematerialize"] += jaxpr is not body.jaxpr
+        scan = scan_weight_gradients.rewritten(eqn, jaxpr)
+        if scan is None or "scan_weight_gradients" not in self.rules.passes:
+            return params.bind_scan(eqn, arrays, jaxpr)
+        self.passes["scan_weight_gradients"] += 1
+        return scan(*arrays)
+
+    def site_of_test(self, site: Site) -> Site:
+        """Returns the site of the condition of a while at a site."""
+        return site._replace(readers=[Readers.OTHER])
+
+    def carries(
+        self, eqn: Eqn, operands: Sequence[Value], at: slice, site: Site
+    ) -> Carries[Spec, Site, Converted]:
+        """Returns the slots of a loop's carries, and their first specs.
+
+        A carry with the slot FOLLOW starts low, and is raised if the body makes it
+        hard. A carry with the slot WRITTEN is low if the body writes low values into
+        it, whatever its initial value is.
+        """
+        loop = Loop.of(eqn)
+        n_carry, raised_by = len(loop.carries), dict[int, Origin]()
+        is_read = are_read(site.readers[:n_carry])
+        slots = classify(self.at, loop, is_read, site.path)
+        readers = [*of_carries(slots), *site.readers[n_carry:]]
+        inside = site._replace(readers=readers)
+        specs = [
+            _carry(value, slot is not Slot.FULL)
+            for value, (slot, _) in zip(operands[at], slots, strict=True)
+        ]
+        written = [i for i, (slot, _) in enumerate(slots) if slot is Slot.WRITTEN]
+        if written:
+            undecided = list(specs)
+            for i in written:
+                undecided[i] = State.SOFT, Kind.COMPUTED
+            values = list(operands)
+            values[at] = self.converted(eqn, operands[at], undecided)
+            found = self.body(loop.body, values, inside)
+            for i in written:
+                is_low = found.made[i][0] is State.LOW
+                specs[i] = _carry(operands[at][i], is_low)
+
+        def after(forms: Sequence[Spec], body: Converted) -> list[Spec]:
+            found = list(forms)
+            for i, (slot, _) in enumerate(slots):
+                states = forms[i][0], body.unforced[i][0]
+                may_rise = slot in (Slot.FOLLOW, Slot.WRITTEN)
+                if may_rise and states == (State.LOW, State.HARD):
+                    found[i] = State.HARD, Kind.COMPUTED
+                    raised_by[i] = origin_outside(body.origins[i], operands)
+            return found
+
+        def note(forms: Sequence[Spec]) -> None:
+            for i, (slot, (state, _)) in enumerate(zip(slots, forms, strict=True)):
+                if state is not None:
+                    made = carry_settled(slot, state)
+                    record = DecisionRecord(eqn, made, raised_by.get(i), i)
+                    self.records.append(record)
+
+        return Carries(specs, after, inside, note)
+
+
+def _carry(value: Value, is_low: bool) -> Spec:
+    if value.state is None:
+        return None, Kind.COMPUTED
+    return (State.LOW if is_low else State.HARD), Kind.COMPUTED

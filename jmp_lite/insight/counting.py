@@ -1,0 +1,357 @@
+"""Runs jaxprs, and adds up sums of numbers for each op, over steps and devices."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_lite.insight.places import TOP, Place
+from jmp_lite.jaxprs import params, sharding, structure
+from jmp_lite.jaxprs.dataflow import has_lanes
+from jmp_lite.jaxprs.evaluate import Body, Carries, Evaluator, Frame
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, PyTree
+
+Value = TypeVar("Value")
+Form = TypeVar("Form")
+Op = TypeVar("Op")
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedBody(Body[Form], Generic[Form, Op]):
+    """A jaxpr of a tool's arrays, which returns sums after its results.
+
+    Attributes:
+      ops: the ops inside.
+      axes: the mapped axes over which the sums differ.
+    """
+
+    ops: Sequence[Op]
+    axes: frozenset[str]
+
+
+class _Frame(Frame[Value, Place]):
+    """The values of one jaxpr."""
+
+    def enter(self, eqn: Eqn) -> tuple[Sequence[Value], Place]:
+        """Returns the operands of an equation, and its place."""
+        operands = list(map(self.read, eqn.invars))
+        return operands, self.site.inside(eqn, params.trips(eqn))
+
+
+class CountingEvaluator(
+    Evaluator[Value, Form, Place, CountedBody[Form, Op]], Generic[Value, Form, Op]
+):
+    """Runs jaxprs, and notes ops with their sums."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Sequence[Op], PyTree]] = []
+
+    # ----------------------------------------------------------- what a tool defines
+
+    @abc.abstractmethod
+    def inner(self) -> "CountingEvaluator[Value, Form, Op]":
+        """Returns the tool for a jaxpr inside, without ops."""
+
+    @abc.abstractmethod
+    def types(self, aval: Aval, form: Form) -> Sequence[Aval]:
+        """Returns the types of a value's arrays, for the type that the program has."""
+
+    @abc.abstractmethod
+    def specs(self, spec: Any, form: Form) -> Sequence[Any]:
+        """Returns the specs of a value's arrays in a ``shard_map``."""
+
+    @abc.abstractmethod
+    def nothing(self, n: int) -> PyTree:
+        """Returns the sums of some ops before they run."""
+
+    @abc.abstractmethod
+    def add(self, one: PyTree, other: PyTree) -> PyTree:
+        """Returns the sums of two runs of the same ops."""
+
+    def unpack_rows(self, value: Value, form: Form) -> Sequence[Array]:
+        """Returns arrays whose rows are the arrays of a step."""
+        return self.unpack(value, form)
+
+    def pack_rows(self, arrays: Sequence[Array], form: Form) -> Value:
+        """Returns the value of stacked arrays of the steps of a loop."""
+        return self.pack(arrays, form)
+
+    def from_devices(
+        self, value: Value, form: Form, axes: frozenset[str]
+    ) -> Sequence[Array]:
+        """Returns the arrays of a result of a ``shard_map``, which fit ``specs``."""
+        del axes
+        return self.unpack(value, form)
+
+    # ------------------------------------------------------------------ what is noted
+
+    def note(self, ops: Sequence[Op], sums: PyTree) -> None:
+        """Adds ops with their sums."""
+        self._noted.append((ops, sums))
+
+    def found(self) -> tuple[list[Op], PyTree]:
+        """Returns the ops and their sums, each column in one array."""
+        return self.joined(self._noted)
+
+    def joined(
+        self, parts: Sequence[tuple[Sequence[Op], PyTree]]
+    ) -> tuple[list[Op], PyTree]:
+        """Returns several lists of ops as one, with their sums."""
+
+        def join(*columns: Array) -> Array:
+            return jnp.concatenate([jnp.ravel(column) for column in columns])
+
+        ops = [op for ops, _ in parts for op in ops]
+        columns = [sums for _, sums in parts]
+        return ops, jax.tree.map(join, *columns) if columns else self.nothing(0)
+
+    # ------------------------------------------------------------------ the equations
+
+    def run_program(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
+        """Returns the results of a whole program."""
+        return self.run(jaxpr, operands, TOP)
+
+    def frame(
+        self, jaxpr: Jaxpr, operands: Sequence[Value], site: Place
+    ) -> Frame[Value, Place]:
+        """Returns the values of a jaxpr before it runs."""
+        return _Frame(self, jaxpr, operands, site)
+
+    def step(self, eqn: Eqn, operands: Sequence[Value], site: Place) -> Sequence[Value]:
+        """Runs an equation of any kind."""
+        if params.op_of(eqn) == "while" and has_lanes(eqn):
+            return self.equation(eqn, operands, site)
+        return super().step(eqn, operands, site)
+
+    def call(self, eqn: Eqn, operands: Sequence[Value], site: Place) -> Sequence[Value]:
+        """Runs the jaxpr of a call in its place."""
+        return self.run(params.body_of(eqn), operands, site)
+
+    def custom(
+        self, eqn: Eqn, operands: Sequence[Value], site: Place
+    ) -> Sequence[Value]:
+        """Runs the jaxpr of a function in its place, without its rules."""
+        return self.run(params.body_of(eqn), operands, site)
+
+    # ------------------------------------------------------------------ jaxprs inside
+
+    def body(
+        self,
+        jaxpr: Jaxpr,
+        operands: Sequence[Value],
+        site: Place,
+        required: Sequence[Form] = (),
+        name: str | None = None,
+    ) -> CountedBody[Form, Op]:
+        """Returns a jaxpr of the tool's arrays; see ``Evaluator``."""
+        del name
+        given = tuple(map(self.form, operands))
+        made: list[Form] = []
+        ops: list[Op] = []
+
+        def run(*arrays: Array) -> list[Array]:
+            results, sums = self._inside(jaxpr, arrays, given, site, ops)
+            made[:] = map(self.form, results)
+            pairs = zip(made, required, strict=False)
+            made[: len(required)] = map(self.join, pairs)
+            return [*self.unpack_all(results, made), *jax.tree.leaves(sums)]
+
+        invars = structure.parts(jaxpr).invars
+        avals = [
+            aval
+            for var, form in zip(invars, given, strict=True)
+            for aval in self.types(structure.type_of(var), form)
+        ]
+        traced = structure.trace(run, avals, jaxpr)
+        n_sums = jax.tree.structure(self.nothing(0)).num_leaves
+        axes = sharding.varying_axes(structure.parts(traced).outvars[-n_sums:])
+        return CountedBody(traced, given, tuple(made), ops, axes)
+
+    def _inside(
+        self,
+        jaxpr: Jaxpr,
+        arrays: Sequence[Array],
+        given: Sequence[Form],
+        site: Place,
+        ops: list[Op],
+    ) -> tuple[list[Value], PyTree]:
+        """Runs a jaxpr inside; returns its results and sums, and adds its ops."""
+        tool = self.inner()
+        results = tool.run(jaxpr, tool.pack_all(arrays, given), site)
+        ops[:], sums = tool.found()
+        return results, sums
+
+    def received(
+        self,
+        eqn: Eqn,
+        bodies: Sequence[tuple[CountedBody[Form, Op], Sequence[Value]]],
+        arrays: Sequence[Array],
+        number: int = 0,
+    ) -> list[Value]:
+        """Returns the results of an equation, and notes the sums after them."""
+        of_sums = jax.tree.structure([self.nothing(0)] * len(bodies))
+        n = len(arrays) - of_sums.num_leaves
+        for (body, _), sums in zip(bodies, of_sums.unflatten(arrays[n:]), strict=True):
+            self.note(body.ops, sums)
+        of, _ = bodies[number]
+        if params.op_of(eqn) != "scan":
+            return self.pack_all(arrays[:n], of.made)
+        _, n_carry = params.scan_counts(eqn)
+        whole, rows = of.made[:n_carry], of.made[n_carry:]
+        at = sum(map(self.width, whole))
+        stacked = self.pack_all(arrays[at:n], rows, self.pack_rows)
+        return [*self.pack_all(arrays[:at], whole), *stacked]
+
+    def carries(
+        self, eqn: Eqn, operands: Sequence[Value], at: slice, site: Place
+    ) -> Carries[Form, Place, CountedBody[Form, Op]]:
+        """Returns how carries find their forms: those of all steps are joined."""
+        del eqn
+        return Carries(
+            start=list(map(self.form, operands[at])),
+            after=lambda forms, body: body.made[: len(forms)],
+            site=site,
+        )
+
+    def _split(
+        self, body: CountedBody[Form, Op], arrays: Sequence[Array]
+    ) -> tuple[list[Array], PyTree]:
+        """Runs a body; returns the arrays of its results, and its sums."""
+        of_sums = jax.tree.structure(self.nothing(0))
+        out = structure.evaluate(body.jaxpr, arrays)
+        n = len(out) - of_sums.num_leaves
+        return out[:n], of_sums.unflatten(out[n:])
+
+    def _before(self, body: CountedBody[Form, Op]) -> PyTree:
+        """Returns the sums of a body before it runs."""
+        return _varying(self.nothing(len(body.ops)), body.axes)
+
+    # -------------------------------------------------------------- how sums add up
+
+    def bind_cond(
+        self,
+        eqn: Eqn,
+        arrays: Sequence[Array],
+        branches: Sequence[CountedBody[Form, Op]],
+    ) -> Sequence[Array]:
+        """Binds a cond; each branch returns the sums of all."""
+        avals = list(map(structure.type_of_value, arrays[1:]))
+        jaxprs = [
+            structure.trace(self._taken(branches, i), avals, branch.jaxpr)
+            for i, branch in enumerate(branches)
+        ]
+        return params.bind_cond(eqn, arrays, jaxprs)
+
+    def _taken(
+        self, branches: Sequence[CountedBody[Form, Op]], i: int
+    ) -> Callable[..., list[Array]]:
+        """Returns a function that runs one branch, with sums for all branches."""
+
+        def run(*arrays: Array) -> list[Array]:
+            results, new = self._split(branches[i], arrays)
+            sums = list(map(self._before, branches))
+            sums[i] = _varying(new, branches[i].axes)
+            return [*results, *jax.tree.leaves(sums)]
+
+        return run
+
+    def bind_scan(
+        self, eqn: Eqn, operands: Sequence[Value], body: CountedBody[Form, Op]
+    ) -> Sequence[Array]:
+        """Binds a scan, which carries the sums."""
+        n_consts, n_carry = params.scan_counts(eqn)
+        n = n_consts + n_carry
+        consts = self.unpack_all(operands[:n_consts], body.given[:n_consts])
+        start = self.unpack_all(operands[n_consts:n], body.given[n_consts:n])
+        pairs = zip(operands[n:], body.given[n:], strict=True)
+        rows = [array for pair in pairs for array in self.unpack_rows(*pair)]
+
+        def step(carry: Any, rows: Sequence[Array]) -> Any:
+            arrays, sums = carry
+            out, new = self._split(body, [*consts, *arrays, *rows])
+            return (out[: len(start)], self.add(sums, new)), out[len(start) :]
+
+        options = params.scan_options(eqn)
+        first = start, self._before(body)
+        (last, sums), stacks = lax.scan(step, first, rows, **options)
+        return [*last, *stacks, *jax.tree.leaves(sums)]
+
+    def bind_while(
+        self,
+        eqn: Eqn,
+        operands: Sequence[Value],
+        test: CountedBody[Form, Op],
+        step: CountedBody[Form, Op],
+    ) -> Sequence[Array]:
+        """Binds a while, which carries the sums of its condition and of its body."""
+        loop = params.while_parts(eqn)
+        n, n_consts = loop.n_cond, loop.n_cond + loop.n_body
+        of_test = self.unpack_all(operands[:n], test.given[:n])
+        of_step = self.unpack_all(operands[n:n_consts], step.given[: loop.n_body])
+        first = self.unpack_all(operands[n_consts:], step.given[loop.n_body :])
+
+        def tested(carry: Sequence[Array], sums: PyTree) -> Any:
+            (goes_on, *_), new = self._split(test, [*of_test, *carry])
+            return goes_on, self.add(sums, new)
+
+        def run(state: Any) -> Any:
+            carry, sums, (_, sums_of_test) = state
+            after, new = self._split(step, [*of_step, *carry])
+            return after, self.add(sums, new), tested(after, sums_of_test)
+
+        # The predicate is carried along, so that it is computed once for each step.
+        start = first, self._before(step), tested(first, self._before(test))
+        last, sums, (_, of_tests) = lax.while_loop(lambda s: s[2][0], run, start)
+        return [*last, *jax.tree.leaves([of_tests, sums])]
+
+    def shard_map(
+        self, eqn: Eqn, operands: Sequence[Value], site: Place
+    ) -> Sequence[Value]:
+        """Runs the function of each device; sums add up over the devices."""
+        jaxpr, given = params.body_of(eqn), tuple(map(self.form, operands))
+        call = params.shard_map_of(eqn)
+        axes = call.axes
+        arrays = self.unpack_all(operands, given)
+        made: list[Form] = []
+        ops: list[Op] = []
+
+        def run(*arrays: Array) -> tuple[list[Array], PyTree]:
+            results, sums = self._inside(jaxpr, arrays, given, site, ops)
+            made[:] = map(self.form, results)
+            pairs = zip(results, made, strict=True)
+            out = [array for pair in pairs for array in self.from_devices(*pair, axes)]
+            return out, self._of_all_devices(sums, axes)
+
+        def look(*arrays: Array) -> tuple[()]:
+            run(*arrays)
+            return ()
+
+        def specs(of_program: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
+            pairs = zip(of_program, forms, strict=True)
+            return [spec for pair in pairs for spec in self.specs(*pair)]
+
+        in_specs = tuple(specs(call.in_specs, given))
+        # The specs of the results depend on their forms, which a first trace finds.
+        jax.eval_shape(call.of(look, in_specs, ()), *arrays)
+        mapped = call.of(run, in_specs, (specs(call.out_specs, made), jax.P()))
+        # Outside of jit, JAX would compile each op for all devices.
+        out, sums = jax.jit(mapped)(*arrays)
+        self.note(ops, sums)
+        return self.pack_all(out, made)
+
+    def _of_all_devices(self, sums: PyTree, axes: frozenset[str]) -> PyTree:
+        rows = jax.tree.map(lambda column: sharding.gathered(column, axes), sums)
+        first, others = (
+            jax.tree.map(lambda column, at=at: column[at], rows)
+            for at in (0, slice(1, None))
+        )
+        return lax.scan(lambda sums, row: (self.add(sums, row), None), first, others)[0]
+
+
+def _varying(sums: PyTree, axes: frozenset[str]) -> PyTree:
+    """Returns sums whose types state that they may differ over some mapped axes."""
+    return jax.tree.map(lambda column: sharding.as_varying(column, axes), sums)
