@@ -88,28 +88,6 @@ class Reason(enum.Enum):
     CARRY_WHILE = enum.auto()
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """How one equation runs, the state of its float32 results, and the reason.
-
-    Attributes:
-      run: the dtype that it runs in.
-      state: the state of its float32 results; None if it has none.
-      reason: the reason.
-      leader: the number of the float32 operand that decided; None if none did.
-      match: the rule that decided; None if the equation itself, its operands or its
-        readers did.
-      within: the op around this equation whose jaxpr runs as traced.
-    """
-
-    run: Run
-    state: State | None
-    reason: Reason
-    leader: int | None = None
-    match: RuleMatch | None = None
-    within: str = ""
-
-
 class Operand(NamedTuple):
     """An operand or a result, without its numbers.
 
@@ -126,6 +104,45 @@ class Operand(NamedTuple):
     origin: Origin
     shape: tuple[int, ...]
     lineage: Lineage = Lineage()
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one equation runs, the state of its float32 results, and the reason.
+
+    Attributes:
+      run: the dtype that it runs in.
+      state: the state of its float32 results; None if it has none.
+      reason: the reason.
+      leader: the operand that decided; None if none did.
+      match: the rule that decided; None if the equation itself, its operands or its
+        readers did.
+      within: the op around this equation whose jaxpr runs as traced.
+    """
+
+    run: Run
+    state: State | None
+    reason: Reason
+    leader: Operand | None = None
+    match: RuleMatch | None = None
+    within: str = ""
+
+
+class Operands(NamedTuple):
+    """The operands of an equation.
+
+    Attributes:
+      every: all operands.
+      floats: those that were traced in float32.
+    """
+
+    every: Sequence[Operand]
+    floats: tuple[Operand, ...]
+
+    @classmethod
+    def of(cls, operands: Sequence[Operand]) -> "Operands":
+        """Selects the operands that were traced in float32."""
+        return cls(operands, tuple(o for o in operands if o.state is not None))
 
 
 class DecisionRecord(NamedTuple):

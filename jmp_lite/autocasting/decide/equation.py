@@ -5,29 +5,29 @@ the readers of its results, and its path. ``autocast`` and ``explain`` both use 
 functions.
 """
 
-import enum
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_lite.autocasting.decide.cast import decide_cast
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
     Operand,
+    Operands,
     Reason,
     Run,
 )
 from jmp_lite.autocasting.decide.facts import (
     Kind,
-    Lineage,
     Number,
     Origin,
     Readers,
     State,
 )
+from jmp_lite.autocasting.decide.function import is_one_function, roots_of
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.while_predicate import ends_by_a_float
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
@@ -62,7 +62,7 @@ def changes_nothing(rules: Rules, paths: Iterable[str]) -> bool:
 def decide(
     rules: RuleLookup,
     eqn: Eqn,
-    operands: Sequence[Operand],
+    operands: Operands,
     readers: Readers,
     path: str,
 ) -> Decision:
@@ -71,13 +71,13 @@ def decide(
     Args:
       rules: the rules, by path.
       eqn: the equation.
-      operands: the states and origins of its operands.
+      operands: its operands.
       readers: the readers of its results.
       path: its path.
     """
     op = rules.op_decided_as(eqn, path)
     if op == "convert_element_type":
-        return _of_cast(rules, eqn, operands[0], path)
+        return decide_cast(rules, eqn, operands.every[0], path)
     if op in PASSING and rules.scope(path) is None:
         return Decision(Run.PASS, None, Reason.PASSES_ON)
     has_float32_results = any(map(structure.is_float32, eqn.outvars))
@@ -89,7 +89,7 @@ def decide(
         return Decision(Run.AS_TRACED, State.HARD, Reason.OTHER_FLOATS)
     if not has_float32_results:
         readers |= Readers.OTHER
-    floats = [o for o in operands if o.state is not None]
+    floats = operands.floats
     special = decide_product(rules, eqn, floats, readers, path)
     match = rules.match(op, path)
     if special is None and match.precision is Precision.FLOAT8:
@@ -152,7 +152,7 @@ def _by_class(
             precision is Precision.FOLLOW
             and _in_full_beside_low(op, operands, readers, is_narrow)
         ) or _low(op, operands, Reason.FOLLOWS_LOW, leader, is_narrow=is_narrow)
-    if precision is Precision.FOLLOW and _is_one_function(operands):
+    if precision is Precision.FOLLOW and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     if state is State.HARD:
         return Decision(Run.FULL, state, Reason.FOLLOWS_FLOAT32, leader)
@@ -167,7 +167,7 @@ def _in_full_beside_low(
         return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
     if is_narrow and _is_power(op, operands):
         return Decision(Run.FULL, State.HARD, Reason.POWER)
-    if any(o.state is State.LOW for o in operands) and _is_one_function(operands):
+    if any(o.state is State.LOW for o in operands) and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     return None
 
@@ -205,7 +205,7 @@ def _low(
     op: str,
     operands: Sequence[Operand],
     reason: Reason,
-    leader: int | None = None,
+    leader: Operand | None = None,
     match: RuleMatch | None = None,
     is_narrow: bool = False,
 ) -> Decision:
@@ -224,16 +224,41 @@ def _low(
 
 def _joined(
     op: str, precision: Precision, operands: Sequence[Operand]
-) -> tuple[State, int | None]:
-    """Returns the state of an op that follows, and the operand that it follows."""
+) -> tuple[State, Operand | None]:
+    """Returns the state of an op that follows, and the operand that it follows.
+
+    The largest state wins: HARD over LOW, LOW over SOFT. Some operands count as less,
+    or as more, than their own state.
+
+    Example, in which ``b`` is a float32 bias, ``m`` is ``finfo(float32).min``, and
+    ``ids`` are integers::
+
+        x = dot_general h w   a product: LOW
+        y = add x b           LOW and SOFT: LOW. A parameter widens no stream
+        z = select_n k m y    m is a number that 16 bits cannot represent, and so HARD.
+                              As a branch of a selection it means the end of the range,
+                              and counts as SOFT: LOW
+        t = float32(ids)      deliberate float32: HARD
+        q = mul z t           LOW and HARD: HARD
+        s = softplus(y)       float32 inside: see ``is_one_function``. An op that reads
+                              s and another 16-bit value is no part of that function:
+        r = add s x2          s counts as LOW, and r is LOW
+
+    With WIDEST, as in ordinary type promotion, ``b`` counts as HARD, and y is HARD.
+
+    Args:
+      op: the name of the op.
+      precision: FOLLOW or WIDEST.
+      operands: its operands that were traced in float32.
+    """
     joined, leader = State.SOFT, None
     # As a branch of a selection, the end of the range becomes the end of the other's.
     ends = op == "select_n" and any(o.state is State.LOW for o in operands)
     stays_inside = op in INSIDE_OF_FUNCTIONS or any(
         o.state is State.LOW for o in operands
     )
-    leaves = not (stays_inside and _is_one_function(operands))
-    for i, operand in enumerate(operands):
+    leaves = not (stays_inside and is_one_function(operands))
+    for operand in operands:
         state, kind = operand.state or State.SOFT, operand.kind
         if kind is Kind.END and ends:
             state = State.SOFT
@@ -243,73 +268,8 @@ def _joined(
         if precision is Precision.WIDEST and state is State.SOFT and widens:
             state = State.HARD
         if state > joined:
-            joined, leader = state, i
+            joined, leader = state, operand
     return joined, leader
-
-
-def _is_one_function(operands: Sequence[Operand]) -> bool:
-    """Whether an op with these operands is part of a function of one 16-bit value.
-
-    In a norm or a softplus, a float32 value is computed from a 16-bit one, and an op
-    reads both. That op is part of the function, and so are ops on its result. The
-    16-bit value itself is float32 and undecided if an op amplifies its error.
-    """
-    computed = [
-        o
-        for o in operands
-        if o.kind is not Kind.END
-        and (o.state is not State.SOFT or o.lineage.roots != frozenset())
-    ]
-    states = {o.state for o in computed}
-    is_joined = len(states) > 1 or any(o.lineage.is_rejoined for o in computed)
-    return is_joined and bool(roots_of(computed))
-
-
-def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
-    """Returns the only 16-bit value that operands are functions of, or an empty set.
-
-    None if there are several, or if an operand is float32 for other reasons.
-    """
-    found = frozenset[object]()
-    for operand in operands:
-        if operand.lineage.roots is None:
-            return None
-        found |= operand.lineage.roots
-    return found if len(found) <= 1 else None
-
-
-def lineage_of(decision: Decision, operands: Sequence[Operand]) -> Lineage | None:
-    """Returns the lineage of the float32 results of an equation.
-
-    Args:
-      decision: the decision for the equation.
-      operands: its operands.
-    """
-    floats = [o for o in operands if o.state is not None]
-    if decision.reason is Reason.CAST_OF_FLOAT32:
-        return floats[0].lineage
-    roots, match = roots_of(floats), decision.match
-    if decision.state is State.SOFT:
-        return Lineage(roots) if decision.reason in _TRACKED else None
-    if roots is None:
-        return None
-    if decision.reason in (Reason.ONE_FUNCTION, Reason.POWER):
-        return Lineage(roots, is_rejoined=True)
-    of_table = match is not None and match.source is RuleSource.TABLE
-    is_tracked = decision.reason in _TRACKED or (
-        decision.reason is Reason.RULE and of_table and decision.run is Run.FULL
-    )
-    return Lineage(roots) if is_tracked else None
-
-
-_TRACKED = (
-    Reason.FOLLOWS_LOW,
-    Reason.ROUNDS_NOTHING,
-    Reason.FOLLOWS_FLOAT32,
-    Reason.READ_IN_FLOAT32,
-    Reason.AMPLIFIED,
-    Reason.UNDECIDED,
-)
 
 
 def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> bool:
@@ -470,34 +430,6 @@ def harmonic_mean(sizes: Sequence[int]) -> float:
     return len(sizes) / sum(1 / size for size in sizes)
 
 
-# -------------------------------------------------------------------------- casts
-
-
-def _of_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Decision:
-    """Decides an existing cast, which the user or JAX has written."""
-    (atom,), (var,) = eqn.invars, eqn.outvars
-    if not structure.is_float32(var):
-        is_float32 = structure.is_float32(atom)
-        reason = Reason.CAST_TO_OTHER if is_float32 else Reason.NOT_FLOAT32
-        return Decision(Run.AS_TRACED, None, reason)
-    match = rules.scope(path)
-    precision = match.precision if match else None
-    if precision is Precision.LOW:
-        return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)
-    if precision is Precision.FULL:
-        return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
-    if operand.state is not None:
-        return Decision(Run.PASS, operand.state, Reason.CAST_OF_FLOAT32, leader=0)
-    if structure.dtype_of(atom) == np.bool_:
-        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER)
-    if operand.kind in (Kind.LITERAL, Kind.EXACT) and not operand.shape:
-        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER)
-    is_given = operand.kind is Kind.GIVEN
-    if is_given and jnp.issubdtype(structure.dtype_of(atom), jnp.floating):
-        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_GIVEN)
-    return Decision(Run.FULL, State.HARD, Reason.CAST_OF_COMPUTED)
-
-
 # -------------------------------------------------- equations that hold a jaxpr
 
 
@@ -519,80 +451,3 @@ def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:
     if op == "custom_jvp_call" and params.is_custom_root(eqn):
         reason = Reason.ROOT
     return Decision(Run.AS_TRACED, State.HARD, reason) if reason else None
-
-
-class Slot(enum.Enum):
-    """The possible precisions of a carry.
-
-    ``LOW``: low, whatever its initial value is. ``FOLLOW``: low unless the body makes
-    it hard. ``WRITTEN``: low if the body writes low values into it. ``FULL``: float32.
-    """
-
-    LOW = "low"
-    FOLLOW = "follow"
-    WRITTEN = "written"
-    FULL = "full"
-
-
-class Carry(NamedTuple):
-    """The slot of a carry, and the reason."""
-
-    slot: Slot
-    reason: Reason
-
-
-class CarryFacts(NamedTuple):
-    """What the body of a loop does with one carry.
-
-    Attributes:
-      is_multiplied: whether only low products read it in a step.
-      is_multiplied_later: whether only low products read it in this step or later ones.
-      has_gradient: whether the loop has a backward pass.
-      is_of_layers: whether the loop is a stack of layers.
-      is_added_to: whether each step adds another value to it.
-      last_is_read: whether anything but an output reads its last value.
-    """
-
-    is_multiplied: bool
-    is_multiplied_later: bool
-    has_gradient: bool = True
-    is_of_layers: bool = False
-    is_added_to: bool = False
-    last_is_read: bool = False
-
-
-def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> Carry:
-    """Decides the slot of a carry: float32, unless there is a reason for a low one.
-
-    Args:
-      rules: the rules, by path.
-      facts: what the body of the loop does with it.
-      path: the path of the loop.
-    """
-    match, rule = rules.scope(path), rules.carry(path)
-    if match and match.source is RuleSource.MARK and match.precision is Precision.LOW:
-        return Carry(Slot.FOLLOW, Reason.CARRY_MARK)
-    if rule is not None:
-        return Carry(Slot(rule), Reason.CARRY_RULE)
-    if not facts.has_gradient:
-        # Each step writes some rows into a cache of keys, and products read all. (In a
-        # backward pass the gradients of all steps would add up in 16 bits.)
-        if facts.is_multiplied_later and not facts.is_multiplied:
-            return Carry(Slot.WRITTEN, Reason.CARRY_CACHE)
-        return Carry(Slot.FULL, Reason.CARRY_WHILE)
-    # Low products would cast it anyway, as the hidden state of an LSTM.
-    if facts.is_multiplied:
-        return Carry(Slot.LOW, Reason.CARRY_PRODUCTS)
-    if not facts.is_of_layers:
-        return Carry(Slot.FULL, Reason.CARRY_STATE)
-    if facts.is_added_to:
-        return Carry(Slot.FULL, Reason.CARRY_SUM)
-    if not facts.last_is_read:
-        return Carry(Slot.FULL, Reason.CARRY_RESULT)
-    return Carry(Slot.FOLLOW, Reason.CARRY_LAYERS)
-
-
-def carry_settled(carry: Carry, state: State) -> Decision:
-    """Returns the decision for a carry whose state is a fixed point of the loop."""
-    run = Run.LOW if state is State.LOW else Run.FULL
-    return Decision(run, state, carry.reason)

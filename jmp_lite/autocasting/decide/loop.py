@@ -9,12 +9,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_lite.autocasting.decide.equation import (
-    Carry,
-    CarryFacts,
-    decide_carry,
-    runs_low,
-)
+from jmp_lite.autocasting.decide.carry import Carry, CarryFacts, decide_carry
+from jmp_lite.autocasting.decide.equation import runs_low
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Backward, Forward

@@ -13,14 +13,9 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 
+from jmp_lite.autocasting.decide.carry import Carry, Slot
 from jmp_lite.autocasting.decide.decisions import Reason
-from jmp_lite.autocasting.decide.equation import (
-    Carry,
-    Slot,
-    decide_product,
-    decide_to_keep,
-    follows,
-)
+from jmp_lite.autocasting.decide.equation import decide_product, decide_to_keep, follows
 from jmp_lite.autocasting.decide.facts import Readers
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.loop import Loop, classify

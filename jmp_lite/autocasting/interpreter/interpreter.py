@@ -6,10 +6,12 @@ from jmp_lite.autocasting.decide.decisions import (
     Decision,
     DecisionRecord,
     Operand,
+    Operands,
     Run,
 )
-from jmp_lite.autocasting.decide.equation import decide, decide_to_keep, lineage_of
+from jmp_lite.autocasting.decide.equation import decide, decide_to_keep
 from jmp_lite.autocasting.decide.facts import Argument, Lineage, Readers, State
+from jmp_lite.autocasting.decide.function import lineage_of
 from jmp_lite.autocasting.decide.readers import of_floats
 from jmp_lite.autocasting.interpreter import custom_rules
 from jmp_lite.autocasting.interpreter.conversion import Converted, Site
@@ -74,17 +76,16 @@ class Interpreter(LoopConverter):
         self, eqn: Eqn, operands: Sequence[Value], site: Site
     ) -> Sequence[Value]:
         """Decides and evaluates an equation that contains no jaxpr to convert."""
-        given = list(map(_operand, operands))
+        given = Operands.of(list(map(_operand, operands)))
         readers = of_floats(eqn, site.readers)
         decision = decide(self.at, eqn, given, readers, site.path)
-        given = tuple(one for one in given if one.state is not None)
-        origin = None if decision.leader is None else given[decision.leader].origin
+        origin = None if decision.leader is None else decision.leader.origin
         if decision.run is not Run.PASS:
-            record = DecisionRecord(eqn, decision, origin, operands=given)
+            record = DecisionRecord(eqn, decision, origin, operands=given.floats)
             self.records.append(record)
         made_by = eqn if origin is None else origin
         results = evaluate(self.casts, eqn, operands, decision, made_by)
-        lineage = lineage_of(decision, given)
+        lineage = lineage_of(decision, given.floats)
         for result in results:
             if result.state is not None and result.lineage is None:
                 result.lineage = lineage

@@ -3,8 +3,9 @@
 import abc
 from collections.abc import Sequence
 
+from jmp_lite.autocasting.decide import carry
+from jmp_lite.autocasting.decide.carry import Slot
 from jmp_lite.autocasting.decide.decisions import DecisionRecord
-from jmp_lite.autocasting.decide.equation import Slot, carry_settled
 from jmp_lite.autocasting.decide.facts import Kind, Origin, Readers, Spec, State
 from jmp_lite.autocasting.decide.loop import Loop, classify
 from jmp_lite.autocasting.decide.readers import are_read, of_carries
@@ -73,44 +74,29 @@ class LoopConverter(Converter, abc.ABC):
         is_read = are_read(site.readers[:n_carry])
         slots = classify(self.at, loop, is_read, site.path)
         readers = [*of_carries(slots), *site.readers[n_carry:]]
-        inside = site._replace(readers=readers)
-        specs = [
-            _carry(value, slot is not Slot.FULL)
-            for value, (slot, _) in zip(operands[at], slots, strict=True)
-        ]
-        written = [i for i, (slot, _) in enumerate(slots) if slot is Slot.WRITTEN]
-        if written:
-            undecided = list(specs)
-            for i in written:
-                undecided[i] = State.SOFT, Kind.COMPUTED
+        inside, kinds = site._replace(readers=readers), [slot for slot, _ in slots]
+        given = list(map(self.form, operands[at]))
+        specs = list(map(carry.first_spec, given, kinds))
+        if Slot.WRITTEN in kinds:
             values = list(operands)
+            undecided = list(map(carry.undecided, specs, kinds))
             values[at] = self.converted(eqn, operands[at], undecided)
-            found = self.body(loop.body, values, inside)
-            for i in written:
-                is_low = found.made[i][0] is State.LOW
-                specs[i] = _carry(operands[at][i], is_low)
+            made = self.body(loop.body, values, inside).made
+            specs = list(map(carry.written, specs, kinds, made))
 
         def after(forms: Sequence[Spec], body: Converted) -> list[Spec]:
             found = list(forms)
-            for i, (slot, _) in enumerate(slots):
-                states = forms[i][0], body.unforced[i][0]
-                may_rise = slot in (Slot.FOLLOW, Slot.WRITTEN)
-                if may_rise and states == (State.LOW, State.HARD):
-                    found[i] = State.HARD, Kind.COMPUTED
+            for i, (slot, made) in enumerate(zip(kinds, body.unforced, strict=False)):
+                if carry.must_rise(slot, forms[i], made):
+                    found[i] = carry.RAISED
                     raised_by[i] = origin_outside(body.origins[i], operands)
             return found
 
         def note(forms: Sequence[Spec]) -> None:
             for i, (slot, (state, _)) in enumerate(zip(slots, forms, strict=True)):
                 if state is not None:
-                    made = carry_settled(slot, state)
+                    made = carry.settled(slot, state)
                     record = DecisionRecord(eqn, made, raised_by.get(i), i)
                     self.records.append(record)
 
         return Carries(specs, after, inside, note)
-
-
-def _carry(value: Value, is_low: bool) -> Spec:
-    if value.state is None:
-        return None, Kind.COMPUTED
-    return (State.LOW if is_low else State.HARD), Kind.COMPUTED

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.decide.decisions import Operand, Reason, Run
-from jmp_lite.autocasting.decide.equation import roots_of
 from jmp_lite.autocasting.decide.facts import Number, Origin, State
+from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.insight.explain.provenance import (
