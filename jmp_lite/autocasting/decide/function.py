@@ -18,8 +18,8 @@ def is_one_function(operands: Sequence[Operand]) -> bool:
     reads both. That op is part of the function, and so are ops on its result. The
     16-bit value itself is float32 and undecided if an op amplifies its error.
 
-    Example: a LayerNorm of a 16-bit ``x`` that no scope names. The roots of a value are
-    the 16-bit values that it is a function of::
+    Example: a LayerNorm of a 16-bit ``x`` that no scope names. The roots of a value
+    are the 16-bit values that it is a function of::
 
         m = mean(x)          FULL: float32, root x
         d = sub x m          reads x (16-bit) and m (float32): one function of x, so

@@ -11,15 +11,12 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.decide import given
 from jmp_lite.autocasting.decide.facts import (
-    Constant,
-    Kind,
-    Number,
     Origin,
-    RangeEnd,
-    Readers,
     State,
 )
+from jmp_lite.autocasting.decide.given import Given
 from jmp_lite.autocasting.interpreter.float8 import (
     QuantizedOperand,
     quantize_operand,
@@ -27,7 +24,7 @@ from jmp_lite.autocasting.interpreter.float8 import (
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.formats import Float8
 from jmp_lite.jaxprs import sharding, structure
-from jmp_lite.jaxprs.types import Array, Dtype, Literal, Var
+from jmp_lite.jaxprs.types import Array, Literal, Var
 
 
 class Casts:
@@ -49,40 +46,19 @@ class Casts:
         self.bound: set[object] = set()
 
     def given(self, var: Var, array: Array, origin: Origin) -> Value:
-        """Returns the value of an argument or a constant."""
-        state = State.SOFT if structure.is_float32(var) else None
-        return Value(array, state, Kind.GIVEN, origin=origin)
+        """Returns the value of an argument."""
+        return _value(array, given.argument(var, origin))
 
     def constant(self, var: Var, array: Array) -> Value:
-        """Returns a constant's value; HARD if an element is too large for 16 bits."""
-        value = self.given(var, array, Constant())
-        if value.state is State.SOFT and not structure.is_tracer(array):
-            numbers = np.asarray(array)
-            with np.errstate(over="ignore"):
-                low = numbers.astype(self.low_dtype).astype(np.float32)
-            too_large = numbers[np.isfinite(numbers) & ~np.isfinite(low)]
-            if too_large.size:
-                # Like a number of the program, it saturates if everything is low.
-                value.state, value.kind = State.HARD, Kind.LITERAL
-                value.origin = Number(float(too_large.flat[0]), is_element=True)
-        return value
+        """Returns the value of a constant."""
+        return _value(array, given.constant(var, array, self.low_dtype))
 
     def literal(self, atom: Literal) -> Value:
-        """Returns the value of a literal; HARD if 16 bits cannot represent it."""
-        is_real = jnp.issubdtype(structure.dtype_of(atom), jnp.floating)
-        is_real |= structure.is_integer(atom)
-        fits = not is_real or _fits(_as_float32(atom.val), self.low_dtype)
-        if not structure.is_float32(atom):
-            # A number that does not fit the compute dtype is HARD.
-            kind = Kind.LITERAL if fits else Kind.COMPUTED
-            return Value(structure.as_array(atom.val), None, kind)
-        number: Any = _as_float32(atom.val)
-        if number in _ENDS:
-            return Value(number, State.HARD, Kind.END, origin=RangeEnd())
-        state = State.SOFT if fits else State.HARD
-        is_exact = fits and np.float32(number.astype(self.low_dtype)) == number
-        kind = Kind.EXACT if is_exact else Kind.LITERAL
-        return Value(number, state, kind, origin=Number(float(number)))
+        """Returns the value of a literal."""
+        found = given.literal(atom, self.low_dtype)
+        is_float32 = found.state is not None
+        number: Any = given.as_float32(atom.val) if is_float32 else atom.val
+        return _value(structure.as_array(number), found)
 
     def full(self, value: Value) -> Array:
         """Returns the array of a value in its traced dtype."""
@@ -102,11 +78,10 @@ class Casts:
             value.cast = self.cast(value.array)
         return value.cast
 
-    def as_read(self, value: Value, readers: Readers) -> Value:
-        """Returns the result of a function of 16-bit values as its readers take it."""
-        if readers.amplify:
-            return Value(self.full(value), State.SOFT, origin=value.origin)
-        return Value(self.low(value), State.LOW, origin=value.origin)
+    def in_state(self, value: Value, state: State | None) -> Value:
+        """Returns a value in another state, without its kind and its lineage."""
+        array = self.low(value) if state is State.LOW else self.full(value)
+        return Value(array, state, origin=value.origin)
 
     def quantized(self, value: Value) -> QuantizedOperand:
         """Returns a value as an operand of a float8 product."""
@@ -125,20 +100,5 @@ class Casts:
         return sharding.cast(structure.as_array(array), self.low_dtype)
 
 
-_ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
-
-
-def _as_float32(number: float) -> np.float32:
-    with np.errstate(over="ignore"):  # One of 64 bits may be infinite then.
-        return np.float32(number)
-
-
-def _fits(number: np.float32, dtype: Dtype) -> bool:
-    """Whether a number does not become infinite, zero or one in a dtype."""
-    with np.errstate(over="ignore"):
-        low = np.float32(number.astype(dtype))
-    if not np.isfinite(number):
-        return True
-    return bool(
-        np.isfinite(low) and (low != 0 or number == 0) and (low != 1 or number == 1)
-    )
+def _value(array: Array, found: Given) -> Value:
+    return Value(array, found.state, found.kind, origin=found.origin)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from jmp_lite.autocasting.decide import leaving
 from jmp_lite.autocasting.decide.decisions import (
     DecisionRecord,
     RecordsInside,
@@ -144,13 +145,20 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         state, kind = form
         return Value(arrays[0], state, kind)
 
+    def with_spec(self, value: Value, spec: Spec) -> Value:
+        """Returns a value cast to a spec, without its lineage."""
+        result = self.pack(self.unpack(value, spec), spec)
+        result.origin = value.origin
+        return result
+
     def converted(
         self, eqn: Eqn, values: Sequence[Value], forms: Sequence[Spec]
     ) -> list[Value]:
         """Returns carries cast to specs; the loop is the origin of a changed value."""
-        results = super().converted(eqn, values, forms)
+        results = list(map(self.with_spec, values, forms))
         for result, value in zip(results, values, strict=True):
-            result.origin = value.origin if value.state is result.state else eqn
+            if result.state is not value.state:
+                result.origin = eqn
         return results
 
     # ------------------------------------------------------------------ conversion
@@ -267,11 +275,10 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     ) -> list[Value]:
         """Casts the results of functions of one 16-bit value to 16 bits.
 
-        A value that its readers demand in float32 stays float32. One of which a reader
-        amplifies an error stays so too, but is no longer deliberate float32.
+        A value that its readers demand in float32 stays float32.
         """
         return [
-            self.casts.as_read(value, each)
+            self.casts.in_state(value, leaving.of_function(each))
             if value.is_rejoined and not each.want_float32
             else value
             for value, each in zip(values, readers, strict=True)

@@ -10,13 +10,13 @@ from jax import lax
 
 from jmp_lite.autocasting.decide.decisions import Decision, Run
 from jmp_lite.autocasting.decide.facts import Kind, Origin, State
+from jmp_lite.autocasting.decide.result import kind_of_result, state_of_result
 from jmp_lite.autocasting.interpreter import float8
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.jaxprs import cost, params, structure
-from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Array, Eqn, Var
-from jmp_lite.ops import ADDING, BROADCASTING, MOVING
+from jmp_lite.ops import BROADCASTING, MOVING
 
 
 def evaluate(
@@ -46,7 +46,7 @@ def evaluate(
             )
             for array, value in zip(arrays, params.passed(eqn, operands), strict=True)
         ]
-    kind = _kind_of_result(op, operands)
+    kind = kind_of_result(eqn, [value.kind for value in operands])
     if decision.run is Run.LOW:
         arrays = _in_low(casts, eqn, operands)
     elif decision.run is Run.FLOAT8:
@@ -151,9 +151,7 @@ def _value(
 ) -> Value:
     if not structure.is_float32(var):
         return Value(array, None, kind)
-    is_low = array.dtype == casts.low_dtype
-    if is_low != (state is State.LOW):  # Some ops choose the dtype of their result.
-        state = State.LOW if is_low else State.HARD
+    state = state_of_result(state, array.dtype == casts.low_dtype)
     return Value(array, state, kind, origin=origin)
 
 
@@ -179,34 +177,6 @@ def _cast(
     is_counted = structure.is_integer(atom) and decision.state is State.HARD
     kind = Kind.INTEGER if is_counted else value.kind
     return Value(array, decision.state, kind, origin=origin)
-
-
-def _kind_of_result(op: str, operands: Sequence[Value]) -> Kind:
-    kinds = {value.kind for value in operands}
-    if _takes_one_slice(op, operands):
-        # One layer's weights of a stack; many rows of a table are activations.
-        kinds = {operands[0].kind}
-    if op == "iota":
-        return Kind.INTEGER
-    if Kind.COMPUTED in kinds or not kinds:
-        return Kind.COMPUTED
-    if op in _SCALING:
-        return Kind.INTEGER if Kind.INTEGER in kinds else Kind.SCALED
-    if op not in MOVING:
-        are_numbers = kinds.isdisjoint([Kind.GIVEN, Kind.SCALED])
-        is_table = are_numbers and op not in PRODUCTS
-        return Kind.SCALED if is_table else Kind.COMPUTED
-    order = (Kind.INTEGER, Kind.SCALED, Kind.GIVEN, Kind.END, Kind.LITERAL)
-    return next((kind for kind in order if kind in kinds), Kind.EXACT)
-
-
-def _takes_one_slice(op: str, operands: Sequence[Value]) -> bool:
-    """Whether an op takes one slice of its first operand, at any position."""
-    is_one = op == "gather" and jnp.ndim(operands[1].array) == 1
-    return op == "dynamic_slice" or is_one
-
-
-_SCALING = ADDING | {"mul", "div", "neg", "reduce_sum", "cumsum"}
 
 
 def _spread(array: Array, shape: tuple[int, ...]) -> Array:

@@ -3,10 +3,10 @@
 import abc
 from collections.abc import Sequence
 
-from jmp_lite.autocasting.decide import carry
+from jmp_lite.autocasting.decide import carry, leaving
 from jmp_lite.autocasting.decide.carry import Slot
 from jmp_lite.autocasting.decide.decisions import DecisionRecord
-from jmp_lite.autocasting.decide.facts import Kind, Origin, Readers, Spec, State
+from jmp_lite.autocasting.decide.facts import Origin, Readers, Spec
 from jmp_lite.autocasting.decide.loop import Loop, classify
 from jmp_lite.autocasting.decide.readers import are_read, of_carries
 from jmp_lite.autocasting.interpreter.conversion import (
@@ -28,18 +28,13 @@ class LoopConverter(Converter, abc.ABC):
     def scan(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
         """Runs a scan, with the passes over its body."""
         n_consts, _ = params.scan_counts(eqn)
-        consts = map(self._invariant, operands[:n_consts])
+        consts = operands[:n_consts]
+        specs = [leaving.into_loop(value.spec) for value in consts]
+        consts = [
+            value if value.spec == spec else self.with_spec(value, spec)
+            for value, spec in zip(consts, specs, strict=True)
+        ]
         return super().scan(eqn, [*consts, *operands[n_consts:]], site)
-
-    def _invariant(self, value: Value) -> Value:
-        """Returns a value that every step of a loop reads: float32, cast at each use.
-
-        Otherwise its gradient would add up in 16 bits over the steps.
-        """
-        if value.state is not State.LOW:
-            return value
-        array = self.casts.full(value)
-        return Value(array, State.SOFT, Kind.GIVEN, origin=value.origin)
 
     def bind_scan(
         self, eqn: Eqn, operands: Sequence[Value], body: Converted

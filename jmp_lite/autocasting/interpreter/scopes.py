@@ -6,6 +6,7 @@ readers outside of the scope run in float32 anyway.
 
 from collections.abc import Mapping, Sequence
 
+from jmp_lite.autocasting.decide import leaving
 from jmp_lite.autocasting.decide.facts import Readers, State
 from jmp_lite.autocasting.interpreter.conversion import Converter, Site
 from jmp_lite.autocasting.interpreter.values import Value
@@ -53,13 +54,11 @@ class Regions:
 
     def leave(self, atom: Var, value: Value) -> Value:
         """Returns a value as it is outside of its scope."""
-        array, state, kind = value.array, value.state, value.kind
         readers = self._readers_outside(atom, value.region)
-        if readers.want_float32:
-            return Value(array, state, kind, origin=value.origin)
-        if value.is_from_low:
-            return self._walk.casts.as_read(value, readers)
-        return Value(array, State.SOFT, kind, origin=value.origin)
+        state = leaving.of_scope(value.state, value.is_from_low, readers)
+        if value.is_from_low and not readers.want_float32:
+            return self._walk.casts.in_state(value, state)
+        return Value(value.array, state, value.kind, origin=value.origin)
 
     def _readers_outside(self, atom: Var, region: str | None) -> Readers:
         if self._read_by is None:

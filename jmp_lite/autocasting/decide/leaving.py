@@ -1,0 +1,38 @@
+"""Decides how a value leaves a function of 16-bit values, or a scope, or enters a loop.
+
+A function of one 16-bit value and a norm layer are float32 inside, and 16-bit outside,
+unless those who read the result demand its digits.
+"""
+
+from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec, State
+
+
+def of_function(readers: Readers) -> State:
+    """Returns the state of the result of a function of 16-bit values.
+
+    Its readers do not all demand float32. If one of them amplifies a rounding error,
+    the result is float32, but no longer deliberate.
+    """
+    return State.SOFT if readers.amplify else State.LOW
+
+
+def of_scope(state: State | None, is_from_low: bool, readers: Readers) -> State | None:
+    """Returns the state of a result of a ``FULL_INSIDE`` scope outside of it.
+
+    Args:
+      state: its state inside.
+      is_from_low: whether a low value entered the scope on the way to it.
+      readers: its readers outside.
+    """
+    if readers.want_float32:
+        return state
+    return of_function(readers) if is_from_low else State.SOFT
+
+
+def into_loop(spec: Spec) -> Spec:
+    """Returns the spec of a value that every step of a loop reads.
+
+    A 16-bit one is float32, and cast at each use, as a parameter is. Otherwise its
+    gradient would add up in 16 bits over the steps.
+    """
+    return (State.SOFT, Kind.GIVEN) if spec[0] is State.LOW else spec
