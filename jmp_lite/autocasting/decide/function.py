@@ -30,10 +30,10 @@ def is_one_function(operands: Sequence[Operand]) -> bool:
         y = mul n g          g is a parameter, which has no roots: float32, rejoined
         z = dot_general y w  a product reads y in 16 bits
 
-    Without the rule, ``d`` would follow ``x``, and lose the digits of the mean. In
-    ``softplus(x) = max(x, 0) + log1p(exp(-abs(x)))``, the sum reads ``max(x, 0)``, which
-    is 16-bit with root x, and the logarithm, which is float32 with root x: one function
-    of x. A sum of functions of two 16-bit values is none: it is 16-bit.
+    Without the rule, ``d`` would follow ``x``, and lose the digits of the mean. In a
+    softplus, ``max(x, 0) + log1p(exp(-abs(x)))``, the sum reads ``max(x, 0)``, which is
+    16-bit with root x, and the logarithm, which is float32 with root x: one function of
+    x. A sum of functions of two 16-bit values is none: it is 16-bit.
 
     Args:
       operands: the operands that were traced in float32.
