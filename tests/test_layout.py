@@ -29,7 +29,7 @@ NOT_FROM = {
 ALONE = {"selectors": set(), "plots": {"casting"}}
 """Rooms that few others know."""
 # The same inside of autocasting.
-AUTOCASTING = ("rules", "decide", "passes", "interpreter", "marks", "residuals")
+AUTOCASTING = ("rules", "decide", "passes", "interpreter", "marks")
 FLAX_ROOMS = {"linen", "nnx", "__main__"}
 MORE = {"plots": {"matplotlib"}}
 """What else a room depends on, which is imported by its users alone."""

@@ -818,20 +818,6 @@ FAULTS = (
         "test_autocasting_scan_weight_gradients.py::test_derivatives_are_those_of_float32",
     ),
     Fault(
-        "autocasting/residuals.py",
-        "    return jax.lax.clamp(low, x, high).astype(dtype)",
-        "    return x.astype(dtype)",
-        "a compressed residual overflows",
-        "test_autocasting_residuals.py::test_values_out_of_range_saturate",
-    ),
-    Fault(
-        "autocasting/residuals.py",
-        "yield structure.is_float32(atom) and eqn is not None and not is_marked",
-        "yield structure.is_float32(atom) and eqn is not None",
-        "full_precision does not keep residuals in float32",
-        "test_autocasting_residuals.py::test_what_cheap_ops_make_is_computed_again_and_not_kept",
-    ),
-    Fault(
         "autocasting/marks.py",
         "args, kwargs = cast_tree((args, kwargs), dtype)",
         "args = cast_tree(args, dtype)",
