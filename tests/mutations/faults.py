@@ -825,7 +825,7 @@ FAULTS = (
         "test_autocasting_functions.py::test_a_kernel_for_16_bits_is_given_16_bits_and_its_result_is_low",
     ),
     Fault(
-        "autocasting/interpreter/validation.py",
+        "jaxprs/trace.py",
         '"the function itself or an object that it captures": _captured(fun),',
         "",
         "a captured nnx module loses its updates",

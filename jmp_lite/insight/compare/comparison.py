@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.api import trace
-from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
 from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.host import fetched
 from jmp_lite.insight.compare.comparer import Comparer, Op, Sums
 from jmp_lite.insight.compare.twins import Error, StagedCasts, Twin, error
-from jmp_lite.insight.explain.arguments import argument_name, arrays_in
 from jmp_lite.insight.explain.backward import (
     check_backward,
     cotangents_of,
@@ -29,6 +27,7 @@ from jmp_lite.insight.explain.rows import short
 from jmp_lite.insight.explain.tables import text_table
 from jmp_lite.insight.sampling import check_elements
 from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs.trace import argument_names, trace_function
 from jmp_lite.jaxprs.types import Array, Jaxpr, PyTree
 
 
@@ -208,14 +207,14 @@ def compare(
       >>> worst.op, worst.dtype, worst.amplification > 30
       ('sub', 'bfloat16', True)
     """
-    check_function(fun)
+    check_convertible(fun)
     check_elements(elements)
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
-        traced, arrays, treedef = trace(fun, args, kwargs)
-        given = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
+        traced, arrays, treedef = trace_function(fun, args, kwargs)
+        given = argument_names(args, kwargs)
         program = Compared(traced, treedef, given, backward, elements)
         return program.run(chosen(), arrays)
 

@@ -16,12 +16,10 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.api import trace
-from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
 from jmp_lite.autocasting.interpreter.walk import Interpreter
+from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules, check_pattern
 from jmp_lite.casting.dtypes import unknown_name
-from jmp_lite.insight.explain.arguments import argument_name, arrays_in
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
 from jmp_lite.insight.explain.difference import Difference
 from jmp_lite.insight.explain.grouping import depth_that_fits, grouped
@@ -36,6 +34,7 @@ from jmp_lite.insight.explain.rows import (
 )
 from jmp_lite.insight.explain.tables import count, html_table, text_table
 from jmp_lite.insight.explain.unused import nearest, unused
+from jmp_lite.jaxprs.trace import argument_names, arrays_in, trace_function
 from jmp_lite.jaxprs.types import PyTree
 from jmp_lite.ops import GROUPS, HIGHER_ORDER
 
@@ -292,14 +291,14 @@ def explain(
       >>> explanation.totals.flops
       {'bfloat16': 128}
     """
-    check_function(fun)
+    check_convertible(fun)
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         walk = Interpreter(chosen())
-        traced, arrays, treedef = trace(fun, args, kwargs)
-        names = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
+        traced, arrays, treedef = trace_function(fun, args, kwargs)
+        names = argument_names(args, kwargs)
         run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs, names))(*arrays)
         low = walk.at.low_dtype
         seen = list(seen_in(walk.records, walk.rules))
@@ -318,7 +317,7 @@ def explain(
             walk.results,
             walk.rules,
             has_gradients=backward or len(forward) < len(seen),
-            jaxpr=traced,
+            traced=traced,
             alone=_alone(args, kwargs),
         )
         return Explanation(

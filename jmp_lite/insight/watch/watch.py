@@ -9,8 +9,6 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.api import trace
-from jmp_lite.autocasting.interpreter.validation import check_function
 from jmp_lite.casting.mutables import returning_changes, write_changes
 from jmp_lite.insight.explain.rows import short
 from jmp_lite.insight.explain.tables import text_table
@@ -25,6 +23,7 @@ from jmp_lite.insight.statistics import (
 )
 from jmp_lite.insight.watch.watcher import Op, Seen, Watcher
 from jmp_lite.jaxprs.sharding import gathered
+from jmp_lite.jaxprs.trace import check_function, trace_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +151,7 @@ def watch(
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
-        traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
+        traced, arrays, treedef = trace_function(returning_changes(fun), args, kwargs)
         watcher = Watcher(target, elements)
         results = watcher.run(traced, list(map(Seen, arrays)))
         ops, counts = watcher.found()
