@@ -1085,7 +1085,7 @@ FAULTS = (
         "test_numerics.py::test_small_results_are_counted_in_one_kernel_and_large_ones_alone",
     ),
     Fault(
-        "insight/sampling.py",
+        "insight/statistics.py",
         "        strides[axis] *= 2",
         "        strides[axis] *= 2**20",
         "of a large result one row is looked at",

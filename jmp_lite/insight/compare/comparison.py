@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.casting.host import fetched
 from jmp_lite.insight.compare.comparer import Comparer, Op, Sums
 from jmp_lite.insight.compare.twins import Error, StagedCasts, Twin, error
 from jmp_lite.insight.explain.backward import (
@@ -25,7 +24,7 @@ from jmp_lite.insight.explain.backward import (
 )
 from jmp_lite.insight.explain.rows import short
 from jmp_lite.insight.explain.tables import text_table
-from jmp_lite.insight.sampling import check_elements
+from jmp_lite.insight.statistics import check_elements, fetched
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.trace import argument_names, trace_function
 from jmp_lite.jaxprs.types import Array, Jaxpr, PyTree

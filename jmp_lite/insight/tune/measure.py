@@ -14,7 +14,6 @@ import numpy as np
 
 from jmp_lite.autocasting.interpreter.walk import Interpreter
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.casting.host import fetched
 from jmp_lite.insight.compare.comparison import Compared, Comparison
 from jmp_lite.insight.explain.backward import (
     cotangents_of,
@@ -23,6 +22,7 @@ from jmp_lite.insight.explain.backward import (
 )
 from jmp_lite.insight.explain.explanation import explain
 from jmp_lite.insight.explain.rows import Row
+from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.trace import argument_names, trace_function
 from jmp_lite.jaxprs.types import Array, Function, PyTree, Var

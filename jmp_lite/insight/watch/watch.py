@@ -13,10 +13,10 @@ from jmp_lite.casting.mutables import returning_changes, write_changes
 from jmp_lite.insight.explain.rows import short
 from jmp_lite.insight.explain.tables import text_table
 from jmp_lite.insight.report import dtype_that_overflows
-from jmp_lite.insight.sampling import check_elements
 from jmp_lite.insight.statistics import (
     Numbers,
     cells,
+    check_elements,
     headers,
     numbers,
     on_host,
