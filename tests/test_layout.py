@@ -30,7 +30,7 @@ ALONE = {"selectors": set(), "plots": {"casting"}}
 """Rooms that few others know."""
 # The same inside of autocasting.
 AUTOCASTING = ("rules", "decide", "passes", "interpreter", "marks")
-FLAX_ROOMS = {"linen", "nnx", "__main__"}
+FLAX_ROOMS = {"linen", "nnx"}
 MORE = {"plots": {"matplotlib"}}
 """What else a room depends on, which is imported by its users alone."""
 CORE_DEPENDENCIES = {"jax", "numpy", "optax", *sys.stdlib_module_names}
@@ -103,7 +103,7 @@ def may_import(room):
 def faults(module, source):
     """Lists what a module imports and should not."""
     room = room_of(module)
-    is_core = room not in {"__main__", *FLAX_ROOMS}
+    is_core = room not in FLAX_ROOMS
     knows_jax = room_of(module) == "jaxprs"
     found = []
     for name in imported_names(source):

@@ -1527,14 +1527,6 @@ FAULTS = (
         "test_main.py::test_the_doctor_examines_a_machine_whose_backend_does_not_start",
     ),
     Fault(
-        "__main__.py",
-        'low = sum(n for dtype, n in products.items() if dtype in ("bfloat16", '
-        '"float16"))',
-        'low = sum(n for dtype, n in products.items() if dtype in ("float16",))',
-        "the demo does not count products in bfloat16",
-        "test_main.py::test_a_forward_function_multiplies_in_its_precision_between_float32",
-    ),
-    Fault(
         "autocasting/decide/readers.py",
         "            return Readers.SOLVER",
         "            return Readers.FULL",
