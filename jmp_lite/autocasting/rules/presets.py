@@ -110,16 +110,6 @@ _O3 = Rules(default=Precision.LOW).low(
 
 _MATMULS = ("dot_general", "ragged_dot_general")
 
-# The start of Ascend's lists: float16, and no op has a precision of its own.
-ALL_FOLLOW = Rules(compute_dtype="float16").follow(
-    *(
-        op
-        for group in GROUPS
-        if group.precision is not Precision.KEEP and group.has_low_form
-        for op in group.ops
-    )
-)
-
 PRESETS: Mapping[str, Rules] = MappingProxyType(
     {
         "mixed": _MIXED,
