@@ -29,7 +29,7 @@ help:
 	@echo "Another interpreter: make PYTHON=python3.12 VENV=.venv-3.12 test"
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m jmp_lite demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.test
 	@echo "All tests but the slow ones: about five minutes on two cores, less on more."

@@ -33,7 +33,7 @@ import jmp_lite as jmp
 import jmp_lite.nnx
 from benchmarks.models import ResNet
 from benchmarks.report import stamp, write
-from jmp_lite.__main__ import load_digits, order_of_images
+from examples.demo import load_digits, order_of_images
 
 
 class Variant(NamedTuple):

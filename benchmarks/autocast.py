@@ -53,7 +53,6 @@ MODELS: Mapping[str, tuple[Make, dict[str, Any]]] = {
     "nnx": (models.nnx_model, {"width": 32, "batch": 32}),
     **{f"flax {name}": example for name, example in EXAMPLES.items()},
 }
-LOOPS = [name for name in MODELS if "scan" in name]
 ON_TARGET = {"h100": list(MODELS), "v5e": ["resnet", "lstm", "mlp", "nnx"]}
 
 
@@ -88,18 +87,6 @@ def _by_autocast(
     return model._replace(loss=fun)
 
 
-def _compressed(make: Make, **options: Any) -> models.Model:
-    return make(None, wrap=jmp.compress_residuals, **options)
-
-
-def _compressed_in_autocast(make: Make, **options: Any) -> models.Model:
-    def wrap(block: Any) -> Any:
-        return jmp.compress_residuals(jmp.autocast(block))
-
-    model = make(None, wrap=wrap, **options)
-    return model._replace(loss=jmp.autocast(model.loss))
-
-
 VARIANTS: Mapping[str, Callable[..., models.Model]] = {
     "float32": lambda make, **options: make(None, **options),
     "by hand": lambda make, **options: make(jnp.bfloat16, **options),
@@ -109,8 +96,6 @@ VARIANTS: Mapping[str, Callable[..., models.Model]] = {
     "O1": functools.partial(_by_autocast, rules="O1"),
     "O2": functools.partial(_by_autocast, rules="O2"),
     "torch": functools.partial(_by_autocast, rules="torch"),
-    "float32, compressed": _compressed,
-    "mixed, compressed": _compressed_in_autocast,
     "mixed, low tanh": functools.partial(
         _by_autocast, rules=jmp.get_rules("mixed").low("tanh")
     ),
@@ -127,8 +112,7 @@ def is_measured(model: str, variant: str) -> bool:
         return model == "flax gemma"
     if model.startswith("flax "):
         return variant in OF_EXAMPLES
-    # Compression is for the body of a loop.
-    return "float16" not in variant and ("compressed" not in variant or model in LOOPS)
+    return "float16" not in variant
 
 
 # -------------------------------------------------------------------------- measures

@@ -13,7 +13,6 @@ from jmp_lite.autocasting.marks import (
     low_call,
     low_precision,
 )
-from jmp_lite.autocasting.residuals import compress_residuals
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import (
@@ -111,7 +110,6 @@ __all__ = [
     "check_loss_scale",
     "compare",
     "compensated",
-    "compress_residuals",
     "default_loss_scale",
     "dtype_summary",
     "dtype_to_names",

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter import api, validation
+from jmp_lite.autocasting.interpreter import api
+from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.casting.dtypes import (
     DtypeSummary,
@@ -100,8 +101,8 @@ def autocast(
     """
     if fun is None:
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
-    validation.check_function(fun)
-    chosen = validation.choose_rules(rules, compute_dtype)
+    check_convertible(fun)
+    chosen = choose_rules(rules, compute_dtype)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
 
@@ -149,7 +150,7 @@ def explain(
       >>> dot.scope, dot.op, dot.precision
       ('Linear', 'dot_general', 'bfloat16')
     """
-    validation.check_function(fun)
+    check_convertible(fun)
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter.api import autocast
-from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
 from jmp_lite.jaxprs.sharding import as_varying, is_sharded
@@ -594,7 +594,7 @@ def _moving_average(decay: float, average: Any, params: Any) -> Any:
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
-    check_function(loss_fn)
+    check_convertible(loss_fn)
     try:
         signature = inspect.signature(loss_fn)
     except ValueError:

@@ -10,15 +10,15 @@ from jax.sharding import PartitionSpec as P
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.insight.compare.comparer import Comparer
 from jmp_lite.insight.compare.twins import StagedCasts, Twin
+from jmp_lite.jaxprs.trace import trace_function
 
 
 def lanes(fun, *args, rules="mixed"):
     """Returns the results of a function on both lanes."""
-    as_traced, arrays, structure = trace(fun, args, {})
+    as_traced, arrays, structure = trace_function(fun, args, {})
     rules = jmp.get_rules(rules) if isinstance(rules, str) else rules
     run = Interpreter(rules, StagedCasts).run_function
     traced = jax.make_jaxpr(lambda *xs: run(as_traced, xs))(*arrays)

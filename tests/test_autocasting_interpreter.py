@@ -41,7 +41,6 @@ from programs import (
 
 import jmp_lite.nnx
 from jmp_lite.autocasting.interpreter.api import autocast
-from jmp_lite.autocasting.residuals import compress_residuals
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.explain.explanation import explain
 
@@ -435,7 +434,7 @@ def test_bad_rules_are_refused_when_the_function_is_made():
 )
 def test_what_is_no_function_is_refused_at_the_door(fun, message):
     for transform in (
-        *(autocast, explain, compress_residuals),
+        *(autocast, explain),
         *(jmp_lite.nnx.autocast, jmp_lite.nnx.explain),
     ):
         with pytest.raises(TypeError, match=re.escape(message)):

@@ -29,8 +29,8 @@ NOT_FROM = {
 ALONE = {"selectors": set(), "plots": {"casting"}}
 """Rooms that few others know."""
 # The same inside of autocasting.
-AUTOCASTING = ("rules", "decide", "passes", "interpreter", "marks", "residuals")
-FLAX_ROOMS = {"linen", "nnx", "__main__"}
+AUTOCASTING = ("rules", "decide", "passes", "interpreter", "marks")
+FLAX_ROOMS = {"linen", "nnx"}
 MORE = {"plots": {"matplotlib"}}
 """What else a room depends on, which is imported by its users alone."""
 CORE_DEPENDENCIES = {"jax", "numpy", "optax", *sys.stdlib_module_names}
@@ -77,7 +77,10 @@ PARAMETERS = {
 }
 """Names of parameters of equations."""
 # The functions of JAX that users call have arguments of the same names.
-OF_USERS = {"dot_general", "scan", "shard_map", "_replace", "Explanation"}
+OF_USERS = {
+    *("dot_general", "scan", "shard_map", "replace", "_replace"),
+    *("Explanation", "Converted"),
+}
 
 
 def parameters_named_in(source):
@@ -103,7 +106,7 @@ def may_import(room):
 def faults(module, source):
     """Lists what a module imports and should not."""
     room = room_of(module)
-    is_core = room not in {"__main__", *FLAX_ROOMS}
+    is_core = room not in FLAX_ROOMS
     knows_jax = room_of(module) == "jaxprs"
     found = []
     for name in imported_names(source):

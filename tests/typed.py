@@ -26,8 +26,6 @@ def signatures_stay(weights: jax.Array) -> None:
     assert_type(decorated(weights, 3), tuple[jax.Array, int])
     decorated(weights, "three")  # pyright: ignore[reportArgumentType]
 
-    compressed = jmp.compress_residuals(loss)
-    assert_type(compressed(weights, scale=2.0), jax.Array)
     marked = jmp.full_precision(loss)
     assert_type(marked(weights, scale=2.0), jax.Array)
     assert_type(jmp.explain(loss)(weights, scale=2.0), jmp.Explanation)

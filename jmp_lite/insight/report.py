@@ -13,13 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
-from jmp_lite.casting.host import fetched
 from jmp_lite.insight.explain.tables import text_table
 from jmp_lite.insight.statistics import (
     Ends,
     Numbers,
     cells,
     counted,
+    fetched,
     headers,
     numbers,
     on_host,

@@ -1,4 +1,4 @@
-"""Counts numbers that overflow, vanish or are not finite, and joins counts."""
+"""Counts numbers that overflow, vanish or are not finite, and samples arrays."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.host import fetched
 from jmp_lite.casting.quantize import scale_for
-from jmp_lite.jaxprs import sharding
+from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +131,33 @@ def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
     ends = _ends_for(sizes, dtype, _has_scale(array, dtype), range(sizes.ndim))
     counts = [_joined_all(_looked_at(part, ends), range(part.ndim)) for part in parts]
     return {**functools.reduce(added, counts), "elements": Count.of(sizes.size)}
+
+
+def check_elements(elements: int) -> None:
+    """Raises a ValueError if ``elements`` is not a whole number of at least 1."""
+    is_whole = isinstance(elements, int | np.integer) and not isinstance(elements, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_whole or elements < 1:
+        raise ValueError(
+            f"Expected a whole number of at least 1 for elements, got {elements!r}."
+        )
+
+
+def sample(array: Array, elements: int) -> Array:
+    """Returns at most so many elements of an array, evenly spaced.
+
+    Rows of the last axis stay whole if they fit: memory is read in rows. An array that
+    is sharded over Explicit axes is returned whole.
+    """
+    array = structure.as_array(array)
+    if sharding.is_sharded(array):  # Its parts are on several devices.
+        return array
+    sizes, strides = list(array.shape), [1] * array.ndim
+    while math.prod(sizes) > elements:
+        rows = sizes[:-1] if max(sizes[:-1], default=1) > 1 else sizes
+        axis = rows.index(max(rows))
+        strides[axis] *= 2
+        sizes[axis] = -(-array.shape[axis] // strides[axis])
+    return lax.slice(array, [0] * array.ndim, array.shape, strides)
 
 
 _SMALL = 2**18
@@ -307,6 +334,23 @@ def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return jnp.concatenate([jnp.ravel(array) for array in arrays])
 
     return jax.tree.map(stack, *counts) if counts else nothing(0)
+
+
+def fetched(tree: Any) -> Any:
+    """Returns a pytree of JAX arrays as NumPy arrays on the host.
+
+    Raises:
+      TypeError: an array is a tracer.
+    """
+    try:
+        return jax.tree.map(np.asarray, jax.device_get(tree))
+    except jax.errors.TracerArrayConversionError as error:
+        raise TypeError(
+            "Expected concrete arrays, got tracers (of jit, vmap, scan or grad). "
+            "Rows, tables, rules and loss scales are made on the host: return the "
+            "arrays or the report from the traced function, and make this call "
+            "outside of it."
+        ) from error
 
 
 def on_host(counts: Mapping[str, Any]) -> dict[str, Any]:

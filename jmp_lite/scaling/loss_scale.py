@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Never, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -169,29 +169,7 @@ _NAMES_ELSEWHERE = {
 }
 
 
-def _with_nearest_names(cls: type[Tree]) -> type[Tree]:
-    """Adds an error for an unknown keyword that suggests the right name."""
-    generated = cls.__init__
-    known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
-
-    @functools.wraps(generated)
-    def init(self: Tree, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                meant = _NAMES_ELSEWHERE.get(name) or nearest_name(name, known)
-                raise TypeError(
-                    f"{cls.__name__} has no argument {name!r}"
-                    + (f": did you mean {meant}?" if meant else ".")
-                    + f" Its arguments are {', '.join(known)}."
-                )
-        generated(self, *args, **kwargs)
-
-    cls.__init__ = init
-    return cls
-
-
-@_with_nearest_names
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class DynamicLossScale(LossScale):
     """A loss scale that grows while gradients are finite and shrinks on an overflow.
 
@@ -233,43 +211,65 @@ class DynamicLossScale(LossScale):
       Array(32768., dtype=float32)
     """
 
-    loss_scale: Any = 2.0**15
-    counter: Any = 0
-    period: int = 2000
-    factor: float = 2
-    min_loss_scale: float = 1.0
-    max_loss_scale: float = 2.0**24
-    hysteresis: int = 1
-    overflows: Any = None
-    backoff_factor: float | None = None
+    loss_scale: Any
+    counter: Any
+    period: int
+    factor: float
+    min_loss_scale: float
+    max_loss_scale: float
+    hysteresis: int
+    overflows: Any
+    backoff_factor: float | None
 
-    def __post_init__(self) -> None:
-        for name in ("loss_scale", "min_loss_scale"):
-            _warn_if_not_floating(getattr(self, name), name)
-        hysteresis = _whole_number(self.hysteresis, "hysteresis", at_least=1)
-        overflows = 0 if self.overflows is None else self.overflows
+    def __init__(
+        self,
+        loss_scale: Any = 2.0**15,
+        counter: Any = 0,
+        period: int = 2000,
+        factor: float = 2,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = 2.0**24,
+        hysteresis: int = 1,
+        overflows: Any = None,
+        backoff_factor: float | None = None,
+        **unknown: Never,
+    ) -> None:
+        self._refuse_unknown(unknown)
+        _warn_if_not_floating(loss_scale, "loss_scale")
+        _warn_if_not_floating(min_loss_scale, "min_loss_scale")
         # A scale that vmap has stacked: all of its numbers have the counter's shape.
-        counter = _counter(self.counter, "counter")
+        counter = _counter(counter, "counter")
         stack = counter.shape
-        canonical = {
-            "loss_scale": _number(self.loss_scale, np.float32, "loss_scale", stack),
-            "counter": counter,
-            "period": _whole_number(self.period, "period", at_least=1),
-            "factor": _host_number(self.factor, "factor"),
-            "min_loss_scale": _host_number(self.min_loss_scale, "min_loss_scale"),
-            "max_loss_scale": _host_number(self.max_loss_scale, "max_loss_scale"),
-            "hysteresis": hysteresis,
-            "overflows": None,
-        }
-        if hysteresis > 1:
-            canonical["overflows"] = _counter(overflows, "overflows", stack)
-        if self.backoff_factor is not None:
-            canonical["backoff_factor"] = _host_number(
-                self.backoff_factor, "backoff_factor"
-            )
-        for name, value in canonical.items():
-            object.__setattr__(self, name, value)
+        hysteresis = _whole_number(hysteresis, "hysteresis", at_least=1)
+        if hysteresis == 1:
+            overflows = None
+        else:
+            before = 0 if overflows is None else overflows
+            overflows = _counter(before, "overflows", stack)
+        if backoff_factor is not None:
+            backoff_factor = _host_number(backoff_factor, "backoff_factor")
+        vars(self).update(
+            loss_scale=_number(loss_scale, np.float32, "loss_scale", stack),
+            counter=counter,
+            period=_whole_number(period, "period", at_least=1),
+            factor=_host_number(factor, "factor"),
+            min_loss_scale=_host_number(min_loss_scale, "min_loss_scale"),
+            max_loss_scale=_host_number(max_loss_scale, "max_loss_scale"),
+            hysteresis=hysteresis,
+            overflows=overflows,
+            backoff_factor=backoff_factor,
+        )
         self._check_ranges()
+
+    def _refuse_unknown(self, arguments: Iterable[str]) -> None:
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in arguments:
+            meant = _NAMES_ELSEWHERE.get(name) or nearest_name(name, known)
+            raise TypeError(
+                f"DynamicLossScale has no argument {name!r}"
+                + (f": did you mean {meant}?" if meant else ".")
+                + f" Its arguments are {', '.join(known)}."
+            )
 
     def _check_ranges(self) -> None:
         low, high = self.min_loss_scale, self.max_loss_scale
@@ -653,5 +653,5 @@ def _warn_if_not_floating(value: Any, name: str) -> None:
         warnings.warn(
             f"Expected floating type for {name}, got {dtype}: pass a float, such as "
             "2.0**15.",
-            stacklevel=5,
+            stacklevel=3,
         )

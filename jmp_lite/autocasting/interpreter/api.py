@@ -1,25 +1,21 @@
-"""``autocast``: checks the arguments, traces the function, and interprets it."""
+"""``autocast``: traces a function, and interprets it."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import ParamSpec, TypeVar, overload
 
 import jax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.decide.equation import changes_nothing
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
-from jmp_lite.autocasting.interpreter.validation import (
-    check_function,
-    choose_rules,
-    function_of_arrays,
-    refuse_mutable_graphs,
-)
+from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, Rules
-from jmp_lite.casting.mutables import noting_captures, returning_changes, write_changes
+from jmp_lite.casting.mutables import returning_changes, write_changes
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.dataflow import equations
-from jmp_lite.jaxprs.types import Array, Function, Jaxpr, PyTree
+from jmp_lite.jaxprs.trace import trace_function
+from jmp_lite.jaxprs.types import Function, PyTree
 
 Params = ParamSpec("Params")
 
@@ -90,7 +86,7 @@ def autocast(
     """
     if fun is None:
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
-    check_function(fun)
+    check_convertible(fun)
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
@@ -105,7 +101,7 @@ def _run(
     interpreter: Interpreter, fun: Function, args: PyTree, kwargs: PyTree
 ) -> PyTree:
     """Traces a function, interprets it, and returns its results in their structure."""
-    traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
+    traced, arrays, treedef = trace_function(returning_changes(fun), args, kwargs)
     paths = (path for _, path in equations(traced))
     if changes_nothing(interpreter.rules, paths):
         types = [var.aval for var in structure.parts(traced).outvars]
@@ -116,23 +112,3 @@ def _run(
     out, changes = jax.tree.unflatten(treedef, results)
     write_changes(args, kwargs, changes)
     return out
-
-
-def trace(
-    fun: Function, args: PyTree, kwargs: PyTree
-) -> tuple[Jaxpr, list[Array], PyTree]:
-    """Returns a function's jaxpr, its arrays, and the structure of its results."""
-    refuse_mutable_graphs(fun, args, kwargs)
-    of_arrays, arrays = function_of_arrays(fun, args, kwargs)
-    structures: list[Any] = []
-
-    def flat(*arrays: Array) -> list[Array]:
-        # Not from the shapes of the results: a user's pytree node may refuse shapes.
-        leaves, structure = jax.tree.flatten(of_arrays(*arrays))
-        structures.append(structure)
-        return leaves
-
-    flat.__name__ = of_arrays.__name__
-    with noting_captures():
-        traced = jax.make_jaxpr(flat)(*arrays)
-    return traced, arrays, structures[-1]

@@ -12,23 +12,22 @@ import jax
 
 from jmp_lite.autocasting.passes.scan_weight_gradients import moved_constants
 from jmp_lite.autocasting.passes.upcasts import is_raise
-from jmp_lite.jaxprs import params, rewrite, source, structure
+from jmp_lite.jaxprs import params, rewrite, structure
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.ops import ADDING, CHEAP, LINEAR
 
 Run = list[Eqn]
 
 
-def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> Jaxpr:
+def rematerialize(jaxpr: Jaxpr, n_consts: int) -> Jaxpr:
     """Returns the closed jaxpr of a loop's body with its islands rematerialized.
 
     Args:
       jaxpr: the body.
       n_consts: the number of loop-invariant inputs.
-      kept: a scope in which nothing is recomputed.
     """
     parts = structure.parts(jaxpr)
-    plan = _plan(parts, moved_constants(parts, n_consts).eqns, kept)
+    plan = _plan(parts, moved_constants(parts, n_consts).eqns)
     if not any(isinstance(item, list) for item in plan):
         return jaxpr
     raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_raise(eqn)}
@@ -43,9 +42,7 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int = 0, kept: str | None = None) -> J
     return rewrite.retraced(jaxpr, list(map(structure.type_of, parts.invars)), steps)
 
 
-def _plan(
-    parts: structure.Parts, constant: Sequence[Eqn], kept: str | None
-) -> list[Eqn | Run]:
+def _plan(parts: structure.Parts, constant: Sequence[Eqn]) -> list[Eqn | Run]:
     """Returns the equations in order of execution, with those of an island in a list.
 
     An island is a run of cheap ops. An equation that does not read the results of the
@@ -67,7 +64,7 @@ def _plan(
     for eqn in parts.eqns:
         reads = any(not structure.is_literal(a) and a in made for a in eqn.invars)
         stays_out = id(eqn) in outside or (_is_sum(eqn) and not reads)
-        if _is_cheap(eqn, kept) and not stays_out:
+        if _is_cheap(eqn) and not stays_out:
             island.append(eqn)
             made.update(eqn.outvars)
             continue
@@ -78,10 +75,10 @@ def _plan(
     return plan
 
 
-def _is_cheap(eqn: Eqn, kept: str | None) -> bool:
+def _is_cheap(eqn: Eqn) -> bool:
     """Whether an equation of floats is one pass over memory, or a call of such ops."""
     has_floats = any(map(structure.is_float, (*eqn.invars, *eqn.outvars)))
-    return has_floats and _is_light(eqn, kept)
+    return has_floats and _is_light(eqn)
 
 
 def _is_sum(eqn: Eqn) -> bool:
@@ -93,12 +90,12 @@ def _is_sum(eqn: Eqn) -> bool:
     return both and one.aval.shape == other.aval.shape
 
 
-def _is_light(eqn: Eqn, kept: str | None) -> bool:
-    if eqn.effects or kept in source.scopes(eqn):
+def _is_light(eqn: Eqn) -> bool:
+    if eqn.effects:
         return False
     if params.op_of(eqn) in ("jit", "custom_jvp_call"):
         inside = [e for j in params.inner_jaxprs(eqn) for e in structure.parts(j).eqns]
-        return bool(inside) and all(_is_light(e, kept) for e in inside)
+        return bool(inside) and all(map(_is_light, inside))
     return params.op_of(eqn) in CHEAP
 
 

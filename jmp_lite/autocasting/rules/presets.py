@@ -1,9 +1,10 @@
 """The presets: rules with names."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.rules import (
@@ -12,6 +13,7 @@ from jmp_lite.autocasting.rules.rules import (
     Rules,
 )
 from jmp_lite.casting.dtypes import dtype_names, unknown_name
+from jmp_lite.jaxprs.trace import check_function
 from jmp_lite.ops import (
     GROUPS,
     Precision,
@@ -59,6 +61,35 @@ def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
     return dataclasses.replace(rules, compute_dtype=compute_dtype)
 
 
+def check_convertible(fun: object) -> None:
+    """Raises a TypeError for what is not a function, with a hint for rules."""
+    hint = ""
+    if isinstance(fun, str | Rules):
+        is_dtype = isinstance(fun, str) and fun in dtype_names()
+        keyword = "compute_dtype" if is_dtype else "rules"
+        hint = f" Pass {keyword} by keyword: {keyword}={fun!r}."
+    check_function(fun, hint)
+
+
+def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:
+    """Checks the rules, and returns a function that returns them for a call.
+
+    ``"half"`` depends on the device, which is known only at the call.
+    """
+    chosen = get_rules(rules) if isinstance(rules, str) else rules
+    if not isinstance(chosen, Rules):
+        hint = ""
+        if isinstance(chosen, type | np.dtype):
+            hint = " Pass a dtype as compute_dtype=..."
+        raise TypeError(
+            "Expected the name of a preset or a Rules, got "
+            f"{type(chosen).__name__}: {chosen!r}.{hint}"
+        )
+    if compute_dtype is not None:
+        chosen = dataclasses.replace(chosen, compute_dtype=compute_dtype)
+    return chosen.on_this_device
+
+
 def _ops_that_are(*precisions: Precision) -> list[str]:
     return [op for group in GROUPS if group.precision in precisions for op in group.ops]
 
@@ -78,16 +109,6 @@ _O3 = Rules(default=Precision.LOW).low(
 )
 
 _MATMULS = ("dot_general", "ragged_dot_general")
-
-# The start of Ascend's lists: float16, and no op has a precision of its own.
-ALL_FOLLOW = Rules(compute_dtype="float16").follow(
-    *(
-        op
-        for group in GROUPS
-        if group.precision is not Precision.KEEP and group.has_low_form
-        for op in group.ops
-    )
-)
 
 PRESETS: Mapping[str, Rules] = MappingProxyType(
     {

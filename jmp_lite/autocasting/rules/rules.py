@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, parse_precision
+from jmp_lite.autocasting.rules.serialization import fields_in_json
 from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
 from jmp_lite.formats import Float8
 from jmp_lite.ops import (
@@ -353,10 +354,8 @@ class Rules:
           >>> jmp.Rules.from_json(ascend).compute_dtype
           dtype('float16')
         """
-        # Imported here, because that module imports this one.
-        from jmp_lite.autocasting.rules.serialization import read_rules
-
-        return read_rules(text)
+        names = [field.name for field in dataclasses.fields(Rules)]
+        return Rules(**fields_in_json(text, names))
 
     def _with_ops(self, ops: Iterable[str], precision: Precision) -> "Rules":
         for op in ops:

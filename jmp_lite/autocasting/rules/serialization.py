@@ -1,19 +1,15 @@
-"""Reads rules from JSON: the library's own format, and Ascend's operator lists."""
+"""Reads rules from JSON: the library's own format, and Ascend's operator lists.
 
-import dataclasses
+It returns the fields of rules, which ``Rules`` checks.
+"""
+
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jmp_lite.autocasting.rules.presets import (
-    ALL_FOLLOW,
-)
-from jmp_lite.autocasting.rules.rules import (
-    Rules,
-)
 from jmp_lite.casting.dtypes import unknown_name
-from jmp_lite.ops import Precision
+from jmp_lite.ops import GROUPS, Precision
 
 # JAX's ops by the names of Ascend's operators. A layer is many ops in JAX, so its name
 # becomes a scope.
@@ -75,8 +71,13 @@ ASCEND_OPS = {
 }
 
 
-def read_rules(text: str) -> Rules:
-    """Returns the rules in a JSON text; see ``Rules.from_json``."""
+def fields_in_json(text: str, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields of the rules in a JSON text; see ``Rules.from_json``.
+
+    Args:
+      text: the JSON text.
+      names: the names of the fields of ``Rules``.
+    """
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -85,7 +86,7 @@ def read_rules(text: str) -> Rules:
         raise ValueError(f"Expected rules as a JSON object, got {type(data).__name__}.")
     if data and all(_is_ascend(entry) for entry in data.values()):
         return _from_ascend(data)
-    return _from_fields(data)
+    return _from_fields(data, names)
 
 
 def _is_ascend(entry: Any) -> bool:
@@ -93,9 +94,17 @@ def _is_ascend(entry: Any) -> bool:
     return isinstance(entry, dict) and "precision_reduce" in entry
 
 
-def _from_ascend(data: Mapping[str, Any]) -> Rules:
-    """Returns the rules for Ascend's operator lists."""
-    rules, without_counterpart = ALL_FOLLOW, list[str]()
+def _from_ascend(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields for Ascend's operator lists."""
+    # They start from float16, and no op has a precision of its own.
+    ops = {
+        op: Precision.FOLLOW
+        for group in GROUPS
+        if group.precision is not Precision.KEEP and group.has_low_form
+        for op in group.ops
+    }
+    scopes = list[tuple[str, Precision]]()
+    without_counterpart = list[str]()
     for operator, entry in data.items():
         flag = entry["precision_reduce"]
         flag = flag.get("flag") if isinstance(flag, dict) else flag
@@ -108,21 +117,20 @@ def _from_ascend(data: Mapping[str, Any]) -> Rules:
         if op is None:
             without_counterpart.append(operator)
         elif op.startswith("scope:"):
-            rules = rules.scope(op.removeprefix("scope:"), precision)
+            scopes.append((op.removeprefix("scope:"), precision))
         else:
-            rules = dataclasses.replace(rules, ops=(*rules.ops, (op, precision)))
+            ops[op] = precision
     if without_counterpart:
         warnings.warn(
             "These operators have no counterpart in JAX and are ignored: "
             f"{', '.join(without_counterpart)}.",
             stacklevel=4,
         )
-    return rules
+    return {"compute_dtype": "float16", "ops": tuple(ops.items()), "scopes": scopes}
 
 
-def _from_fields(data: Mapping[str, Any]) -> Rules:
-    """Returns the rules for the fields that ``Rules.to_json`` writes."""
-    names = [field.name for field in dataclasses.fields(Rules)]
+def _from_fields(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields that ``Rules.to_json`` writes."""
     for name in data:
         if name not in names:
             raise unknown_name("field of rules", name, names)
@@ -138,4 +146,4 @@ def _from_fields(data: Mapping[str, Any]) -> Rules:
                 f"precision], got {pairs!r}."
             )
         fields[name] = tuple(map(tuple, pairs))
-    return Rules(**fields)
+    return fields

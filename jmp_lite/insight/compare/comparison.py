@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
-from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.casting.host import fetched
 from jmp_lite.insight.compare.comparer import Comparer, Op, Sums
 from jmp_lite.insight.compare.twins import Error, StagedCasts, Twin, error
-from jmp_lite.insight.explain.arguments import argument_name, arrays_in
 from jmp_lite.insight.explain.backward import (
     check_backward,
     cotangents_of,
@@ -27,8 +24,9 @@ from jmp_lite.insight.explain.backward import (
 )
 from jmp_lite.insight.explain.rows import short
 from jmp_lite.insight.explain.tables import text_table
-from jmp_lite.insight.sampling import check_elements
+from jmp_lite.insight.statistics import check_elements, fetched
 from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs.trace import argument_names, trace_function
 from jmp_lite.jaxprs.types import Array, Jaxpr, PyTree
 
 
@@ -208,15 +206,15 @@ def compare(
       >>> worst.op, worst.dtype, worst.amplification > 30
       ('sub', 'bfloat16', True)
     """
-    check_function(fun)
+    check_convertible(fun)
     check_elements(elements)
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
-        traced, arrays, tree_def = trace(fun, args, kwargs)
-        given = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
-        program = Compared(traced, tree_def, given, backward, elements)
+        traced, arrays, treedef = trace_function(fun, args, kwargs)
+        given = argument_names(args, kwargs)
+        program = Compared(traced, treedef, given, backward, elements)
         return program.run(chosen(), arrays)
 
     return compared
@@ -227,14 +225,14 @@ class Compared(NamedTuple):
 
     Attributes:
       traced: its jaxpr.
-      tree_def: the tree structure of its results.
+      treedef: the tree structure of its results.
       given: the names of its arguments.
       backward: whether its gradients are compared too.
       elements: the largest number of elements of a result to compare.
     """
 
     traced: Jaxpr
-    tree_def: PyTree
+    treedef: PyTree
     given: Sequence[str]
     backward: bool = False
     elements: int = _ELEMENTS
@@ -245,11 +243,11 @@ class Compared(NamedTuple):
         run = functools.partial(walk.run_function, self.traced)
         program = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
         n_results = len(structure.parts(program).outvars)
-        tree = jax.tree.unflatten(self.tree_def, range(n_results))
+        tree = jax.tree.unflatten(self.treedef, range(n_results))
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         names = [f"result{jax.tree_util.keystr(path)}" for path in paths]
         if self.backward:
-            program, floats = _with_gradients(program, self.tree_def)
+            program, floats = _with_gradients(program, self.treedef)
             names += [f"gradient of {self.given[i]}" for i in floats]
         comparer = Comparer(self.elements)
         results = comparer.run_program(program, list(map(Twin, arrays)))
@@ -273,12 +271,12 @@ def _columns(errors: Sequence[Error]) -> Sequence[Any]:
     return list(zip(*errors, strict=True)) if errors else [(), ()]
 
 
-def _with_gradients(traced: Jaxpr, tree_def: PyTree) -> tuple[Jaxpr, Sequence[int]]:
+def _with_gradients(traced: Jaxpr, treedef: PyTree) -> tuple[Jaxpr, Sequence[int]]:
     """Returns a jaxpr with gradients, and the indices of their arguments."""
     parts = structure.parts(traced)
     avals = [var.aval for var in parts.invars]
     floats = [i for i, var in enumerate(parts.invars) if structure.is_float(var)]
-    losses = losses_of([var.aval for var in parts.outvars], tree_def)
+    losses = losses_of([var.aval for var in parts.outvars], treedef)
     check_backward(floats, losses)
     cotangents = cotangents_of([parts.outvars[i].aval for i in losses])
 

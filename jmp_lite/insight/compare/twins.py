@@ -14,7 +14,7 @@ from jax import lax
 
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.float8 import is_of_float8
-from jmp_lite.insight.sampling import sample
+from jmp_lite.insight.statistics import sample
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.types import Array, Eqn
 from jmp_lite.ops import (

@@ -5,6 +5,7 @@ rows first, and text from the rows.
 """
 
 import dataclasses
+import difflib
 import functools
 import json
 import re
@@ -16,12 +17,14 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
-from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
-from jmp_lite.autocasting.rules.rules import Rules, check_pattern
+from jmp_lite.autocasting.rules.presets import (
+    PRESETS,
+    check_convertible,
+    choose_rules,
+)
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
 from jmp_lite.casting.dtypes import unknown_name
-from jmp_lite.insight.explain.arguments import argument_name, arrays_in
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
 from jmp_lite.insight.explain.difference import Difference
 from jmp_lite.insight.explain.grouping import depth_that_fits, grouped
@@ -35,8 +38,10 @@ from jmp_lite.insight.explain.rows import (
     totals_of,
 )
 from jmp_lite.insight.explain.tables import count, html_table, text_table
-from jmp_lite.insight.explain.unused import nearest, unused
-from jmp_lite.jaxprs.types import PyTree
+from jmp_lite.jaxprs import params
+from jmp_lite.jaxprs.dataflow import equations
+from jmp_lite.jaxprs.trace import argument_names, arrays_in, trace_function
+from jmp_lite.jaxprs.types import Jaxpr, PyTree
 from jmp_lite.ops import GROUPS, HIGHER_ORDER
 
 
@@ -123,7 +128,7 @@ class Explanation:
         check_pattern(scope or "")
         found = [r for r in self._rows_of(op) if re.search(scope or "", r.scope)]
         if not found:
-            hint = nearest(str(scope), self._names(lambda row: row.scope))
+            hint = _nearest(str(scope), self._names(lambda row: row.scope))
             what = f"{op!r}" if op else "equation"
             where = f" has a path that matches {scope!r}" if scope else " exists"
             raise ValueError(f"No {what}{where}.{hint}")
@@ -292,21 +297,21 @@ def explain(
       >>> explanation.totals.flops
       {'bfloat16': 128}
     """
-    check_function(fun)
+    check_convertible(fun)
     chosen = choose_rules(rules, compute_dtype)
 
     @functools.wraps(fun)
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         walk = Interpreter(chosen())
-        traced, arrays, structure = trace(fun, args, kwargs)
-        names = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
+        traced, arrays, treedef = trace_function(fun, args, kwargs)
+        names = argument_names(args, kwargs)
         run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs, names))(*arrays)
         low = walk.at.low_dtype
         seen = list(seen_in(walk.records, walk.rules))
         rows, kept = [one.row for one in seen], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
-            passes = [backward_of(jaxpr, structure) for jaxpr in (traced, run)]
+            passes = [backward_of(jaxpr, treedef) for jaxpr in (traced, run)]
             kept = tuple(one.kept for one in passes)
             rows += rows_of_backward(passes[1], passes[0])
             programs = [[one.forward, one.backward] for one in passes]
@@ -318,7 +323,7 @@ def explain(
             walk.results,
             walk.rules,
             has_gradients=backward or len(forward) < len(seen),
-            jaxpr=traced,
+            traced=traced,
             alone=_alone(args, kwargs),
         )
         return Explanation(
@@ -326,7 +331,7 @@ def explain(
             tuple(rows),
             totals_of(rows, added, kept),
             find_lints(looked),
-            tuple(unused(walk.rules, rows, traced)),
+            tuple(_unused(walk.rules, rows, traced)),
             {
                 name: walk.passes[name]
                 for name in walk.rules.passes
@@ -342,6 +347,50 @@ def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
     arrays = arrays_in(args, kwargs)
     is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
     return frozenset(i for i, yes in enumerate(is_alone) if yes)
+
+
+def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
+    """Yields a message for each rule of the user that decides nothing."""
+    scopes = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
+    yield from _unmatched("scope", scopes, (row.scope for row in rows))
+    carries = [pattern for pattern, _ in rules.carries]
+    yield from _unmatched("carry", carries, _loops(jaxpr) if carries else ())
+    of_presets = {pair for preset in PRESETS.values() for pair in preset.ops}
+    ops = list(dict.fromkeys(row.op for row in rows))
+    for pair in rules.ops:
+        if pair not in of_presets and pair[0] not in ops:
+            yield f"op {pair[0]!r} matches nothing.{_nearest(pair[0], ops)}"
+
+
+def _unmatched(
+    kind: str, patterns: Sequence[str], paths: Iterable[str]
+) -> Iterable[str]:
+    """Yields a message for each pattern that matches no path, or comes too late."""
+    paths = list(dict.fromkeys(paths))
+    names = list(dict.fromkeys(name for path in paths for name in path.split("/")))
+    for i, pattern in enumerate(patterns):
+        matched = [path for path in paths if re.search(pattern, path)]
+        before = [
+            [other for other in patterns[:i] if re.search(other, path)]
+            for path in matched
+        ]
+        if not matched:
+            yield f"{kind} {pattern!r} matches nothing.{_nearest(pattern, names)}"
+        elif all(before):
+            yield f"{kind} {pattern!r} has no effect: {before[0][0]!r} comes first."
+
+
+def _loops(jaxpr: Jaxpr) -> Iterable[str]:
+    """Yields the paths of loops."""
+    for eqn, path in equations(jaxpr):
+        if params.op_of(eqn) in ("scan", "while"):
+            yield path
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """Returns a question that suggests the nearest names, or nothing."""
+    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _shares(counts: Mapping[str, int]) -> str:

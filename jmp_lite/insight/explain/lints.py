@@ -84,7 +84,7 @@ class Looked(NamedTuple):
       results: the operands that are the results.
       rules: the rules.
       has_gradients: whether the function is differentiated.
-      jaxpr: the function, as traced.
+      traced: the jaxpr of the function.
       alone: the inputs that are arguments by themselves, not in a pytree.
     """
 
@@ -92,7 +92,7 @@ class Looked(NamedTuple):
     results: Sequence[Operand]
     rules: Rules
     has_gradients: bool
-    jaxpr: Jaxpr
+    traced: Jaxpr
     alone: frozenset[int]
 
 
@@ -183,10 +183,10 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
         return
     given = [
         From(frozenset([i]), i) if i in looked.alone else From()
-        for i in range(len(structure.parts(looked.jaxpr).invars))
+        for i in range(len(structure.parts(looked.traced).invars))
     ]
     provenance = Addends()
-    provenance.outputs(looked.jaxpr, given)
+    provenance.outputs(looked.traced, given)
     for seen in looked.seen:
         record = seen.record
         follows = record.decision.match is None and _has_low(seen)
@@ -335,7 +335,8 @@ _NOT_IN_FLOAT8 = frozenset(
 def _lost_digits(looked: Looked) -> Iterator[Lint]:
     """The reader of a 16-bit product needs more of its digits."""
     readers = ProductReaders()
-    readers.outputs(looked.jaxpr, [Made()] * len(structure.parts(looked.jaxpr).invars))
+    inputs = structure.parts(looked.traced).invars
+    readers.outputs(looked.traced, [Made()] * len(inputs))
     for seen in looked.seen:
         name = id(seen.record.eqn)
         if not seen.record.decision.run.lowers:
@@ -368,8 +369,8 @@ def _lost_digits(looked: Looked) -> Iterator[Lint]:
 def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
     """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
     differences = Differences()
-    inputs = structure.parts(looked.jaxpr).invars
-    differences.outputs(looked.jaxpr, [frozenset()] * len(inputs))
+    inputs = structure.parts(looked.traced).invars
+    differences.outputs(looked.traced, [frozenset()] * len(inputs))
     for seen in looked.seen:
         is_low = seen.record.decision.state is State.LOW
         if is_low and id(seen.record.eqn) in differences.amplified:

@@ -12,13 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.autocasting.interpreter.api import trace
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.casting.dtypes import is_traceable
-from jmp_lite.casting.host import fetched
 from jmp_lite.insight.compare.comparison import Compared, Comparison
-from jmp_lite.insight.explain.arguments import argument_name, arrays_in
 from jmp_lite.insight.explain.backward import (
     cotangents_of,
     losses_of,
@@ -26,7 +22,9 @@ from jmp_lite.insight.explain.backward import (
 )
 from jmp_lite.insight.explain.explanation import explain
 from jmp_lite.insight.explain.rows import Row
+from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.trace import argument_names, trace_function
 from jmp_lite.jaxprs.types import Array, Function, PyTree, Var
 
 # First with every rounding, even if this compiler could fuse it away; then with this
@@ -77,19 +75,19 @@ class Sample:
     def __init__(self, fun: Function, args: Sequence[Any]) -> None:
         _check_arguments(args)
         self.fun, self.args = fun, tuple(args)
-        self._traced, arrays, tree_def = trace(fun, self.args, {})
+        self._traced, arrays, self._treedef = trace_function(fun, self.args, {})
         with jax.default_matmul_precision("highest"):
-            highest, _, _ = trace(fun, self.args, {})
+            highest, _, _ = trace_function(fun, self.args, {})
         parts = structure.parts(self._traced)
         outs = [atom.aval for atom in parts.outvars]
         self._arrays = jax.device_put(list(arrays))
         self._floats = _floats_in(parts.invars)
         self._outputs = _floats_in(parts.outvars)
         fetched([self._arrays[i] for i in self._floats])  # They have to be concrete.
-        self._losses = losses_of(outs, tree_def)
-        self._structure = tree_def
+        self._losses = losses_of(outs, self._treedef)
         self._cotangents = cotangents_of([outs[i] for i in self._losses])
-        self._names = self._named(tree_def, len(outs))
+        self._given = argument_names(self.args, {})
+        self._names = self._named(len(outs))
 
         def exactly(*arrays: Array) -> PyTree:
             return structure.evaluate(highest, arrays)
@@ -132,8 +130,7 @@ class Sample:
 
     def comparison(self, rules: Rules) -> Comparison:
         """Compares the function and its gradients with float32, op by op."""
-        given = [argument_name(path) for path, _ in arrays_in(self.args, {})]
-        compared = Compared(self._traced, self._structure, given, backward=True)
+        compared = Compared(self._traced, self._treedef, self._given, backward=True)
         run = jax.jit(lambda *arrays: compared.run(rules, arrays))
         return run(*self._arrays)
 
@@ -162,16 +159,13 @@ class Sample:
             raise
         return [_wide(x) for x in jax.device_get(results)]
 
-    def _named(self, tree_def: PyTree, n_results: int) -> list[str]:
+    def _named(self, n_results: int) -> list[str]:
         """Returns names for the floating-point results and the gradients."""
-        given = jax.tree.leaves_with_path(self.args)
-        arguments = [path for path, leaf in given if is_traceable(leaf)]
-        tree = jax.tree.unflatten(tree_def, range(n_results))
+        tree = jax.tree.unflatten(self._treedef, range(n_results))
         results = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        name = jax.tree_util.keystr
         return [
-            *(f"result{name(results[i])}" for i in self._outputs),
-            *(f"gradient of args{name(arguments[i])}" for i in self._floats),
+            *(f"result{jax.tree_util.keystr(results[i])}" for i in self._outputs),
+            *(f"gradient of {self._given[i]}" for i in self._floats),
         ]
 
     def _check_exact(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_lite.autocasting.interpreter.validation import check_function, choose_rules
+from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
 from jmp_lite.insight.explain.explanation import explain
 from jmp_lite.insight.explain.rows import Row, counted, is_decided_inside
@@ -105,7 +105,7 @@ def tune(
       >>> rules.compute_dtype
       dtype(bfloat16)
     """
-    check_function(fun)
+    check_convertible(fun)
     start = Rules(**fields_of(choose_rules(rules, None)()))
     tolerance = _positive(tolerance)
     sample = Sample(fun, args)

@@ -9,22 +9,21 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.api import trace
-from jmp_lite.autocasting.interpreter.validation import check_function
 from jmp_lite.casting.mutables import returning_changes, write_changes
 from jmp_lite.insight.explain.rows import short
 from jmp_lite.insight.explain.tables import text_table
 from jmp_lite.insight.report import dtype_that_overflows
-from jmp_lite.insight.sampling import check_elements
 from jmp_lite.insight.statistics import (
     Numbers,
     cells,
+    check_elements,
     headers,
     numbers,
     on_host,
 )
 from jmp_lite.insight.watch.watcher import Op, Seen, Watcher
 from jmp_lite.jaxprs.sharding import gathered
+from jmp_lite.jaxprs.trace import check_function, trace_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +151,7 @@ def watch(
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
-        traced, arrays, treedef = trace(returning_changes(fun), args, kwargs)
+        traced, arrays, treedef = trace_function(returning_changes(fun), args, kwargs)
         watcher = Watcher(target, elements)
         results = watcher.run_program(traced, list(map(Seen, arrays)))
         ops, counts = watcher.found()

@@ -18,14 +18,14 @@ from jax import lax
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
-from jmp_lite.insight.sampling import sample
 from jmp_lite.insight.statistics import (
     added,
     are_finite,
+    counted_together,
     nothing,
+    sample,
     stacked,
 )
-from jmp_lite.insight.watch.counter import Counted, Counter
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.evaluate import Evaluator
 from jmp_lite.jaxprs.types import Eqn
@@ -45,6 +45,53 @@ class Op(NamedTuple):
     op: str
     source: str
     number: int
+
+
+class Counter:
+    """Counts the numbers of arrays: all arrays added since the last count together.
+
+    Args:
+      dtype: the dtype that shares are given for.
+    """
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._added: list[Counted] = []
+
+    def add(self, array: Any) -> "Counted":
+        """Adds an array; its counts are computed when they are read."""
+        counted = Counted(array, self)
+        self._added.append(counted)
+        return counted
+
+    def count(self) -> None:
+        """Counts the arrays that have been added."""
+        each = counted_together([x.array for x in self._added], self._dtype)
+        for one, counts in zip(self._added, each, strict=True):
+            one.known = counts
+        self._added.clear()
+
+
+class Counted:
+    """The numbers of an array.
+
+    Args:
+      array: the array.
+      counter: the counter that it was added to.
+    """
+
+    def __init__(self, array: Any, counter: Counter) -> None:
+        self.array = array
+        self.known: dict[str, Any] | None = None
+        self._counter = counter
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts."""
+        if self.known is None:
+            self._counter.count()
+        assert self.known is not None
+        return self.known
 
 
 class Seen:

@@ -1,0 +1,88 @@
+"""Makes a jaxpr of a user's function, and refuses what cannot be traced."""
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+
+from jmp_lite.casting.dtypes import is_traceable
+from jmp_lite.casting.mutables import is_module, noting_captures, refuse_modules
+from jmp_lite.jaxprs.types import Array, Function, Jaxpr, PyTree
+
+
+def check_function(fun: object, hint: str = "") -> None:
+    """Raises a TypeError, which ends with a hint, for what is not a function."""
+    if not callable(fun):
+        raise TypeError(
+            f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}"
+        )
+
+
+def trace_function(
+    fun: Function, args: PyTree, kwargs: PyTree
+) -> tuple[Jaxpr, list[Array], PyTree]:
+    """Returns a function's jaxpr, its arrays, and the structure of its results.
+
+    Arguments that are not arrays reach ``fun`` unchanged.
+
+    Raises:
+      TypeError: an argument, or what ``fun`` captures, is an nnx module.
+    """
+    _refuse_mutable_graphs(fun, args, kwargs)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+    structures: list[Any] = []
+
+    def flat(*arrays: Array) -> list[Array]:
+        given = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            given[i] = array
+        args, kwargs = jax.tree.unflatten(treedef, given)
+        # Not from the shapes of the results: a user's pytree node may refuse shapes.
+        results, structure = jax.tree.flatten(fun(*args, **kwargs))
+        structures.append(structure)
+        return results
+
+    flat.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    arrays = [leaves[i] for i in places]
+    with noting_captures():
+        traced = jax.make_jaxpr(flat)(*arrays)
+    return traced, arrays, structures[-1]
+
+
+def arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[PyTree, Array]]:
+    """Returns the arrays among the arguments of a function, each with its path."""
+    leaves, _ = jax.tree.flatten_with_path((args, kwargs))
+    return [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
+
+
+def argument_names(args: PyTree, kwargs: PyTree) -> list[str]:
+    """Returns the names of the arrays among arguments, such as ``args[0]['w']``."""
+    return [
+        ("args", "kwargs")[place.idx] + jax.tree_util.keystr(tuple(inside))
+        for (place, *inside), _ in arrays_in(args, kwargs)
+    ]
+
+
+def _refuse_mutable_graphs(fun: Function, args: PyTree, kwargs: PyTree) -> None:
+    """Raises for an nnx module, whose changes a trace would lose."""
+    places = {
+        "an argument": jax.tree.leaves((args, kwargs), is_leaf=is_module),
+        "the function itself or an object that it captures": _captured(fun),
+    }
+    for place, found in places.items():
+        refuse_modules(found, place, "jmp_lite.nnx.autocast or jmp_lite.nnx.explain")
+
+
+def _captured(fun: PyTree) -> list[PyTree]:
+    """Returns a function, its owner, and the objects that it visibly captures."""
+    found = [fun, getattr(fun, "__self__", None)]
+    if isinstance(fun, functools.partial):
+        found += [*fun.args, *fun.keywords.values(), *_captured(fun.func)]
+    elif hasattr(fun, "__wrapped__"):
+        found += _captured(fun.__wrapped__)
+    for cell in getattr(fun, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # An empty cell.
+            found.append(cell.cell_contents)
+    return found
