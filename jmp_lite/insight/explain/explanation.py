@@ -37,7 +37,7 @@ from jmp_lite.insight.explain.rows import (
 from jmp_lite.insight.explain.tables import count, html_table, text_table
 from jmp_lite.insight.explain.unused import nearest, unused
 from jmp_lite.jaxprs.types import PyTree
-from jmp_lite.ops import GROUPS, HIGHER_ORDER
+from jmp_lite.ops import record_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Explanation:
         rows = [row for row in self.rows if row.op == op]
         if not rows:
             names = self._names(lambda row: row.op)
-            if op in HIGHER_ORDER or any(op in group.ops for group in GROUPS):
+            if record_of(op) is not None:
                 raise ValueError(
                     f"The function has no equation of the op {op!r}. Its ops are "
                     f"{', '.join(names)}."
