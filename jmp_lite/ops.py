@@ -1,7 +1,7 @@
 """The op table: one record for each known primitive, with all that is known of it.
 
-To change the class of an op, or to add a primitive, edit ``OPS``, and nothing else. The
-sets of names below it are views of the records.
+To change the class of an op, or to add a primitive, edit ``_TABLE``, and nothing else.
+The sets of names below it are views of the records.
 
 A primitive is known by its name only, and this module imports nothing of JAX. The names
 are those of jax 0.10.2 and 0.12.0. An op without a record is ``KEEP``.
@@ -138,278 +138,194 @@ class Op(NamedTuple):
     adds_up_backward: bool = False
 
 
-def _group(
-    group: str, precision: Precision, reason: str, table: str, all_of_them: str = ""
-) -> Iterator[Op]:
-    """Yields the records of similar ops.
+def _read(table: str) -> Iterator[Op]:
+    """Yields the records in a table.
 
     Args:
-      group: the name of the group.
-      precision: the precision of its ops.
-      reason: the reason for the precision.
-      table: lines with the names of ops, each with a colon and the fields that are true
-        of them, if there are any.
-      all_of_them: the fields that are true of all ops of the group.
+      table: blocks of lines, one for each group. The first line is the group, the
+        precision of its ops, and the reason for it. Each other line is names of ops,
+        and after a colon the fields that are true of them. ``all`` stands for all ops
+        below it in the block.
     """
-    for line in table.splitlines():
-        names, _, fields = line.partition(":")
-        true = dict.fromkeys((*fields.split(), *all_of_them.split()), True)
-        for name in names.split():
-            yield Op(name, group, precision, reason, **true)
+    for block in table.strip().split("\n\n"):
+        header, *lines = block.splitlines()
+        group, precision, reason = header.split(" | ")
+        shared: list[str] = []
+        for line in lines:
+            names, _, fields = line.partition(":")
+            if names.split() == ["all"]:
+                shared = fields.split()
+                continue
+            true = dict.fromkeys((*shared, *fields.split()), True)
+            for name in names.split():
+                yield Op(name, group, Precision[precision], reason, **true)
 
 
-_MOVES = "moves selects is_exact keeps_digits is_linear"
+_TABLE = """
+product | LOW | matrix product or convolution
+    dot_general ragged_dot_general conv_general_dilated
 
-OPS: tuple[Op, ...] = (
-    *_group(
-        "product",
-        Precision.LOW,
-        "matrix product or convolution",
-        "dot_general ragged_dot_general conv_general_dilated",
-    ),
-    *_group(
-        "amplifying",
-        Precision.FULL,
-        "amplifies errors, or overflows",
-        """
-        exp exp2 expm1: amplifies_large is_cheap
-        cosh sinh: amplifies_large
-        log log1p log2: is_cheap
-        rsqrt: is_root is_cheap
-        pow: is_root broadcasts
-        reciprocal erf_inv acos asin atanh tan
-        """,
-        all_of_them="amplifies",
-    ),
-    *_group(
-        "special",
-        Precision.FULL,
-        "special function of sums and exponentials",
-        """lgamma digamma polygamma zeta igamma igammac igamma_grad_a
-        regularized_incomplete_beta bessel_i0e bessel_i1e""",
-        all_of_them="amplifies",
-    ),
-    *_group(
-        "sum",
-        Precision.FULL,
-        "rounding errors add up in a sum",
-        """
-        reduce_sum: scales keeps_digits is_linear is_cheap
-        cumsum: scales keeps_digits
-        cumlogsumexp reduce_window_sum scatter-add scatter-sub
-        select_and_scatter_add select_and_gather_add
-        """,
-        all_of_them="sums",
-    ),
-    *_group(
-        "factors",
-        Precision.FULL,
-        "a product of many factors overflows",
-        "reduce_prod cumprod scatter-mul",
-        all_of_them="amplifies",
-    ),
-    *_group(
-        "device_sum",
-        Precision.FULL,
-        "rounding errors add up in a sum over devices",
-        """psum psum_start psum_done psum_invariant psum_invariant_start unreduced_psum
-        unreduced_psum_start reduce_scatter reduce_scatter_start reduce_scatter_done
-        unreduced_reduce_scatter unreduced_reduce_scatter_start""",
-    ),
-    *_group(
-        "linear_algebra",
-        Precision.FULL,
-        "linear algebra has no 16-bit form",
-        """cholesky cholesky_update eig eigh svd qr geqrf geqp3 householder_product
-        ormqr lu triangular_solve tridiagonal tridiagonal_solve hessenberg schur
-        symmetric_product""",
-        all_of_them="solves is_float32_only",
-    ),
-    *_group(
-        "fourier",
-        Precision.FULL,
-        "a Fourier transform has no 16-bit form",
-        "fft",
-        all_of_them="is_float32_only",
-    ),
-    *_group(
-        "arithmetic",
-        Precision.FOLLOW,
-        "arithmetic",
-        """
-        add sub: adds scales keeps_digits is_linear broadcasts
-        add_any: adds scales keeps_digits is_linear
-        mul: scales keeps_digits broadcasts
-        div: scales keeps_digits broadcasts amplifies amplifies_divisor
-        neg: scales keeps_digits keeps_errors is_exact is_linear
-        abs: bounds keeps_errors is_exact
-        round floor ceil: keeps_digits amplifies
-        rem: amplifies broadcasts
-        sqrt: amplifies is_root
-        cbrt: amplifies adds_up_backward
-        square integer_pow: is_power
-        polynomial: adds_up_backward
-        sign one_minus_square
-        """,
-        all_of_them="is_in_norms is_cheap",
-    ),
-    *_group(
-        "bounded",
-        Precision.FOLLOW,
-        "bounded or smooth",
-        """
-        sin cos: is_positional
-        erf erfc atan asinh: adds_up_backward
-        atan2: adds_up_backward broadcasts
-        acosh: adds_up_backward amplifies
-        tanh logistic
-        """,
-        all_of_them="is_cheap",
-    ),
-    *_group(
-        "choosing",
-        Precision.FOLLOW,
-        "exact: selects or compares",
-        """
-        max min: bounds broadcasts is_cheap
-        clamp select_n: keeps_digits broadcasts is_cheap
-        eq ne lt le gt ge: compares discerns is_cheap
-        eq_to lt_to le_to: is_cheap
-        is_finite: discerns is_cheap
-        argmax argmin: picks discerns is_cheap
-        top_k approx_top_k: picks discerns adds_up_backward
-        sort cummax cummin: adds_up_backward
-        reduce_max reduce_min reduce_window_max: adds_up_backward is_cheap
-        reduce_window_min scatter-min scatter-max: adds_up_backward is_cheap
-        """,
-        all_of_them="selects is_exact",
-    ),
-    *_group(
-        "moving",
-        Precision.FOLLOW,
-        "exact: moves data",
-        """
-        reshape transpose squeeze rev: keeps_numbers keeps_errors is_cheap
-        broadcast_in_dim: keeps_numbers keeps_errors adds_up_backward is_cheap
-        broadcast_to tile: adds_up_backward is_cheap
-        copy stop_gradient: keeps_errors is_cheap
-        optimization_barrier: passes keeps_errors is_cheap
-        dynamic_slice: takes_slices is_cheap
-        gather: takes_slices adds_up_backward
-        scatter
-        slice dynamic_update_slice pad split unstack stack concatenate: is_cheap
-        name xla_metadata_value zeros_like tie pin unpin: is_cheap
-        """,
-        all_of_them=f"{_MOVES} is_in_norms",
-    ),
-    *_group(
-        "sending",
-        Precision.FOLLOW,
-        "exact: moves data between devices or memories",
-        """
-        pvary: keeps_numbers keeps_errors adds_up_backward
-        sharding_constraint: keeps_errors
-        all_gather all_gather_invariant all_gather_start: adds_up_backward
-        all_gather_reduced all_gather_reduced_start: adds_up_backward
-        pbroadcast pbroadcast_start: adds_up_backward
-        all_gather_done pbroadcast_done pbroadcast_dynamic
-        layout_constraint reshard relayout mesh_cast device_put
-        with_memory_space_constraint all_to_all all_to_all_start all_to_all_done
-        ppermute ppermute_start ppermute_done pmax pmin unreduced_pmax unreduced_pmin
-        ragged_all_to_all psend precv reduced_vary_cast reduced_vary_cast_p
-        vary_unreduced_cast vary_unreduced_cast_p preduced
-        global_array_to_host_local_array host_local_array_to_global_array
-        """,
-        all_of_them=_MOVES,
-    ),
-    *_group(
-        "typed",
-        Precision.KEEP,
-        "depends on the bits or the dtype of its operands",
-        """
-        convert_element_type: keeps_digits keeps_errors is_linear is_cheap
-        real imag reduce_precision: keeps_errors
-        nextafter: broadcasts
-        bitcast_convert_type complex conj iota empty empty2 to_edtype from_edtype
-        and or not xor shift_left shift_right_arithmetic shift_right_logical
-        population_count clz mulhi reduce_and reduce_or reduce_xor
-        """,
-    ),
-    *_group(
-        "function",
-        Precision.KEEP,
-        "contains a function, traced for its operands' dtypes",
-        """
-        custom_linear_solve: solves holds_solver
-        linear_call: holds_solver
-        reduce reduce_window select_and_scatter custom_partitioning custom_lin
-        composite call jaxpr_call run_state run_scoped stage call_hi_primitive
-        call_hi_primitive_linearized call_exported custom_jvp_call_jaxpr remat_opt
-        core_map mpmd_map fused_call
-        """,
-    ),
-    *_group(
-        "higher_order",
-        Precision.KEEP,
-        "contains ops, which are decided one by one",
-        """jit scan while cond checkpoint remat remat2 custom_jvp_call custom_vjp_call
-        custom_vmap_call shard_map closed_call eval_jaxpr compute_on
-        xla_metadata_call""",
-        all_of_them="is_higher_order",
-    ),
-    *_group(
-        "kernel",
-        Precision.KEEP,
-        "a kernel or a callback, written for the traced dtypes",
-        """pallas_call ffi_call pure_callback io_callback debug_callback debug_print
-        buffer_callback tpu_custom_call inspect_sharding scaled_matmul
-        scaled_matmul_wrapper scaled_dot cudnn_fusion dot_product_attention_fwd
-        dot_product_attention_fwd_wrapper dot_product_attention_bwd
-        dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd
-        dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd
-        dot_product_attention_fp8_bwd_wrapper rnn_fwd rnn_bwd""",
-    ),
-    *_group(
-        "xla_step",
-        Precision.KEEP,
-        "an internal step of XLA",
-        """thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
-        thunky.async_start thunky.call_jax thunky.call_thunky_nested
-        thunky.collective_group thunky.collective_permute thunky.cond thunky.copy
-        thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero
-        thunky.ptx_kernel thunky.reduce_scatter thunky.while""",
-    ),
-    *_group(
-        "random",
-        Precision.KEEP,
-        "random bits depend on the dtype",
-        """random_bits random_seed random_split random_fold_in random_wrap random_unwrap
-        random_clone random_gamma random_gamma_grad rng_bit_generator rng_uniform
-        threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape""",
-    ),
-    *_group(
-        "sparse",
-        Precision.KEEP,
-        "an op of a sparse format",
-        """bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
-        bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense
-        bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
-        coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense
-        csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense spsolve
-        todense""",
-    ),
-    *_group(
-        "machinery",
-        Precision.KEEP,
-        "has side effects, or is internal to JAX",
-        """empty_ref new_ref get swap addupdate masked_load masked_swap freeze free_ref
-        accum_grad_in_ref get_global box_get box_set new_box new_log log_read
-        log_extend check shape_assertion after_all create_token axis_index program_id
-        num_programs dim_as_value dimension_size platform_index semaphore_read
-        semaphore_signal semaphore_wait delay unreachable dce_sink create_linear
-        program_order multiple_of lu_pivots_to_permutation shard_alike""",
-    ),
-)
+amplifying | FULL | amplifies errors, or overflows
+    all: amplifies
+    exp exp2 expm1: amplifies_large is_cheap
+    cosh sinh: amplifies_large
+    log log1p log2: is_cheap
+    rsqrt: is_root is_cheap
+    pow: is_root broadcasts
+    reciprocal erf_inv acos asin atanh tan
+
+special | FULL | special function of sums and exponentials
+    all: amplifies
+    lgamma digamma polygamma zeta igamma igammac igamma_grad_a
+    regularized_incomplete_beta bessel_i0e bessel_i1e
+
+sum | FULL | rounding errors add up in a sum
+    all: sums
+    reduce_sum: scales keeps_digits is_linear is_cheap
+    cumsum: scales keeps_digits
+    cumlogsumexp reduce_window_sum scatter-add scatter-sub select_and_scatter_add
+    select_and_gather_add
+
+factors | FULL | a product of many factors overflows
+    all: amplifies
+    reduce_prod cumprod scatter-mul
+
+device_sum | FULL | rounding errors add up in a sum over devices
+    psum psum_start psum_done psum_invariant psum_invariant_start unreduced_psum
+    unreduced_psum_start reduce_scatter reduce_scatter_start reduce_scatter_done
+    unreduced_reduce_scatter unreduced_reduce_scatter_start
+
+linear_algebra | FULL | linear algebra has no 16-bit form
+    all: solves is_float32_only
+    cholesky cholesky_update eig eigh svd qr geqrf geqp3 householder_product ormqr lu
+    triangular_solve tridiagonal tridiagonal_solve hessenberg schur symmetric_product
+
+fourier | FULL | a Fourier transform has no 16-bit form
+    all: is_float32_only
+    fft
+
+arithmetic | FOLLOW | arithmetic
+    all: is_in_norms is_cheap
+    add sub: adds scales keeps_digits is_linear broadcasts
+    add_any: adds scales keeps_digits is_linear
+    mul: scales keeps_digits broadcasts
+    div: scales keeps_digits broadcasts amplifies amplifies_divisor
+    neg: scales keeps_digits keeps_errors is_exact is_linear
+    abs: bounds keeps_errors is_exact
+    round floor ceil: keeps_digits amplifies
+    rem: amplifies broadcasts
+    sqrt: amplifies is_root
+    cbrt: amplifies adds_up_backward
+    square integer_pow: is_power
+    polynomial: adds_up_backward
+    sign one_minus_square
+
+bounded | FOLLOW | bounded or smooth
+    all: is_cheap
+    sin cos: is_positional
+    erf erfc atan asinh: adds_up_backward
+    atan2: adds_up_backward broadcasts
+    acosh: adds_up_backward amplifies
+    tanh logistic
+
+choosing | FOLLOW | exact: selects or compares
+    all: selects is_exact
+    max min: bounds broadcasts is_cheap
+    clamp select_n: keeps_digits broadcasts is_cheap
+    eq ne lt le gt ge: compares discerns is_cheap
+    eq_to lt_to le_to: is_cheap
+    is_finite: discerns is_cheap
+    argmax argmin: picks discerns is_cheap
+    top_k approx_top_k: picks discerns adds_up_backward
+    sort cummax cummin: adds_up_backward
+    reduce_max reduce_min reduce_window_max: adds_up_backward is_cheap
+    reduce_window_min scatter-min scatter-max: adds_up_backward is_cheap
+
+moving | FOLLOW | exact: moves data
+    all: moves selects is_exact keeps_digits is_linear is_in_norms
+    reshape transpose squeeze rev: keeps_numbers keeps_errors is_cheap
+    broadcast_in_dim: keeps_numbers keeps_errors adds_up_backward is_cheap
+    broadcast_to tile: adds_up_backward is_cheap
+    copy stop_gradient: keeps_errors is_cheap
+    optimization_barrier: passes keeps_errors is_cheap
+    dynamic_slice: takes_slices is_cheap
+    gather: takes_slices adds_up_backward
+    slice dynamic_update_slice pad split unstack stack concatenate: is_cheap
+    name xla_metadata_value zeros_like tie pin unpin: is_cheap
+    scatter
+
+sending | FOLLOW | exact: moves data between devices or memories
+    all: moves selects is_exact keeps_digits is_linear
+    pvary: keeps_numbers keeps_errors adds_up_backward
+    sharding_constraint: keeps_errors
+    all_gather all_gather_invariant all_gather_start: adds_up_backward
+    all_gather_reduced all_gather_reduced_start: adds_up_backward
+    pbroadcast pbroadcast_start: adds_up_backward
+    all_gather_done pbroadcast_done pbroadcast_dynamic layout_constraint reshard
+    relayout mesh_cast device_put with_memory_space_constraint all_to_all
+    all_to_all_start all_to_all_done ppermute ppermute_start ppermute_done pmax pmin
+    unreduced_pmax unreduced_pmin ragged_all_to_all psend precv reduced_vary_cast
+    reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
+    global_array_to_host_local_array host_local_array_to_global_array
+
+typed | KEEP | depends on the bits or the dtype of its operands
+    convert_element_type: keeps_digits keeps_errors is_linear is_cheap
+    real imag reduce_precision: keeps_errors
+    nextafter: broadcasts
+    bitcast_convert_type complex conj iota empty empty2 to_edtype from_edtype and or not
+    xor shift_left shift_right_arithmetic shift_right_logical population_count clz mulhi
+    reduce_and reduce_or reduce_xor
+
+function | KEEP | contains a function, traced for its operands' dtypes
+    custom_linear_solve: solves holds_solver
+    linear_call: holds_solver
+    reduce reduce_window select_and_scatter custom_partitioning custom_lin composite
+    call jaxpr_call run_state run_scoped stage call_hi_primitive
+    call_hi_primitive_linearized call_exported custom_jvp_call_jaxpr remat_opt core_map
+    mpmd_map fused_call
+
+higher_order | KEEP | contains ops, which are decided one by one
+    all: is_higher_order
+    jit scan while cond checkpoint remat remat2 custom_jvp_call custom_vjp_call
+    custom_vmap_call shard_map closed_call eval_jaxpr compute_on xla_metadata_call
+
+kernel | KEEP | a kernel or a callback, written for the traced dtypes
+    pallas_call ffi_call pure_callback io_callback debug_callback debug_print
+    buffer_callback tpu_custom_call inspect_sharding scaled_matmul scaled_matmul_wrapper
+    scaled_dot cudnn_fusion dot_product_attention_fwd dot_product_attention_fwd_wrapper
+    dot_product_attention_bwd dot_product_attention_bwd_wrapper
+    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+    dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper rnn_fwd rnn_bwd
+
+xla_step | KEEP | an internal step of XLA
+    thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
+    thunky.async_start thunky.call_jax thunky.call_thunky_nested thunky.collective_group
+    thunky.collective_permute thunky.cond thunky.copy thunky.custom_call
+    thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel
+    thunky.reduce_scatter thunky.while
+
+random | KEEP | random bits depend on the dtype
+    random_bits random_seed random_split random_fold_in random_wrap random_unwrap
+    random_clone random_gamma random_gamma_grad rng_bit_generator rng_uniform
+    threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape
+
+sparse | KEEP | an op of a sparse format
+    bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
+    bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
+    bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat
+    coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec
+    csr_spmm csr_spmv csr_todense spsolve todense
+
+machinery | KEEP | has side effects, or is internal to JAX
+    empty_ref new_ref get swap addupdate masked_load masked_swap freeze free_ref
+    accum_grad_in_ref get_global box_get box_set new_box new_log log_read log_extend
+    check shape_assertion after_all create_token axis_index program_id num_programs
+    dim_as_value dimension_size platform_index semaphore_read semaphore_signal
+    semaphore_wait delay unreachable dce_sink create_linear program_order multiple_of
+    lu_pivots_to_permutation shard_alike
+"""
+
+OPS: tuple[Op, ...] = tuple(_read(_TABLE))
 
 _BY_NAME = {op.name: op for op in OPS}
 

@@ -1,6 +1,7 @@
 """There is one record for each op, and the sets of ops are views of the records."""
 
 import ast
+import inspect
 import json
 import pathlib
 import re
@@ -40,14 +41,20 @@ def test_all_ops_of_a_group_have_one_precision_and_one_reason():
     assert all(reason for _, _, reason in classes)
 
 
-def test_a_line_of_the_table_is_names_and_fields_and_a_misspelt_field_is_an_error():
-    assert list(ops._group("x", Precision.KEEP, "why", "a\nb c: adds", "moves")) == [
-        ops.Op("a", "x", Precision.KEEP, "why", moves=True),
-        ops.Op("b", "x", Precision.KEEP, "why", moves=True, adds=True),
-        ops.Op("c", "x", Precision.KEEP, "why", moves=True, adds=True),
+def test_a_line_of_the_table_is_names_and_the_fields_that_are_true_of_them():
+    table = "x | LOW | why: so\n all: moves\n a\n b c: adds\n\ny | KEEP | not\n d"
+    assert list(ops._read(table)) == [
+        ops.Op("a", "x", Precision.LOW, "why: so", moves=True),
+        ops.Op("b", "x", Precision.LOW, "why: so", moves=True, adds=True),
+        ops.Op("c", "x", Precision.LOW, "why: so", moves=True, adds=True),
+        ops.Op("d", "y", Precision.KEEP, "not"),
     ]
-    with pytest.raises(TypeError, match="movs"):
-        list(ops._group("x", Precision.KEEP, "why", "a: movs"))
+
+
+@pytest.mark.parametrize("block", ["x | LOW | why\n a: movs", "x | LO | why\n a", "x"])
+def test_a_misspelt_table_is_an_error(block):
+    with pytest.raises((TypeError, KeyError, ValueError)):
+        list(ops._read(block))
 
 
 def test_the_table_imports_nothing_but_the_standard_library():
@@ -127,8 +134,8 @@ def test_the_classes_of_mixed_are_the_design_s(op, precision):
 
 def sentences(doc):
     """Returns what a docstring says of each attribute."""
-    _, _, attributes = doc.partition("Attributes:\n")
-    found = re.findall(r"^ +(\w+): (.+\n(?: {8}.+\n)*)", attributes, re.MULTILINE)
+    _, _, attributes = inspect.cleandoc(doc).partition("Attributes:\n")
+    found = re.findall(r"^  (\w+): (.+(?:\n {4}.+)*)", attributes, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
 

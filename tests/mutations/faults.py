@@ -133,8 +133,8 @@ FAULTS = (
     ),
     Fault(
         "ops.py",
-        '"dot_general ragged_dot_general conv_general_dilated"',
-        '"dot_general conv_general_dilated"',
+        "dot_general ragged_dot_general conv_general_dilated",
+        "dot_general conv_general_dilated",
         "ragged products are unknown",
         "test_ops.py::test_every_primitive_of_the_installed_jax_has_a_record",
     ),
