@@ -1,12 +1,14 @@
-"""The op table: the precision of every known primitive, by group, with the reason.
+"""The op table: one record for each known primitive, with all that is known of it.
+
+To change the class of an op, or to add a primitive, edit ``_TABLE``, and nothing else.
+The sets of names below it are views of the records.
 
 A primitive is known by its name only, and this module imports nothing of JAX. The names
-are those of jax 0.10.2 and 0.12.0. An op in no group is ``KEEP``.
+are those of jax 0.10.2 and 0.12.0. An op without a record is ``KEEP``.
 """
 
 import enum
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -50,334 +52,336 @@ class Precision(enum.Enum):
         return f"Precision.{self.name}"
 
 
-class Group(NamedTuple):
-    """A group of similar ops.
+class Op(NamedTuple):
+    """What is known of an op.
+
+    An error is relative to the number, or to 1 if the number is smaller: it may be a
+    difference of larger ones.
 
     Attributes:
-      id: its name, for code.
-      precision: the precision of its ops, if no rule changes it.
+      name: the name of the primitive.
+      group: the name of its group of similar ops, for code.
+      precision: its precision, if no rule changes it.
       reason: the reason for the precision, in words.
-      ops: the names of the primitives.
-      has_low_form: whether the ops can run in 16 bits.
+      is_float32_only: it has no 16-bit form, so that no rule lowers it.
+      is_higher_order: a handler converts it, and the ops inside are decided one by one.
+      moves: each element of its result is an element of an operand, independent of the
+        values.
+      selects: its results are elements of operands, or comparisons.
+      takes_slices: it takes slices of its first operand, and the others are indices.
+      passes: each result is one operand, so their precisions are not joined.
+      is_exact: it rounds nothing.
+      keeps_numbers: its result has the numbers of its operand, all of them and no
+        others.
+      keeps_errors: the relative error of its result is that of its operand.
+      keeps_digits: it moves, adds, scales or rounds, so a reader that needs the digits
+        of its result needs those of its operands.
+      adds: it adds or subtracts two operands.
+      sums: it adds up elements of an operand.
+      scales: its result is a sum or a multiple of its operands, or of their elements.
+      bounds: it limits a number, or drops its sign.
+      broadcasts: it broadcasts scalars and axes of size 1 to the other operands.
+      compares: it compares two operands.
+      picks: it returns the index of the largest number, even if another one is close.
+      discerns: its result changes if 16 bits round two numbers to one, or one to
+        infinity.
+      amplifies: an error of an operand may become at least eight times as large in the
+        result (but sin and cos are positional).
+      amplifies_divisor: it amplifies an error of its second operand only.
+      amplifies_large: it amplifies the errors of large operands only.
+      is_positional: its operands may be positions, so it runs in float32; its result is
+        bounded.
+      is_root: it is a root, or a power that may be one.
+      is_power: it multiplies a number by itself, a fixed number of times.
+      solves: it is a factorization or a solver, in which digits cancel.
+      holds_solver: a function inside it may be a solver, which needs float32.
+      is_in_norms: norms consist of such ops and sums: scales, shifts, reshapes.
+      is_linear: its derivative does not need its operands.
+      is_cheap: it is one pass over memory, and cheap to recompute.
+      adds_up_backward: JAX's derivative of it adds up, or takes an exp, a square or a
+        reciprocal, in its dtype; so it runs in float32, and its result is cast.
     """
 
-    id: str
+    name: str
+    group: str
     precision: Precision
     reason: str
-    ops: frozenset[str]
-    has_low_form: bool = True
+    is_float32_only: bool = False
+    is_higher_order: bool = False
+    moves: bool = False
+    selects: bool = False
+    takes_slices: bool = False
+    passes: bool = False
+    is_exact: bool = False
+    keeps_numbers: bool = False
+    keeps_errors: bool = False
+    keeps_digits: bool = False
+    adds: bool = False
+    sums: bool = False
+    scales: bool = False
+    bounds: bool = False
+    broadcasts: bool = False
+    compares: bool = False
+    picks: bool = False
+    discerns: bool = False
+    amplifies: bool = False
+    amplifies_divisor: bool = False
+    amplifies_large: bool = False
+    is_positional: bool = False
+    is_root: bool = False
+    is_power: bool = False
+    solves: bool = False
+    holds_solver: bool = False
+    is_in_norms: bool = False
+    is_linear: bool = False
+    is_cheap: bool = False
+    adds_up_backward: bool = False
 
 
-def _group(
-    name: str, precision: Precision, reason: str, ops: str, low: bool = True
-) -> Group:
-    return Group(name, precision, reason, frozenset(ops.split()), low)
+def _read(table: str) -> Iterator[Op]:
+    """Yields the records in a table.
+
+    Args:
+      table: blocks of lines, one for each group. The first line is the group, the
+        precision of its ops, and the reason for it. Each other line is names of ops,
+        and after a colon the fields that are true of them. ``all`` stands for all ops
+        below it in the block.
+    """
+    for block in table.strip().split("\n\n"):
+        header, *lines = block.splitlines()
+        group, precision, reason = header.split(" | ")
+        shared: list[str] = []
+        for line in lines:
+            names, _, fields = line.partition(":")
+            if names.split() == ["all"]:
+                shared = fields.split()
+                continue
+            true = dict.fromkeys((*shared, *fields.split()), True)
+            for name in names.split():
+                yield Op(name, group, Precision[precision], reason, **true)
 
 
-GROUPS: tuple[Group, ...] = (
-    _group(
-        "product",
-        Precision.LOW,
-        "matrix product or convolution",
-        "dot_general ragged_dot_general conv_general_dilated",
-    ),
-    _group(
-        "amplifying",
-        Precision.FULL,
-        "amplifies errors, or overflows",
-        """exp exp2 expm1 log log1p log2 pow rsqrt reciprocal erf_inv acos asin atanh
-        cosh sinh tan""",
-    ),
-    _group(
-        "special",
-        Precision.FULL,
-        "special function of sums and exponentials",
-        """lgamma digamma polygamma zeta igamma igammac igamma_grad_a
-        regularized_incomplete_beta bessel_i0e bessel_i1e""",
-    ),
-    _group(
-        "sum",
-        Precision.FULL,
-        "rounding errors add up in a sum",
-        """reduce_sum cumsum cumlogsumexp reduce_window_sum scatter-add scatter-sub
-        select_and_scatter_add select_and_gather_add""",
-    ),
-    _group(
-        "factors",
-        Precision.FULL,
-        "a product of many factors overflows",
-        "reduce_prod cumprod scatter-mul",
-    ),
-    _group(
-        "device_sum",
-        Precision.FULL,
-        "rounding errors add up in a sum over devices",
-        """psum psum_start psum_done psum_invariant psum_invariant_start unreduced_psum
-        unreduced_psum_start reduce_scatter reduce_scatter_start reduce_scatter_done
-        unreduced_reduce_scatter unreduced_reduce_scatter_start""",
-    ),
-    _group(
-        "linear_algebra",
-        Precision.FULL,
-        "linear algebra has no 16-bit form",
-        """cholesky cholesky_update eig eigh svd qr geqrf geqp3 householder_product
-        ormqr lu triangular_solve tridiagonal tridiagonal_solve hessenberg schur
-        symmetric_product""",
-        low=False,
-    ),
-    _group(
-        "fourier",
-        Precision.FULL,
-        "a Fourier transform has no 16-bit form",
-        "fft",
-        False,
-    ),
-    _group(
-        "arithmetic",
-        Precision.FOLLOW,
-        "arithmetic",
-        """add add_any sub mul div rem neg abs sign floor ceil round square integer_pow
-        sqrt cbrt one_minus_square polynomial""",
-    ),
-    _group(
-        "bounded",
-        Precision.FOLLOW,
-        "bounded or smooth",
-        "tanh logistic erf erfc sin cos atan atan2 acosh asinh",
-    ),
-    _group(
-        "choosing",
-        Precision.FOLLOW,
-        "exact: selects or compares",
-        """max min clamp select_n reduce_max reduce_min reduce_window_max
-        reduce_window_min cummax cummin argmax argmin sort top_k approx_top_k eq ne lt
-        le gt ge eq_to lt_to le_to is_finite scatter-min scatter-max""",
-    ),
-    _group(
-        "moving",
-        Precision.FOLLOW,
-        "exact: moves data",
-        """reshape transpose broadcast_in_dim broadcast_to squeeze slice
-        dynamic_slice dynamic_update_slice gather scatter rev pad split tile unstack
-        stack concatenate copy stop_gradient name xla_metadata_value
-        optimization_barrier zeros_like tie pin unpin""",
-    ),
-    _group(
-        "sending",
-        Precision.FOLLOW,
-        "exact: moves data between devices or memories",
-        """sharding_constraint layout_constraint reshard relayout mesh_cast device_put
-        with_memory_space_constraint all_gather all_gather_invariant all_gather_start
-        all_gather_done all_gather_reduced all_gather_reduced_start all_to_all
-        all_to_all_start all_to_all_done ppermute ppermute_start ppermute_done
-        pbroadcast pbroadcast_start pbroadcast_done pbroadcast_dynamic pmax pmin
-        unreduced_pmax unreduced_pmin pvary ragged_all_to_all psend precv
-        reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
-        vary_unreduced_cast_p preduced global_array_to_host_local_array
-        host_local_array_to_global_array""",
-    ),
-    _group(
-        "typed",
-        Precision.KEEP,
-        "depends on the bits or the dtype of its operands",
-        """convert_element_type bitcast_convert_type reduce_precision nextafter complex
-        real imag conj iota empty empty2 to_edtype from_edtype and or not xor
-        shift_left shift_right_arithmetic shift_right_logical population_count clz
-        mulhi reduce_and reduce_or reduce_xor""",
-        low=False,
-    ),
-    _group(
-        "function",
-        Precision.KEEP,
-        "contains a function, traced for its operands' dtypes",
-        """reduce reduce_window select_and_scatter custom_linear_solve linear_call
-        custom_partitioning custom_lin composite call jaxpr_call run_state run_scoped
-        stage call_hi_primitive call_hi_primitive_linearized call_exported
-        custom_jvp_call_jaxpr remat_opt core_map mpmd_map fused_call""",
-        low=False,
-    ),
-    _group(
-        "kernel",
-        Precision.KEEP,
-        "a kernel or a callback, written for the traced dtypes",
-        """pallas_call ffi_call pure_callback io_callback debug_callback debug_print
-        buffer_callback tpu_custom_call inspect_sharding scaled_matmul
-        scaled_matmul_wrapper scaled_dot
-        cudnn_fusion dot_product_attention_fwd dot_product_attention_fwd_wrapper
-        dot_product_attention_bwd dot_product_attention_bwd_wrapper
-        dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
-        rnn_fwd rnn_bwd""",
-        low=False,
-    ),
-    _group(
-        "xla_step",
-        Precision.KEEP,
-        "an internal step of XLA",
-        """thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
-        thunky.async_start thunky.call_jax thunky.call_thunky_nested
-        thunky.collective_group thunky.collective_permute thunky.cond thunky.copy
-        thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero
-        thunky.ptx_kernel thunky.reduce_scatter thunky.while""",
-        low=False,
-    ),
-    _group(
-        "random",
-        Precision.KEEP,
-        "random bits depend on the dtype",
-        """random_bits random_seed random_split random_fold_in random_wrap
-        random_unwrap random_clone random_gamma random_gamma_grad rng_bit_generator
-        rng_uniform threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape""",
-        low=False,
-    ),
-    _group(
-        "sparse",
-        Precision.KEEP,
-        "an op of a sparse format",
-        """bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
-        bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense
-        bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
-        coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense
-        csr_matmat csr_matvec csr_spmm csr_spmv csr_todense spsolve todense""",
-        low=False,
-    ),
-    _group(
-        "machinery",
-        Precision.KEEP,
-        "has side effects, or is internal to JAX",
-        """empty_ref new_ref get swap addupdate masked_load masked_swap freeze free_ref
-        accum_grad_in_ref get_global box_get box_set new_box new_log log_read
-        log_extend check shape_assertion after_all create_token axis_index program_id
-        num_programs dim_as_value dimension_size platform_index semaphore_read
-        semaphore_signal semaphore_wait delay unreachable dce_sink create_linear
-        program_order multiple_of lu_pivots_to_permutation shard_alike""",
-        low=False,
-    ),
-)
+_TABLE = """
+product | LOW | matrix product or convolution
+    dot_general ragged_dot_general conv_general_dilated
 
-# A handler converts these; the ops inside are decided one by one.
-HIGHER_ORDER = frozenset(
-    {
-        *("jit", "scan", "while", "cond", "checkpoint", "remat", "remat2"),
-        *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "shard_map"),
-        *("closed_call", "eval_jaxpr", "compute_on", "xla_metadata_call"),
-    }
-)
+amplifying | FULL | amplifies errors, or overflows
+    all: amplifies
+    exp exp2 expm1: amplifies_large is_cheap
+    cosh sinh: amplifies_large
+    log log1p log2: is_cheap
+    rsqrt: is_root is_cheap
+    pow: is_root broadcasts
+    reciprocal erf_inv acos asin atanh tan
+
+special | FULL | special function of sums and exponentials
+    all: amplifies
+    lgamma digamma polygamma zeta igamma igammac igamma_grad_a
+    regularized_incomplete_beta bessel_i0e bessel_i1e
+
+sum | FULL | rounding errors add up in a sum
+    all: sums
+    reduce_sum: scales keeps_digits is_linear is_cheap
+    cumsum: scales keeps_digits
+    cumlogsumexp reduce_window_sum scatter-add scatter-sub select_and_scatter_add
+    select_and_gather_add
+
+factors | FULL | a product of many factors overflows
+    all: amplifies
+    reduce_prod cumprod scatter-mul
+
+device_sum | FULL | rounding errors add up in a sum over devices
+    psum psum_start psum_done psum_invariant psum_invariant_start unreduced_psum
+    unreduced_psum_start reduce_scatter reduce_scatter_start reduce_scatter_done
+    unreduced_reduce_scatter unreduced_reduce_scatter_start
+
+linear_algebra | FULL | linear algebra has no 16-bit form
+    all: solves is_float32_only
+    cholesky cholesky_update eig eigh svd qr geqrf geqp3 householder_product ormqr lu
+    triangular_solve tridiagonal tridiagonal_solve hessenberg schur symmetric_product
+
+fourier | FULL | a Fourier transform has no 16-bit form
+    all: is_float32_only
+    fft
+
+arithmetic | FOLLOW | arithmetic
+    all: is_in_norms is_cheap
+    add sub: adds scales keeps_digits is_linear broadcasts
+    add_any: adds scales keeps_digits is_linear
+    mul: scales keeps_digits broadcasts
+    div: scales keeps_digits broadcasts amplifies amplifies_divisor
+    neg: scales keeps_digits keeps_errors is_exact is_linear
+    abs: bounds keeps_errors is_exact
+    round floor ceil: keeps_digits amplifies
+    rem: amplifies broadcasts
+    sqrt: amplifies is_root
+    cbrt: amplifies adds_up_backward
+    square integer_pow: is_power
+    polynomial: adds_up_backward
+    sign one_minus_square
+
+bounded | FOLLOW | bounded or smooth
+    all: is_cheap
+    sin cos: is_positional
+    erf erfc atan asinh: adds_up_backward
+    atan2: adds_up_backward broadcasts
+    acosh: adds_up_backward amplifies
+    tanh logistic
+
+choosing | FOLLOW | exact: selects or compares
+    all: selects is_exact
+    max min: bounds broadcasts is_cheap
+    clamp select_n: keeps_digits broadcasts is_cheap
+    eq ne lt le gt ge: compares discerns is_cheap
+    eq_to lt_to le_to: is_cheap
+    is_finite: discerns is_cheap
+    argmax argmin: picks discerns is_cheap
+    top_k approx_top_k: picks discerns adds_up_backward
+    sort cummax cummin: adds_up_backward
+    reduce_max reduce_min reduce_window_max: adds_up_backward is_cheap
+    reduce_window_min scatter-min scatter-max: adds_up_backward is_cheap
+
+moving | FOLLOW | exact: moves data
+    all: moves selects is_exact keeps_digits is_linear is_in_norms
+    reshape transpose squeeze rev: keeps_numbers keeps_errors is_cheap
+    broadcast_in_dim: keeps_numbers keeps_errors adds_up_backward is_cheap
+    broadcast_to tile: adds_up_backward is_cheap
+    copy stop_gradient: keeps_errors is_cheap
+    optimization_barrier: passes keeps_errors is_cheap
+    dynamic_slice: takes_slices is_cheap
+    gather: takes_slices adds_up_backward
+    slice dynamic_update_slice pad split unstack stack concatenate: is_cheap
+    name xla_metadata_value zeros_like tie pin unpin: is_cheap
+    scatter
+
+sending | FOLLOW | exact: moves data between devices or memories
+    all: moves selects is_exact keeps_digits is_linear
+    pvary: keeps_numbers keeps_errors adds_up_backward
+    sharding_constraint: keeps_errors
+    all_gather all_gather_invariant all_gather_start: adds_up_backward
+    all_gather_reduced all_gather_reduced_start: adds_up_backward
+    pbroadcast pbroadcast_start: adds_up_backward
+    all_gather_done pbroadcast_done pbroadcast_dynamic layout_constraint reshard
+    relayout mesh_cast device_put with_memory_space_constraint all_to_all
+    all_to_all_start all_to_all_done ppermute ppermute_start ppermute_done pmax pmin
+    unreduced_pmax unreduced_pmin ragged_all_to_all psend precv reduced_vary_cast
+    reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
+    global_array_to_host_local_array host_local_array_to_global_array
+
+typed | KEEP | depends on the bits or the dtype of its operands
+    convert_element_type: keeps_digits keeps_errors is_linear is_cheap
+    real imag reduce_precision: keeps_errors
+    nextafter: broadcasts
+    bitcast_convert_type complex conj iota empty empty2 to_edtype from_edtype and or not
+    xor shift_left shift_right_arithmetic shift_right_logical population_count clz mulhi
+    reduce_and reduce_or reduce_xor
+
+function | KEEP | contains a function, traced for its operands' dtypes
+    custom_linear_solve: solves holds_solver
+    linear_call: holds_solver
+    reduce reduce_window select_and_scatter custom_partitioning custom_lin composite
+    call jaxpr_call run_state run_scoped stage call_hi_primitive
+    call_hi_primitive_linearized call_exported custom_jvp_call_jaxpr remat_opt core_map
+    mpmd_map fused_call
+
+higher_order | KEEP | contains ops, which are decided one by one
+    all: is_higher_order
+    jit scan while cond checkpoint remat remat2 custom_jvp_call custom_vjp_call
+    custom_vmap_call shard_map closed_call eval_jaxpr compute_on xla_metadata_call
+
+kernel | KEEP | a kernel or a callback, written for the traced dtypes
+    pallas_call ffi_call pure_callback io_callback debug_callback debug_print
+    buffer_callback tpu_custom_call inspect_sharding scaled_matmul scaled_matmul_wrapper
+    scaled_dot cudnn_fusion dot_product_attention_fwd dot_product_attention_fwd_wrapper
+    dot_product_attention_bwd dot_product_attention_bwd_wrapper
+    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+    dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper rnn_fwd rnn_bwd
+
+xla_step | KEEP | an internal step of XLA
+    thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
+    thunky.async_start thunky.call_jax thunky.call_thunky_nested thunky.collective_group
+    thunky.collective_permute thunky.cond thunky.copy thunky.custom_call
+    thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel
+    thunky.reduce_scatter thunky.while
+
+random | KEEP | random bits depend on the dtype
+    random_bits random_seed random_split random_fold_in random_wrap random_unwrap
+    random_clone random_gamma random_gamma_grad rng_bit_generator rng_uniform
+    threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape
+
+sparse | KEEP | an op of a sparse format
+    bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
+    bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
+    bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat
+    coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec
+    csr_spmm csr_spmv csr_todense spsolve todense
+
+machinery | KEEP | has side effects, or is internal to JAX
+    empty_ref new_ref get swap addupdate masked_load masked_swap freeze free_ref
+    accum_grad_in_ref get_global box_get box_set new_box new_log log_read log_extend
+    check shape_assertion after_all create_token axis_index program_id num_programs
+    dim_as_value dimension_size platform_index semaphore_read semaphore_signal
+    semaphore_wait delay unreachable dce_sink create_linear program_order multiple_of
+    lu_pivots_to_permutation shard_alike
+"""
+
+OPS: tuple[Op, ...] = tuple(_read(_TABLE))
+
+_BY_NAME = {op.name: op for op in OPS}
 
 
-def _ops_in(*ids: str) -> frozenset[str]:
-    return frozenset(op for group in GROUPS if group.id in ids for op in group.ops)
+def record_of(op: str) -> Op | None:
+    """Returns the record of an op; None for an unknown op."""
+    return _BY_NAME.get(op)
+
+
+def ops_of(*precisions: Precision) -> frozenset[str]:
+    """Returns the ops that have one of these precisions if no rule changes it."""
+    return frozenset(op.name for op in OPS if op.precision in precisions)
+
+
+def _ops_that(field: str) -> frozenset[str]:
+    return frozenset(op.name for op in OPS if getattr(op, field))
 
 
 FLOAT8_OPS = ("dot_general",)
 """The products with float8 kernels in XLA."""
 
-MOVING = _ops_in("moving", "sending")
-"""Each element of the result is an element of an operand, independent of the values."""
+EDITABLE = frozenset(_BY_NAME) - ops_of(Precision.KEEP)
+"""The ops whose precision rules may change."""
 
-SELECTING = _ops_in("moving", "sending", "choosing")
-"""Their results are elements of operands, or comparisons."""
+LOWERABLE = EDITABLE - _ops_that("is_float32_only")
+"""The ops that rules may lower."""
 
-EXACT = SELECTING | {"neg", "abs"}
-"""These round nothing."""
+# The fields of ``Op``, as sets of names.
+HIGHER_ORDER = _ops_that("is_higher_order")
+MOVING = _ops_that("moves")
+SELECTING = _ops_that("selects")
+TAKING_SLICES = _ops_that("takes_slices")
+PASSING = _ops_that("passes")
+EXACT = _ops_that("is_exact")
+KEEPING_NUMBERS = _ops_that("keeps_numbers")
+KEEPING_ERRORS = _ops_that("keeps_errors")
+KEEPING_DIGITS = _ops_that("keeps_digits")
+ADDING = _ops_that("adds")
+SUMMING = _ops_that("sums")
+SCALING = _ops_that("scales")
+BOUNDING = _ops_that("bounds")
+BROADCASTING = _ops_that("broadcasts")
+COMPARING = _ops_that("compares")
+PICKING = _ops_that("picks")
+DISCERNING = _ops_that("discerns")
+AMPLIFYING = _ops_that("amplifies")
+AMPLIFYING_DIVISORS = _ops_that("amplifies_divisor")
+AMPLIFYING_LARGE = _ops_that("amplifies_large")
+POSITIONAL = _ops_that("is_positional")
+ROOTS = _ops_that("is_root")
+POWERS = _ops_that("is_power")
+SOLVING = _ops_that("solves")
+HOLDING_SOLVERS = _ops_that("holds_solver")
+INSIDE_OF_FUNCTIONS = _ops_that("is_in_norms")
+LINEAR = _ops_that("is_linear")
+CHEAP = _ops_that("is_cheap")
+ADDED_UP = _ops_that("adds_up_backward")
 
-_DEAR = {"sort", "top_k", "approx_top_k", "gather", "scatter", "cummax", "cummin"}
-
-_LIGHT = _ops_in("arithmetic", "bounded", "moving", "choosing")
-
-_ADDS = frozenset(["add", "add_any", "sub", "neg", "reduce_sum"])
-
-LINEAR = MOVING | _ADDS | {"convert_element_type"}
-"""Their derivative does not need their operands."""
-
-CHEAP = (
-    LINEAR | _LIGHT | {"exp", "exp2", "expm1", "log", "log1p", "log2", "rsqrt"}
-) - (_DEAR | _ops_in("sending"))
-"""Ops of one pass over memory, which are cheap to recompute."""
-
-ADDING = frozenset(["add", "sub", "add_any"])
-"""Sums of two operands."""
-
-PICKING = frozenset(["argmax", "argmin", "top_k", "approx_top_k"])
-"""They return the index of the largest number, even if another one is close."""
-
-COMPARING = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
-"""Comparisons of two operands."""
-
-DISCERNING = COMPARING | PICKING | {"is_finite"}
-"""Their results change if 16 bits round two numbers to one, or one to infinity."""
-
-INSIDE_OF_FUNCTIONS = _ops_in("arithmetic", "moving")
-"""The ops of norms besides sums and roots: scales, shifts, reshapes."""
-
-SOLVING = _ops_in("linear_algebra") | {"custom_linear_solve"}
-"""Factorizations and solvers, in which digits cancel."""
-
-KEEPING_DIGITS = (MOVING | ADDING).union(
-    ("mul", "div", "neg", "round", "floor", "ceil", "clamp", "select_n"),
-    ("reduce_sum", "cumsum", "convert_element_type"),
-)
-"""Moves, sums, scalings, roundings: if a reader needs their digits, it needs those of
-their operands."""
-
-PASSING = frozenset(["optimization_barrier"])
-"""Each result is one operand: their precisions are not joined."""
-
-ADDED_UP = frozenset(
-    [
-        *("broadcast_in_dim", "broadcast_to", "tile", "gather", "sort", "top_k"),
-        *("approx_top_k", "reduce_max", "reduce_min", "cummax", "cummin"),
-        *("reduce_window_max", "reduce_window_min"),
-        *("scatter-min", "scatter-max", "all_gather", "all_gather_invariant"),
-        *("all_gather_start", "all_gather_reduced", "all_gather_reduced_start"),
-        *("pvary", "pbroadcast", "pbroadcast_start"),
-        *("erf", "erfc", "asinh", "acosh", "polynomial", "atan", "atan2", "cbrt"),
-    ]
-)
-"""JAX's derivative of these adds up, or takes an exp, a square or a reciprocal, in
-their dtype: they run in float32, and their result is cast. So does a quotient."""
-
-POSITIONAL = frozenset(["sin", "cos"])
-"""These run in float32, because operands may be positions; results are bounded."""
-
-AMPLIFYING = _ops_in("amplifying", "special", "factors") | {
-    *("sqrt", "cbrt", "acosh", "round", "floor", "ceil", "rem", "div"),
-}
-"""A rounding error of an operand becomes at least eight times as large in the result.
-
-The error is relative to the number, or to 1 if the number is smaller: it may be a
-difference of larger ones. (sin and cos are positional. For sign, as for a comparison,
-only the side of zero counts.)
-"""
-
-AMPLIFYING_DIVISORS = frozenset(["div"])
-"""These amplify an error of their second operand only."""
-
-BROADCASTING = frozenset(
-    [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "rem",
-        "max",
-        "min",
-        "pow",
-        "atan2",
-        "select_n",
-        "clamp",
-        "nextafter",
-    ]
-)
-"""These broadcast scalars and axes of size 1 to the other operands."""
-
-_GROUP_OF: Mapping[str, Group] = MappingProxyType(
-    {op: group for group in GROUPS for op in group.ops}
-)
-
-EDITABLE = [op for op, group in _GROUP_OF.items() if group.precision != Precision.KEEP]
-
-
-def group_of(op: str) -> Group | None:
-    """Returns the group of an op; None for an unknown op."""
-    return _GROUP_OF.get(op)
+MOVING_OR_CASTING = MOVING | {"convert_element_type"}

@@ -11,93 +11,18 @@ import numpy as np
 import pytest
 from programs import W, X
 
+from jmp_lite import ops
+from jmp_lite.autocasting.rules import presets
 from jmp_lite.autocasting.rules.match import parse_precision
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
-from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.autocasting.rules.rules import Rules, asks_for_low
 from jmp_lite.autocasting.rules.serialization import ASCEND_OPS
 from jmp_lite.insight.explain.explanation import explain
-from jmp_lite.ops import GROUPS, HIGHER_ORDER, Precision, group_of
+from jmp_lite.ops import Precision
 
-OPS = sorted(op for group in GROUPS for op in group.ops)
-LOWERABLE = [
-    op
-    for op in OPS
-    if group_of(op).has_low_form and group_of(op).precision is not Precision.KEEP
-]
+OPS = sorted(op.name for op in ops.OPS)
+LOWERABLE = sorted(ops.LOWERABLE)
 NORMS = ["LayerNorm_0", "RMSNorm_1", "layer_norm", "BatchNorm", "groupnorm"]
-
-
-# ------------------------------------------------------------------ the table of ops
-
-
-def test_no_op_is_in_two_groups():
-    assert len(OPS) == len(set(OPS))
-    assert not HIGHER_ORDER & set(OPS)
-
-
-def test_every_group_says_why():
-    assert all(group.ops and group.reason for group in GROUPS)
-
-
-ENUMERATION = """
-import gc, importlib, json, pkgutil, warnings
-from jax.extend.core import Primitive
-
-warnings.simplefilter("ignore")
-importlib.import_module("jax.experimental.pallas")
-for package in ("jax._src", "jax._src.cudnn", "jax.experimental"):
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if module.name in ("mosaic", "xla_bridge", "__main__"):
-            continue
-        try:
-            importlib.import_module(f"{package}.{module.name}")
-        except BaseException:
-            continue  # It wants a package or a device that is not there.
-print(json.dumps([p.name for p in gc.get_objects() if isinstance(p, Primitive)]))
-"""
-
-
-def installed_primitives():
-    """The names of all primitives of JAX but for what only stands inside kernels.
-
-    In a process of its own: other tests import packages that define more.
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", ENUMERATION], capture_output=True, text=True, check=True
-    )
-    return set(json.loads(result.stdout.splitlines()[-1]))
-
-
-def test_every_primitive_of_the_installed_jax_is_in_a_group_by_decision():
-    found = installed_primitives()
-    assert {"dot_general", "scan", "pallas_call", "bcoo_todense"} <= found
-    assert len(found) > 250
-    new = sorted(found - set(OPS) - HIGHER_ORDER)
-    assert not new, f"decide where they belong: {new}"
-
-
-@pytest.mark.parametrize(
-    ("op", "precision"),
-    [
-        ("dot_general", "low"),
-        ("conv_general_dilated", "low"),
-        ("exp", "full"),
-        ("reduce_sum", "full"),
-        ("psum", "full"),
-        ("scatter-add", "full"),
-        ("cholesky", "full"),
-        ("add", "follow"),
-        ("integer_pow", "follow"),
-        ("select_n", "follow"),
-        ("sin", "follow"),
-        ("pallas_call", "keep"),
-        ("random_bits", "keep"),
-        ("bitcast_convert_type", "keep"),
-        ("an op nobody knows", "keep"),
-    ],
-)
-def test_the_classes_of_mixed_are_the_design_s(op, precision):
-    assert get_rules("mixed").precision_of(op) is Precision(precision)
 
 
 # -------------------------------------------------------------------------- presets
@@ -114,6 +39,53 @@ def test_o0_keeps_every_op_and_is_the_only_identity():
     assert identities == {"O0", "must_keep_origin_dtype"}
     assert not get_rules("O0").low("dot_general").is_identity
     assert not get_rules("O0").scope("head", "low").is_identity
+
+
+def is_identity_by_every_op(rules):
+    of_rules = {precision for _, precision in (*rules.ops, *rules.scopes)}
+    changing = {Precision.LOW, Precision.FLOAT8, Precision.FULL_INSIDE}
+    return not changing & (of_rules | set(count(rules)))
+
+
+def asks_for_low_by_every_op(rules, op, path):
+    if rules.precision_in(path) is not None:
+        return rules.precision_in(path) is Precision.LOW
+    is_named = (op, Precision.LOW) in rules.ops
+    return is_named or Precision.FULL not in map(rules.precision_of, LOWERABLE)
+
+
+ALMOST = {
+    **PRESETS,
+    "only products": get_rules("O0").low("dot_general"),
+    "no products": Rules().full("dot_general"),
+    "no products at all": Rules().full(*ops.ops_of(Precision.LOW)),
+    "products kept": Rules().keep(*ops.ops_of(Precision.LOW)),
+    "all but one kept": Rules(default=Precision.LOW).keep(*LOWERABLE[1:]),
+    "all kept": Rules(default=Precision.LOW).keep(*LOWERABLE),
+    "all kept, one full": Rules(default=Precision.LOW).keep(*LOWERABLE).full("exp"),
+    "all followed, one full": presets.ALL_FOLLOW.full("tanh"),
+    "all followed, a solver full": presets.ALL_FOLLOW.full("cholesky"),
+    "all followed, by default full": dataclasses.replace(
+        presets.ALL_FOLLOW, default=Precision.FULL
+    ),
+    "all but one followed": Rules(default=Precision.FULL).follow(*LOWERABLE[1:]),
+    "low everywhere": get_rules("O3").low("exp"),
+    "full by default": get_rules("O0").full("exp"),
+    "a scope": get_rules("O0").scope("head", "low"),
+    "a norm": get_rules("O0").scope("head", "full_inside"),
+    "a full scope": get_rules("O0").scope("head", "full"),
+    "float8": get_rules("O0").float8("dot_general"),
+}
+
+
+@pytest.mark.parametrize("name", ALMOST)
+def test_what_rules_change_is_read_off_them_as_off_every_op(name):
+    rules = ALMOST[name]
+    assert rules.is_identity == is_identity_by_every_op(rules)
+    for op in ("dot_general", "exp"):
+        for path in ("", "M/head", "M/LayerNorm_0"):
+            expected = asks_for_low_by_every_op(rules, op, path)
+            assert asks_for_low(rules, op, path) == expected
 
 
 def test_o1_is_low_for_matmuls_and_float32_for_all_else():
@@ -338,6 +310,13 @@ RULES = st.builds(
         st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["follow", "full"]))
     ).map(tuple),
 )
+
+
+@hypothesis.given(RULES, st.sampled_from(["", "M/head"]))
+def test_what_any_rules_change_is_read_off_them_as_off_every_op(rules, path):
+    assert rules.is_identity == is_identity_by_every_op(rules)
+    expected = asks_for_low_by_every_op(rules, "dot_general", path)
+    assert asks_for_low(rules, "dot_general", path) == expected
 
 
 @hypothesis.given(RULES)

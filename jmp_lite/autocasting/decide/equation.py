@@ -40,6 +40,7 @@ from jmp_lite.ops import (
     INSIDE_OF_FUNCTIONS,
     PASSING,
     POSITIONAL,
+    POWERS,
     SELECTING,
     Precision,
 )
@@ -191,7 +192,7 @@ def _is_power(op: str, operands: Sequence[Operand]) -> bool:
     In ``tanh(x * x * x)`` the products leave float16's range for numbers above 255,
     although the result does not. Each is a part of a function of ``x``.
     """
-    is_power = op in ("square", "integer_pow")
+    is_power = op in POWERS
     is_power |= op == "mul" and all(o.lineage.roots for o in operands)
     return is_power and bool(roots_of(operands))
 

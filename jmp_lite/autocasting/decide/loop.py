@@ -16,7 +16,7 @@ from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Backward, Forward
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr
-from jmp_lite.ops import ADDING, MOVING
+from jmp_lite.ops import ADDING, MOVING, MOVING_OR_CASTING, TAKING_SLICES
 
 
 class Loop(NamedTuple):
@@ -182,12 +182,12 @@ class _Flow(Forward[_Source]):
                 for carry in one.around
                 if not other.is_moved
             }
-        is_moved = op in _MOVING and joined.is_moved
+        is_moved = op in MOVING_OR_CASTING and joined.is_moved
         return _Source(joined.inputs, joined.around, added, is_moved, is_sliced)
 
     def _takes_a_slice(self, op: str, operands: Sequence[_Source]) -> bool:
         """Whether an op takes a slice of a loop constant that depends on the step."""
-        if op not in _TAKING:
+        if op not in TAKING_SLICES:
             return False
         stack, *indices = operands
         varies = any(index.inputs & self._varying for index in indices)
@@ -199,12 +199,6 @@ class _Flow(Forward[_Source]):
             weights = other.is_sliced and not other.inputs & self._float_carries
             if weights and one.inputs & self._float_carries:
                 self.is_stack_of_layers = True
-
-
-_MOVING = MOVING | {"convert_element_type"}
-
-_TAKING = frozenset(["dynamic_slice", "gather"])
-"""The operands after the first are indices."""
 
 
 class _Use(enum.Flag):

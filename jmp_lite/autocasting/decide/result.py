@@ -6,7 +6,7 @@ from jmp_lite.autocasting.decide.facts import Kind, State
 from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn
-from jmp_lite.ops import ADDING, MOVING
+from jmp_lite.ops import MOVING, SCALING
 
 
 def state_of_result(state: State | None, is_low: bool) -> State | None:
@@ -38,7 +38,7 @@ def kind_of_result(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
         return Kind.INTEGER
     if Kind.COMPUTED in found or not found:
         return Kind.COMPUTED
-    if op in _SCALING:
+    if op in SCALING:
         return Kind.INTEGER if Kind.INTEGER in found else Kind.SCALED
     if op not in MOVING:
         are_numbers = found.isdisjoint([Kind.GIVEN, Kind.SCALED])
@@ -52,6 +52,3 @@ def _takes_one_slice(op: str, eqn: Eqn) -> bool:
     """Whether an op takes one slice of its first operand, at any position."""
     is_one = op == "gather" and len(eqn.invars[1].aval.shape) == 1
     return op == "dynamic_slice" or is_one
-
-
-_SCALING = ADDING | {"mul", "div", "neg", "reduce_sum", "cumsum"}

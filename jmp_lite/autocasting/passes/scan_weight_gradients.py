@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jmp_lite.jaxprs import cost, params, rewrite, sharding, source, structure
 from jmp_lite.jaxprs.dataflow import readers_of
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
-from jmp_lite.ops import MOVING
+from jmp_lite.ops import MOVING_OR_CASTING
 
 
 class _Use(NamedTuple):
@@ -112,7 +112,7 @@ def moved_constants(parts: structure.Parts, n_consts: int) -> Moved:
         atoms = [atom for atom in eqn.invars if not structure.is_literal(atom)]
         if not atoms or not all(atom in made_of for atom in atoms):
             continue
-        is_move = params.op_of(eqn) in (*MOVING, "convert_element_type")
+        is_move = params.op_of(eqn) in MOVING_OR_CASTING
         if is_move and cost.is_at_most(_n_bytes(eqn.outvars[:1]), _n_bytes(atoms)):
             union = frozenset[int]().union(*(made_of[atom] for atom in atoms))
             made_of[eqn.outvars[0]] = union

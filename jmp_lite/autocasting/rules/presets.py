@@ -14,10 +14,7 @@ from jmp_lite.autocasting.rules.rules import (
 )
 from jmp_lite.casting.dtypes import dtype_names, unknown_name
 from jmp_lite.jaxprs.trace import check_function
-from jmp_lite.ops import (
-    GROUPS,
-    Precision,
-)
+from jmp_lite.ops import LOWERABLE, POWERS, Precision, ops_of
 
 
 def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
@@ -90,23 +87,12 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
     return chosen.on_this_device
 
 
-def _ops_that_are(*precisions: Precision) -> list[str]:
-    return [op for group in GROUPS if group.precision in precisions for op in group.ops]
-
-
 _MIXED = Rules(scopes=(NORM_LAYERS,))
 
-_O0 = Rules(default=Precision.KEEP).keep(*_ops_that_are(Precision.LOW, Precision.FULL))
+_O0 = Rules(default=Precision.KEEP).keep(*ops_of(Precision.LOW, Precision.FULL))
 
 # By name: with the default alone, values that only float32 ops read stay in float32.
-_O3 = Rules(default=Precision.LOW).low(
-    *(
-        op
-        for group in GROUPS
-        if group.precision in (Precision.FULL, Precision.FOLLOW) and group.has_low_form
-        for op in group.ops
-    )
-)
+_O3 = Rules(default=Precision.LOW).low(*LOWERABLE - ops_of(Precision.LOW))
 
 _MATMULS = ("dot_general", "ragged_dot_general")
 
@@ -119,7 +105,7 @@ PRESETS: Mapping[str, Rules] = MappingProxyType(
         "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),
         "O3": _O3,
         # PyTorch's pow is integer_pow in JAX if the exponent is an integer.
-        "torch": Rules(default=Precision.WIDEST).full("integer_pow", "square"),
+        "torch": Rules(default=Precision.WIDEST).full(*POWERS),
         "must_keep_origin_dtype": _O0,
         "allow_fp32_to_fp16": Rules(
             compute_dtype="float16", default=Precision.FULL

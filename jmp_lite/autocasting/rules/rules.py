@@ -23,10 +23,10 @@ from jmp_lite.formats import Float8
 from jmp_lite.ops import (
     EDITABLE,
     FLOAT8_OPS,
-    GROUPS,
-    HIGHER_ORDER,
+    LOWERABLE,
     Precision,
-    group_of,
+    ops_of,
+    record_of,
 )
 
 AUTOCAST_SCOPE = "__autocast__"
@@ -52,6 +52,11 @@ def of_the_user(path: str) -> str:
     """Returns a path without the reserved scope in which autocast binds."""
     return "/".join(name for name in path.split("/") if name != AUTOCAST_SCOPE)
 
+
+_BY_TABLE = {
+    precision: ops_of(precision) & LOWERABLE
+    for precision in (Precision.LOW, Precision.FULL, Precision.FOLLOW)
+}
 
 Scope = tuple[str, Precision]
 
@@ -227,11 +232,11 @@ class Rules:
 
     def precision_of(self, op: str) -> Precision:
         """Returns the ``Precision`` of an op outside of all scopes."""
-        group = group_of(op)
-        if group is None:
+        known = record_of(op)
+        if known is None:
             return Precision.KEEP
-        follows = group.precision is Precision.FOLLOW
-        return self._ops.get(op, self.default if follows else group.precision)
+        follows = known.precision is Precision.FOLLOW
+        return self._ops.get(op, self.default if follows else known.precision)
 
     def precision_in(self, path: str) -> Precision | None:
         """Returns the ``Precision`` of a scope, or None if no pattern matches it."""
@@ -243,19 +248,19 @@ class Rules:
 
         A scope does not change a kernel, an op on bits, or an op with side effects.
         """
-        group = group_of(op)
-        if group is None:
+        known = record_of(op)
+        if known is None:
             return RuleMatch(Precision.KEEP, RuleSource.UNKNOWN, op)
-        of_table = RuleMatch(group.precision, RuleSource.TABLE, group.id)
-        if group.precision is Precision.KEEP:
+        of_table = RuleMatch(known.precision, RuleSource.TABLE, known.group)
+        if known.precision is Precision.KEEP:
             return of_table
         match = self.match_scope(path, op)
-        if match and (group.has_low_form or match.precision is not Precision.LOW):
+        if match and (op in LOWERABLE or match.precision is not Precision.LOW):
             return match
         precision = self.precision_of(op)
         if op in self._ops:
             return RuleMatch(precision, RuleSource.OP, op)
-        if precision is not group.precision:
+        if precision is not known.precision:
             return RuleMatch(precision, RuleSource.DEFAULT, op)
         return of_table
 
@@ -303,8 +308,7 @@ class Rules:
         """Whether every op keeps its own precision."""
         changing = {Precision.LOW, Precision.FLOAT8, Precision.FULL_INSIDE}
         of_user = {precision for _, precision in (*self.ops, *self.scopes)}
-        table = {self.precision_of(op) for group in GROUPS for op in group.ops}
-        return not changing & (of_user | table)
+        return not changing & of_user and not _leaves_ops(self, Precision.LOW)
 
     @property
     def asks_for_float8(self) -> bool:
@@ -383,9 +387,17 @@ def asks_for_low(rules: Rules, op: str, path: str) -> bool:
     """
     if rules.precision_in(path) is not None:
         return rules.precision_in(path) is Precision.LOW
-    lowerable = (op for g in GROUPS if g.has_low_form for op in g.ops)
-    is_named = (op, Precision.LOW) in rules.ops
-    return is_named or Precision.FULL not in map(rules.precision_of, lowerable)
+    if (op, Precision.LOW) in rules.ops:
+        return True
+    named_full = {name for name, p in rules.ops if p is Precision.FULL}
+    return not named_full & LOWERABLE and not _leaves_ops(rules, Precision.FULL)
+
+
+def _leaves_ops(rules: Rules, precision: Precision) -> bool:
+    """Whether lowerable ops that no rule names have a precision."""
+    named = {op for op, _ in rules.ops}
+    follow = rules.default is precision and not _BY_TABLE[Precision.FOLLOW] <= named
+    return follow or not _BY_TABLE[precision] <= named
 
 
 def fields_of(rules: Rules) -> dict[str, Any]:
@@ -398,14 +410,14 @@ def _first_match(rules: Iterable[tuple[str, Any]], path: str) -> Any:
 
 
 def _check_op(op: str, precision: Precision) -> Precision:
-    group = group_of(op)
-    if op in HIGHER_ORDER:
+    known = record_of(op)
+    if known is None:
+        raise _unknown_op(op)
+    if known.is_higher_order:
         raise ValueError(
             f"{op!r} contains other ops, which are decided one by one: give a "
             "precision to those ops, or to a scope."
         )
-    if group is None:
-        raise _unknown_op(op)
     if precision is Precision.FULL_INSIDE:
         raise ValueError(
             f"FULL_INSIDE is for scopes only, got it for the op {op!r}: use FULL."
@@ -415,13 +427,11 @@ def _check_op(op: str, precision: Precision) -> Precision:
             f"{op!r} cannot be FLOAT8: expected {' or '.join(map(repr, FLOAT8_OPS))}. "
             "XLA has no float8 kernels for convolutions and ragged products."
         )
-    cannot = not group.has_low_form and precision is Precision.LOW
-    if cannot or (
-        group.precision is Precision.KEEP and precision is not Precision.KEEP
-    ):
+    is_kept = known.precision is Precision.KEEP and precision is not Precision.KEEP
+    if is_kept or (known.is_float32_only and precision is Precision.LOW):
         raise ValueError(
-            f"{op!r} cannot be {precision.name}: {group.reason}. It stays "
-            f"{group.precision.name}."
+            f"{op!r} cannot be {precision.name}: {known.reason}. It stays "
+            f"{known.precision.name}."
         )
     return precision
 

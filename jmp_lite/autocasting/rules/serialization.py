@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jmp_lite.casting.dtypes import unknown_name
-from jmp_lite.ops import GROUPS, Precision
+from jmp_lite.ops import LOWERABLE, Precision
 
 # JAX's ops by the names of Ascend's operators. A layer is many ops in JAX, so its name
 # becomes a scope.
@@ -97,12 +97,7 @@ def _is_ascend(entry: Any) -> bool:
 def _from_ascend(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields for Ascend's operator lists."""
     # They start from float16, and no op has a precision of its own.
-    ops = {
-        op: Precision.FOLLOW
-        for group in GROUPS
-        if group.precision is not Precision.KEEP and group.has_low_form
-        for op in group.ops
-    }
+    ops = dict.fromkeys(LOWERABLE, Precision.FOLLOW)
     scopes = list[tuple[str, Precision]]()
     without_counterpart = list[str]()
     for operator, entry in data.items():

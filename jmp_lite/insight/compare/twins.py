@@ -17,12 +17,7 @@ from jmp_lite.autocasting.interpreter.float8 import is_of_float8
 from jmp_lite.insight.statistics import sample
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.types import Array, Eqn
-from jmp_lite.ops import (
-    EXACT,
-    PASSING,
-    Precision,
-    group_of,
-)
+from jmp_lite.ops import EDITABLE, EXACT, KEEPING_ERRORS
 
 
 class StagedCasts(Casts):
@@ -115,7 +110,7 @@ def keeps_errors(eqn: Eqn) -> bool:
 
     A cast counts as such an op: its rounding counts for the op that reads its result.
     """
-    return params.op_of(eqn) in _KEEPING_ERRORS | PASSING
+    return params.op_of(eqn) in KEEPING_ERRORS
 
 
 def dtype_it_runs_in(eqn: Eqn) -> np.dtype[Any]:
@@ -125,22 +120,13 @@ def dtype_it_runs_in(eqn: Eqn) -> np.dtype[Any]:
     return min(floats, key=lambda d: jnp.finfo(d).bits, default=np.dtype("float32"))
 
 
-_KEEPING_ERRORS = frozenset(
-    [
-        *("convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"),
-        *("rev", "neg", "abs", "copy", "copy_p", "broadcast_in_dim", "real", "imag"),
-        *("stop_gradient", "sharding_constraint", "reduce_precision", "pvary"),
-    ]
-)
-
-
 def _departs(eqn: Eqn, operands: Sequence[Twin]) -> bool:
     """Whether the result of an equation differs in float32."""
     if any(twin.exact is not None for twin in operands):
         return True
     if params.op_of(eqn) == "convert_element_type":
         return is_narrow(structure.dtype_of(eqn.outvars[0])) and not _is_exact_cast(eqn)
-    if params.op_of(eqn) in EXACT | PASSING:
+    if params.op_of(eqn) in EXACT:
         return False
     return any(
         is_narrow(structure.dtype_of(a)) for a in eqn.outvars if structure.is_float(a)
@@ -167,9 +153,7 @@ def _in_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
         return full[:1]
     if op in params.SCATTERS:
         return [params.bind_scatter(eqn, full)]
-    group = group_of(op)
-    is_known = group is not None and group.precision is not Precision.KEEP
-    if not (is_known or is_of_float8(op)) or any(params.inner_jaxprs(eqn)):
+    if not (op in EDITABLE or is_of_float8(op)) or any(params.inner_jaxprs(eqn)):
         # It accepts only the dtypes that it was traced with: both lanes round alike.
         pairs = zip(full, eqn.invars, strict=True)
         given = [lax.convert_element_type(x, structure.dtype_of(a)) for x, a in pairs]

@@ -42,7 +42,7 @@ from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import argument_names, arrays_in, trace_function
 from jmp_lite.jaxprs.types import Jaxpr, PyTree
-from jmp_lite.ops import GROUPS, HIGHER_ORDER
+from jmp_lite.ops import record_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Explanation:
         rows = [row for row in self.rows if row.op == op]
         if not rows:
             names = self._names(lambda row: row.op)
-            if op in HIGHER_ORDER or any(op in group.ops for group in GROUPS):
+            if record_of(op) is not None:
                 raise ValueError(
                     f"The function has no equation of the op {op!r}. Its ops are "
                     f"{', '.join(names)}."

@@ -39,7 +39,7 @@ from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import equations as every_equation
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
-from jmp_lite.ops import HIGHER_ORDER, Precision, group_of
+from jmp_lite.ops import HIGHER_ORDER, HOLDING_SOLVERS, Precision, record_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,7 +389,6 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
     Such an op is a kernel, a loop whose condition depends on a float, or an unknown op.
     Ops without a 16-bit form do not count. Or float32 matrix products are inside of it.
     """
-    kernels = (None, group_of("pallas_call"))
     # The record of a whole loop has no operands.
     is_low: set[object] = set()
     known: set[int] = set()  # Equations inside of one that was checked.
@@ -408,14 +407,14 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
             raises, remedy = not given.isdisjoint(is_low), _FOR_A_LOOP
         else:
             hands_back = any(map(structure.is_float32, eqn.outvars))
-            is_kernel = group_of(seen.row.op) in kernels
+            is_kernel = _is_kernel(seen.row.op)
             raises = _has_low(seen) and hands_back and is_kernel
             remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
         inside = [e for j in params.inner_jaxprs(eqn) for e, _ in every_equation(j)]
         n_products = sum(map(_is_float32_product, inside))
         is_inside = id(eqn) in known
         known.update(map(id, inside))
-        needs_digits = is_inside or seen.row.op in _SOLVING
+        needs_digits = is_inside or seen.row.op in HOLDING_SOLVERS
         if n_products and not raises and not needs_digits:
             many = f"{n_products} float32 matrix products"
             products = many if n_products > 1 else "a float32 matrix product"
@@ -435,11 +434,15 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
             )
 
 
+def _is_kernel(op: str) -> bool:
+    """Whether autocast does not know what an op computes."""
+    known = record_of(op)
+    return known is None or known.group == "kernel" or known.is_higher_order
+
+
 def _is_float32_product(eqn: Eqn) -> bool:
     return params.op_of(eqn) in PRODUCTS and any(map(structure.is_float32, eqn.invars))
 
-
-_SOLVING = ("custom_linear_solve", "linear_call")  # Solvers need digits.
 
 _FOR_A_FUNCTION = "Apply jmp_lite.autocast to the function inside it if 16 bits suffice"
 

@@ -16,10 +16,14 @@ from jmp_lite.ops import (
     ADDING,
     AMPLIFYING,
     AMPLIFYING_DIVISORS,
+    AMPLIFYING_LARGE,
+    BOUNDING,
     KEEPING_DIGITS,
     MOVING,
     PICKING,
     POSITIONAL,
+    ROOTS,
+    SUMMING,
 )
 
 
@@ -168,7 +172,7 @@ class ProductReaders(Forward[Made]):
         differing = frozenset[int]().union(*(fact.differing for fact in facts))
         if op in POSITIONAL:
             self.phases.update(products)
-        if op in PICKING or op in _ROOTS:
+        if op in PICKING or op in ROOTS:
             self.cancelling.update(differing)
         return [self._result(eqn, op, facts, products, differing)] * len(eqn.outvars)
 
@@ -192,7 +196,7 @@ class ProductReaders(Forward[Made]):
                 return Made(is_one_hot=is_bool, is_integer=is_integer)
         if op == "iota":
             return Made(is_integer=True)
-        if op not in KEEPING_DIGITS | _BOUNDING:
+        if op not in _KEEPING_TERMS:
             return Made()
         if op in ADDING:
             one, other = facts
@@ -210,9 +214,7 @@ class ProductReaders(Forward[Made]):
         )
 
 
-_ROOTS = frozenset(["sqrt", "rsqrt", "pow"])
-
-_BOUNDING = frozenset(["max", "min", "abs"])
+_KEEPING_TERMS = KEEPING_DIGITS | BOUNDING
 
 
 class Differences(Forward[frozenset[int]]):
@@ -241,18 +243,18 @@ class Differences(Forward[frozenset[int]]):
         """Returns the differences in the results of an op, and records its own."""
         del path
         op = params.op_of(eqn)
-        if op in AMPLIFYING - _LARGE_OPERANDS:
+        if op in _AMPLIFYING_ANY:
             for fact in facts[op in AMPLIFYING_DIVISORS :]:
                 self.amplified |= fact
         found = frozenset[int]()
-        if op in (KEEPING_DIGITS | _BOUNDING) - _SUMMING:
+        if op in _KEEPING_DIFFERENCES:
             found = found.union(*facts)
         if op in ADDING:
             found |= {id(eqn)}
         return [found] * len(eqn.outvars)
 
 
-_LARGE_OPERANDS = frozenset(["exp", "exp2", "expm1", "sinh", "cosh"])
-"""These amplify the errors of large numbers, and a small difference is exact enough."""
+_AMPLIFYING_ANY = AMPLIFYING - AMPLIFYING_LARGE
+"""Without those for which a small difference is exact enough."""
 
-_SUMMING = frozenset(["reduce_sum", "cumsum"])
+_KEEPING_DIFFERENCES = _KEEPING_TERMS - SUMMING

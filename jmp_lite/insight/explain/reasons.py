@@ -25,7 +25,7 @@ from jmp_lite.autocasting.rules.rules import (
 )
 from jmp_lite.jaxprs import cost
 from jmp_lite.jaxprs.types import Eqn
-from jmp_lite.ops import GROUPS
+from jmp_lite.ops import OPS
 
 _NOT_FLOAT8 = "LOW, not float8:"
 
@@ -78,7 +78,7 @@ _MARKS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_GROUPS: Mapping[str, str] = MappingProxyType({g.id: g.reason for g in GROUPS})
+_GROUPS: Mapping[str, str] = MappingProxyType({op.group: op.reason for op in OPS})
 
 
 def reason_in_words(record: DecisionRecord) -> str:

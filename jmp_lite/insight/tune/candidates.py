@@ -16,7 +16,7 @@ from jmp_lite.autocasting.rules.rules import (
     fields_of,
 )
 from jmp_lite.insight.explain.rows import Row, counted, is_low
-from jmp_lite.ops import EXACT, FLOAT8_OPS, Precision, group_of
+from jmp_lite.ops import EDITABLE, EXACT, FLOAT8_OPS, Precision, record_of
 
 NUMBER = "\0"
 """The placeholder for a number in a name; no name contains it."""
@@ -198,11 +198,8 @@ def _is_raisable(row: Row) -> bool:
 
 def _rounds(row: Row, rules: Rules) -> bool:
     """Whether an op can have a rule, and is not exact."""
-    # An op that contains jaxprs has no group, and a cast has no rule.
-    group = group_of(row.op)
-    if group is None or group.precision is Precision.KEEP:
-        return False
-    return rules.precision_of(row.op).lowers or row.op not in EXACT
+    is_exact = row.op in EXACT and not rules.precision_of(row.op).lowers
+    return row.op in EDITABLE and not is_exact
 
 
 def _costs(
@@ -227,8 +224,8 @@ def _scope_of(row: Row) -> str:
 
 
 def _kind_of_op(op: str) -> Sequence[str]:
-    group = group_of(op)
-    return (group.id if group else "", op)
+    known = record_of(op)
+    return (known.group if known else "", op)
 
 
 def _place_of_scope(path: str) -> Sequence[str]:

@@ -29,6 +29,7 @@ from jmp_lite.insight.statistics import (
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.evaluate import Evaluator
 from jmp_lite.jaxprs.types import Eqn
+from jmp_lite.ops import KEEPING_NUMBERS
 
 
 class Op(NamedTuple):
@@ -191,7 +192,8 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         """Runs an equation, and counts the numbers of its results."""
         name = params.op_of(eqn)
         results = params.bind(eqn, [value.array for value in operands])
-        if name in _SAME_NUMBERS or _is_cast_in_range(eqn):
+        # The counts of its operand are known.
+        if name in KEEPING_NUMBERS or _is_cast_in_range(eqn):
             return [operands[0].with_array(results[0])]
         op = (of_the_user(site.path), name, site.source)
         return self._counted(operands, results, op)
@@ -335,15 +337,6 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         """Returns an array, and a flag that holds for all devices."""
         array, flag = self.unpack(value, form)
         return array, sharding.gathered(flag, axes).all(0)
-
-
-_SAME_NUMBERS = frozenset(
-    [
-        *("reshape", "transpose", "squeeze", "expand_dims", "rev", "broadcast_in_dim"),
-        "pvary",
-    ]
-)
-"""Ops that make no new numbers: the counts of their operand are known."""
 
 
 def _is_cast_in_range(eqn: Any) -> bool:
