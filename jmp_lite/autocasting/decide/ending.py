@@ -34,8 +34,7 @@ def ends_by_a_float(eqn: Eqn, path: str, runs_low: Callable[[Eqn, str], bool]) -
     is_counted = any(map(loop.is_count, conditions))
     for condition in conditions:
         values = loop.decisive(condition, may_pick=is_counted)
-        reads_a_float = any(map(loop.is_changing_float, values))
-        if reads_a_float and any(_is_low(value, runs_low) for value in values):
+        if any(map(loop.is_changing_float, values)) and _are_low(values, runs_low):
             return True
     return False
 
@@ -206,15 +205,21 @@ def _conditions(value: _Value) -> Iterator[_Value]:
         yield from _conditions(operand)
 
 
-def _is_low(value: _Value, runs_low: Callable[[Eqn, str], bool]) -> bool:
-    """Whether 16 bits change what an equation, or one inside of it, computes."""
-    if value.eqn is None:
-        return False
-    inside = source.path_of(value.eqn, value.path)
-    inner = list(params.inner_jaxprs(value.eqn))
-    ops = (one for jaxpr in inner for one in equations(jaxpr, inside))
+def _are_low(values: AbstractSet[_Value], runs_low: Callable[[Eqn, str], bool]) -> bool:
+    """Whether 16 bits change what computes some values, or a part of it."""
+    # An inner loop computes many of them.
+    made_by = {(id(one.eqn), one.path): one.eqn for one in values if one.eqn}
     return any(
-        any(map(structure.is_float32, (*eqn.invars, *eqn.outvars)))
-        and runs_low(eqn, path)
-        for eqn, path in (ops if inner else [(value.eqn, inside)])
+        any(map(structure.is_float32, (*op.invars, *op.outvars))) and runs_low(op, path)
+        for (_, outside), eqn in made_by.items()
+        for op, path in _ops(eqn, outside)
     )
+
+
+def _ops(eqn: Eqn, outside: str) -> Iterator[tuple[Eqn, str]]:
+    """Yields an equation, or the equations inside of it, with their paths."""
+    path, inner = source.path_of(eqn, outside), list(params.inner_jaxprs(eqn))
+    if not inner:
+        yield eqn, path
+    for jaxpr in inner:
+        yield from equations(jaxpr, path)
