@@ -12,7 +12,8 @@ from jmp_lite.insight.explain.explanation import explain
 
 def ends_by_a_float(goes_on, step, *start, rules="mixed"):
     """Whether a loop runs as traced that starts from ``(*start, X)``."""
-    fun = lambda x: lax.while_loop(goes_on, step, (*start, x))
+    loop = jax.named_scope("loop")(lax.while_loop)
+    fun = lambda x: loop(goes_on, step, (*start, x))
     return any(row.code == "ends_by_a_float" for row in explain(fun, rules)(X).rows)
 
 
@@ -158,11 +159,15 @@ def test_each_of_several_conditions_is_judged_by_itself():
     assert ends_by_a_float(lambda c: c[0] < size(X), step, 0.0, 0)
 
 
-def test_a_product_of_integers_changes_no_time():
-    counts = jnp.arange(8)
-    step = lambda c: (c[0] + 0.1 * (counts @ counts), layer(c[1]))
-    with jax.numpy_dtype_promotion("standard"):
-        assert not ends_by_a_float(lambda c: c[0] < 9, step, 0.0)
+def test_an_op_on_integers_that_a_rule_lowers_changes_no_time():
+    def step(c):
+        dt = jnp.where(c[1] - 3 > 0, 0.1, 0.2)
+        return c[0] + dt, c[1] + 1, layer(c[2])
+
+    rules = get_rules("mixed").low("sub")
+    assert not ends_by_a_float(lambda c: c[0] < 9, step, 0.0, 0, rules=rules)
+    of_floats = lambda c: (c[0] - (-0.1), c[1] + 1, layer(c[2]))
+    assert ends_by_a_float(lambda c: c[0] < 9, of_floats, 0.0, 0, rules=rules)
 
 
 def once(fun):
@@ -187,11 +192,17 @@ def test_a_rule_for_the_scope_of_a_product_decides_for_the_loop(wrap):
         with jax.named_scope("clock"):
             return c[0] + wrap(scoped)(c[1]), 0.9 * c[1]
 
+    rules = get_rules("mixed")
     ends = lambda rules: ends_by_a_float(lambda c: c[0] < 9, step, 0.0, rules=rules)
-    assert ends("mixed")
-    for scope in ("clock", "error", "clock/.*error"):
-        assert not ends(get_rules("mixed").scope(scope, "full"))
-    assert ends(get_rules("mixed").scope("^error", "full"))
+    assert ends(rules)
+    for scope in ("clock", "error", "^loop/clock/.*error"):
+        assert not ends(rules.scope(scope, "full"))
+    assert ends(rules.scope("^clock", "full"))
+    # The same in the condition.
+    goes_on, shrink = lambda c: wrap(scoped)(c[0]) > 1e-3, lambda c: (0.9 * c[0],)
+    assert ends_by_a_float(goes_on, shrink, rules=rules)
+    rules = rules.scope("^loop/.*error", "full")
+    assert not ends_by_a_float(goes_on, shrink, rules=rules)
 
 
 def test_a_time_may_be_counted_beside_a_network_in_a_loop_but_not_with_it():
