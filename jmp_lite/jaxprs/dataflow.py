@@ -98,20 +98,29 @@ class Forward(_Analysis[Fact]):
         """
         parts = structure.parts(jaxpr)
         known = dict(zip(parts.invars, inputs, strict=True))
+        nothing = self.nothing()
 
-        def read(atom: Var) -> Fact:
-            is_known = not structure.is_literal(atom) and atom in known
-            return known[atom] if is_known else self.nothing()
+        def read(atoms: Sequence[Var]) -> list[Fact]:
+            return [
+                nothing if structure.is_literal(atom) else known.get(atom, nothing)
+                for atom in atoms
+            ]
 
         for eqn in parts.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            results = self._of_equation(eqn, operands, path)
+            results = self.of_equation(eqn, read(eqn.invars), path)
             known.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in parts.outvars]
+        return read(parts.outvars)
 
-    def _of_equation(
+    def of_equation(
         self, eqn: Eqn, operands: Sequence[Fact], path: str
     ) -> Sequence[Fact]:
+        """Returns the facts of an equation's results.
+
+        Args:
+          eqn: an equation of a jaxpr.
+          operands: the facts of its operands.
+          path: the path of the jaxpr.
+        """
         op, inside = params.op_of(eqn), source.path_of(eqn, path)
         if op in _ONE_BODY:
             return self.outputs(params.body_of(eqn), operands, inside)

@@ -20,6 +20,7 @@ from jmp_lite.autocasting.decide.decisions import (
     Reason,
     Run,
 )
+from jmp_lite.autocasting.decide.ending import ends_by_a_float
 from jmp_lite.autocasting.decide.facts import (
     Kind,
     Number,
@@ -29,7 +30,6 @@ from jmp_lite.autocasting.decide.facts import (
 )
 from jmp_lite.autocasting.decide.function import is_one_function, roots_of
 from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.decide.while_predicate import ends_by_a_float
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules, asks_for_low
 from jmp_lite.jaxprs import cost, params, structure

@@ -1,0 +1,225 @@
+"""Analyses whether the end of a ``while`` depends on a float that 16 bits change.
+
+Such a loop runs as traced: a tolerance that float32 reaches may never be reached in
+16 bits. A time that grows by fixed steps is computed in float32 in any case.
+
+A forward analysis makes a graph of the values of a step. A fact is a node: it knows the
+nodes that it is computed from, so that equal facts are the same value.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+
+from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs.dataflow import Forward, equations
+from jmp_lite.jaxprs.types import Eqn, Var
+from jmp_lite.ops import COMPARING, PICKING
+
+
+def ends_by_a_float(eqn: Eqn, path: str, runs_low: Callable[[Eqn, str], bool]) -> bool:
+    """Whether the end of a ``while`` depends on a float that its body computes low.
+
+    The index of the largest float (the most likely token) is no such float if a count
+    also ends the loop.
+
+    Args:
+      eqn: the loop.
+      path: its path.
+      runs_low: returns whether an equation without a jaxpr runs in 16 bits at a path.
+    """
+    loop = _Loop(eqn, path)
+    conditions = list(_conditions(loop.predicate))
+    is_counted = any(map(loop.is_count, conditions))
+    for condition in conditions:
+        values = loop.decisive(condition, may_pick=is_counted)
+        if any(map(loop.is_changing_float, values)) and _are_low(values, runs_low):
+            return True
+    return False
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Value:
+    """A value in one step of a loop.
+
+    Attributes:
+      var: its variable; None for a number.
+      eqn: the equation that computes it; None for an input.
+      operands: the values that it is computed from.
+      path: the path of the jaxpr of the equation.
+    """
+
+    var: Var | None = None
+    eqn: Eqn | None = None
+    operands: Sequence["_Value"] = ()
+    path: str = ""
+
+    @property
+    def op(self) -> str:
+        """The name of the op that computes it; nothing for an input."""
+        return "" if self.eqn is None else params.op_of(self.eqn)
+
+    @property
+    def is_pick(self) -> bool:
+        """Whether it is the index of the largest of some floats."""
+        if self.eqn is None or self.op not in PICKING:
+            return False
+        return structure.is_float(self.eqn.invars[0]) and not self.is_float
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is a float."""
+        return self.var is not None and structure.is_float(self.var)
+
+
+_NUMBER = _Value()
+"""Any number, and any value from outside of the loop."""
+
+
+class _Graph(Forward[_Value]):
+    """Connects values to their operands, through calls.
+
+    Attributes:
+      computed: the values that equations compute, in order.
+    """
+
+    def __init__(self) -> None:
+        self.computed: list[_Value] = []
+
+    def nothing(self) -> _Value:
+        """A number is computed from nothing."""
+        return _NUMBER
+
+    def join(self, one: _Value, other: _Value) -> _Value:
+        """Returns a value that depends on both."""
+        return _Value(operands=(one, other))
+
+    def of_equation(
+        self, eqn: Eqn, operands: Sequence[_Value], path: str
+    ) -> Sequence[_Value]:
+        """Enters calls; results of any other equation depend on all its operands."""
+        if params.called(eqn) is not None:
+            return super().of_equation(eqn, operands, path)
+        return self.through(eqn, operands, path)
+
+    def through(self, eqn: Eqn, facts: Sequence[_Value], path: str) -> Sequence[_Value]:
+        """Returns the results of an equation in a jaxpr at a path."""
+        results = [_Value(var, eqn, facts, path) for var in eqn.outvars]
+        self.computed += results
+        return results
+
+
+class _Loop:
+    """The values of a ``while``.
+
+    Attributes:
+      predicate: whether it goes on.
+    """
+
+    def __init__(self, eqn: Eqn, path: str) -> None:
+        loop, self._graph = params.while_parts(eqn), _Graph()
+        carries = [_Value(var) for var in eqn.outvars]
+        operands = [*[_NUMBER] * loop.n_body, *carries]
+        results = self._graph.outputs(loop.body, operands, path)
+        pairs = zip(carries, results, strict=True)
+        self._next = {carry: result for carry, result in pairs if carry is not result}
+        operands = [*[_NUMBER] * loop.n_cond, *carries]
+        (self.predicate,) = self._graph.outputs(loop.cond, operands, path)
+
+    @functools.cached_property
+    def _varying(self) -> AbstractSet[_Value]:
+        """The values that are not loop-invariant."""
+        found = set(self._next)
+        for value in self._graph.computed:
+            if not found.isdisjoint(value.operands):
+                found.add(value)
+        return found
+
+    def is_count(self, condition: _Value) -> bool:
+        """Whether a condition compares a count of steps with a loop-invariant value."""
+        return condition.op in COMPARING and any(
+            limit not in self._varying and self._counts(count)
+            for count, limit in _pairs(condition)
+        )
+
+    def _counts(self, carry: _Value) -> bool:
+        """Whether each step adds the same value to a carry, or subtracts it."""
+        after = self._next.get(carry, _NUMBER)
+        if after.op not in ("add", "sub"):
+            return False
+        one, other = after.operands
+        is_added_to = after.op == "add" and other is carry and one not in self._varying
+        return is_added_to or (one is carry and other not in self._varying)
+
+    def decisive(self, condition: _Value, may_pick: bool) -> AbstractSet[_Value]:
+        """Returns the values that a condition depends on, in this step or earlier ones.
+
+        Args:
+          condition: a value.
+          may_pick: whether to stop at the index of the largest float where it is
+            compared with a loop-invariant value.
+        """
+        found: set[tuple[_Value, bool]] = set()
+        waiting = [(condition, False)]
+        while waiting:
+            one = waiting.pop()
+            if one in found:
+                continue
+            found.add(one)
+            value, is_compared = one
+            if value in self._next:
+                waiting.append((self._next[value], is_compared))
+            elif not (may_pick and is_compared and value.is_pick):
+                waiting += self._operands(value, is_compared)
+        return {value for value, _ in found}
+
+    def _operands(
+        self, value: _Value, is_compared: bool
+    ) -> Iterator[tuple[_Value, bool]]:
+        """Yields operands, and whether a comparison with an invariant reads each."""
+        if value.op not in COMPARING:
+            yield from ((operand, is_compared) for operand in value.operands)
+            return
+        for operand, other in _pairs(value):
+            yield operand, is_compared or other not in self._varying
+
+    def is_changing_float(self, value: _Value) -> bool:
+        """Whether a value is a float that the loop carries and changes."""
+        return value in self._next and value.is_float
+
+
+def _pairs(value: _Value) -> list[tuple[_Value, _Value]]:
+    """Returns each of the two operands of a value with the other one."""
+    one, other = value.operands
+    return [(one, other), (other, one)]
+
+
+def _conditions(value: _Value) -> Iterator[_Value]:
+    """Yields the values that must all be true for a value to be true."""
+    # A cast of booleans changes nothing.
+    if value.op not in ("and", "convert_element_type"):
+        yield value
+        return
+    for operand in value.operands:
+        yield from _conditions(operand)
+
+
+def _are_low(values: AbstractSet[_Value], runs_low: Callable[[Eqn, str], bool]) -> bool:
+    """Whether 16 bits change what computes some values, or a part of it."""
+    # An inner loop computes many of them.
+    made_by = {(id(one.eqn), one.path): one.eqn for one in values if one.eqn}
+    return any(
+        any(map(structure.is_float32, (*op.invars, *op.outvars))) and runs_low(op, path)
+        for (_, outside), eqn in made_by.items()
+        for op, path in _ops(eqn, outside)
+    )
+
+
+def _ops(eqn: Eqn, outside: str) -> Iterator[tuple[Eqn, str]]:
+    """Yields an equation, or the equations inside of it, with their paths."""
+    path, inner = source.path_of(eqn, outside), list(params.inner_jaxprs(eqn))
+    if not inner:
+        yield eqn, path
+    for jaxpr in inner:
+        yield from equations(jaxpr, path)
