@@ -214,9 +214,9 @@ def compare(
 
     @functools.wraps(fun)
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
-        traced, arrays, structure = trace(fun, args, kwargs)
+        traced, arrays, treedef = trace(fun, args, kwargs)
         given = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
-        program = Compared(traced, structure, given, backward, elements)
+        program = Compared(traced, treedef, given, backward, elements)
         return program.run(chosen(), arrays)
 
     return compared
@@ -227,14 +227,14 @@ class Compared(NamedTuple):
 
     Attributes:
       traced: its jaxpr.
-      structure: the tree structure of its results.
+      treedef: the tree structure of its results.
       given: the names of its arguments.
       backward: whether its gradients are compared too.
       elements: the largest number of elements of a result to compare.
     """
 
     traced: Jaxpr
-    structure: PyTree
+    treedef: PyTree
     given: Sequence[str]
     backward: bool = False
     elements: int = _ELEMENTS
@@ -245,11 +245,11 @@ class Compared(NamedTuple):
         run = functools.partial(walk.run_function, self.traced)
         program = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
         n_results = len(structure.parts(program).outvars)
-        tree = jax.tree.unflatten(self.structure, range(n_results))
+        tree = jax.tree.unflatten(self.treedef, range(n_results))
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         names = [f"result{jax.tree_util.keystr(path)}" for path in paths]
         if self.backward:
-            program, floats = _with_gradients(program, self.structure)
+            program, floats = _with_gradients(program, self.treedef)
             names += [f"gradient of {self.given[i]}" for i in floats]
         comparer = Comparer(self.elements)
         results = comparer.run(program, list(map(Twin, arrays)))
@@ -273,12 +273,12 @@ def _columns(errors: Sequence[Error]) -> Sequence[Any]:
     return list(zip(*errors, strict=True)) if errors else [(), ()]
 
 
-def _with_gradients(traced: Jaxpr, structure: PyTree) -> tuple[Jaxpr, Sequence[int]]:
+def _with_gradients(traced: Jaxpr, treedef: PyTree) -> tuple[Jaxpr, Sequence[int]]:
     """Returns a jaxpr with gradients, and the indices of their arguments."""
     parts = structure.parts(traced)
     avals = [var.aval for var in parts.invars]
     floats = [i for i, var in enumerate(parts.invars) if structure.is_float(var)]
-    losses = losses_of([var.aval for var in parts.outvars], structure)
+    losses = losses_of([var.aval for var in parts.outvars], treedef)
     check_backward(floats, losses)
     cotangents = cotangents_of([parts.outvars[i].aval for i in losses])
 

@@ -52,12 +52,12 @@ class Backward(NamedTuple):
     kept: int
 
 
-def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
+def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
     """Returns the backward pass of a program, without running it.
 
     Args:
       program: a jaxpr.
-      structure: the pytree structure of its results.
+      treedef: the pytree structure of its results.
 
     Raises:
       ValueError: the program has no floating-point input or no floating-point result.
@@ -65,7 +65,7 @@ def backward_of(program: Jaxpr, structure: PyTree) -> Backward:
     parts = structure.parts(program)
     avals = [var.aval for var in parts.invars]
     floats = [i for i, aval in enumerate(avals) if _is_float(aval)]
-    losses = losses_of([var.aval for var in parts.outvars], structure)
+    losses = losses_of([var.aval for var in parts.outvars], treedef)
     check_backward(floats, losses)
 
     def forward(*arrays: Array) -> PyTree:
@@ -177,13 +177,13 @@ class _Uses(BackwardAnalysis[_Use]):
         return uses
 
 
-def losses_of(avals: Sequence[Aval], structure: PyTree) -> list[int]:
+def losses_of(avals: Sequence[Aval], treedef: PyTree) -> list[int]:
     """Returns the results that are differentiated.
 
     A scalar result that is alone, or first in a tuple, is the loss. Otherwise all
     floating-point results are differentiated.
     """
-    first: PyTree = jax.tree.unflatten(structure, range(len(avals)))
+    first: PyTree = jax.tree.unflatten(treedef, range(len(avals)))
     while isinstance(first, tuple) and first:
         first = first[0]
     if isinstance(first, int) and _is_float(avals[first]) and not avals[first].shape:

@@ -298,7 +298,7 @@ def explain(
     @functools.wraps(fun)
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         walk = Interpreter(chosen())
-        traced, arrays, structure = trace(fun, args, kwargs)
+        traced, arrays, treedef = trace(fun, args, kwargs)
         names = [argument_name(path) for path, _ in arrays_in(args, kwargs)]
         run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs, names))(*arrays)
         low = walk.at.low_dtype
@@ -306,7 +306,7 @@ def explain(
         rows, kept = [one.row for one in seen], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
-            passes = [backward_of(jaxpr, structure) for jaxpr in (traced, run)]
+            passes = [backward_of(jaxpr, treedef) for jaxpr in (traced, run)]
             kept = tuple(one.kept for one in passes)
             rows += rows_of_backward(passes[1], passes[0])
             programs = [[one.forward, one.backward] for one in passes]

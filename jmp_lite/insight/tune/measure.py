@@ -77,7 +77,7 @@ class Sample:
     def __init__(self, fun: Function, args: Sequence[Any]) -> None:
         _check_arguments(args)
         self.fun, self.args = fun, tuple(args)
-        self._traced, arrays, structure = trace(fun, self.args, {})
+        self._traced, arrays, self._treedef = trace(fun, self.args, {})
         with jax.default_matmul_precision("highest"):
             highest, _, _ = trace(fun, self.args, {})
         parts = structure.parts(self._traced)
@@ -86,10 +86,9 @@ class Sample:
         self._floats = _floats_in(parts.invars)
         self._outputs = _floats_in(parts.outvars)
         fetched([self._arrays[i] for i in self._floats])  # They have to be concrete.
-        self._losses = losses_of(outs, structure)
-        self._structure = structure
+        self._losses = losses_of(outs, self._treedef)
         self._cotangents = cotangents_of([outs[i] for i in self._losses])
-        self._names = self._named(structure, len(outs))
+        self._names = self._named(len(outs))
 
         def exactly(*arrays: Array) -> PyTree:
             return structure.evaluate(highest, arrays)
@@ -133,7 +132,7 @@ class Sample:
     def comparison(self, rules: Rules) -> Comparison:
         """Compares the function and its gradients with float32, op by op."""
         given = [argument_name(path) for path, _ in arrays_in(self.args, {})]
-        compared = Compared(self._traced, self._structure, given, backward=True)
+        compared = Compared(self._traced, self._treedef, given, backward=True)
         run = jax.jit(lambda *arrays: compared.run(rules, arrays))
         return run(*self._arrays)
 
@@ -162,11 +161,11 @@ class Sample:
             raise
         return [_wide(x) for x in jax.device_get(results)]
 
-    def _named(self, structure: PyTree, n_results: int) -> list[str]:
+    def _named(self, n_results: int) -> list[str]:
         """Returns names for the floating-point results and the gradients."""
         given = jax.tree.leaves_with_path(self.args)
         arguments = [path for path, leaf in given if is_traceable(leaf)]
-        tree = jax.tree.unflatten(structure, range(n_results))
+        tree = jax.tree.unflatten(self._treedef, range(n_results))
         results = [path for path, _ in jax.tree.leaves_with_path(tree)]
         name = jax.tree_util.keystr
         return [
