@@ -58,7 +58,7 @@ def _sources(traceback: Any) -> tuple[str, str]:
     return "", of_a_package
 
 
-_THIS_LIBRARY = os.path.join(pathlib.Path(__file__).parents[2], "")
+_THIS_LIBRARY = os.path.join(pathlib.Path(__file__).parents[1], "")
 
 
 _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
