@@ -269,9 +269,6 @@ def _ops_in(*ids: str) -> frozenset[str]:
     return frozenset(op for group in GROUPS if group.id in ids for op in group.ops)
 
 
-FLOAT8_OPS = ("dot_general",)
-"""The products with float8 kernels in XLA."""
-
 MOVING = _ops_in("moving", "sending")
 """Each element of the result is an element of an operand, independent of the values."""
 

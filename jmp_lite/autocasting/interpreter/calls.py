@@ -14,7 +14,7 @@ from jmp_lite.autocasting.interpreter.conversion import (
     results_of_call,
 )
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.casting.quantize import SCALE_NAME
+from jmp_lite.autocasting.rules.rules import requested_formats
 from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.types import Array
 
@@ -36,13 +36,14 @@ def run_jit(walk: Walk, call: Call) -> list[Value]:
 def run_remat(walk: Walk, call: Call) -> list[Value]:
     """Runs a rematerialized function with its own policy.
 
-    The scales of float8 products are saved too: one number for each operand.
+    What the number formats of products name is saved too, such as float8's scales: one
+    number for each operand.
     """
     eqn, operands, result_readers, path = call
     inside = convert(
         walk, params.body_of(eqn), operands, result_readers, path, is_call=True
     )
-    saved = SCALE_NAME if walk.rules.asks_for_float8 else ""
+    saved = [name for one in requested_formats(walk.rules) for name in one.saved]
     arrays = params.bind_remat(eqn, arrays_of(operands), inside.jaxpr, saved)
     return results_of_call(walk, call, arrays, inside)
 

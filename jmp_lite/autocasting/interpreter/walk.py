@@ -51,7 +51,7 @@ class Interpreter:
     def __init__(self, rules: Rules, casts: type[Casts] = Casts) -> None:
         self.rules = rules
         self._start_memories()
-        self.casts = casts(self.at.low_dtype, rules.float8_format)
+        self.casts = casts(self.at.low_dtype)
         self.records: list[DecisionRecord | RecordsInside] = []
         self.results: list[Operand] = []
         self.passes = Counter[str]()

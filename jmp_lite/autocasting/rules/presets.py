@@ -92,7 +92,7 @@ ALL_FOLLOW = Rules(compute_dtype="float16").follow(
 PRESETS: Mapping[str, Rules] = MappingProxyType(
     {
         "mixed": _MIXED,
-        "float8": _MIXED.float8("dot_general"),
+        "float8": _MIXED.product("float8"),
         "O0": _O0,
         "O1": Rules(default=Precision.FULL),
         "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),
