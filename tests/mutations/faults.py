@@ -286,6 +286,13 @@ FAULTS = (
         "test_autocasting_float8.py::test_a_float8_scope_decides_of_matrix_products_and_of_nothing_else",
     ),
     Fault(
+        "autocasting/decide/lookup.py",
+        'for op in ("", *PRODUCTS)',
+        'for op in ("",)',
+        "a jit call shares its products' format with calls out of the scope",
+        "test_autocasting_float8.py::test_a_function_called_in_and_out_of_a_float8_scope_is_converted_for_each",
+    ),
+    Fault(
         "formats.py",
         "        if code is None and is_last:",
         "        if False:",
@@ -326,6 +333,20 @@ FAULTS = (
         "        if True:",
         "an activation is quantized for each product",
         "test_autocasting_float8.py::test_what_several_products_read_is_quantized_once",
+    ),
+    Fault(
+        "autocasting/rules/match.py",
+        "names: dict[str, AnyPrecision] = {**formats.FORMATS, **members}",
+        "names: dict[str, AnyPrecision] = {**members}",
+        "rules do not know a number format by its name",
+        "test_formats.py::test_a_format_is_requested_by_op_and_by_scope_and_by_the_record_itself",
+    ),
+    Fault(
+        "autocasting/decide/decisions.py",
+        "return self.requested if self.verdict.qualifies else LOW",
+        "return self.requested",
+        "a product has a number format that it does not qualify for",
+        "test_formats.py::test_explain_shows_the_format_of_each_product_and_why_others_have_none",
     ),
     Fault(
         "autocasting/interpreter/evaluate.py",
