@@ -481,8 +481,8 @@ FAULTS = (
         "autocasting/decide/product.py",
         "or match.source is RuleSource.MARK:",
         "or False:",
-        "positions times rates are float32 though a mark lowers them",
-        "test_autocasting_functions.py::test_an_outer_product_of_positions_is_float32_unless_it_is_asked_for",
+        "a product of a requested precision is float32 though a mark lowers it",
+        "test_autocasting_functions.py::test_marks_win_over_every_preset_rule_and_special_case",
     ),
     Fault(
         "autocasting/decide/equation.py",
