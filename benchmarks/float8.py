@@ -25,8 +25,8 @@ from benchmarks import accuracy, collectives, models
 from benchmarks.autocast import fill
 from benchmarks.compiled import Program, compile_for, missing
 from benchmarks.report import stamp, write
-from jmp_lite.autocasting.interpreter.float8 import apart, quantize_operand
-from jmp_lite.autocasting.interpreter.float8 import product as quantized_product
+from jmp_lite.quantized_products import apart, quantize_operand
+from jmp_lite.quantized_products import product as quantized_product
 
 EVERY_SIZE = accuracy.VARIANTS["float8"].rules
 TOKENS = 8192

@@ -1,12 +1,182 @@
-"""The number formats of matrix products."""
+"""The number formats of matrix products: which products have one, and how they run.
+
+A format is a record, an instance of ``Format``. To add one, write a subclass of
+``Format`` and an entry in ``FORMATS``; nothing else in the package has to change. Rules
+then request it by its name, for all products (``rules.product("float8")``) or for those
+in a scope (``rules.scope("mlp", "float8")``).
+"""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jmp_lite import quantized_products
 from jmp_lite.casting.dtypes import parse_dtype, unknown_name
+from jmp_lite.casting.quantize import SCALE_NAME
+from jmp_lite.jaxprs import cost, params
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn
+
+
+class Product(NamedTuple):
+    """A product that runs low.
+
+    Attributes:
+      eqn: its equation.
+      dtype: the compute dtype.
+      weights: for each operand, whether it is a weight: an argument, a constant, or a
+        slice of one.
+    """
+
+    eqn: Eqn
+    dtype: Dtype
+    weights: tuple[bool, ...]
+
+
+class Verdict(NamedTuple):
+    """Whether a product qualifies for a format, and why.
+
+    Attributes:
+      qualifies: whether it does; one that does not is ``low``.
+      code: the reason; ``Format.words`` has its words. Empty if there is nothing to
+        say, because the rule alone decides.
+    """
+
+    qualifies: bool = True
+    code: str = ""
+
+
+class Advice(NamedTuple):
+    """The lint of ``explain`` for the products with some verdict.
+
+    Attributes:
+      lint: the name of the lint.
+      remedy: how to solve the problem.
+      message: the problem; empty for the words of the verdict.
+      is_for_scopes: whether it is only for products that a scope rule names.
+    """
+
+    lint: str
+    remedy: str
+    message: str = ""
+    is_for_scopes: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A number format of matrix products.
+
+    This class itself is ``low``: operands and result are in the compute dtype, and
+    every product qualifies. A subclass changes some of its methods.
+
+    Attributes:
+      name: its name in rules, and in ``explain``.
+      lowers: whether products read their operands in 16 bits or fewer, as
+        ``Precision.lowers``.
+      ops: the products that rules can request it for.
+      why_these_ops: a sentence on other ops, for the error message.
+      saved: the ``checkpoint_name`` of values that ``jax.checkpoint`` saves in addition
+        to its policy.
+      advice: the lints, by the code of the verdict.
+
+    Example:
+      >>> class Coarse(Format):
+      ...     def round(self, array):
+      ...         return lax.reduce_precision(array, exponent_bits=5, mantissa_bits=4)
+      >>> Coarse("coarse").judge(Product(None, None, ()), True, False).qualifies
+      True
+    """
+
+    name: str
+    lowers: ClassVar[bool] = True
+    ops: ClassVar[tuple[str, ...]] = tuple(sorted(params.PRODUCTS))
+    why_these_ops: ClassVar[str] = ""
+    saved: ClassVar[tuple[str, ...]] = ()
+    advice: ClassVar[Mapping[str, Advice]] = MappingProxyType({})
+
+    def dtype(self, low: Dtype) -> Dtype:
+        """Returns the dtype of operands, which ``explain`` shows.
+
+        Args:
+          low: the compute dtype.
+        """
+        return low
+
+    def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
+        """Returns whether a product qualifies.
+
+        Args:
+          product: the product, an op in ``ops``.
+          is_last: whether only float32 ops read its result, as for logits.
+          is_named: whether a scope rule requests the format, not an op rule.
+        """
+        del product, is_last, is_named
+        return QUALIFIES
+
+    def words(self, code: str, eqn: Eqn) -> str:
+        """Returns the code of a verdict in words, a clause without a full stop."""
+        del eqn
+        return code.replace("_", " ")
+
+    def round(self, array: Array) -> Any:
+        """Returns an operand of a product, from an array in the compute dtype.
+
+        A computed array is rounded once for all products that read it.
+        """
+        return array
+
+    def multiply(
+        self, product: Product, operands: Sequence[Any], bound: set[object]
+    ) -> Array:
+        """Returns the product, in the compute dtype.
+
+        Args:
+          product: the product.
+          operands: its two operands, as ``round`` returns them, then any others.
+          bound: see ``params.bind``.
+        """
+        algorithm = None
+        if product.dtype == jnp.bfloat16 and _is_of_matrices(product.eqn):
+            # Without an algorithm the compiler chooses the dtype of the sum; a TPU v7x
+            # chooses bfloat16. No algorithm for float16 runs on every platform.
+            algorithm = lax.DotAlgorithmPreset.BF16_BF16_F32
+        (result,) = params.bind_in(
+            product.eqn, operands, product.dtype, algorithm, bound
+        )
+        return result
+
+
+LOW = Format("low")
+"""The format of low products for which rules request no other."""
+
+QUALIFIES = Verdict()
+
+
+def _is_of_matrices(eqn: Eqn) -> bool:
+    """Whether a product is one of matrices, or a batch of matrix-vector products.
+
+    XLA for CPUs fuses the product of a vector with the ops that make its matrix, and
+    that fusion accepts no algorithm (jax 0.10). XLA also aborts on some products with
+    an algorithm, three batch axes and a contracted size of 1 (jax 0.12 too). The
+    derivative of a product with a vector has such a size.
+    """
+    if params.op_of(eqn) != "dot_general":
+        return False
+    *sides, summed = cost.product_sizes(eqn)
+    if summed == 1 or all(side == 1 for side in sides):
+        return False
+    _, (batch, _) = params.dot_dimensions(eqn)
+    n_copies = math.prod(eqn.invars[0].aval.shape[i] for i in batch)
+    are_vectors = any(side == 1 for side in sides)
+    return not are_vectors or (n_copies != 1 and len(batch) < 3)
+
+
+# ------------------------------------------------------------------------------ float8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,3 +253,123 @@ _BACKWARD = ("e5m2", "e5m2fnuz", *_FORWARD)
 def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
     if name not in accepted:
         raise unknown_name(f"{field} format", str(name), accepted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Format(Format):
+    """The format ``float8``, with its options; see ``quantized_products``."""
+
+    options: Float8 = Float8()
+
+    ops = ("dot_general",)
+    why_these_ops = "XLA has no float8 kernels for convolutions and ragged products."
+    saved = (SCALE_NAME,)
+    advice = MappingProxyType(
+        {
+            "size": Advice(
+                "float8 sizes",
+                "Float8 needs multiples of 16: pad, or choose another width",
+            ),
+            "small": Advice(
+                "small float8 product",
+                "Leave it out of the scope, or lower jmp_lite.Float8(smallest=...)",
+                is_for_scopes=True,
+            ),
+            "though_read_in_float32": Advice(
+                "last float8 product",
+                'Add rules.scope(..., "low") before the float8 scope',
+                "only float32 ops read the result of this float8 product (logits, for "
+                "example)",
+            ),
+        }
+    )
+
+    def dtype(self, low: Dtype) -> Dtype:
+        """Returns the dtype of operands."""
+        return self.options.forward_dtype
+
+    def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
+        """Returns whether a product qualifies; see ``Float8``."""
+        code = self._refusal(product)
+        if code is None and is_last:
+            # A scope names this product, while an op rule names all of them.
+            if is_named:
+                return Verdict(True, "though_read_in_float32")
+            code = "read_in_float32"
+        return QUALIFIES if code is None else Verdict(False, code)
+
+    def _refusal(self, product: Product) -> str | None:
+        if product.dtype != jnp.bfloat16:
+            return "compute_dtype"
+        if not any(product.weights):
+            return "no_weight"
+        _, (batch, _) = params.dot_dimensions(product.eqn)
+        if batch:
+            return "batch"
+        sizes = cost.product_sizes(product.eqn)
+        if not all(map(_fits, sizes)):
+            return "size"
+        return "small" if _harmonic_mean(sizes) < self.options.smallest else None
+
+    def words(self, code: str, eqn: Eqn) -> str:
+        """Returns the code of a verdict in words."""
+        sizes = dict(zip("MNK", cost.product_sizes(eqn), strict=True))
+        if code == "size":
+            name, size = next(item for item in sizes.items() if not _fits(item[1]))
+            verb = "is not" if isinstance(size, int) else "may not be"
+            return f"{name} = {size} {verb} a multiple of 16"
+        if code == "small":
+            text = " x ".join(map(str, sizes.values()))
+            mean = _harmonic_mean([*sizes.values()])
+            return f"{text} is too small (harmonic mean {mean:.0f})"
+        return _FLOAT8_WORDS[code]
+
+    def round(self, array: Array) -> Any:
+        """Returns an operand of a product, quantized."""
+        forward = self.options.forward_dtype
+        return quantized_products.quantize_operand(array, forward)
+
+    def multiply(
+        self, product: Product, operands: Sequence[Any], bound: set[object]
+    ) -> Array:
+        """Returns the product, whose cotangent is quantized too."""
+        lhs, rhs = operands
+        if product.weights[1]:
+            lhs = quantized_products.apart(lhs, rhs)
+        else:
+            rhs = quantized_products.apart(rhs, lhs)
+        return quantized_products.product(
+            lhs,
+            rhs,
+            params.dot_dimensions(product.eqn),
+            self.options.backward_dtype,
+        )
+
+
+_FLOAT8_WORDS = {
+    "compute_dtype": "the compute dtype is not bfloat16",
+    "no_weight": "no operand is a weight",
+    "batch": "the product has batch axes",
+    "read_in_float32": "read only by float32 ops",
+    "though_read_in_float32": "read only by float32 ops",
+}
+
+
+def _fits(size: object) -> bool:
+    """Whether matrix units accept a size in float8. False for a symbolic size."""
+    return isinstance(size, int) and size > 0 and size % 16 == 0
+
+
+def _harmonic_mean(sizes: Sequence[int]) -> float:
+    """Returns the harmonic mean of sizes.
+
+    For the sizes of a product, it is three times the multiplications divided by the
+    elements of operands and result: the ratio of arithmetic to memory traffic.
+    """
+    return len(sizes) / sum(1 / size for size in sizes)
+
+
+# ------------------------------------------------------------------------- all of them
+
+FORMATS: dict[str, Format] = {"float8": Float8Format("float8")}
+"""The formats that rules can request, by name."""

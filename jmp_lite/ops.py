@@ -344,9 +344,6 @@ def _ops_that(field: str) -> frozenset[str]:
     return frozenset(op.name for op in OPS if getattr(op, field))
 
 
-FLOAT8_OPS = ("dot_general",)
-"""The products with float8 kernels in XLA."""
-
 EDITABLE = frozenset(_BY_NAME) - ops_of(Precision.KEEP)
 """The ops whose precision rules may change."""
 

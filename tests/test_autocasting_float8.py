@@ -257,6 +257,21 @@ def test_jitting_a_part_changes_no_decision():
     np.testing.assert_array_equal(*results)
 
 
+def test_a_function_called_in_and_out_of_a_float8_scope_is_converted_for_each():
+    dense = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+    def fun(x, w):
+        for name in ("before", "mlp", "after"):
+            with jax.named_scope(name):
+                x = dense(x, w)
+        return x @ w
+
+    rules = jmp.get_rules("mixed").scope("mlp", "float8")
+    rules = dataclasses.replace(rules, float8_format=EVERY_SIZE)
+    found = precisions(fun, SMALL, LAYERS[0], rules=rules)
+    assert found == ["bfloat16", "float8_e4m3fn", "bfloat16", "bfloat16"]
+
+
 def test_weights_of_scans_jits_branches_and_remat_are_weights():
     def loop(x, ws):
         return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] @ ws[0]

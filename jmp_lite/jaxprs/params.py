@@ -257,7 +257,7 @@ def bind_scatter(eqn: Eqn, operands: Sequence[Any]) -> Array:
 
 
 def bind_remat(
-    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, saved: str = ""
+    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, saved: Sequence[str] = ()
 ) -> list[Array]:
     """Binds a rematerialized function to other operands, with another closed jaxpr.
 
@@ -267,7 +267,8 @@ def bind_remat(
       eqn: the equation.
       operands: the operands.
       jaxpr: the jaxpr to run.
-      saved: the ``checkpoint_name`` of values that are saved in addition to its policy.
+      saved: the names (``checkpoint_name``) of values that are saved in addition to its
+        policy.
     """
     jaxpr, consts = structure.with_consts_as_inputs(jaxpr)
     operands = [*consts, *operands]
@@ -281,13 +282,15 @@ def bind_remat(
     return _bind(eqn, operands, jaxpr=structure.without_consts(jaxpr), **changed)
 
 
-def _saving(name: str, policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Returns a checkpoint policy that also saves the values of a name.
+def _saving(
+    names: Sequence[str], policy: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Returns a checkpoint policy that also saves the values of some names.
 
     JAX combines policies only if both answer yes or no; one that offloads does not.
     """
     policies = jax.checkpoint_policies
-    is_named, others = policies.save_only_these_names(name), policy
+    is_named, others = policies.save_only_these_names(*names), policy
 
     def either(*args: Any, **params: Any) -> Any:
         if is_named(*args, **params):

@@ -18,6 +18,7 @@ def primitive(name: str, fun: Callable[..., Any]) -> Any:
       fun: computes its result. Under ``vmap`` all operands have the same number of
         additional leading axes.
     """
+    _NAMES.add(name)
     made = core.Primitive(name)
     made.def_impl(fun)
     made.def_abstract_eval(lambda *avals: avals[-1])
@@ -37,6 +38,14 @@ def primitive(name: str, fun: Callable[..., Any]) -> Any:
 
     batching.primitive_batchers[made] = batch
     return made
+
+
+_NAMES: set[str] = set()
+
+
+def is_of_this_library(op: str) -> bool:
+    """Whether ``primitive`` made an op; such an op accepts operands of any dtype."""
+    return op in _NAMES
 
 
 def pass_last_tangent(made: Any) -> None:

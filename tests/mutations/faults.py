@@ -294,41 +294,41 @@ FAULTS = (
     ),
     Fault(
         "autocasting/rules/rules.py",
-        "is_of_others = precision is Precision.FLOAT8 and op not in FLOAT8_OPS",
-        "is_of_others = False",
+        "is_for_op = requested is None or op in requested.ops",
+        "is_for_op = True",
         "a float8 scope decides of all ops in it",
         "test_autocasting_float8.py::test_a_float8_scope_decides_of_matrix_products_and_of_nothing_else",
     ),
     Fault(
-        "autocasting/decide/equation.py",
-        "    if reason is None and readers.want_float32:",
-        "    if False:",
+        "formats.py",
+        "        if code is None and is_last:",
+        "        if False:",
         "logits are float8",
         "test_autocasting_float8.py::test_what_a_later_product_reads_is_float8_and_the_last_product_is_not",
     ),
     Fault(
-        "autocasting/decide/equation.py",
+        "formats.py",
         "size > 0 and size % 16 == 0",
         "size > 0 and size % 8 == 0",
         "sizes of 8 are float8",
         "test_autocasting_float8.py::test_what_cannot_be_float8_is_16_bit_and_explain_says_why",
     ),
     Fault(
-        "autocasting/interpreter/float8.py",
+        "quantized_products.py",
         "    return jax.checkpoint(of_quantized, prevent_cse=False)(lhs, rhs)",
         "    return of_quantized(lhs, rhs)",
         "float8 operands wait in 16 bits",
         "test_autocasting_float8.py::test_a_loop_keeps_one_byte_a_number",
     ),
     Fault(
-        "autocasting/interpreter/float8.py",
+        "quantized_products.py",
         "_received_in(backward)(tangent)",
         "tangent",
         "cotangents are not quantized",
         "test_autocasting_float8.py::test_both_operands_and_both_backward_products_are_float8",
     ),
     Fault(
-        "autocasting/interpreter/float8.py",
+        "quantized_products.py",
         "precise = lax.Precision.HIGHEST",
         "precise = None",
         "backward products add up in few digits",
@@ -336,7 +336,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/casts.py",
-        "        if value.quantized is None:  # Once for all uses, as its cast.",
+        "        if number_format not in value.rounded:  # Once for all uses, as its cast.",
         "        if True:",
         "an activation is quantized for each product",
         "test_autocasting_float8.py::test_what_several_products_read_is_quantized_once",
@@ -350,8 +350,8 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/interpreter.py",
-        "return params.bind_remat(eqn, arrays, body.jaxpr, SCALE_NAME)",
-        "return params.bind_remat(eqn, arrays, body.jaxpr)",
+        "saved = [name for one in requested_formats(self.rules) for name in one.saved]",
+        "saved = []",
         "remat computes scales twice",
         "test_autocasting_float8.py::test_remat_computes_no_scale_twice",
     ),
@@ -385,10 +385,8 @@ FAULTS = (
     ),
     Fault(
         "autocasting/decide/cast.py",
-        "if structure.dtype_of(atom) == np.bool_:\n"
-        "        return Decision(Run.FULL, State.SOFT,",
-        "if structure.dtype_of(atom) == np.bool_:\n"
-        "        return Decision(Run.FULL, State.HARD,",
+        "if structure.dtype_of(atom) == np.bool_:\n        return Decision(Run.FULL, State.SOFT,",
+        "if structure.dtype_of(atom) == np.bool_:\n        return Decision(Run.FULL, State.HARD,",
         "a mask of booleans widens what it multiplies",
         "test_autocasting_interpreter.py::test_a_mask_of_booleans_widens_nothing",
     ),
@@ -408,8 +406,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/evaluate.py",
-        "again = jax.checkpoint(from_arrays, prevent_cse=False)\n"
-        "    return again(*(value.array for value in operands))",
+        "again = jax.checkpoint(from_arrays, prevent_cse=False)\n    return again(*(value.array for value in operands))",
         "return from_arrays(*(value.array for value in operands))",
         "what is raised for one op is kept in float32",
         "test_autocasting_interpreter.py::test_what_an_op_reads_in_float32_for_its_derivative_is_kept_in_16_bits",
@@ -472,21 +469,14 @@ FAULTS = (
     ),
     Fault(
         "autocasting/decide/equation.py",
-        "or match.source is RuleSource.MARK:",
-        "or False:",
-        "positions times rates are float32 though a mark lowers them",
-        "test_autocasting_functions.py::test_an_outer_product_of_positions_is_float32_unless_it_is_asked_for",
-    ),
-    Fault(
-        "autocasting/decide/equation.py",
         'return rules.is_identity and not any(LOW_SCOPE in p.split("/") for p in paths)',
         "return rules.is_identity",
         "O0 drops marks",
         "test_autocasting_functions.py::test_marks_win_over_a_preset_that_changes_nothing",
     ),
     Fault(
-        "autocasting/interpreter/evaluate.py",
-        "casts.low_dtype == jnp.bfloat16 and _is_of_matrices(eqn):",
+        "formats.py",
+        "product.dtype == jnp.bfloat16 and _is_of_matrices(product.eqn):",
         "False:",
         "nothing asks for sums in float32",
         "test_autocasting_lowering.py::test_matrix_products_in_bfloat16_are_added_up_in_float32",
@@ -507,15 +497,13 @@ FAULTS = (
     ),
     Fault(
         "train.py",
-        "parts = jnp.reshape(leaf, (*shape[:axis], rows, times, *shape[axis + 1 :]))\n"
-        "    return jnp.moveaxis(parts, axis + 1, 0)",
-        "parts = jnp.reshape(leaf, (*shape[:axis], times, rows, *shape[axis + 1 :]))\n"
-        "    return jnp.moveaxis(parts, axis, 0)",
+        "parts = jnp.reshape(leaf, (*shape[:axis], rows, times, *shape[axis + 1 :]))\n    return jnp.moveaxis(parts, axis + 1, 0)",
+        "parts = jnp.reshape(leaf, (*shape[:axis], times, rows, *shape[axis + 1 :]))\n    return jnp.moveaxis(parts, axis, 0)",
         "micro-batches are sent from device to device",
         "test_devices.py::test_micro_batches_of_a_sharded_batch_stay_on_their_devices",
     ),
     Fault(
-        "autocasting/decide/equation.py",
+        "autocasting/decide/product.py",
         "return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST",
         "return lax.Precision.HIGHEST in asked",
         "a global precision switches autocast off",
@@ -865,7 +853,7 @@ FAULTS = (
         "test_autocasting_scan_weight_gradients.py::test_a_batch_of_any_size_is_exported_with_its_gradient",
     ),
     Fault(
-        "autocasting/interpreter/evaluate.py",
+        "formats.py",
         "return not are_vectors or (n_copies != 1 and len(batch) < 3)",
         "return True",
         "products with a vector have an algorithm",
@@ -984,14 +972,14 @@ FAULTS = (
         "test_autocasting_tune.py::test_the_block_that_loses_digits_is_kept_and_no_other",
     ),
     Fault(
-        "insight/tune/float8.py",
+        "insight/tune/products.py",
         "others = [s for s in {**asked, **named} if asked[s] != named[s]]",
         "others = []",
         "tune puts products in float8 that float32 alone reads",
         "test_autocasting_tune.py::test_a_product_that_float32_alone_reads_is_not_put_in_float8",
     ),
     Fault(
-        "insight/tune/float8.py",
+        "insight/tune/products.py",
         "more = {*self._given, *group}",
         "more = set(group)",
         "tune has the products of the last step alone in float8",
@@ -1325,16 +1313,14 @@ FAULTS = (
     Fault(
         "scaling/transforms.py",
         "    if isinstance(inner, optax.MultiSteps):\n        return inner\n",
-        "    if isinstance(inner, optax.MultiSteps):\n"
-        "        return optax.with_extra_args_support(inner.gradient_transformation())\n",
+        "    if isinstance(inner, optax.MultiSteps):\n        return optax.with_extra_args_support(inner.gradient_transformation())\n",
         "MultiSteps loses extra arguments",
         "test_scaling_transforms.py::test_a_multi_steps_object_gets_the_extra_arguments",
     ),
     Fault(
         "scaling/transforms.py",
         "start = DynamicLossScale() if loss_scale is None else loss_scale\n",
-        "start = DynamicLossScale() if loss_scale is None else loss_scale\n"
-        "        start = start.adjust(True)\n",
+        "start = DynamicLossScale() if loss_scale is None else loss_scale\n        start = start.adjust(True)\n",
         "a fresh scale has counted a step",
         "test_scaling_transforms.py::test_the_first_step_is_the_first_that_the_scale_counts",
     ),
@@ -1433,8 +1419,7 @@ FAULTS = (
     Fault(
         "train.py",
         "return select_tree(finite, new_state, kept), metrics",
-        "return new_state._replace(params=select_tree(finite, new_params, params)), "
-        "metrics",
+        "return new_state._replace(params=select_tree(finite, new_params, params)), metrics",
         "a skipped step changes the model state",
         "test_train.py::test_a_skipped_step_changes_no_state_bit_for_bit",
     ),
@@ -1644,14 +1629,14 @@ FAULTS = (
         "test_autocasting_tails.py::test_what_lies_between_and_is_no_scaling_needs_no_digits",
     ),
     Fault(
-        "autocasting/decide/equation.py",
+        "autocasting/decide/product.py",
         "if reason is None or asks_for_low(rules.rules, op, path):",
         "if reason is None:",
         "a rule for products does not win over their readers",
         "test_autocasting_tails.py::test_a_rule_that_names_products_wins",
     ),
     Fault(
-        "autocasting/decide/equation.py",
+        "autocasting/decide/product.py",
         "if reason is Reason.PHASE and any(o.kind is Kind.COMPUTED for o in operands):",
         "if False:",
         "phases of 16-bit values are float32 products",
@@ -1922,5 +1907,33 @@ FAULTS = (
         "avals = 2 * types",
         "the tangent of a key is a key",
         "test_autocasting_functions.py::test_a_key_among_the_operands_of_a_jvp_rule_has_a_tangent_without_numbers",
+    ),
+    Fault(
+        "autocasting/decide/lookup.py",
+        'for op in ("", *PRODUCTS)',
+        'for op in ("",)',
+        "a jit call shares its products' format with calls out of the scope",
+        "test_autocasting_float8.py::test_a_function_called_in_and_out_of_a_float8_scope_is_converted_for_each",
+    ),
+    Fault(
+        "autocasting/rules/match.py",
+        "names: dict[str, AnyPrecision] = {**formats.FORMATS, **members}",
+        "names: dict[str, AnyPrecision] = {**members}",
+        "rules do not know a number format by its name",
+        "test_formats.py::test_a_format_is_requested_by_op_and_by_scope_and_by_the_record_itself",
+    ),
+    Fault(
+        "autocasting/decide/decisions.py",
+        "return self.requested if self.verdict.qualifies else LOW",
+        "return self.requested",
+        "a product has a number format that it does not qualify for",
+        "test_formats.py::test_explain_shows_the_format_of_each_product_and_why_others_have_none",
+    ),
+    Fault(
+        "autocasting/decide/product.py",
+        "or match.source is RuleSource.MARK:",
+        "or False:",
+        "a product of a requested precision is float32 though a mark lowers it",
+        "test_autocasting_functions.py::test_marks_win_over_every_preset_rule_and_special_case",
     ),
 )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, State
 from jmp_lite.autocasting.rules.match import RuleMatch
+from jmp_lite.formats import LOW, QUALIFIES, Format, Verdict
 from jmp_lite.jaxprs.types import Eqn
 
 
@@ -17,20 +18,13 @@ class Run(enum.Enum):
     """The dtype that an equation runs in.
 
     ``LOW``: the compute dtype. ``FULL``: float32. ``AS_TRACED``: the dtypes of the
-    trace. ``PASS``: each result is its operand, in its state. ``FLOAT8``: quantized
-    operands, with a result in the compute dtype.
+    trace. ``PASS``: each result is its operand, in its state.
     """
 
     LOW = "low"
-    FLOAT8 = "float8"
     FULL = "full"
     AS_TRACED = "as traced"
     PASS = "pass"
-
-    @property
-    def lowers(self) -> bool:
-        """Whether it takes each operand in 16 bits or fewer."""
-        return self in (Run.LOW, Run.FLOAT8)
 
 
 class Reason(enum.Enum):
@@ -42,15 +36,8 @@ class Reason(enum.Enum):
     CAST_TO_INTEGERS = enum.auto()
     SOLVED = enum.auto()
     PHASE = enum.auto()
-    # A product is 16-bit although float8 is requested.
-    FLOAT8_COMPUTE_DTYPE = enum.auto()
-    FLOAT8_NO_WEIGHT = enum.auto()
-    FLOAT8_BATCH = enum.auto()
-    FLOAT8_SIZE = enum.auto()
-    FLOAT8_SMALL = enum.auto()
-    FLOAT8_READ_IN_FLOAT32 = enum.auto()
-    # A product is in float8 because a scope names it.
-    FLOAT8_THOUGH_READ_IN_FLOAT32 = enum.auto()
+    # The requested number format of a product decides; see the decision's verdict.
+    FORMAT = enum.auto()
     # The equation itself decides.
     NOT_FLOAT32 = enum.auto()
     EFFECTS = enum.auto()
@@ -118,6 +105,8 @@ class Decision:
       match: the rule that decided; None if the equation itself, its operands or its
         readers did.
       within: the op around this equation whose jaxpr runs as traced.
+      requested: the number format that the rules request for a low product.
+      verdict: whether the product qualifies for this format; if not, it is ``low``.
     """
 
     run: Run
@@ -126,6 +115,13 @@ class Decision:
     leader: Operand | None = None
     match: RuleMatch | None = None
     within: str = ""
+    requested: Format = LOW
+    verdict: Verdict = QUALIFIES
+
+    @property
+    def number_format(self) -> Format:
+        """The number format of a low product."""
+        return self.requested if self.verdict.qualifies else LOW
 
 
 class Operands(NamedTuple):
@@ -188,7 +184,9 @@ def run_alike(
     def key(item: DecisionRecord | RecordsInside) -> object:
         if isinstance(item, RecordsInside):
             return id(item.eqn)
-        return id(item.eqn), item.result, item.decision.run, item.decision.state
+        decision = item.decision
+        how = decision.run, decision.state, decision.number_format
+        return id(item.eqn), item.result, *how
 
     if list(map(key, some)) != list(map(key, others)):
         return False

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jmp_lite.autocasting.decide.cast import decide_cast
 from jmp_lite.autocasting.decide.decisions import (
@@ -30,10 +29,10 @@ from jmp_lite.autocasting.decide.facts import (
 )
 from jmp_lite.autocasting.decide.function import is_one_function, roots_of
 from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
-from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules, asks_for_low
-from jmp_lite.jaxprs import cost, params, structure
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.autocasting.decide.product import decide_format, decide_product
+from jmp_lite.autocasting.rules.match import AnyPrecision, RuleMatch, RuleSource
+from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules
+from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import (
     ADDED_UP,
@@ -91,11 +90,12 @@ def decide(
     if not has_float32_results:
         readers |= Readers.OTHER
     floats = operands.floats
-    special = decide_product(rules, eqn, floats, readers, path)
     match = rules.match(op, path)
-    if special is None and match.precision is Precision.FLOAT8:
-        return _in_float8(rules, eqn, floats, readers, match)
-    return special or _by_class(op, match, floats, readers, rules.low_dtype)
+    return (
+        decide_product(rules, eqn, floats, readers, path)
+        or decide_format(rules, eqn, operands.every, readers, match)
+        or _by_class(op, match, floats, readers, rules.low_dtype)
+    )
 
 
 def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
@@ -224,7 +224,7 @@ def _low(
 
 
 def _joined(
-    op: str, precision: Precision, operands: Sequence[Operand]
+    op: str, precision: AnyPrecision, operands: Sequence[Operand]
 ) -> tuple[State, Operand | None]:
     """Returns the state of an op that follows, and the operand that it follows.
 
@@ -310,125 +310,6 @@ def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:
         return False
     has_float32 = any(map(structure.is_float32, eqn.invars))
     return not has_float32 or any(dtype != low_dtype for dtype in others)
-
-
-# ----------------------------------------------------------------------- products
-
-
-def decide_product(
-    rules: RuleLookup,
-    eqn: Eqn,
-    operands: Sequence[Operand],
-    readers: Readers,
-    path: str,
-) -> Decision | None:
-    """Decides a product that is float32 although its class is low; else returns None.
-
-    Args:
-      rules: the rules, by path.
-      eqn: an equation.
-      operands: its operands; empty if they are unknown.
-      readers: the readers of its result.
-      path: its path.
-    """
-    asked, op = params.product_params(eqn), rules.op_decided_as(eqn, path)
-    if asked is None or op not in PRODUCTS:
-        return None
-    match = rules.match(op, path)
-    if not match.precision.lowers or match.source is RuleSource.MARK:
-        return None
-    if _asks_for_float32(asked):
-        return Decision(Run.FULL, State.HARD, Reason.HIGHEST_PRECISION)
-    reason = demanded_by(readers)
-    if reason is None or asks_for_low(rules.rules, op, path):
-        return None
-    # The phases of given coordinates need their digits. Those of a hidden layer have
-    # the error of its inputs anyway.
-    if reason is Reason.PHASE and any(o.kind is Kind.COMPUTED for o in operands):
-        return None
-    return Decision(Run.FULL, State.HARD, reason)
-
-
-def demanded_by(readers: Readers) -> Reason | None:
-    """Returns why the readers of a product demand float32; None if they do not."""
-    if readers & Readers.OTHER:
-        return None
-    if readers & Readers.INTEGER_CAST:
-        return Reason.CAST_TO_INTEGERS
-    if readers & Readers.SOLVER:
-        return Reason.SOLVED
-    is_phase = readers & (Readers.PHASE | Readers.LOW_PHASE)
-    return Reason.PHASE if is_phase else None
-
-
-def _asks_for_float32(product: params.ProductParams) -> bool:
-    """Whether a matrix product requests more than the ambient precision."""
-    if product.result_dtype not in (None, np.dtype("float32")):
-        return True
-    asked, usual = product.precision, params.ambient_precision()
-    if isinstance(asked, tuple):
-        return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST
-    return asked not in (None, usual, *_IN_16_BITS)  # An algorithm.
-
-
-_IN_16_BITS = (
-    lax.DotAlgorithmPreset.BF16_BF16_F32,
-    lax.DotAlgorithmPreset.BF16_BF16_BF16,
-    lax.DotAlgorithmPreset.F16_F16_F32,
-    lax.DotAlgorithmPreset.F16_F16_F16,
-)
-
-
-def _in_float8(
-    rules: RuleLookup,
-    eqn: Eqn,
-    operands: Sequence[Operand],
-    readers: Readers,
-    match: RuleMatch,
-) -> Decision:
-    """Decides a product that requests float8; it is low if it does not qualify."""
-    reason = _not_in_float8(rules, eqn, operands)
-    if reason is None and readers.want_float32:
-        # A scope names this product, while an op rule names all of them.
-        if match.source is RuleSource.SCOPE:
-            reason = Reason.FLOAT8_THOUGH_READ_IN_FLOAT32
-            return Decision(Run.FLOAT8, State.LOW, reason, match=match)
-        reason = Reason.FLOAT8_READ_IN_FLOAT32
-    if reason is not None:
-        return Decision(Run.LOW, State.LOW, reason, match=match)
-    return Decision(Run.FLOAT8, State.LOW, Reason.RULE, match=match)
-
-
-def _not_in_float8(
-    rules: RuleLookup, eqn: Eqn, operands: Sequence[Operand]
-) -> Reason | None:
-    """Returns why a product does not qualify for float8; None if it does."""
-    if rules.low_dtype != jnp.bfloat16:
-        return Reason.FLOAT8_COMPUTE_DTYPE
-    if not any(operand.kind is Kind.GIVEN for operand in operands):
-        return Reason.FLOAT8_NO_WEIGHT
-    _, (batch, _) = params.dot_dimensions(eqn)
-    if batch:
-        return Reason.FLOAT8_BATCH
-    sizes = cost.product_sizes(eqn)
-    if not all(map(fits_float8, sizes)):
-        return Reason.FLOAT8_SIZE
-    is_small = harmonic_mean(sizes) < rules.rules.float8_format.smallest
-    return Reason.FLOAT8_SMALL if is_small else None
-
-
-def fits_float8(size: object) -> bool:
-    """Whether matrix units accept a size in float8. False for a symbolic size."""
-    return isinstance(size, int) and size > 0 and size % 16 == 0
-
-
-def harmonic_mean(sizes: Sequence[int]) -> float:
-    """Returns the harmonic mean of sizes.
-
-    For the sizes of a product, it is three times the multiplications divided by the
-    elements of operands and result: the ratio of arithmetic to memory traffic.
-    """
-    return len(sizes) / sum(1 / size for size in sizes)
 
 
 # -------------------------------------------------- equations that hold a jaxpr

@@ -71,7 +71,11 @@ class RuleLookup:
         if key not in self._inside:
             # The jaxpr is stored with the result, so that its id is not reused.
             places = [source.join(path, inner) for inner in self._paths_inside(jaxpr)]
-            found = tuple((self.scope(place), self.carry(place)) for place in places)
+            # A scope for a number format matches products alone.
+            found = tuple(
+                (*(self._scope(place, op) for op in ("", *PRODUCTS)), self.carry(place))
+                for place in places
+            )
             self._inside[key] = (jaxpr, found)
         return self._inside[key][1]
 

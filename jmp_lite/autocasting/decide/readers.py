@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 
 from jmp_lite.autocasting.decide.carry import Carry, Slot
 from jmp_lite.autocasting.decide.decisions import Reason
-from jmp_lite.autocasting.decide.equation import decide_product, decide_to_keep, follows
+from jmp_lite.autocasting.decide.equation import decide_to_keep, follows
 from jmp_lite.autocasting.decide.facts import Readers
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.loop import Loop, classify
+from jmp_lite.autocasting.decide.product import decide_product
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward

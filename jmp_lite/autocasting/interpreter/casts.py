@@ -17,12 +17,8 @@ from jmp_lite.autocasting.decide.facts import (
     State,
 )
 from jmp_lite.autocasting.decide.given import Given
-from jmp_lite.autocasting.interpreter.float8 import (
-    QuantizedOperand,
-    quantize_operand,
-)
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.formats import Float8
+from jmp_lite.formats import Format
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.types import Array, Literal, Var
 
@@ -32,17 +28,14 @@ class Casts:
 
     Args:
       low_dtype: the compute dtype.
-      float8_format: the formats of float8 products.
 
     Attributes:
       low_dtype: the compute dtype.
-      float8_format: the formats of float8 products.
       bound: the ops that were bound so far; see ``params.bind``.
     """
 
-    def __init__(self, low_dtype: DTypeLike, float8_format: Float8) -> None:
+    def __init__(self, low_dtype: DTypeLike) -> None:
         self.low_dtype = np.dtype(low_dtype)
-        self.float8_format = float8_format
         self.bound: set[object] = set()
 
     def given(self, var: Var, array: Array, origin: Origin) -> Value:
@@ -83,14 +76,13 @@ class Casts:
         array = self.low(value) if state is State.LOW else self.full(value)
         return Value(array, state, origin=value.origin)
 
-    def quantized(self, value: Value) -> QuantizedOperand:
-        """Returns a value as an operand of a float8 product."""
-        dtype = self.float8_format.forward_dtype
+    def rounded(self, value: Value, number_format: Format) -> Any:
+        """Returns a value as an operand of a product in a number format."""
         if not value.kind.is_cast_once:
-            return quantize_operand(self.low(value), dtype)
-        if value.quantized is None:  # Once for all uses, as its cast.
-            value.quantized = quantize_operand(self.low(value), dtype)
-        return value.quantized
+            return number_format.round(self.low(value))
+        if number_format not in value.rounded:  # Once for all uses, as its cast.
+            value.rounded[number_format] = number_format.round(self.low(value))
+        return value.rounded[number_format]
 
     def cast(self, array: Array, saturates: bool = False) -> Array:
         """Returns an array in the compute dtype."""

@@ -96,7 +96,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     def __init__(self, rules: Rules, casts: type[Casts] = Casts) -> None:
         self.rules = rules
         self._start_memories()
-        self.casts = casts(self.at.low_dtype, rules.float8_format)
+        self.casts = casts(self.at.low_dtype)
         self.records: Records = []
         self.passes = Counter[str]()
 

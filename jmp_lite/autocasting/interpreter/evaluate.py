@@ -1,7 +1,6 @@
 """Evaluates one equation with its operands cast as its ``Decision`` says."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
@@ -11,10 +10,11 @@ from jax import lax
 from jmp_lite.autocasting.decide.decisions import Decision, Run
 from jmp_lite.autocasting.decide.facts import Kind, Origin, State
 from jmp_lite.autocasting.decide.result import kind_of_result, state_of_result
-from jmp_lite.autocasting.interpreter import float8
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.jaxprs import cost, params, structure
+from jmp_lite.formats import Format, Product
+from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Array, Eqn, Var
 from jmp_lite.ops import BROADCASTING, MOVING
 
@@ -41,16 +41,14 @@ def evaluate(
     if decision.run is Run.PASS:
         arrays = params.bind(eqn, [value.array for value in operands], casts.bound)
         return [
-            dataclasses.replace(
-                value, array=array, cast=None, raised=None, quantized=None
-            )
+            dataclasses.replace(value, array=array, cast=None, raised=None, rounded={})
             for array, value in zip(arrays, params.passed(eqn, operands), strict=True)
         ]
     kind = kind_of_result(eqn, [value.kind for value in operands])
-    if decision.run is Run.LOW:
+    if decision.run is Run.LOW and op in PRODUCTS:
+        arrays = [_product(casts, eqn, operands, decision.number_format)]
+    elif decision.run is Run.LOW:
         arrays = _in_low(casts, eqn, operands)
-    elif decision.run is Run.FLOAT8:
-        arrays = [_in_float8(casts, eqn, operands)]
     elif decision.run is Run.FULL and decision.state is State.LOW:
         arrays = _in_full_then_low(casts, eqn, operands)
     else:
@@ -103,42 +101,17 @@ def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
             arrays.append(casts.low(value))
     if op in params.SCATTERS:
         return [params.bind_scatter(eqn, arrays)]
-    algorithm = None
-    if casts.low_dtype == jnp.bfloat16 and _is_of_matrices(eqn):
-        # Without an algorithm the compiler chooses the dtype of the sum; a TPU v7x
-        # chooses bfloat16. No algorithm for float16 runs on every platform.
-        algorithm = lax.DotAlgorithmPreset.BF16_BF16_F32
-    return params.bind_in(eqn, arrays, casts.low_dtype, algorithm, casts.bound)
+    return params.bind_in(eqn, arrays, casts.low_dtype, bound=casts.bound)
 
 
-def _in_float8(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> Array:
-    lhs, rhs = map(casts.quantized, operands)
-    if operands[1].kind is Kind.GIVEN:
-        lhs = float8.apart(lhs, rhs)
-    else:
-        rhs = float8.apart(rhs, lhs)
-    backward = casts.float8_format.backward_dtype
-    dimensions = params.dot_dimensions(eqn)
-    return float8.product(lhs, rhs, dimensions, backward)
-
-
-def _is_of_matrices(eqn: Eqn) -> bool:
-    """Whether a product is one of matrices, or a batch of matrix-vector products.
-
-    XLA for CPUs fuses the product of a vector with the ops that make its matrix, and
-    that fusion accepts no algorithm (jax 0.10). XLA also aborts on some products with
-    an algorithm, three batch axes and a contracted size of 1 (jax 0.12 too). The
-    derivative of a product with a vector has such a size.
-    """
-    if params.op_of(eqn) != "dot_general":
-        return False
-    *sides, summed = cost.product_sizes(eqn)
-    if summed == 1 or all(side == 1 for side in sides):
-        return False
-    _, (batch, _) = params.dot_dimensions(eqn)
-    n_copies = math.prod(eqn.invars[0].aval.shape[i] for i in batch)
-    are_vectors = any(side == 1 for side in sides)
-    return not are_vectors or (n_copies != 1 and len(batch) < 3)
+def _product(
+    casts: Casts, eqn: Eqn, operands: Sequence[Value], number_format: Format
+) -> Array:
+    weights = tuple(value.kind is Kind.GIVEN for value in operands)
+    rounded = [casts.rounded(value, number_format) for value in operands[:2]]
+    others = [value.array for value in operands[2:]]  # The sizes of groups.
+    product = Product(eqn, casts.low_dtype, weights)
+    return number_format.multiply(product, [*rounded, *others], casts.bound)
 
 
 def _value(

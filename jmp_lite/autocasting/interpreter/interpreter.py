@@ -19,7 +19,7 @@ from jmp_lite.autocasting.interpreter.evaluate import evaluate
 from jmp_lite.autocasting.interpreter.loops import LoopConverter
 from jmp_lite.autocasting.interpreter.scopes import Regions
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.casting.quantize import SCALE_NAME
+from jmp_lite.autocasting.rules.rules import requested_formats
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.evaluate import Frame
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
@@ -107,10 +107,15 @@ class Interpreter(LoopConverter):
     def bind_call(
         self, eqn: Eqn, arrays: Sequence[Array], body: Converted
     ) -> Sequence[Array]:
-        """Binds a call; a checkpoint also saves the scales of float8 products."""
-        if params.op_of(eqn) not in params.REMAT or not self.rules.asks_for_float8:
+        """Binds a call.
+
+        A checkpoint also saves what the number formats of products name, such as
+        float8's scales: one number for each operand.
+        """
+        if params.op_of(eqn) not in params.REMAT:
             return super().bind_call(eqn, arrays, body)
-        return params.bind_remat(eqn, arrays, body.jaxpr, SCALE_NAME)
+        saved = [name for one in requested_formats(self.rules) for name in one.saved]
+        return params.bind_remat(eqn, arrays, body.jaxpr, saved)
 
     def custom(
         self, eqn: Eqn, operands: Sequence[Value], site: Site

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, Spec, State
+from jmp_lite.formats import Format
 from jmp_lite.jaxprs.types import Array
 
 
@@ -19,7 +20,8 @@ class Value:
       is_from_low: whether it depends on a low value that entered that scope.
       cast: the array in the compute dtype, after the first use that needs it.
       raised: the array in float32 for the state LOW, after the first use that needs it.
-      quantized: the array as an operand of a float8 product, after the first such use.
+      rounded: the array as an operand of products, by their number formats, after the
+        first such use.
       origin: the origin of its state.
       lineage: its lineage; None if the state determines it.
       root: the object that represents it in the lineages of other values, made on first
@@ -33,7 +35,7 @@ class Value:
     is_from_low: bool = False
     cast: Any = None
     raised: Any = None
-    quantized: Any = None
+    rounded: dict[Format, Any] = dataclasses.field(default_factory=dict)
     origin: Origin = None
     lineage: Lineage | None = None
     root: object = None

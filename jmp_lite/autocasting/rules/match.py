@@ -1,10 +1,15 @@
-"""The rule that decides an op at a path."""
+"""The rule that decides an op at a path, and the precision that it names."""
 
 import enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from jmp_lite import formats
 from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
+from jmp_lite.formats import Format
 from jmp_lite.ops import Precision
+
+AnyPrecision: TypeAlias = Precision | Format
+"""What a rule names: a precision, or a number format without a ``Precision``."""
 
 
 class RuleSource(enum.Enum):
@@ -33,16 +38,29 @@ class RuleMatch(NamedTuple):
         mark, or the op.
     """
 
-    precision: Precision
+    precision: AnyPrecision
     source: RuleSource
     name: str
 
 
-def parse_precision(precision: "Precision | str") -> Precision:
-    """Returns the precision for a name, in upper or lower case."""
-    if isinstance(precision, Precision):
+def format_of(precision: AnyPrecision) -> Format | None:
+    """Returns the number format of products that a precision is, or None."""
+    if isinstance(precision, Format):
         return precision
-    names = {member.value: member for member in Precision}
+    return formats.FORMATS.get(precision.value)
+
+
+def name_of(precision: AnyPrecision) -> str:
+    """Returns the name of a precision, in lower case as in rules."""
+    return precision.name if isinstance(precision, Format) else precision.value
+
+
+def parse_precision(precision: AnyPrecision | str) -> AnyPrecision:
+    """Returns the precision for a name, in upper or lower case."""
+    if isinstance(precision, AnyPrecision):
+        return precision
+    members = {member.value: member for member in Precision}
+    names: dict[str, AnyPrecision] = {**formats.FORMATS, **members}
     name = str(precision).lower()
     if name not in names and name in dtype_names():
         bits = parse_dtype(name).itemsize * 8

@@ -99,7 +99,7 @@ _MATMULS = ("dot_general", "ragged_dot_general")
 PRESETS: Mapping[str, Rules] = MappingProxyType(
     {
         "mixed": _MIXED,
-        "float8": _MIXED.float8("dot_general"),
+        "float8": _MIXED.product("float8"),
         "O0": _O0,
         "O1": Rules(default=Precision.FULL),
         "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),

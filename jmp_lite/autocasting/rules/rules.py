@@ -16,13 +16,20 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, parse_precision
+from jmp_lite.autocasting.rules.match import (
+    AnyPrecision,
+    RuleMatch,
+    RuleSource,
+    format_of,
+    name_of,
+    parse_precision,
+)
 from jmp_lite.autocasting.rules.serialization import fields_in_json
 from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
-from jmp_lite.formats import Float8
+from jmp_lite.formats import Float8, Float8Format, Format
+from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.ops import (
     EDITABLE,
-    FLOAT8_OPS,
     LOWERABLE,
     Precision,
     ops_of,
@@ -58,7 +65,7 @@ _BY_TABLE = {
     for precision in (Precision.LOW, Precision.FULL, Precision.FOLLOW)
 }
 
-Scope = tuple[str, Precision]
+Scope = tuple[str, AnyPrecision]
 
 Carry = tuple[str, str]
 
@@ -115,8 +122,8 @@ class Rules:
     """
 
     compute_dtype: DTypeLike = "bfloat16"
-    ops: tuple[tuple[str, Precision], ...] = ()
-    default: Precision = Precision.FOLLOW
+    ops: tuple[tuple[str, AnyPrecision], ...] = ()
+    default: AnyPrecision = Precision.FOLLOW
     scopes: tuple[Scope, ...] = ()
     carries: tuple[Carry, ...] = ()
     passes: tuple[str, ...] = PASSES
@@ -184,14 +191,34 @@ class Rules:
         """
         return self._with_ops(ops, Precision.FLOAT8)
 
-    def scope(self, pattern: str, precision: "Precision | str") -> "Rules":
+    def product(self, precision: AnyPrecision | str) -> "Rules":
+        """Returns rules in which all matrix products have a precision.
+
+        Args:
+          precision: a ``Precision``, a number format, or the name of one. A number
+            format such as ``"float8"`` applies to the products that have it.
+
+        Raises:
+          ValueError: the precision is unknown, or for scopes only.
+
+        Example:
+          >>> import jmp_lite as jmp
+          >>> jmp.get_rules("mixed").product("float8") == jmp.get_rules("float8")
+          True
+        """
+        precision = parse_precision(precision)
+        requested = format_of(precision)
+        return self._with_ops(requested.ops if requested else PRODUCTS, precision)
+
+    def scope(self, pattern: str, precision: AnyPrecision | str) -> "Rules":
         """Returns rules with one more scope, after your scopes and before the preset's.
 
         Args:
           pattern: a regular expression. ``re.search`` looks for it in the path of an
             op, such as ``"LM/Block_0/LayerNorm_0"``.
-          precision: a ``Precision`` or its name. ``"float8"`` applies to matrix
-            products only. Other ops in the scope ignore the rule.
+          precision: a ``Precision``, a number format, or the name of one. A number
+            format such as ``"float8"`` applies to matrix products only. Other ops in
+            the scope ignore the rule.
 
         Raises:
           ValueError: the pattern is not a regular expression, or the precision is
@@ -230,7 +257,7 @@ class Rules:
         _check_pass(name)
         return self._with(passes=tuple(one for one in self.passes if one != name))
 
-    def precision_of(self, op: str) -> Precision:
+    def precision_of(self, op: str) -> AnyPrecision:
         """Returns the ``Precision`` of an op outside of all scopes."""
         known = record_of(op)
         if known is None:
@@ -238,7 +265,7 @@ class Rules:
         follows = known.precision is Precision.FOLLOW
         return self._ops.get(op, self.default if follows else known.precision)
 
-    def precision_in(self, path: str) -> Precision | None:
+    def precision_in(self, path: str) -> AnyPrecision | None:
         """Returns the ``Precision`` of a scope, or None if no pattern matches it."""
         match = self.match_scope(path)
         return match.precision if match else None
@@ -269,14 +296,16 @@ class Rules:
 
         Args:
           path: the path.
-          op: an op; float8 scopes match matrix products only. Empty for all ops.
+          op: an op; a scope for a number format matches the products that have it.
+            Empty for all ops.
         """
         for name in reversed(path.split("/")):
             if name in _MARKS:
                 return RuleMatch(_MARKS[name], RuleSource.MARK, name)
         for pattern, precision in self.scopes:
-            is_of_others = precision is Precision.FLOAT8 and op not in FLOAT8_OPS
-            if not is_of_others and re.search(pattern, path):
+            requested = format_of(precision)
+            is_for_op = requested is None or op in requested.ops
+            if is_for_op and re.search(pattern, path):
                 return RuleMatch(precision, RuleSource.SCOPE, pattern)
         return None
 
@@ -306,9 +335,9 @@ class Rules:
     @property
     def is_identity(self) -> bool:
         """Whether every op keeps its own precision."""
-        changing = {Precision.LOW, Precision.FLOAT8, Precision.FULL_INSIDE}
         of_user = {precision for _, precision in (*self.ops, *self.scopes)}
-        return not changing & of_user and not _leaves_ops(self, Precision.LOW)
+        is_lowered = any(p.lowers or p is Precision.FULL_INSIDE for p in of_user)
+        return not is_lowered and not _leaves_ops(self, Precision.LOW)
 
     @property
     def asks_for_float8(self) -> bool:
@@ -321,9 +350,9 @@ class Rules:
         return json.dumps(
             {
                 "compute_dtype": _name_of(self.compute_dtype),
-                "ops": {op: precision.value for op, precision in self.ops},
-                "default": self.default.value,
-                "scopes": [[pattern, p.value] for pattern, p in self.scopes],
+                "ops": {op: name_of(precision) for op, precision in self.ops},
+                "default": name_of(self.default),
+                "scopes": [[pattern, name_of(p)] for pattern, p in self.scopes],
                 "carries": [list(carry) for carry in self.carries],
                 "passes": list(self.passes),
                 "float8_format": dataclasses.asdict(self.float8_format),
@@ -361,12 +390,12 @@ class Rules:
         names = [field.name for field in dataclasses.fields(Rules)]
         return Rules(**fields_in_json(text, names))
 
-    def _with_ops(self, ops: Iterable[str], precision: Precision) -> "Rules":
+    def _with_ops(self, ops: Iterable[str], precision: AnyPrecision) -> "Rules":
         for op in ops:
             if not isinstance(op, str):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(
                     "Expected the names of ops as arguments, such as "
-                    f"rules.{precision.value}('exp', 'log'), got {op!r}."
+                    f"rules.{name_of(precision)}('exp', 'log'), got {op!r}."
                 )
         changed = {**self._ops, **dict.fromkeys(ops, precision)}
         return self._with(ops=tuple(changed.items()))
@@ -376,7 +405,7 @@ class Rules:
         return Rules(**{**fields_of(self), **changes})
 
     @functools.cached_property
-    def _ops(self) -> Mapping[str, Precision]:
+    def _ops(self) -> Mapping[str, AnyPrecision]:
         return dict(self.ops)
 
 
@@ -400,6 +429,20 @@ def _leaves_ops(rules: Rules, precision: Precision) -> bool:
     return follow or not _BY_TABLE[precision] <= named
 
 
+def format_in(rules: Rules, precision: AnyPrecision) -> Format | None:
+    """Returns the number format that a precision is, with the options of the rules."""
+    if precision is Precision.FLOAT8:
+        return Float8Format("float8", rules.float8_format)
+    return format_of(precision)
+
+
+def requested_formats(rules: Rules) -> Mapping[Format, AnyPrecision]:
+    """Returns the number formats that rules request, and how the rules name them."""
+    precisions = [precision for _, precision in (*rules.ops, *rules.scopes)]
+    found = ((format_in(rules, precision), precision) for precision in precisions)
+    return {one: precision for one, precision in found if one is not None}
+
+
 def fields_of(rules: Rules) -> dict[str, Any]:
     """Returns the fields of rules, by name."""
     return {f.name: getattr(rules, f.name) for f in dataclasses.fields(Rules)}
@@ -409,8 +452,9 @@ def _first_match(rules: Iterable[tuple[str, Any]], path: str) -> Any:
     return next((value for pattern, value in rules if re.search(pattern, path)), None)
 
 
-def _check_op(op: str, precision: Precision) -> Precision:
-    known = record_of(op)
+def _check_op(op: str, precision: AnyPrecision) -> AnyPrecision:
+    known, requested = record_of(op), format_of(precision)
+    name = name_of(precision).upper()
     if known is None:
         raise _unknown_op(op)
     if known.is_higher_order:
@@ -422,32 +466,27 @@ def _check_op(op: str, precision: Precision) -> Precision:
         raise ValueError(
             f"FULL_INSIDE is for scopes only, got it for the op {op!r}: use FULL."
         )
-    if precision is Precision.FLOAT8 and op not in FLOAT8_OPS:
-        raise ValueError(
-            f"{op!r} cannot be FLOAT8: expected {' or '.join(map(repr, FLOAT8_OPS))}. "
-            "XLA has no float8 kernels for convolutions and ragged products."
-        )
+    if requested is not None and op not in requested.ops:
+        accepted = " or ".join(map(repr, requested.ops))
+        message = f"{op!r} cannot be {name}: expected {accepted}. "
+        raise ValueError((message + requested.why_these_ops).rstrip())
     is_kept = known.precision is Precision.KEEP and precision is not Precision.KEEP
     if is_kept or (known.is_float32_only and precision is Precision.LOW):
         raise ValueError(
-            f"{op!r} cannot be {precision.name}: {known.reason}. It stays "
-            f"{known.precision.name}."
+            f"{op!r} cannot be {name}: {known.reason}. It stays {known.precision.name}."
         )
     return precision
 
 
-def _check_default(precision: Precision) -> Precision:
-    if precision in (Precision.FULL_INSIDE, Precision.FLOAT8):
+def _check_default(precision: AnyPrecision) -> AnyPrecision:
+    is_of_products = format_of(precision) is not None
+    if is_of_products or precision is Precision.FULL_INSIDE:
+        only = "matrix products only, see Rules.product"
         raise ValueError(
-            f"{precision.name} is for {_IS_FOR[precision]}: choose another default."
+            f"{name_of(precision).upper()} is for "
+            f"{only if is_of_products else 'scopes only'}: choose another default."
         )
     return precision
-
-
-_IS_FOR = {
-    Precision.FULL_INSIDE: "scopes only",
-    Precision.FLOAT8: "matrix products only, see Rules.float8",
-}
 
 
 def _unknown_op(op: str) -> ValueError:

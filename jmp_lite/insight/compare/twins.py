@@ -13,9 +13,8 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.interpreter.casts import Casts
-from jmp_lite.autocasting.interpreter.float8 import is_of_float8
 from jmp_lite.insight.statistics import sample
-from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs import params, primitives, structure
 from jmp_lite.jaxprs.types import Array, Eqn
 from jmp_lite.ops import EDITABLE, EXACT, KEEPING_ERRORS
 
@@ -153,7 +152,8 @@ def _in_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
         return full[:1]
     if op in params.SCATTERS:
         return [params.bind_scatter(eqn, full)]
-    if not (op in EDITABLE or is_of_float8(op)) or any(params.inner_jaxprs(eqn)):
+    is_known = op in EDITABLE or primitives.is_of_this_library(op)
+    if not is_known or any(params.inner_jaxprs(eqn)):
         # It accepts only the dtypes that it was traced with: both lanes round alike.
         pairs = zip(full, eqn.invars, strict=True)
         given = [lax.convert_element_type(x, structure.dtype_of(a)) for x, a in pairs]

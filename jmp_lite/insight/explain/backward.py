@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jmp_lite.autocasting.interpreter.float8 import DEQUANTIZE, TANGENT_OF
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.explain.provenance import Dequantized
 from jmp_lite.insight.explain.rows import (
@@ -33,6 +32,7 @@ from jmp_lite.jaxprs.types import (
     PyTree,
 )
 from jmp_lite.ops import HIGHER_ORDER
+from jmp_lite.quantized_products import DEQUANTIZE, TANGENT_OF
 
 
 class Backward(NamedTuple):
@@ -252,12 +252,12 @@ def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
         )
 
 
-def _row_as_it_runs(eqn: Eqn, float8: Dtype | None) -> Row:
+def _row_as_it_runs(eqn: Eqn, quantized: Dtype | None) -> Row:
     n_bytes = sum(map(bytes_of, eqn.outvars))
     return Row(
         scope="",
         op=params.op_of(eqn),
-        precision=precision_as_traced(eqn) if float8 is None else float8.name,
+        precision=precision_as_traced(eqn) if quantized is None else quantized.name,
         code="backward",
         reason="backward pass: runs in the dtype of its operands",
         source="",

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from jmp_lite.insight.explain.rows import Row, short
+from jmp_lite.insight.explain.rows import Row, runs_in, short
 
 _HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
 
@@ -57,9 +57,9 @@ def grouped(
 
 def _cells(row: Row, depth: int | None) -> Sequence[str]:
     if depth is not None:
-        return (row.op, row.precision)
+        return (row.op, runs_in(row))
     texts = (" ".join(row.shapes), row.reason, short(row.source))
-    return (row.op, row.precision, *texts)
+    return (row.op, runs_in(row), *texts)
 
 
 def _only_in(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:

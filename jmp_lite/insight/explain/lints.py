@@ -18,6 +18,7 @@ from jmp_lite.autocasting.decide.facts import Number, Origin, State
 from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
+from jmp_lite.formats import LOW, Verdict
 from jmp_lite.insight.explain.provenance import (
     Addends,
     Differences,
@@ -151,7 +152,7 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
         # The result of a norm is 16-bit too.
         match = record.decision.match
         is_norm = match is not None and match.precision is Precision.FULL_INSIDE
-        if record.decision.run.lowers or is_norm:
+        if record.decision.run is Run.LOW or is_norm:
             hard = (o for o in record.operands if o.state is State.HARD)
             is_cast_back.update(id(o.origin) for o in hard)
     for name, seen in first.items():
@@ -255,7 +256,7 @@ def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
 
 def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
     for seen in looked.seen:
-        if not seen.record.decision.run.lowers:
+        if seen.record.decision.run is not Run.LOW:
             continue
         sizes = cost.product_sizes(seen.record.eqn)
         if 1 in sizes:  # A vector product or a depthwise convolution: no tensor cores.
@@ -280,56 +281,29 @@ def _not_multiples(sizes: Sequence[int]) -> str:
     return f"{', '.join(distinct[:-1])} and {distinct[-1]} are not multiples of 8"
 
 
-def _unfit_for_float8(looked: Looked) -> Iterator[Lint]:
-    """Float8 is requested for a product that does not or should not qualify."""
-    found = Counter[Reason]()
+def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
+    """A product has no requested number format, or has one that it should not have."""
+    found: dict[str, Counter[Verdict]] = {}
     for seen in looked.seen:
         decision = seen.record.decision
+        requested, verdict = decision.requested, decision.verdict
+        if requested == LOW:
+            continue
+        found.setdefault(requested.name, Counter())[verdict] += 1
+        advice = requested.advice.get(verdict.code)
         is_named = decision.match and decision.match.source is RuleSource.SCOPE
-        if decision.run is Run.FLOAT8 or decision.reason in _NOT_IN_FLOAT8:
-            found[decision.reason] += 1
-        if decision.reason is Reason.FLOAT8_SIZE:
-            yield _at(
-                seen,
-                "float8 sizes",
-                seen.row.reason,
-                "Float8 needs multiples of 16: pad, or choose another width",
+        if advice and (is_named or not advice.is_for_scopes):
+            message = advice.message or seen.row.reason
+            yield _at(seen, advice.lint, message, advice.remedy)
+    for name, verdicts in found.items():
+        if not any(verdict.qualifies for verdict in verdicts):
+            most = verdicts.most_common(1)[0][0].code.replace("_", " ")
+            yield Lint(
+                f"no {name} product",
+                f"none of {verdicts.total()} products runs in {name} (most common "
+                f"reason: {most})",
+                'Use the preset "mixed", which does the same',
             )
-        if decision.reason is Reason.FLOAT8_SMALL and is_named:
-            yield _at(
-                seen,
-                "small float8 product",
-                seen.row.reason,
-                "Leave it out of the scope, or lower jmp_lite.Float8(smallest=...)",
-            )
-        if decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32:
-            yield _at(
-                seen,
-                "last float8 product",
-                "only float32 ops read the result of this float8 product (logits, for "
-                "example)",
-                'Add rules.scope(..., "low") before the float8 scope',
-            )
-    if found and not any(r not in _NOT_IN_FLOAT8 for r in found):
-        most = found.most_common(1)[0][0].name.removeprefix("FLOAT8_").lower()
-        yield Lint(
-            "no float8 product",
-            f"none of {found.total()} products runs in float8 (most common reason: "
-            f"{most.replace('_', ' ')})",
-            'Use the preset "mixed", which does the same',
-        )
-
-
-_NOT_IN_FLOAT8 = frozenset(
-    [
-        Reason.FLOAT8_COMPUTE_DTYPE,
-        Reason.FLOAT8_NO_WEIGHT,
-        Reason.FLOAT8_BATCH,
-        Reason.FLOAT8_SIZE,
-        Reason.FLOAT8_SMALL,
-        Reason.FLOAT8_READ_IN_FLOAT32,
-    ]
-)
 
 
 def _lost_digits(looked: Looked) -> Iterator[Lint]:
@@ -339,7 +313,7 @@ def _lost_digits(looked: Looked) -> Iterator[Lint]:
     readers.outputs(looked.traced, [Made()] * len(inputs))
     for seen in looked.seen:
         name = id(seen.record.eqn)
-        if not seen.record.decision.run.lowers:
+        if seen.record.decision.run is not Run.LOW:
             continue
         if name in readers.phases:
             yield _at(
@@ -548,7 +522,7 @@ _CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
     _float32_carry,
     _asked_for_float32,
     _off_tensor_cores,
-    _unfit_for_float8,
+    _unfit_for_format,
     _lost_digits,
     _amplified_rounding,
     _opaque,

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.autocasting.interpreter.float8 import DEQUANTIZE
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.params import PRODUCTS
@@ -25,6 +24,7 @@ from jmp_lite.ops import (
     ROOTS,
     SUMMING,
 )
+from jmp_lite.quantized_products import DEQUANTIZE
 
 
 class From(NamedTuple):
@@ -83,7 +83,7 @@ _MOVING_ONCE = MOVING - ADDED_UP
 class Dequantized(Forward[Dtype | None]):
     """Finds the products whose operands are both dequantized.
 
-    A fact is the float8 dtype that a value was quantized to; None for other values.
+    A fact is the dtype that a value was quantized to; None for other values.
 
     Attributes:
       formats: for each such product, by id, the dtype of its operands. If they differ,

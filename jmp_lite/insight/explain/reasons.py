@@ -5,7 +5,6 @@ from types import MappingProxyType
 from typing import TypeGuard
 
 from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
-from jmp_lite.autocasting.decide.equation import fits_float8, harmonic_mean
 from jmp_lite.autocasting.decide.facts import (
     Argument,
     Constant,
@@ -15,7 +14,7 @@ from jmp_lite.autocasting.decide.facts import (
     RangeEnd,
     State,
 )
-from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
+from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
 from jmp_lite.autocasting.rules.rules import (
     AS_WRITTEN_SCOPE,
     AUTOCAST_SCOPE,
@@ -23,11 +22,8 @@ from jmp_lite.autocasting.rules.rules import (
     LOW_SCOPE,
     NORM_LAYERS,
 )
-from jmp_lite.jaxprs import cost
 from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import OPS
-
-_NOT_FLOAT8 = "LOW, not float8:"
 
 _WORDS: Mapping[Reason, str] = MappingProxyType(
     {
@@ -35,10 +31,6 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.CAST_TO_INTEGERS: "FULL: read by a cast to integers",
         Reason.SOLVED: "FULL: read by a factorization or a solver",
         Reason.PHASE: "FULL: read by sin or cos, and its operands are given",
-        Reason.FLOAT8_COMPUTE_DTYPE: f"{_NOT_FLOAT8} the compute dtype is not bfloat16",
-        Reason.FLOAT8_NO_WEIGHT: f"{_NOT_FLOAT8} no operand is a weight",
-        Reason.FLOAT8_BATCH: f"{_NOT_FLOAT8} the product has batch axes",
-        Reason.FLOAT8_READ_IN_FLOAT32: f"{_NOT_FLOAT8} read only by float32 ops",
         Reason.NOT_FLOAT32: "no float32 operand or result",
         Reason.EFFECTS: "KEEP: has side effects",
         Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
@@ -92,11 +84,9 @@ def reason_in_words(record: DecisionRecord) -> str:
     if decision.reason is Reason.INSIDE:
         return f"inside {decision.within}, which runs as traced"
     if decision.reason is Reason.RULE and decision.match is not None:
-        words = f"{decision.match.precision.name}: {_rule_in_words(decision.match)}"
-    elif decision.reason is Reason.FLOAT8_THOUGH_READ_IN_FLOAT32 and decision.match:
-        words = f"FLOAT8: {_rule_in_words(decision.match)}, read only by float32 ops"
-    elif decision.reason in (Reason.FLOAT8_SIZE, Reason.FLOAT8_SMALL):
-        words = f"{_NOT_FLOAT8} {_of_sizes(decision.reason, record.eqn)}"
+        words = _rule_in_words(decision.match)
+    elif decision.reason is Reason.FORMAT and decision.match is not None:
+        words = _verdict_in_words(record, decision.match)
     else:
         words = _WORDS[decision.reason]
     if record.result is not None:
@@ -109,25 +99,25 @@ def reason_in_words(record: DecisionRecord) -> str:
     return words
 
 
-def _of_sizes(reason: Reason, product: Eqn) -> str:
-    """Returns why a product of these sizes is not in float8."""
-    sizes = dict(zip("MNK", cost.product_sizes(product), strict=True))
-    if reason is Reason.FLOAT8_SIZE:
-        name, size = next(item for item in sizes.items() if not fits_float8(item[1]))
-        verb = "is not" if isinstance(size, int) else "may not be"
-        return f"{name} = {size} {verb} a multiple of 16"
-    text = " x ".join(map(str, sizes.values()))
-    mean = harmonic_mean([*sizes.values()])
-    return f"{text} is too small (harmonic mean {mean:.0f})"
+def _verdict_in_words(record: DecisionRecord, match: RuleMatch) -> str:
+    """Returns whether a product has the number format of a rule, and why."""
+    requested, verdict = record.decision.requested, record.decision.verdict
+    words = requested.words(verdict.code, record.eqn)
+    if verdict.qualifies:
+        return f"{_rule_in_words(match)}, {words}"
+    return f"LOW, not {requested.name}: {words}"
 
 
 def code_of(record: DecisionRecord) -> str:
     """Returns the reason of a decision as a name, for code to compare.
 
     It is the id of the op group, the kind of the rule, or the name of the ``Reason`` in
-    lower case.
+    lower case. For the verdict of a number format it is the name of the format, then
+    the code of the verdict.
     """
     decision = record.decision
+    if decision.reason is Reason.FORMAT:
+        return f"{decision.requested.name}_{decision.verdict.code}"
     if decision.reason is not Reason.RULE or decision.match is None:
         return decision.reason.name.lower()
     match = decision.match
@@ -135,6 +125,10 @@ def code_of(record: DecisionRecord) -> str:
 
 
 def _rule_in_words(match: RuleMatch) -> str:
+    return f"{name_of(match.precision).upper()}: {_source_in_words(match)}"
+
+
+def _source_in_words(match: RuleMatch) -> str:
     if match.source is RuleSource.SCOPE and match.name == NORM_LAYERS[0]:
         return "a norm layer"
     by_source = {

@@ -26,6 +26,7 @@ from jmp_lite.autocasting.rules.rules import (
     LOW_SCOPE,
     Rules,
 )
+from jmp_lite.formats import LOW
 from jmp_lite.insight.explain.reasons import (
     code_of,
     is_equation,
@@ -67,6 +68,8 @@ class Row(NamedTuple):
       flops: the operations of a matrix product, two for each multiplication of real
         numbers; 0 for other ops.
       is_backward: whether it belongs to a backward pass.
+      number_format: the number format of a matrix product that runs low: ``"low"``,
+        ``"float8"`` or another. Empty for other ops, and in rows of ``backward=True``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,6 +91,15 @@ class Row(NamedTuple):
     bytes_run: int
     flops: int = 0
     is_backward: bool = False
+    number_format: str = ""
+
+
+def runs_in(row: Row) -> str:
+    """Returns the dtype that an equation runs in, and its format if it has another."""
+    is_told = row.precision.startswith(row.number_format)
+    if is_told or row.number_format == LOW.name:
+        return row.precision
+    return f"{row.precision}, {row.number_format}"
 
 
 def is_low(row: Row, bits: int = 16) -> bool:
@@ -222,7 +234,7 @@ def _row(record: DecisionRecord, rules: Rules) -> Row:
     return Row(
         scope=source.join(*source.scopes(eqn)),
         op=params.op_of(eqn),
-        precision=_precision(eqn, decision, rules),
+        precision=_precision(eqn, decision, low),
         code=code_of(record),
         reason=reason_in_words(record),
         source="",
@@ -232,14 +244,19 @@ def _row(record: DecisionRecord, rules: Rules) -> Row:
         bytes_run=sum(bytes_of(var, low if is_low else None) for var in results),
         flops=cost.product_flops(eqn),
         is_backward=source.is_transposed(eqn),
+        number_format=_number_format(eqn, decision),
     )
 
 
-def _precision(eqn: Eqn, decision: Decision, rules: Rules) -> str:
-    if decision.run is Run.FLOAT8:
-        return rules.float8_format.forward_dtype.name
-    is_low = decision.run is Run.LOW
-    return np.dtype(rules.compute_dtype).name if is_low else precision_as_traced(eqn)
+def _precision(eqn: Eqn, decision: Decision, low: Dtype) -> str:
+    if decision.run is Run.LOW:
+        return decision.number_format.dtype(low).name
+    return precision_as_traced(eqn)
+
+
+def _number_format(eqn: Eqn, decision: Decision) -> str:
+    is_low = decision.run is Run.LOW and params.op_of(eqn) in PRODUCTS
+    return decision.number_format.name if is_low else ""
 
 
 def precision_as_traced(eqn: Eqn) -> str:

@@ -1,4 +1,4 @@
-"""The units that rules can name: ops, blocks, kinds of layers, float8 scopes.
+"""The units that rules can name: ops, blocks, kinds of layers, scopes of products.
 
 This module knows names and costs, and measures nothing. A rule matches only the units
 that it was made for.
@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jmp_lite.autocasting.rules.match import AnyPrecision, format_of
 from jmp_lite.autocasting.rules.rules import (
     AS_WRITTEN_SCOPE,
     LOW_SCOPE,
@@ -16,24 +17,24 @@ from jmp_lite.autocasting.rules.rules import (
     fields_of,
 )
 from jmp_lite.insight.explain.rows import Row, counted, is_low
-from jmp_lite.ops import EDITABLE, EXACT, FLOAT8_OPS, Precision, record_of
+from jmp_lite.ops import EDITABLE, EXACT, Precision, record_of
 
 NUMBER = "\0"
 """The placeholder for a number in a name; no name contains it."""
 
 
 class Rule(NamedTuple):
-    """A rule that keeps a unit in float32, or runs its products in float8.
+    """A rule that keeps a unit in float32, or gives its products a number format.
 
     Attributes:
       kind: ``"scope"`` or ``"op"``.
       name: the pattern of the scope, or the op.
-      precision: ``FULL``, ``FULL_INSIDE`` or ``FLOAT8``.
+      precision: ``FULL``, ``FULL_INSIDE`` or a number format such as ``FLOAT8``.
     """
 
     kind: str
     name: str
-    precision: Precision
+    precision: AnyPrecision
 
 
 class Units(NamedTuple):
@@ -48,7 +49,7 @@ class Units(NamedTuple):
     """
 
     kind: str
-    precision: Precision
+    precision: AnyPrecision
     costs: Mapping[str, tuple[int, int]]
     kind_of: Callable[[str], Sequence[str]]
     others: tuple[str, ...] = ()
@@ -101,7 +102,7 @@ class Units(NamedTuple):
         """Returns one pattern for each group of scopes that differ only in numbers.
 
         Scopes have patterns of their own if their group is not kept as a whole. If most
-        of a group are in float8, the pattern names its exceptions instead.
+        of a group have a number format, the pattern names its exceptions instead.
         """
         kinds = dict.fromkeys(map(without_numbers, self.ordered(kept)))
         patterns: list[str] = []
@@ -111,7 +112,7 @@ class Units(NamedTuple):
             own = [name for name in self.ordered(kept) if without_numbers(name) == kind]
             one_by_one = [f"^{re.escape(name)}$" for name in own]
             left_out = [name for name in self.matched(pattern) if name not in kept]
-            if left_out and self.precision is Precision.FLOAT8:
+            if left_out and format_of(self.precision) is not None:
                 names = "|".join(f"{re.escape(name)}$" for name in left_out)
                 pattern = f"^(?!{names}){inside}(/|$)"
                 is_short = len(left_out) < len(own)
@@ -158,22 +159,19 @@ def ways_to_keep(rows: Iterable[Row], rules: Rules) -> list[Units]:
     ]
 
 
-def products_in_float8(rows: Iterable[Row], others: Iterable[str]) -> Units:
-    """Returns the scopes of products that are in float8.
+def scopes_of_products(
+    rows: Iterable[Row], precision: AnyPrecision, others: Iterable[str]
+) -> Units:
+    """Returns the scopes of products, for rules that give them a number format.
 
     Args:
-      rows: the rows of a function under the rules.
+      rows: the products.
+      precision: the number format.
       others: scopes of products that rules must not name.
     """
     others = tuple(others)
-    named = (r for r in rows if is_in_float8(r) and r.scope not in others)
-    costs = _costs(named, _scope_of)
-    return Units("scope", Precision.FLOAT8, costs, _kind_of_scope, others)
-
-
-def is_in_float8(row: Row) -> bool:
-    """Whether an equation is a float8 product."""
-    return row.op in FLOAT8_OPS and is_low(row, bits=8)
+    costs = _costs((row for row in rows if row.scope not in others), _scope_of)
+    return Units("scope", precision, costs, _kind_of_scope, others)
 
 
 def rules_with(rules: Rules, kept: Iterable[Rule]) -> Rules:

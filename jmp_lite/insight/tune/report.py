@@ -10,7 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jmp_lite.autocasting.rules.match import AnyPrecision, name_of
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
+from jmp_lite.formats import Format
 from jmp_lite.insight.explain.tables import text_table
 from jmp_lite.insight.tune.candidates import NUMBER, without_numbers
 from jmp_lite.insight.tune.measure import Error, in_words
@@ -24,9 +26,9 @@ class Kept(NamedTuple):
       kind: ``"scope"`` or ``"op"``.
       name: the pattern of the scope, or the op.
       precision: ``FULL`` or ``FULL_INSIDE`` for a rule that keeps it in float32.
-        ``LOW`` for products that stay in 16 bits instead of float8. They have no rule
-        of their
-        own: the rules name the products in float8.
+        ``LOW`` for products that stay in 16 bits instead of float8, or of another
+        number format. They have no rule of their own: the rules name the products in
+        float8.
       without: the error without this entry. For ``LOW``, the error with these products
         in float8 too. If the op itself is ``LOW``, scopes cannot name some products,
         and this is the error with all products in float8.
@@ -34,7 +36,7 @@ class Kept(NamedTuple):
 
     kind: str
     name: str
-    precision: Precision
+    precision: AnyPrecision
     without: Error
 
 
@@ -45,13 +47,14 @@ class Step(NamedTuple):
       lowered: the scopes or ops.
       error: the error with these, and all that were lowered before.
       is_tolerated: whether they stay low.
-      precision: ``LOW`` for a step from float32, ``FLOAT8`` for one from 16 bits.
+      precision: ``LOW`` for a step from float32, the number format (``FLOAT8``) for one
+        from 16 bits.
     """
 
     lowered: tuple[str, ...]
     error: Error
     is_tolerated: bool
-    precision: Precision = Precision.LOW
+    precision: AnyPrecision = Precision.LOW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,12 @@ class TuningReport:
         if self.kept:
             headers = ("kept", "", "as", "error without it", "worst in")
             rows = [
-                (k.kind, k.name or "(all)", k.precision.name, *_cells(k.without))
+                (
+                    k.kind,
+                    k.name or "(all)",
+                    name_of(k.precision).upper(),
+                    *_cells(k.without),
+                )
                 for k in self.kept
             ]
             lines.append(text_table(headers, [("", rows)], right=(3,)))
@@ -154,7 +162,7 @@ def _cells(error: Error) -> tuple[str, str]:
 def _outcome(step: Step) -> str:
     if not step.is_tolerated:
         return "too large"  # Its halves are tried next.
-    return "float8" if step.precision is Precision.FLOAT8 else "16 bits"
+    return "16 bits" if step.precision is Precision.LOW else name_of(step.precision)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -169,8 +177,8 @@ def _names(names: Sequence[str]) -> str:
 
 def _plain(value: Any) -> Any:
     """Returns a value with JSON types only."""
-    if isinstance(value, Precision):
-        return value.value
+    if isinstance(value, Precision | Format):
+        return name_of(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Error | Kept | Step):

@@ -21,8 +21,12 @@ from jmp_lite.insight.tune.candidates import (
     rules_with,
     ways_to_keep,
 )
-from jmp_lite.insight.tune.float8 import Float8Search, has_float8, without_float8
 from jmp_lite.insight.tune.measure import Error, Sample, Trials, in_words
+from jmp_lite.insight.tune.products import (
+    ProductSearch,
+    searched_format,
+    without_formats,
+)
 from jmp_lite.insight.tune.report import Kept, Step, TunedRules, TuningReport
 from jmp_lite.jaxprs.types import Function
 from jmp_lite.ops import Precision
@@ -116,16 +120,16 @@ def tune(
 def _found(trials: Trials, start: Rules) -> TunedRules:
     """Returns the result of a search from initial rules."""
     before = trials.error(start)
-    base, kept, not_float8 = start, list[Rule](), list[Kept]()
+    base, kept, left_out = start, list[Rule](), list[Kept]()
     steps: list[Step] = []
     if not trials.is_enough(start):
-        asks_for_float8 = has_float8(trials, start)
-        search = _Search(trials, without_float8(start) if asks_for_float8 else start)
+        precision = searched_format(trials, start)
+        search = _Search(trials, start if precision is None else without_formats(start))
         kept = [] if search.is_enough(()) else search.kept()
         steps += search.steps
-        if asks_for_float8:
-            products = Float8Search(trials, start, kept)
-            base, not_float8 = products.found(), products.left_out()
+        if precision is not None:
+            products = ProductSearch(trials, start, kept, precision)
+            base, left_out = products.found(), products.left_out()
             steps += products.steps
     rules = rules_with(base, kept)
     without = (trials.error(rules_with(base, _without(kept, one))) for one in kept)
@@ -134,7 +138,7 @@ def _found(trials: Trials, start: Rules) -> TunedRules:
         tolerance=trials.tolerance,
         error=trials.error(rules),
         error_before=before,
-        kept=(*in_float32, *not_float8),
+        kept=(*in_float32, *left_out),
         steps=tuple(steps),
         not_judged=trials.sample.not_judged,
     )

@@ -100,14 +100,6 @@ primitives.pass_last_tangent(_tangent_of)
 primitives.pass_last_tangent(_dequantize)
 
 
-def is_of_float8(op: str) -> bool:
-    """Whether an op belongs to this module; such ops accept operands of any dtype."""
-    return op in (TANGENT_OF, DEQUANTIZE) or op.startswith(_RECEIVED)
-
-
-_RECEIVED = "cotangent_in_"
-
-
 def _dequantized(operand: QuantizedOperand) -> Array:
     """Returns the numbers of an operand, with the tangent of the operand."""
     return _dequantize.bind(*operand.quantized, operand.tangent)
@@ -148,7 +140,7 @@ def _plain_dot(
 @functools.cache
 def _received_in(dtype: Dtype) -> Callable[[Array], Array]:
     """Returns the identity, whose transpose quantizes to a float8 dtype."""
-    received = primitives.primitive(f"{_RECEIVED}{dtype.name}", lambda array: array)
+    received = primitives.primitive(f"cotangent_in_{dtype.name}", lambda array: array)
     primitives.set_transpose(
         received, lambda cotangent: _dequantized(quantize_operand(cotangent, dtype))
     )
