@@ -24,7 +24,8 @@ from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import as_full, as_low, full_precision
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.insight.explain.explanation import Explanation, explain
-from jmp_lite.insight.explain.rows import Row, short
+from jmp_lite.insight.explain.rows import Row
+from jmp_lite.insight.places import short
 from jmp_lite.ops import HIGHER_ORDER
 
 # What the interpreter binds of its own: casts, and what spreads an operand before one.

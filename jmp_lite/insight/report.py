@@ -13,7 +13,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
-from jmp_lite.insight.explain.tables import text_table
 from jmp_lite.insight.statistics import (
     Ends,
     Numbers,
@@ -26,6 +25,7 @@ from jmp_lite.insight.statistics import (
     sizes_of,
     stacked,
 )
+from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs.sharding import gathered
 
 

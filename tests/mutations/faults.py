@@ -1127,7 +1127,7 @@ FAULTS = (
         "test_autocasting_compare.py::test_a_result_that_is_nan_in_float32_has_no_error_of_zero",
     ),
     Fault(
-        "insight/explain/rows.py",
+        "insight/places.py",
         "{_cell(file) or file.rpartition('/')[-1]}",
         "{file.rpartition('/')[-1]}",
         "a cell of a notebook is named by its hash",

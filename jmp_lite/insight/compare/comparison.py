@@ -16,15 +16,15 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparer import Comparer, Op, Sums
 from jmp_lite.insight.compare.twins import Error, StagedCasts, Twin, error
-from jmp_lite.insight.explain.backward import (
+from jmp_lite.insight.gradients import (
     check_backward,
     cotangents_of,
     losses_of,
     with_gradients,
 )
-from jmp_lite.insight.explain.rows import short
-from jmp_lite.insight.explain.tables import text_table
+from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched
+from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.trace import argument_names, trace_function
 from jmp_lite.jaxprs.types import Array, Jaxpr, PyTree

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.explain.provenance import Dequantized
@@ -19,15 +18,19 @@ from jmp_lite.insight.explain.rows import (
     equations,
     precision_as_traced,
 )
+from jmp_lite.insight.gradients import (
+    check_backward,
+    differentiated,
+    is_float,
+    losses_of,
+)
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
 from jmp_lite.jaxprs.types import (
     Array,
-    Aval,
     Dtype,
     Eqn,
-    Function,
     Jaxpr,
     PyTree,
 )
@@ -64,20 +67,13 @@ def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
     """
     parts = structure.parts(program)
     avals = [var.aval for var in parts.invars]
-    floats = [i for i, aval in enumerate(avals) if _is_float(aval)]
+    floats = [i for i, aval in enumerate(avals) if is_float(aval)]
     losses = losses_of([var.aval for var in parts.outvars], treedef)
     check_backward(floats, losses)
 
     def forward(*arrays: Array) -> PyTree:
-        def of_floats(*given: Array) -> PyTree:
-            merged = list(arrays)
-            for i, array in zip(floats, given, strict=True):
-                merged[i] = array
-            results = structure.evaluate(program, merged)
-            return [results[i] for i in losses], results
-
-        given = (arrays[i] for i in floats)
-        out, back, results = jax.vjp(of_floats, *given, has_aux=True)
+        run = lambda *arrays: structure.evaluate(program, arrays)
+        out, back, results = differentiated(run, arrays, floats, losses)
         return results, (back, out)
 
     traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(*avals)
@@ -94,55 +90,6 @@ def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
         if use is not _Use.TANGENT and not structure.is_literal(var)
     } - there
     return Backward(program, traced, backward, sum(map(bytes_of, residuals)))
-
-
-def with_gradients(
-    fun: Function,
-    arrays: Sequence[Array],
-    floats: Sequence[int],
-    losses: Sequence[int],
-    cotangents: Sequence[Array],
-) -> list[Array]:
-    """Returns the results of a function of arrays, followed by its gradients.
-
-    Args:
-      fun: the function; it returns a list of arrays.
-      arrays: its arguments.
-      floats: the arguments to differentiate.
-      losses: the results to differentiate.
-      cotangents: the cotangents of these results.
-    """
-
-    def of_floats(*given: Array) -> PyTree:
-        merged = list(arrays)
-        for i, array in zip(floats, given, strict=True):
-            merged[i] = array
-        results = fun(*merged)
-        return [results[i] for i in losses], results
-
-    _, back, results = jax.vjp(of_floats, *(arrays[i] for i in floats), has_aux=True)
-    return [*results, *back(list(cotangents))]
-
-
-def check_backward(floats: Sequence[int], losses: Sequence[int]) -> None:
-    """Raises a ValueError for a program without a gradient."""
-    for found, what in ((floats, "argument"), (losses, "result")):
-        if not found:
-            raise ValueError(
-                "There is no backward pass: the function has no floating-point "
-                f"{what}. Leave backward out."
-            )
-
-
-def cotangents_of(losses: Sequence[Aval]) -> list[Array]:
-    """Returns what gradients are taken of: the loss, or a mixture of all results."""
-    if len(losses) == 1 and not losses[0].shape:
-        return [jax.numpy.ones((), losses[0].dtype)]
-    generator = np.random.default_rng(0)
-    return [
-        jax.numpy.asarray(generator.standard_normal(x.shape)).astype(x.dtype)
-        for x in losses
-    ]
 
 
 class _Use(enum.IntEnum):
@@ -175,24 +122,6 @@ class _Uses(BackwardAnalysis[_Use]):
         if params.op_of(eqn) in (TANGENT_OF, DEQUANTIZE):
             uses[-1] = _Use.TANGENT
         return uses
-
-
-def losses_of(avals: Sequence[Aval], treedef: PyTree) -> list[int]:
-    """Returns the results that are differentiated.
-
-    A scalar result that is alone, or first in a tuple, is the loss. Otherwise all
-    floating-point results are differentiated.
-    """
-    first: PyTree = jax.tree.unflatten(treedef, range(len(avals)))
-    while isinstance(first, tuple) and first:
-        first = first[0]
-    if isinstance(first, int) and _is_float(avals[first]) and not avals[first].shape:
-        return [first]
-    return [i for i, aval in enumerate(avals) if _is_float(aval)]
-
-
-def _is_float(aval: Aval) -> bool:
-    return jax.numpy.issubdtype(aval.dtype, np.inexact)
 
 
 def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:

@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from jmp_lite.insight.explain.rows import Row, short
-from jmp_lite.insight.explain.tables import count, text_table
+from jmp_lite.insight.explain.rows import Row
+from jmp_lite.insight.places import short
+from jmp_lite.insight.tables import count, text_table
 
 
 class Difference:

@@ -37,7 +37,7 @@ from jmp_lite.insight.explain.rows import (
     seen_in,
     totals_of,
 )
-from jmp_lite.insight.explain.tables import count, html_table, text_table
+from jmp_lite.insight.tables import count, html_table, text_table
 from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import argument_names, arrays_in, trace_function

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from jmp_lite.insight.explain.rows import Row, runs_in, short
+from jmp_lite.insight.explain.rows import Row, runs_in
+from jmp_lite.insight.places import short
 
 _HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
 

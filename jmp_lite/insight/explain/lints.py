@@ -27,15 +27,9 @@ from jmp_lite.insight.explain.provenance import (
     ProductReaders,
 )
 from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
-from jmp_lite.insight.explain.rows import (
-    Seen,
-    counted,
-    equations,
-    is_decided_inside,
-    short,
-)
-from jmp_lite.insight.explain.tables import count
-from jmp_lite.insight.places import Place
+from jmp_lite.insight.explain.rows import Seen, counted, equations, is_decided_inside
+from jmp_lite.insight.places import Place, short
+from jmp_lite.insight.tables import count
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import equations as every_equation
 from jmp_lite.jaxprs.params import PRODUCTS

@@ -4,8 +4,6 @@ A row shows one equation without judging it.
 """
 
 import dataclasses
-import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -33,7 +31,7 @@ from jmp_lite.insight.explain.reasons import (
     origin_in_words,
     reason_in_words,
 )
-from jmp_lite.insight.places import Place
+from jmp_lite.insight.places import Place, short
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr, Var
@@ -276,27 +274,6 @@ def bytes_of(var: Var, low: Dtype | None = None) -> int:
     )
     size = cost.known_size(getattr(var.aval, "shape", ()))
     return size * getattr(dtype, "itemsize", 0)
-
-
-def short(source: str) -> str:
-    """Returns the file and the line of a source, such as ``"model.py:12"``.
-
-    In a notebook it is the number of the cell and the line, such as ``"In[3]:12"``.
-    """
-    file, colon, line = source.rpartition(" ")[0].rpartition(":")
-    return f"{_cell(file) or file.rpartition('/')[-1]}{colon}{line}"
-
-
-def _cell(file: str) -> str:
-    """Returns the name of the notebook cell that a file holds; else nothing."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    cell_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
-    label_and_name = cell_of and cell_of(file)
-    if label_and_name:
-        return label_and_name[1]
-    # IPython before version 8 has no such function, but numbers the files.
-    numbered = re.search(r"ipython-input-(\d+)-", file)
-    return f"In[{numbered[1]}]" if numbered else ""
 
 
 def equations(jaxpr: Jaxpr, place: Place) -> Iterator[tuple[Eqn, Place]]:

@@ -15,13 +15,13 @@ import numpy as np
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparison import Compared, Comparison
-from jmp_lite.insight.explain.backward import (
+from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explain.rows import Row
+from jmp_lite.insight.gradients import (
     cotangents_of,
     losses_of,
     with_gradients,
 )
-from jmp_lite.insight.explain.explanation import explain
-from jmp_lite.insight.explain.rows import Row
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.trace import argument_names, trace_function

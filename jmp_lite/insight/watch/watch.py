@@ -10,8 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.mutables import returning_changes, write_changes
-from jmp_lite.insight.explain.rows import short
-from jmp_lite.insight.explain.tables import text_table
+from jmp_lite.insight.places import short
 from jmp_lite.insight.report import dtype_that_overflows
 from jmp_lite.insight.statistics import (
     Numbers,
@@ -21,6 +20,7 @@ from jmp_lite.insight.statistics import (
     numbers,
     on_host,
 )
+from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.watch.watcher import Op, Seen, Watcher
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import check_function, trace_function
