@@ -20,17 +20,60 @@ from programs import (
     X,
 )
 
+from jmp_lite.autocasting.decide.decisions import (
+    Decision,
+    DecisionRecord,
+    Reason,
+    Run,
+)
+from jmp_lite.autocasting.decide.facts import State
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import as_full, as_low, full_precision
+from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
+from jmp_lite.formats import FORMATS, Product
 from jmp_lite.insight.explain.explanation import Explanation, explain
+from jmp_lite.insight.explain.reasons import code_of, reason_in_words
 from jmp_lite.insight.explain.rows import Row
 from jmp_lite.insight.places import short
-from jmp_lite.ops import HIGHER_ORDER
+from jmp_lite.ops import HIGHER_ORDER, Precision
 
 # What the interpreter binds of its own: casts, and what spreads an operand before one.
 ITS_OWN = {"convert_element_type", "broadcast_in_dim", "clamp"}
 RULES = ["mixed", "O1", "O2", "O3", "torch"]
+
+
+DOT = jax.make_jaxpr(jnp.dot)(X, W).jaxpr.eqns[0]
+RULE = RuleMatch(Precision.LOW, RuleSource.SCOPE, "mlp")
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_each_reason_has_words_and_a_code(reason):
+    small = FORMATS["float8"].judge(
+        Product(DOT, jnp.bfloat16, (True, True)), False, True
+    )
+    decision = Decision(
+        *(Run.LOW, State.LOW, reason),
+        match=RULE,
+        within="while",
+        requested=FORMATS["float8"],
+        verdict=small,
+    )
+    record = DecisionRecord(DOT, decision)
+    words, code = reason_in_words(record), code_of(record)
+    assert words.strip() == words != ""
+    assert reason.name not in words
+    assert code == code.lower() != ""
+
+
+def test_no_two_reasons_have_the_same_words():
+    special = {Reason.RULE, Reason.FORMAT, Reason.INSIDE}
+    words = [
+        reason_in_words(DecisionRecord(DOT, Decision(Run.LOW, State.LOW, reason)))
+        for reason in Reason
+        if reason not in special
+    ]
+    assert len(words) == len(set(words))
 
 
 def told(rows):
