@@ -5,7 +5,7 @@ Each function draws a report on the host, and returns the figure.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,17 +103,7 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
             title="all digits from", fontsize="small", loc="lower left", ncols=2
         ).set_bbox_to_anchor((0, 1))
 
-    for i, (name, info) in enumerate(named.items()):
-        scale = _scale(max(largest.values()), name) if name in scaled else 1.0
-        smallest, normal, end = (
-            math.log2(scale * float(end))
-            for end in (info.smallest_subnormal, info.tiny, info.max)
-        )
-        lower.plot((smallest, normal), (i, i), color="black", lw=2)
-        lower.plot((normal, end), (i, i), color="black", lw=8, solid_capstyle="butt")
-    labels = [f"{name}, scaled" if name in scaled else name for name in named]
-    lower.set_yticks(range(n_dtypes), labels)
-    lower.set(ylim=(n_dtypes - 0.5, -0.5), xlabel="log2 of the size")
+    _draw_ranges(lower, named, max(largest.values()))
     lower.set_xlim(edges[0] - _MARGIN, edges[-1] + _MARGIN)
     for axes in (upper, lower):
         axes.grid(axis="x", alpha=0.3)
@@ -121,6 +111,29 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
 
 
 _STYLES = ("-", ":", "--", "-.")
+
+
+def _draw_ranges(axes: Any, dtypes: Mapping[str, Any], largest: float) -> None:
+    """Draws a bar for the range of each dtype; that of 8 bits has a scale.
+
+    Args:
+      axes: the axes to draw on.
+      dtypes: what ``jax.numpy.finfo`` returns for each dtype.
+      largest: the largest number that the scale of an 8-bit dtype has to reach.
+    """
+    labels: list[str] = []
+    for i, (name, info) in enumerate(dtypes.items()):
+        is_scaled = info.bits == 8
+        scale = _scale(largest, name) if is_scaled else 1.0
+        smallest, normal, end = (
+            math.log2(scale * float(end))
+            for end in (info.smallest_subnormal, info.tiny, info.max)
+        )
+        axes.plot((smallest, normal), (i, i), color="black", lw=2)
+        axes.plot((normal, end), (i, i), color="black", lw=8, solid_capstyle="butt")
+        labels.append(f"{name}, scaled" if is_scaled else name)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel="log2 of the size")
 
 
 def _scale(largest: float, dtype: str) -> float:
