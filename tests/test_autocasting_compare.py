@@ -22,7 +22,7 @@ def lanes(fun, *args, rules="mixed"):
     rules = jmp.get_rules(rules) if isinstance(rules, str) else rules
     run = Interpreter(rules, StagedCasts).run_function
     traced = jax.make_jaxpr(lambda *xs: run(as_traced, xs))(*arrays)
-    results = Comparer(2**16).run(traced, list(map(Twin, arrays)))
+    results = Comparer(2**16).run_program(traced, list(map(Twin, arrays)))
     each = [twin.low for twin in results], [twin.full for twin in results]
     return [jax.tree.unflatten(structure, lane) for lane in each]
 
