@@ -54,6 +54,8 @@ def asks_for_low_by_every_op(rules, op, path):
     return is_named or Precision.FULL not in map(rules.precision_of, LOWERABLE)
 
 
+ALL_FOLLOW = Rules(compute_dtype="float16").follow(*LOWERABLE)
+
 ALMOST = {
     **PRESETS,
     "only products": get_rules("O0").low("dot_general"),
@@ -63,10 +65,12 @@ ALMOST = {
     "all but one kept": Rules(default=Precision.LOW).keep(*LOWERABLE[1:]),
     "all kept": Rules(default=Precision.LOW).keep(*LOWERABLE),
     "all kept, one full": Rules(default=Precision.LOW).keep(*LOWERABLE).full("exp"),
-    "all followed, one full": presets.ALL_FOLLOW.full("tanh"),
-    "all followed, a solver full": presets.ALL_FOLLOW.full("cholesky"),
+    "all followed, one full": ALL_FOLLOW.full("tanh"),
+        '{"Exp": {"precision_reduce": {"flag": "false"}}}'
+    ),
+    "all followed, a solver full": ALL_FOLLOW.full("cholesky"),
     "all followed, by default full": dataclasses.replace(
-        presets.ALL_FOLLOW, default=Precision.FULL
+        ALL_FOLLOW, default=Precision.FULL
     ),
     "all but one followed": Rules(default=Precision.FULL).follow(*LOWERABLE[1:]),
     "low everywhere": get_rules("O3").low("exp"),
