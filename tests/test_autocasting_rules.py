@@ -12,7 +12,6 @@ import pytest
 from programs import W, X
 
 from jmp_lite import ops
-from jmp_lite.autocasting.rules import presets
 from jmp_lite.autocasting.rules.match import parse_precision
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.autocasting.rules.rules import Rules, asks_for_low
@@ -66,8 +65,6 @@ ALMOST = {
     "all kept": Rules(default=Precision.LOW).keep(*LOWERABLE),
     "all kept, one full": Rules(default=Precision.LOW).keep(*LOWERABLE).full("exp"),
     "all followed, one full": ALL_FOLLOW.full("tanh"),
-        '{"Exp": {"precision_reduce": {"flag": "false"}}}'
-    ),
     "all followed, a solver full": ALL_FOLLOW.full("cholesky"),
     "all followed, by default full": dataclasses.replace(
         ALL_FOLLOW, default=Precision.FULL
