@@ -159,6 +159,27 @@ class Forward(_Analysis[Fact]):
             carries = joined
 
 
+class ForwardAnywhere(Forward[Fact]):
+    """Follows facts where no path matters.
+
+    A jaxpr that is called many times is followed once for equal inputs. The effect of
+    an equation on facts may depend on nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[Jaxpr, list[Fact]]] = {}
+
+    def outputs(
+        self, jaxpr: Jaxpr, inputs: Sequence[Fact], path: str = ""
+    ) -> list[Fact]:
+        """Returns the facts of the outputs of a jaxpr; see ``Forward``."""
+        key = (id(jaxpr), tuple(inputs))
+        if key not in self._known:
+            # The jaxpr is stored with the result, so that its id is not reused.
+            self._known[key] = jaxpr, super().outputs(jaxpr, inputs, path)
+        return self._known[key][1]
+
+
 class Backward(_Analysis[Fact]):
     """Follows facts from the outputs of a jaxpr to its inputs."""
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.jaxprs import params, structure
-from jmp_lite.jaxprs.dataflow import Forward
+from jmp_lite.jaxprs.dataflow import ForwardAnywhere
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import (
@@ -39,7 +39,7 @@ class From(NamedTuple):
     moved: int | None = None
 
 
-class Addends(Forward[From]):
+class Addends(ForwardAnywhere[From]):
     """Follows arguments to the sums in which they are addends.
 
     Attributes:
@@ -48,6 +48,7 @@ class Addends(Forward[From]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.added: dict[int, set[int]] = {}
 
     def nothing(self) -> From:
@@ -80,7 +81,7 @@ class Addends(Forward[From]):
 _MOVING_ONCE = MOVING - ADDED_UP
 
 
-class Dequantized(Forward[Dtype | None]):
+class Dequantized(ForwardAnywhere[Dtype | None]):
     """Finds the products whose operands are both dequantized.
 
     A fact is the dtype that a value was quantized to; None for other values.
@@ -91,6 +92,7 @@ class Dequantized(Forward[Dtype | None]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.formats: dict[int, Dtype] = {}
 
     def nothing(self) -> Dtype | None:
@@ -136,7 +138,7 @@ class Made(NamedTuple):
     is_integer: bool = False
 
 
-class ProductReaders(Forward[Made]):
+class ProductReaders(ForwardAnywhere[Made]):
     """Follows matrix products to readers that need more than 16 bits.
 
     Attributes:
@@ -146,6 +148,7 @@ class ProductReaders(Forward[Made]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.phases: set[int] = set()
         self.cancelling: set[int] = set()
         self.lookups: set[int] = set()
@@ -217,7 +220,7 @@ class ProductReaders(Forward[Made]):
 _KEEPING_TERMS = KEEPING_DIGITS | BOUNDING
 
 
-class Differences(Forward[frozenset[int]]):
+class Differences(ForwardAnywhere[frozenset[int]]):
     """Follows differences to ops that amplify their rounding error.
 
     A fact is the differences that a value is made of, by id of the equation.
@@ -227,6 +230,7 @@ class Differences(Forward[frozenset[int]]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.amplified: set[int] = set()
 
     def nothing(self) -> frozenset[int]:
