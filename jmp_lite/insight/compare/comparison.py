@@ -16,16 +16,11 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparer import Comparer, Op, Sums
 from jmp_lite.insight.compare.twins import Error, StagedCasts, Twin, error
-from jmp_lite.insight.gradients import (
-    check_backward,
-    cotangents_of,
-    losses_of,
-    with_gradients,
-)
+from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched
 from jmp_lite.insight.tables import text_table
-from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs import sharding
 from jmp_lite.jaxprs.trace import argument_names, trace_function
 from jmp_lite.jaxprs.types import Array, Jaxpr, PyTree
 
@@ -242,13 +237,13 @@ class Compared(NamedTuple):
         walk = Interpreter(rules, StagedCasts)
         run = functools.partial(walk.run_function, self.traced)
         program = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
-        n_results = len(structure.parts(program).outvars)
-        tree = jax.tree.unflatten(self.treedef, range(n_results))
-        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        names = [f"result{jax.tree_util.keystr(path)}" for path in paths]
+        gradient = Differentiable(program, self.treedef)
+        names = gradient.names_of_results()
         if self.backward:
-            program, floats = _with_gradients(program, self.treedef)
-            names += [f"gradient of {self.given[i]}" for i in floats]
+            gradient.check()
+            names += gradient.names_of_gradients(self.given)
+            both = gradient.with_gradients(gradient.run)
+            program = jax.make_jaxpr(both)(*gradient.avals)
         comparer = Comparer(self.elements)
         results = comparer.run_program(program, list(map(Twin, arrays)))
         errors = [_error_of_result(twin) for twin in results]
@@ -269,22 +264,6 @@ def _error_of_result(twin: Twin) -> Error:
 
 def _columns(errors: Sequence[Error]) -> Sequence[Any]:
     return list(zip(*errors, strict=True)) if errors else [(), ()]
-
-
-def _with_gradients(traced: Jaxpr, treedef: PyTree) -> tuple[Jaxpr, Sequence[int]]:
-    """Returns a jaxpr with gradients, and the indices of their arguments."""
-    parts = structure.parts(traced)
-    avals = [var.aval for var in parts.invars]
-    floats = [i for i, var in enumerate(parts.invars) if structure.is_float(var)]
-    losses = losses_of([var.aval for var in parts.outvars], treedef)
-    check_backward(floats, losses)
-    cotangents = cotangents_of([parts.outvars[i].aval for i in losses])
-
-    def run(*arrays: Array) -> list[Array]:
-        evaluated = lambda *given: structure.evaluate(traced, given)
-        return with_gradients(evaluated, arrays, floats, losses, cotangents)
-
-    return jax.make_jaxpr(run)(*avals), floats
 
 
 def _joined(column: Any) -> np.ndarray:

@@ -18,12 +18,7 @@ from jmp_lite.insight.explain.rows import (
     equations,
     precision_as_traced,
 )
-from jmp_lite.insight.gradients import (
-    check_backward,
-    differentiated,
-    is_float,
-    losses_of,
-)
+from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
@@ -65,18 +60,16 @@ def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
     Raises:
       ValueError: the program has no floating-point input or no floating-point result.
     """
-    parts = structure.parts(program)
-    avals = [var.aval for var in parts.invars]
-    floats = [i for i, aval in enumerate(avals) if is_float(aval)]
-    losses = losses_of([var.aval for var in parts.outvars], treedef)
-    check_backward(floats, losses)
+    gradient = Differentiable(program, treedef)
+    gradient.check()
 
     def forward(*arrays: Array) -> PyTree:
-        run = lambda *arrays: structure.evaluate(program, arrays)
-        out, back, results = differentiated(run, arrays, floats, losses)
+        out, back, results = gradient.differentiated(gradient.run, arrays)
         return results, (back, out)
 
-    traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(*avals)
+    traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(
+        *gradient.avals
+    )
     of_forward = structure.parts(traced)
     there = {*of_forward.invars, *of_forward.constvars}
     n_kept = len(jax.tree.leaves(kept[0]))

@@ -17,15 +17,11 @@ from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparison import Compared, Comparison
 from jmp_lite.insight.explain.explanation import explain
 from jmp_lite.insight.explain.rows import Row
-from jmp_lite.insight.gradients import (
-    cotangents_of,
-    losses_of,
-    with_gradients,
-)
+from jmp_lite.insight.gradients import Differentiable, floats_in
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.trace import argument_names, trace_function
-from jmp_lite.jaxprs.types import Array, Function, PyTree, Var
+from jmp_lite.jaxprs.types import Array, Function, PyTree
 
 # First with every rounding, even if this compiler could fuse it away; then with this
 # compiler's defaults.
@@ -78,16 +74,15 @@ class Sample:
         self._traced, arrays, self._treedef = trace_function(fun, self.args, {})
         with jax.default_matmul_precision("highest"):
             highest, _, _ = trace_function(fun, self.args, {})
-        parts = structure.parts(self._traced)
-        outs = [atom.aval for atom in parts.outvars]
+        self._gradient = Differentiable(self._traced, self._treedef)
         self._arrays = jax.device_put(list(arrays))
-        self._floats = _floats_in(parts.invars)
-        self._outputs = _floats_in(parts.outvars)
-        fetched([self._arrays[i] for i in self._floats])  # They have to be concrete.
-        self._losses = losses_of(outs, self._treedef)
-        self._cotangents = cotangents_of([outs[i] for i in self._losses])
+        self._outputs = floats_in(structure.parts(self._traced).outvars)
+        floats = self._gradient.floats
+        fetched([self._arrays[i] for i in floats])  # They have to be concrete.
         self._given = argument_names(self.args, {})
-        self._names = self._named(len(outs))
+        results = self._gradient.names_of_results()
+        self._names = [results[i] for i in self._outputs]
+        self._names += self._gradient.names_of_gradients(self._given)
 
         def exactly(*arrays: Array) -> PyTree:
             return structure.evaluate(highest, arrays)
@@ -95,7 +90,7 @@ class Sample:
         self._exact = self._run(exactly, self._arrays)
         self._check_exact()
         nearby = list(self._arrays)
-        for i in self._floats:
+        for i in floats:
             nearby[i] = _in_the_last_bit(nearby[i])
         changed = self._run(exactly, nearby)
         pairs = zip(changed, self._exact, strict=True)
@@ -141,12 +136,11 @@ class Sample:
         options: Mapping[str, Any] = WAYS_TO_COMPILE[0],
     ) -> list[Array]:
         """Returns the floating-point results of a function, and its gradients."""
+        both = self._gradient.with_gradients(fun)
 
         def measured(*arrays: Array) -> PyTree:
-            found = with_gradients(
-                fun, arrays, self._floats, self._losses, self._cotangents
-            )
-            gradients = found[len(found) - len(self._floats) :]
+            found = both(*arrays)
+            gradients = found[len(found) - len(self._gradient.floats) :]
             return [*(found[i] for i in self._outputs), *gradients]
 
         try:
@@ -158,15 +152,6 @@ class Sample:
             )
             raise
         return [_wide(x) for x in jax.device_get(results)]
-
-    def _named(self, n_results: int) -> list[str]:
-        """Returns names for the floating-point results and the gradients."""
-        tree = jax.tree.unflatten(self._treedef, range(n_results))
-        results = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        return [
-            *(f"result{jax.tree_util.keystr(results[i])}" for i in self._outputs),
-            *(f"gradient of {self._given[i]}" for i in self._floats),
-        ]
 
     def _check_exact(self) -> None:
         for name, array in zip(self._names, self._exact, strict=True):
@@ -253,11 +238,6 @@ def _check_arguments(args: PyTree) -> None:
         raise TypeError(
             "Expected arrays, because tune runs the function, got a ShapeDtypeStruct."
         )
-
-
-def _floats_in(atoms: Sequence[Var]) -> list[int]:
-    """Returns the inputs or results of a program that are real or complex floats."""
-    return [i for i, atom in enumerate(atoms) if structure.is_float(atom)]
 
 
 def _in_the_last_bit(array: Array) -> PyTree:
