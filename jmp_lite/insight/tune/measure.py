@@ -5,7 +5,7 @@ itself does not determine are not judged.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,6 @@ import numpy as np
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparison import Compared, Comparison
-from jmp_lite.insight.explain.explanation import explain
-from jmp_lite.insight.explain.rows import Row
 from jmp_lite.insight.gradients import Differentiable, floats_in
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
@@ -162,65 +160,6 @@ class Sample:
                     "first NaN. Apply jax.lax.stop_gradient to parts that are not "
                     "trained, and pass the loss function, not a whole training step."
                 )
-
-
-class Trials:
-    """The errors of rules on a sample, each measured once.
-
-    Args:
-      sample: the function and its arguments.
-      tolerance: the largest tolerated error.
-      progress: a function that receives a line at each new measurement.
-
-    Attributes:
-      sample: the function and its arguments.
-      tolerance: the largest tolerated error.
-    """
-
-    def __init__(
-        self, sample: Sample, tolerance: float, progress: Callable[[str], None]
-    ) -> None:
-        self.sample, self.tolerance = sample, tolerance
-        self._progress = progress
-        self._errors: dict[Rules, Error] = {}
-        self._growth: Mapping[tuple[str, str], float] | None = None
-
-    def error(self, rules: Rules) -> Error:
-        """Returns the error under some rules."""
-        if rules not in self._errors:
-            error = Error(0.0, 0.0, "")
-            for options in WAYS_TO_COMPILE:
-                error = error.joined(self.sample.error(rules, options))
-                if error.largest > self.tolerance:
-                    break
-            self._errors[rules] = error
-            n = len(self._errors)
-            self._progress(f"tune: {n} tried, error {in_words(error)}")
-        return self._errors[rules]
-
-    def is_enough(self, rules: Rules) -> bool:
-        """Whether the error under some rules is tolerated."""
-        return self.error(rules).largest <= self.tolerance
-
-    def growth(self, rules: Rules) -> Mapping[tuple[str, str], float]:
-        """Returns the growth of errors under some rules, by scope and op.
-
-        The scope of a recomputed op is that of its first computation.
-        """
-        if self._growth is None:
-            found: dict[tuple[str, str], float] = {}
-            for row in self.sample.comparison(rules).rows:
-                key = row.scope.replace(_AGAIN, ""), row.op
-                found[key] = max(row.error_out - row.error_in, found.get(key, 0.0))
-            self._growth = found
-        return self._growth
-
-    def rows(self, rules: Rules) -> Sequence[Row]:
-        """Returns how each equation runs under some rules."""
-        return explain(self.sample.fun, rules)(*self.sample.args).rows
-
-
-_AGAIN = "rematted_computation/"
 
 
 def in_words(error: Error) -> str:
