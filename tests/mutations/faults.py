@@ -1721,8 +1721,8 @@ FAULTS = (
     ),
     Fault(
         "insight/explain/provenance.py",
-        "if products and is_apart and is_of_both:",
-        "if products and is_of_both:",
+        "if joint.products and is_apart and is_of_both:",
+        "if joint.products and is_of_both:",
         "a value and its own mean cancel",
         "test_autocasting_lints.py::test_what_is_float32_on_purpose_is_clean_and_so_are_gradients",
     ),

@@ -1,5 +1,6 @@
 """Follows the values of a traced function to their origins, for lints."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -168,22 +169,15 @@ class ProductReaders(Forward[Made]):
         """Returns the parts of the results of an op, and records its products."""
         del path
         op = params.op_of(eqn)
-        products = frozenset[int]().union(*(fact.products for fact in facts))
-        differing = frozenset[int]().union(*(fact.differing for fact in facts))
+        joint = functools.reduce(self.join, facts, Made())
         if op in POSITIONAL:
-            self.phases.update(products)
+            self.phases.update(joint.products)
         if op in PICKING or op in ROOTS:
-            self.cancelling.update(differing)
-        return [self._result(eqn, op, facts, products, differing)] * len(eqn.outvars)
+            self.cancelling.update(joint.differing)
+        return [self._result(eqn, op, facts, joint)] * len(eqn.outvars)
 
-    def _result(
-        self,
-        eqn: Eqn,
-        op: str,
-        facts: Sequence[Made],
-        products: frozenset[int],
-        differing: frozenset[int],
-    ) -> Made:
+    def _result(self, eqn: Eqn, op: str, facts: Sequence[Made], joint: Made) -> Made:
+        """Returns the parts of a result, from those of the operands and of all."""
         if op in PRODUCTS:
             pairs = zip(facts[:2], facts[1::-1], strict=True)
             if any(one.is_one_hot and other.is_integer for one, other in pairs):
@@ -198,19 +192,18 @@ class ProductReaders(Forward[Made]):
             return Made(is_integer=True)
         if op not in _KEEPING_TERMS:
             return Made()
+        differing = joint.differing
         if op in ADDING:
             one, other = facts
             # The difference of a value and its own mean does not cancel.
             is_apart = one.products.isdisjoint(other.products)
             is_of_both = all(fact.is_sum or fact.products for fact in facts)
-            if products and is_apart and is_of_both:
-                differing |= products
-        return Made(
-            products,
-            differing,
-            is_sum=op == "reduce_sum" or any(fact.is_sum for fact in facts),
-            is_one_hot=op in MOVING and any(fact.is_one_hot for fact in facts),
-            is_integer=any(fact.is_integer for fact in facts),
+            if joint.products and is_apart and is_of_both:
+                differing |= joint.products
+        return joint._replace(
+            differing=differing,
+            is_sum=joint.is_sum or op == "reduce_sum",
+            is_one_hot=joint.is_one_hot and op in MOVING,
         )
 
 
