@@ -379,18 +379,14 @@ def headers(dtype: str | None) -> Sequence[str]:
     """Returns the titles of the columns that ``cells`` fills."""
     suffix = f" in {dtype}" if dtype else ""
     suffix += ", scaled" if dtype and is_scaled(dtype) else ""
-    ends = [f"{name}{suffix}" for name in ("overflow", "underflow", "subnormal")]
+    ends = [f"{name}{suffix}" for name in _SHARES]
     return ("nan", "inf", "max |x|", "min |x|", *ends)
 
 
 def cells(row: Any) -> Sequence[str]:
     """Returns the cells of a row as text; zero counts and shares are empty."""
     smallest = "" if math.isinf(row.min_abs) else f"{row.min_abs:.2g}"
+    shares = [getattr(row, name) for name in _SHARES]
     sizes = (f"{row.max_abs:.2g}", smallest)
-    return (
-        *(f"{row.nan or ''}", f"{row.inf or ''}", *sizes),
-        *(
-            f"{s:.1%}" if s else ""
-            for s in (row.overflow, row.underflow, row.subnormal)
-        ),
-    )
+    ends = [f"{share:.1%}" if share else "" for share in shares]
+    return (f"{row.nan or ''}", f"{row.inf or ''}", *sizes, *ends)

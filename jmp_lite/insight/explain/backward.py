@@ -160,7 +160,7 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
 def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
     made: dict[int, Row] = {}
     products = Dequantized()
-    products.outputs(jaxpr, [None] * len(structure.parts(jaxpr).invars))
+    products.follow(jaxpr)
     for eqn, place in equations(jaxpr, Place()):
         if params.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
             continue

@@ -23,7 +23,6 @@ from jmp_lite.insight.explain.provenance import (
     Addends,
     Differences,
     From,
-    Made,
     ProductReaders,
 )
 from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
@@ -212,20 +211,12 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
             continue
         if _differentiates(record.eqn):  # It trains its carries.
             continue
-        if record.decision.reason is Reason.CARRY_RESULT:
-            yield _at(
-                seen,
-                "float32 carry",
-                f"float32 {seen.row.reason}",
-                'Use rules.carry(scope, "follow") if layers pass it on',
-            )
-        elif record.origin is not None:
-            yield _at(
-                seen,
-                "float32 carry",
-                f"float32 {seen.row.reason}",
-                "Apply jmp_lite.as_low to the named value if 16 bits suffice",
-            )
+        remedy = "Apply jmp_lite.as_low to the named value if 16 bits suffice"
+        is_result = record.decision.reason is Reason.CARRY_RESULT
+        if is_result:
+            remedy = 'Use rules.carry(scope, "follow") if layers pass it on'
+        if is_result or record.origin is not None:
+            yield _at(seen, "float32 carry", f"float32 {seen.row.reason}", remedy)
 
 
 def _differentiates(loop: Eqn) -> bool:
@@ -303,42 +294,40 @@ def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
 def _lost_digits(looked: Looked) -> Iterator[Lint]:
     """The reader of a 16-bit product needs more of its digits."""
     readers = ProductReaders()
-    inputs = structure.parts(looked.traced).invars
-    readers.outputs(looked.traced, [Made()] * len(inputs))
+    readers.follow(looked.traced)
     for seen in looked.seen:
-        name = id(seen.record.eqn)
-        if seen.record.decision.run is not Run.LOW:
-            continue
-        if name in readers.phases:
-            yield _at(
-                seen,
-                "low phase",
-                "sin or cos reads the result of a 16-bit product",
-                "Compute it under jmp_lite.full_precision if its angles are large",
-            )
-        if name in readers.cancelling:
-            yield _at(
-                seen,
-                "cancellation",
-                "a 16-bit product is a term of a difference that a root or a pick "
-                "(argmax, top_k) reads",
-                "Compute it under jmp_lite.full_precision, or sum squared differences",
-            )
-        if name in readers.lookups:
-            yield _at(
-                seen,
-                "low lookup",
-                "a 16-bit product with one-hot rows looks up integers and rounds those "
-                "above 256",
-                "Use an index instead of the product, or jmp_lite.full_precision",
-            )
+        if seen.record.decision.run is Run.LOW:
+            for name, message, remedy in _LOST_DIGITS:
+                if id(seen.record.eqn) in readers.found[name]:
+                    yield _at(seen, name, message, remedy)
+
+
+_LOST_DIGITS = (
+    (
+        "low phase",
+        "sin or cos reads the result of a 16-bit product",
+        "Compute it under jmp_lite.full_precision if its angles are large",
+    ),
+    (
+        "cancellation",
+        "a 16-bit product is a term of a difference that a root or a pick (argmax, "
+        "top_k) reads",
+        "Compute it under jmp_lite.full_precision, or sum squared differences",
+    ),
+    (
+        "low lookup",
+        "a 16-bit product with one-hot rows looks up integers and rounds those above "
+        "256",
+        "Use an index instead of the product, or jmp_lite.full_precision",
+    ),
+)
+"""The name of each lint, its message and its remedy."""
 
 
 def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
     """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
     differences = Differences()
-    inputs = structure.parts(looked.traced).invars
-    differences.outputs(looked.traced, [frozenset()] * len(inputs))
+    differences.follow(looked.traced)
     for seen in looked.seen:
         is_low = seen.record.decision.state is State.LOW
         if is_low and id(seen.record.eqn) in differences.amplified:
@@ -383,23 +372,14 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
         is_inside = id(eqn) in known
         known.update(map(id, inside))
         needs_digits = is_inside or seen.row.op in HOLDING_SOLVERS
-        if n_products and not raises and not needs_digits:
+        runs = f"{seen.row.op} runs as traced"
+        if raises:
+            message = f"{runs}, so 16-bit operands are cast to float32 for it"
+            yield _at(seen, "opaque op", message, remedy)
+        elif n_products and not needs_digits:
             many = f"{n_products} float32 matrix products"
             products = many if n_products > 1 else "a float32 matrix product"
-            yield _at(
-                seen,
-                "kept product",
-                f"{seen.row.op} runs as traced, with {products} inside",
-                remedy,
-            )
-        if raises:
-            yield _at(
-                seen,
-                "opaque op",
-                f"{seen.row.op} runs as traced, so 16-bit operands are cast to float32 "
-                "for it",
-                remedy,
-            )
+            yield _at(seen, "kept product", f"{runs}, with {products} inside", remedy)
 
 
 def _is_kernel(op: str) -> bool:
@@ -443,14 +423,10 @@ def _misfit(number: Number, dtype: Dtype) -> tuple[str, str]:
         least = float(jnp.finfo(dtype).smallest_normal)
         return f"is 0 in {dtype.name}", f"Use {least:.1e} or more if it is an epsilon"
     if low == 1:
-        return (
-            f"is 1 in {dtype.name}",
-            "Apply jmp_lite.as_low to the result if 1 suffices",
-        )
-    return (
-        f"does not fit {dtype.name}",
-        "For a mask use jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)",
-    )
+        remedy = "Apply jmp_lite.as_low to the result if 1 suffices"
+        return f"is 1 in {dtype.name}", remedy
+    remedy = "For a mask use jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)"
+    return f"does not fit {dtype.name}", remedy
 
 
 def _low_result(looked: Looked) -> Iterator[Lint]:
@@ -481,11 +457,10 @@ def _no_loss_scale(looked: Looked) -> Iterator[Lint]:
 
 def _low_norm(looked: Looked) -> Iterator[Lint]:
     """A norm that adds up in 16 bits."""
-    pattern = NORM_LAYERS[0]
     for seen in looked.seen:
         is_sum = seen.row.op in ("reduce_sum", "rsqrt")
         is_low = seen.record.decision.run is Run.LOW
-        if is_sum and is_low and re.search(pattern, seen.row.scope):
+        if is_sum and is_low and re.search(NORM_LAYERS[0], seen.row.scope):
             yield _at(
                 seen,
                 "low norm",

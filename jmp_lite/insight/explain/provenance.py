@@ -1,16 +1,17 @@
 """Follows the values of a traced function to their origins, for lints."""
 
 import functools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.jaxprs import params, structure
-from jmp_lite.jaxprs.dataflow import Forward
+from jmp_lite.jaxprs.dataflow import Fact, Forward
 from jmp_lite.jaxprs.params import PRODUCTS
-from jmp_lite.jaxprs.types import Dtype, Eqn
+from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
 from jmp_lite.ops import (
     ADDED_UP,
     ADDING,
@@ -26,6 +27,14 @@ from jmp_lite.ops import (
     SUMMING,
 )
 from jmp_lite.quantized_products import DEQUANTIZE
+
+
+class Following(Forward[Fact]):
+    """Follows values from the inputs of a program, of which nothing is known."""
+
+    def follow(self, jaxpr: Jaxpr) -> None:
+        """Goes through a whole program."""
+        self.outputs(jaxpr, [self.nothing()] * len(structure.parts(jaxpr).invars))
 
 
 class From(NamedTuple):
@@ -81,7 +90,7 @@ class Addends(Forward[From]):
 _MOVING_ONCE = MOVING - ADDED_UP
 
 
-class Dequantized(Forward[Dtype | None]):
+class Dequantized(Following[Dtype | None]):
     """Finds the products whose operands are both dequantized.
 
     A fact is the dtype that a value was quantized to; None for other values.
@@ -137,19 +146,18 @@ class Made(NamedTuple):
     is_integer: bool = False
 
 
-class ProductReaders(Forward[Made]):
+class ProductReaders(Following[Made]):
     """Follows matrix products to readers that need more than 16 bits.
 
     Attributes:
-      phases: the products that a sin or cos reads, by id of the equation.
-      cancelling: the products in a difference that a square root or a pick reads.
-      lookups: the products of one-hot rows with integers.
+      found: the products, by id of the equation, by the name of a lint:
+        ``"low phase"`` for those that a sin or cos reads, ``"cancellation"`` for those
+        in a difference that a square root or a pick reads, and ``"low lookup"`` for
+        products of one-hot rows with integers.
     """
 
     def __init__(self) -> None:
-        self.phases: set[int] = set()
-        self.cancelling: set[int] = set()
-        self.lookups: set[int] = set()
+        self.found: Mapping[str, set[int]] = defaultdict(set)
 
     def nothing(self) -> Made:
         """A number or an argument contains no product."""
@@ -171,9 +179,9 @@ class ProductReaders(Forward[Made]):
         op = params.op_of(eqn)
         joint = functools.reduce(self.join, facts, Made())
         if op in POSITIONAL:
-            self.phases.update(joint.products)
+            self.found["low phase"].update(joint.products)
         if op in PICKING or op in ROOTS:
-            self.cancelling.update(joint.differing)
+            self.found["cancellation"].update(joint.differing)
         return [self._result(eqn, op, facts, joint)] * len(eqn.outvars)
 
     def _result(self, eqn: Eqn, op: str, facts: Sequence[Made], joint: Made) -> Made:
@@ -181,7 +189,7 @@ class ProductReaders(Forward[Made]):
         if op in PRODUCTS:
             pairs = zip(facts[:2], facts[1::-1], strict=True)
             if any(one.is_one_hot and other.is_integer for one, other in pairs):
-                self.lookups.add(id(eqn))
+                self.found["low lookup"].add(id(eqn))
             return Made(products=frozenset([id(eqn)]))
         if op == "convert_element_type" and structure.is_float32(eqn.outvars[0]):
             is_bool = structure.dtype_of(eqn.invars[0]) == np.bool_
@@ -210,7 +218,7 @@ class ProductReaders(Forward[Made]):
 _KEEPING_TERMS = KEEPING_DIGITS | BOUNDING
 
 
-class Differences(Forward[frozenset[int]]):
+class Differences(Following[frozenset[int]]):
     """Follows differences to ops that amplify their rounding error.
 
     A fact is the differences that a value is made of, by id of the equation.

@@ -7,7 +7,7 @@ no number is read twice.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,49 +48,24 @@ class Op(NamedTuple):
     number: int
 
 
-class Counter:
-    """Counts the numbers of arrays: all arrays added since the last count together.
-
-    Args:
-      dtype: the dtype that shares are given for.
-    """
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._added: list[Counted] = []
-
-    def add(self, array: Any) -> "Counted":
-        """Adds an array; its counts are computed when they are read."""
-        counted = Counted(array, self)
-        self._added.append(counted)
-        return counted
-
-    def count(self) -> None:
-        """Counts the arrays that have been added."""
-        each = counted_together([x.array for x in self._added], self._dtype)
-        for one, counts in zip(self._added, each, strict=True):
-            one.known = counts
-        self._added.clear()
-
-
 class Counted:
-    """The numbers of an array.
+    """The numbers of an array, which are counted when they are read.
 
     Args:
       array: the array.
-      counter: the counter that it was added to.
+      count: counts this array, together with others.
     """
 
-    def __init__(self, array: Any, counter: Counter) -> None:
+    def __init__(self, array: Any, count: Callable[[], None]) -> None:
         self.array = array
         self.known: dict[str, Any] | None = None
-        self._counter = counter
+        self._count = count
 
     @property
     def counts(self) -> dict[str, Any]:
         """The counts."""
         if self.known is None:
-            self._counter.count()
+            self._count()
         assert self.known is not None
         return self.known
 
@@ -176,7 +151,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
     ) -> None:
         super().__init__()
         self._dtype, self._elements = dtype, elements
-        self._counter = Counter(dtype)
+        self._uncounted: list[Counted] = []
         self._numbers = itertools.count() if numbers is None else numbers
         self._notes: list[Note] = []
 
@@ -222,10 +197,11 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
     ) -> list[Seen]:
         """Counts the numbers of results, and returns the results with their flags."""
         each = [
-            self._counter.add(self._sample(array)) if _is_float(array) else None
+            Counted(self._sample(array), self._count) if _is_float(array) else None
             for array in results
         ]
         made = [counted for counted in each if counted is not None]
+        self._uncounted += made
         if made:
             self._notes.append(Note(Op(*op, next(self._numbers)), made, operands))
         return [
@@ -238,6 +214,13 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         return array if self._elements is None else sample(array, self._elements)
 
     # --------------------------------------------------------------------- the counts
+
+    def _count(self) -> None:
+        """Counts all results since the last count together."""
+        each = counted_together([x.array for x in self._uncounted], self._dtype)
+        for one, counts in zip(self._uncounted, each, strict=True):
+            one.known = counts
+        self._uncounted.clear()
 
     def found(self) -> tuple[list[Op], dict[str, Any]]:
         """Returns the ops that ran, and their counts."""
