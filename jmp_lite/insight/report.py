@@ -20,6 +20,7 @@ from jmp_lite.insight.statistics import (
     counted,
     fetched,
     headers,
+    nothing,
     numbers,
     on_host,
     sizes_of,
@@ -178,7 +179,7 @@ def of_all_devices(counts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
     Otherwise ``out_specs=P()`` would return the counts of the first device.
     """
-    return jax.tree.map(gathered, stacked(counts))
+    return jax.tree.map(gathered, stacked(counts or [nothing(0)]))
 
 
 def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:

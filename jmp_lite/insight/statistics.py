@@ -327,13 +327,13 @@ def nothing(n: int) -> dict[str, Any]:
     }
 
 
-def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the counts of several ops, each column in one array."""
+def stacked(sums: Sequence[Any]) -> Any:
+    """Returns the counts or sums of several ops, each column in one array."""
 
     def stack(*arrays: Any) -> Any:
         return jnp.concatenate([jnp.ravel(array) for array in arrays])
 
-    return jax.tree.map(stack, *counts) if counts else nothing(0)
+    return jax.tree.map(stack, *sums)
 
 
 def fetched(tree: Any) -> Any:

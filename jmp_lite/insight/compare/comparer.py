@@ -4,6 +4,7 @@ One lane runs the jaxpr as it is. The other lane runs it in float32, with the pr
 and trip counts of the first.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.compare import twins
-from jmp_lite.insight.compare.twins import Twin
+from jmp_lite.insight.compare.twins import Error, Twin
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import params, structure
@@ -88,19 +89,12 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         results: Sequence[Twin],
         site: Place,
     ) -> None:
-        made = [
-            error
-            for twin in results
-            if (error := twin.measured(self._elements)) is not None
-        ]
+        made = self._errors(results)
         if not made:
             return
         off, size = (sum(each) for each in zip(*made, strict=True))
-        errors = [twin.measured(self._elements) for twin in operands]
-        given = [error.relative for error in errors if error is not None]
-        largest = jnp.float32(0)
-        for each in given:
-            largest = jnp.maximum(largest, each)
+        given = [error.relative for error in self._errors(operands)]
+        largest = functools.reduce(jnp.maximum, given, jnp.float32(0))
         dtype = twins.dtype_it_runs_in(eqn)
         op = Op(
             of_the_user(site.path),
@@ -112,6 +106,11 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         )
         weighted = jnp.where(size > 0, largest * size, 0)
         self.note([op], Sums(*(jnp.atleast_1d(x) for x in (off, size, weighted))))
+
+    def _errors(self, values: Sequence[Twin]) -> list[Error]:
+        """Returns the errors of the values that have one."""
+        errors = [twin.measured(self._elements) for twin in values]
+        return [error for error in errors if error is not None]
 
     def nothing(self, n: int) -> Sums:
         """Returns the sums of ops that did not run."""

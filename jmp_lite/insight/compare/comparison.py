@@ -247,7 +247,8 @@ class Compared(NamedTuple):
         comparer = Comparer(self.elements)
         results = comparer.run_program(program, list(map(Twin, arrays)))
         errors = [_error_of_result(twin) for twin in results]
-        off, size = (jnp.asarray(c, jnp.float32) for c in _columns(errors))
+        columns = zip(*errors, strict=True) if errors else ((), ())
+        off, size = (jnp.asarray(column, jnp.float32) for column in columns)
         ops, total = comparer.found()
         sums: Sums = jax.tree.map(sharding.gathered, total)
         of_results: Error = jax.tree.map(sharding.gathered, Error(off, size))
@@ -260,10 +261,6 @@ def _error_of_result(twin: Twin) -> Error:
     if not jnp.issubdtype(jnp.result_type(full), jnp.inexact):
         return found
     return found._replace(off=jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off))
-
-
-def _columns(errors: Sequence[Error]) -> Sequence[Any]:
-    return list(zip(*errors, strict=True)) if errors else [(), ()]
 
 
 def _joined(column: Any) -> np.ndarray:

@@ -216,15 +216,12 @@ class Explanation:
 
     def _lines(self) -> Sequence[tuple[str, Sequence[str]]]:
         totals = self.totals
-        products = totals.flops.items()
+        casts = f"{totals.casts} ({count(totals.cast_bytes)}B read and written)"
         lines: list[tuple[str, Sequence[str]]] = [
             ("equations: ", [_shares(totals.equations)]),
-            ("products: ", [_shares(totals.products)] if products else []),
-            ("work: ", [_flops(products)] if any(totals.flops.values()) else []),
-            (
-                "casts: ",
-                [f"{totals.casts} ({count(totals.cast_bytes)}B read and written)"],
-            ),
+            ("products: ", [_shares(totals.products)] if totals.products else []),
+            ("work: ", [_flops(totals.flops)] if any(totals.flops.values()) else []),
+            ("casts: ", [casts]),
         ]
         if totals.kept_run is not None and totals.kept_traced is not None:
             run, traced = count(totals.kept_run), count(totals.kept_traced)
@@ -394,12 +391,13 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _shares(counts: Mapping[str, int]) -> str:
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{n} {name}" for name, n in ordered)
+    return ", ".join(f"{n} {name}" for name, n in Counter(counts).most_common())
 
 
-def _flops(flops: Iterable[tuple[str, int]]) -> str:
-    flops = sorted(flops, key=lambda item: -item[1])
-    total = sum(n for _, n in flops)
-    texts = [f"{count(n)}flop in {name} ({n / total:.0%})" for name, n in flops]
+def _flops(flops: Mapping[str, int]) -> str:
+    total = sum(flops.values())
+    texts = [
+        f"{count(n)}flop in {name} ({n / total:.0%})"
+        for name, n in Counter(flops).most_common()
+    ]
     return ", ".join(texts)
