@@ -122,6 +122,10 @@ class CountingEvaluator(
             return self.equation(eqn, operands, site)
         return super().step(eqn, operands, site)
 
+    def literal(self, atom: Any) -> Value:
+        """Returns the value of a literal, which is that of a constant."""
+        return self.constant(atom, structure.as_array(atom.val))
+
     def call(self, eqn: Eqn, operands: Sequence[Value], site: Place) -> Sequence[Value]:
         """Runs the jaxpr of a call in its place."""
         return self.run(params.body_of(eqn), operands, site)

@@ -16,22 +16,32 @@ class Differentiable:
     Args:
       traced: its jaxpr.
       treedef: the tree structure of its results.
+      arguments: the names of its arguments.
 
     Attributes:
+      traced: its jaxpr.
+      names_of_results: the names of its results, such as ``result['loss']``.
+      names_of_gradients: the names of its gradients, if its arguments have names.
       avals: the types of its arguments.
       floats: the arguments to differentiate.
       losses: the results to differentiate. A scalar result that is alone, or first in a
         tuple, is the loss. Otherwise all floating-point results are differentiated.
     """
 
-    def __init__(self, traced: Jaxpr, treedef: PyTree) -> None:
+    def __init__(
+        self, traced: Jaxpr, treedef: PyTree, arguments: Sequence[str] = ()
+    ) -> None:
         parts = structure.parts(traced)
-        self._traced = traced
+        self.traced = traced
         self.avals = [var.aval for var in parts.invars]
         self.floats = floats_in(parts.invars)
         self.losses = _losses_in(parts.outvars, treedef)
         self._of_losses = [parts.outvars[i].aval for i in self.losses]
-        self._results = jax.tree.unflatten(treedef, range(len(parts.outvars)))
+        results = jax.tree.unflatten(treedef, range(len(parts.outvars)))
+        paths = [path for path, _ in jax.tree.leaves_with_path(results)]
+        self.names_of_results = [f"result{jax.tree_util.keystr(p)}" for p in paths]
+        named = [arguments[i] for i in self.floats] if arguments else []
+        self.names_of_gradients = [f"gradient of {name}" for name in named]
 
     def check(self) -> None:
         """Raises a ValueError for a function without a gradient."""
@@ -42,26 +52,14 @@ class Differentiable:
                     f"{what}. Leave backward out."
                 )
 
-    def run(self, *arrays: Array) -> list[Array]:
-        """Runs the function."""
-        return structure.evaluate(self._traced, arrays)
-
-    def names_of_results(self) -> list[str]:
-        """Returns the names of the results, such as ``result['loss']``."""
-        paths = [path for path, _ in jax.tree.leaves_with_path(self._results)]
-        return [f"result{jax.tree_util.keystr(path)}" for path in paths]
-
-    def names_of_gradients(self, arguments: Sequence[str]) -> list[str]:
-        """Returns the names of the gradients, from those of the arguments."""
-        return [f"gradient of {arguments[i]}" for i in self.floats]
-
     def differentiated(
         self, fun: Function, arrays: Sequence[Array]
     ) -> tuple[list[Array], Function, list[Array]]:
         """Returns the losses of the function, its backward pass, and its results.
 
         Args:
-          fun: the function, or one with the same arguments and results: of arrays.
+          fun: runs the function, or one with the same arguments and results, on a
+            list of arrays.
           arrays: its arguments.
         """
 
@@ -69,7 +67,7 @@ class Differentiable:
             merged = list(arrays)
             for i, array in zip(self.floats, given, strict=True):
                 merged[i] = array
-            results = fun(*merged)
+            results = fun(merged)
             return [results[i] for i in self.losses], results
 
         return jax.vjp(of_floats, *(arrays[i] for i in self.floats), has_aux=True)
@@ -78,6 +76,9 @@ class Differentiable:
         """Returns a function of arrays that returns gradients after its results.
 
         They are those of the loss, or of a fixed random mixture of all results.
+
+        Args:
+          fun: as in ``differentiated``.
         """
         cotangents = _cotangents_of(self._of_losses)
 

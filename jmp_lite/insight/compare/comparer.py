@@ -128,10 +128,6 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         del var
         return Twin(array)
 
-    def literal(self, atom: Any) -> Twin:
-        """Returns a literal, which no rounding affects."""
-        return Twin(structure.as_array(atom.val))
-
     def form(self, value: Twin) -> bool:
         """Returns whether a value has a twin."""
         return value.exact is not None

@@ -4,6 +4,7 @@ The rows come from the jaxpr of the gradient, which is traced and never run.
 """
 
 import enum
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -64,7 +65,8 @@ def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
     gradient.check()
 
     def forward(*arrays: Array) -> PyTree:
-        out, back, results = gradient.differentiated(gradient.run, arrays)
+        run = functools.partial(structure.evaluate, program)
+        out, back, results = gradient.differentiated(run, arrays)
         return results, (back, out)
 
     traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(

@@ -329,11 +329,7 @@ def explain(
             totals_of(rows, added, kept),
             find_lints(looked),
             tuple(_unused(walk.rules, rows, traced)),
-            {
-                name: walk.passes[name]
-                for name in walk.rules.passes
-                if walk.passes[name]
-            },
+            {name: n for name in walk.rules.passes if (n := walk.passes[name])},
         )
 
     return explained

@@ -4,6 +4,7 @@ Nothing is estimated: every compared number was compiled and run. Numbers that f
 itself does not determine are not judged.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.insight.compare.comparison import Compared, Comparison
+from jmp_lite.insight.compare.comparison import Comparison, compared_with_float32
 from jmp_lite.insight.gradients import Differentiable, floats_in
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
@@ -69,22 +70,22 @@ class Sample:
     def __init__(self, fun: Function, args: Sequence[Any]) -> None:
         _check_arguments(args)
         self.fun, self.args = fun, tuple(args)
-        self._traced, arrays, self._treedef = trace_function(fun, self.args, {})
+        traced, arrays, treedef = trace_function(fun, self.args, {})
         with jax.default_matmul_precision("highest"):
             highest, _, _ = trace_function(fun, self.args, {})
-        self._gradient = Differentiable(self._traced, self._treedef)
+        arguments = argument_names(self.args, {})
+        self._function = Differentiable(traced, treedef, arguments)
         self._arrays = jax.device_put(list(arrays))
-        self._outputs = floats_in(structure.parts(self._traced).outvars)
-        floats = self._gradient.floats
+        floats = self._function.floats
         fetched([self._arrays[i] for i in floats])  # They have to be concrete.
-        self._given = argument_names(self.args, {})
-        results = self._gradient.names_of_results()
-        self._names = [results[i] for i in self._outputs]
-        self._names += self._gradient.names_of_gradients(self._given)
+        outputs = floats_in(structure.parts(traced).outvars)
+        self._n_outputs = len(outputs)
+        results = self._function.names_of_results
+        names = [*results, *self._function.names_of_gradients]
+        self._measured = [*outputs, *range(len(results), len(names))]
+        self._names = [names[i] for i in self._measured]
 
-        def exactly(*arrays: Array) -> PyTree:
-            return structure.evaluate(highest, arrays)
-
+        exactly = functools.partial(structure.evaluate, highest)
         self._exact = self._run(exactly, self._arrays)
         self._check_exact()
         nearby = list(self._arrays)
@@ -98,7 +99,7 @@ class Sample:
             for name, is_judged in zip(self._names, self._is_judged, strict=True)
             if not is_judged
         )
-        if not any(self._is_judged[: len(self._outputs)]):
+        if not any(self._is_judged[: self._n_outputs]):
             raise ValueError(
                 "There is nothing to compare: the function has no floating-point "
                 "result, or float32 determines none of them to within a tenth. (A "
@@ -107,24 +108,19 @@ class Sample:
 
     def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
         """Returns the error under some rules, with some compiler options."""
-
-        def run(*arrays: Array) -> PyTree:
-            return Interpreter(rules).run_function(self._traced, arrays)
-
+        run = functools.partial(Interpreter(rules).run_function, self._function.traced)
         found = self._run(run, self._arrays, options)
         errors = [
             _distance(a, b) if is_judged or _is_broken(a, b) else 0.0
             for a, b, is_judged in zip(found, self._exact, self._is_judged, strict=True)
         ]
         worst = self._names[int(np.argmax(errors))] if any(errors) else ""
-        n_outputs = len(self._outputs)
-        outputs, gradients = errors[:n_outputs], errors[n_outputs:]
+        outputs, gradients = errors[: self._n_outputs], errors[self._n_outputs :]
         return Error(max(outputs, default=0.0), max(gradients, default=0.0), worst)
 
     def comparison(self, rules: Rules) -> Comparison:
         """Compares the function and its gradients with float32, op by op."""
-        compared = Compared(self._traced, self._treedef, self._given, backward=True)
-        run = jax.jit(lambda *arrays: compared.run(rules, arrays))
+        run = jax.jit(lambda *xs: compared_with_float32(self._function, rules, xs))
         return run(*self._arrays)
 
     def _run(
@@ -134,12 +130,11 @@ class Sample:
         options: Mapping[str, Any] = WAYS_TO_COMPILE[0],
     ) -> list[Array]:
         """Returns the floating-point results of a function, and its gradients."""
-        both = self._gradient.with_gradients(fun)
+        both = self._function.with_gradients(fun)
 
         def measured(*arrays: Array) -> PyTree:
             found = both(*arrays)
-            gradients = found[len(found) - len(self._gradient.floats) :]
-            return [*(found[i] for i in self._outputs), *gradients]
+            return [found[i] for i in self._measured]
 
         try:
             results = jax.jit(measured, compiler_options=dict(options))(*arrays)

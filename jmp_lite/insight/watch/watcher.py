@@ -274,10 +274,6 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         del var
         return Seen(array)
 
-    def literal(self, atom: Any) -> Seen:
-        """Returns a literal, which has no flag yet."""
-        return Seen(structure.as_array(atom.val))
-
     def form(self, value: Seen) -> None:
         """Returns None: each value is an array and a flag."""
 
