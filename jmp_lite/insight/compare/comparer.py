@@ -17,6 +17,7 @@ from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.types import Array, Aval, Eqn
+from jmp_lite.ops import KEEPING_ERRORS
 
 
 class Op(NamedTuple):
@@ -75,7 +76,8 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
     ) -> Sequence[Twin]:
         """Runs an equation on both lanes, and measures the error of its results."""
         results = twins.run_twice(eqn, operands)
-        if twins.keeps_errors(eqn):
+        # The rounding of a cast counts for the op that reads its result.
+        if params.op_of(eqn) in KEEPING_ERRORS:
             for result, operand in zip(results, operands, strict=False):
                 result.error = operand.measured(self._elements) or twins.NO_ERROR
         else:

@@ -19,12 +19,7 @@ from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.formats import LOW, Verdict
-from jmp_lite.insight.explain.provenance import (
-    Addends,
-    Differences,
-    From,
-    ProductReaders,
-)
+from jmp_lite.insight.explain import provenance
 from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
 from jmp_lite.insight.explain.rows import Seen, counted, equations, is_decided_inside
 from jmp_lite.insight.places import Place, short
@@ -176,18 +171,18 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
     if not looked.alone:
         return
     given = [
-        From(frozenset([i]), i) if i in looked.alone else From()
+        provenance.From(frozenset([i]), i) if i in looked.alone else provenance.From()
         for i in range(len(structure.parts(looked.traced).invars))
     ]
-    provenance = Addends()
-    provenance.outputs(looked.traced, given)
+    addends = provenance.Addends()
+    addends.outputs(looked.traced, given)
     for seen in looked.seen:
         record = seen.record
         follows = record.decision.match is None and _has_low(seen)
         if not follows or record.decision.run is not Run.LOW:
             continue
         shape = record.eqn.outvars[0].aval.shape
-        for i in provenance.added.get(id(record.eqn), ()):
+        for i in addends.added.get(id(record.eqn), ()):
             operand = record.operands[i]
             is_spread = operand.shape != shape or len(shape) < 2
             if operand.state is State.SOFT and not is_spread:
@@ -293,7 +288,7 @@ def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
 
 def _lost_digits(looked: Looked) -> Iterator[Lint]:
     """The reader of a 16-bit product needs more of its digits."""
-    readers = ProductReaders()
+    readers = provenance.ProductReaders()
     readers.follow(looked.traced)
     for seen in looked.seen:
         if seen.record.decision.run is Run.LOW:
@@ -326,7 +321,7 @@ _LOST_DIGITS = (
 
 def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
     """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
-    differences = Differences()
+    differences = provenance.Differences()
     differences.follow(looked.traced)
     for seen in looked.seen:
         is_low = seen.record.decision.state is State.LOW

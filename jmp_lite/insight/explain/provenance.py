@@ -8,24 +8,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite import ops
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Fact, Forward
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
-from jmp_lite.ops import (
-    ADDED_UP,
-    ADDING,
-    AMPLIFYING,
-    AMPLIFYING_DIVISORS,
-    AMPLIFYING_LARGE,
-    BOUNDING,
-    KEEPING_DIGITS,
-    MOVING,
-    PICKING,
-    POSITIONAL,
-    ROOTS,
-    SUMMING,
-)
 from jmp_lite.quantized_products import DEQUANTIZE
 
 
@@ -72,7 +59,7 @@ class Addends(Forward[From]):
     def through(self, eqn: Eqn, facts: Sequence[From], path: str) -> Sequence[From]:
         """Returns the origins of the results of an op."""
         del path
-        if params.op_of(eqn) in ADDING:
+        if params.op_of(eqn) in ops.ADDING:
             pairs = zip(facts, facts[::-1], strict=True)
             # In a loop the first step finds the most: later ones add to its results.
             found = {
@@ -87,7 +74,7 @@ class Addends(Forward[From]):
         return [From(arguments, moved)] * len(eqn.outvars)
 
 
-_MOVING_ONCE = MOVING - ADDED_UP
+_MOVING_ONCE = ops.MOVING - ops.ADDED_UP
 
 
 class Dequantized(Following[Dtype | None]):
@@ -178,9 +165,9 @@ class ProductReaders(Following[Made]):
         del path
         op = params.op_of(eqn)
         joint = functools.reduce(self.join, facts, Made())
-        if op in POSITIONAL:
+        if op in ops.POSITIONAL:
             self.found["low phase"].update(joint.products)
-        if op in PICKING or op in ROOTS:
+        if op in ops.PICKING or op in ops.ROOTS:
             self.found["cancellation"].update(joint.differing)
         return [self._result(eqn, op, facts, joint)] * len(eqn.outvars)
 
@@ -201,7 +188,7 @@ class ProductReaders(Following[Made]):
         if op not in _KEEPING_TERMS:
             return Made()
         differing = joint.differing
-        if op in ADDING:
+        if op in ops.ADDING:
             one, other = facts
             # The difference of a value and its own mean does not cancel.
             is_apart = one.products.isdisjoint(other.products)
@@ -211,11 +198,11 @@ class ProductReaders(Following[Made]):
         return joint._replace(
             differing=differing,
             is_sum=joint.is_sum or op == "reduce_sum",
-            is_one_hot=joint.is_one_hot and op in MOVING,
+            is_one_hot=joint.is_one_hot and op in ops.MOVING,
         )
 
 
-_KEEPING_TERMS = KEEPING_DIGITS | BOUNDING
+_KEEPING_TERMS = ops.KEEPING_DIGITS | ops.BOUNDING
 
 
 class Differences(Following[frozenset[int]]):
@@ -245,17 +232,17 @@ class Differences(Following[frozenset[int]]):
         del path
         op = params.op_of(eqn)
         if op in _AMPLIFYING_ANY:
-            for fact in facts[op in AMPLIFYING_DIVISORS :]:
+            for fact in facts[op in ops.AMPLIFYING_DIVISORS :]:
                 self.amplified |= fact
         found = frozenset[int]()
         if op in _KEEPING_DIFFERENCES:
             found = found.union(*facts)
-        if op in ADDING:
+        if op in ops.ADDING:
             found |= {id(eqn)}
         return [found] * len(eqn.outvars)
 
 
-_AMPLIFYING_ANY = AMPLIFYING - AMPLIFYING_LARGE
+_AMPLIFYING_ANY = ops.AMPLIFYING - ops.AMPLIFYING_LARGE
 """Without those for which a small difference is exact enough."""
 
-_KEEPING_DIFFERENCES = _KEEPING_TERMS - SUMMING
+_KEEPING_DIFFERENCES = _KEEPING_TERMS - ops.SUMMING

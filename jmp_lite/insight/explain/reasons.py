@@ -4,16 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeGuard
 
+from jmp_lite.autocasting.decide import facts
 from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
-from jmp_lite.autocasting.decide.facts import (
-    Argument,
-    Constant,
-    Input,
-    Number,
-    Origin,
-    RangeEnd,
-    State,
-)
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
 from jmp_lite.autocasting.rules.rules import (
     AS_WRITTEN_SCOPE,
@@ -96,7 +88,7 @@ def reason_in_words(record: DecisionRecord) -> str:
             ", but the loop body makes it float32" if record.origin is not None else ""
         )
         return f"carry {record.result}: {words}{raised}"
-    if decision.run is Run.FULL and decision.state is State.LOW:
+    if decision.run is Run.FULL and decision.state is facts.State.LOW:
         return f"float32 for its derivative, then cast; {words}"
     return words
 
@@ -144,22 +136,22 @@ def _source_in_words(match: RuleMatch) -> str:
     return by_source[match.source]
 
 
-def origin_in_words(origin: Origin) -> str:
+def origin_in_words(origin: facts.Origin) -> str:
     """Returns the origin of a value in words; nothing if that is an equation."""
-    if isinstance(origin, Argument):
+    if isinstance(origin, facts.Argument):
         return f"argument {origin.path}" if origin.path else "an argument"
-    if isinstance(origin, Constant):
+    if isinstance(origin, facts.Constant):
         return "a constant"
-    if isinstance(origin, RangeEnd):
+    if isinstance(origin, facts.RangeEnd):
         return "the largest or smallest float32"
-    if isinstance(origin, Number):
+    if isinstance(origin, facts.Number):
         is_element = origin.is_element
         too_large = "a constant too large for 16 bits"
         return too_large if is_element else f"the number {origin.value}"
     return ""
 
 
-def is_equation(origin: Origin) -> TypeGuard[Eqn]:
+def is_equation(origin: facts.Origin) -> TypeGuard[Eqn]:
     """Whether an origin is an equation."""
-    others = Argument | Constant | Number | RangeEnd | Input | None
-    return not isinstance(origin, others)
+    numbers = facts.Constant | facts.Number | facts.RangeEnd
+    return not isinstance(origin, numbers | facts.Argument | facts.Input | None)

@@ -16,16 +16,9 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.rules.rules import of_the_user
+from jmp_lite.insight import statistics
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
-from jmp_lite.insight.statistics import (
-    added,
-    are_finite,
-    counted_together,
-    nothing,
-    sample,
-    stacked,
-)
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.evaluate import Evaluator
 from jmp_lite.jaxprs.types import Eqn
@@ -96,7 +89,7 @@ class Seen:
     def is_finite(self) -> Any:
         """Whether all its numbers are finite; True if they are not floats."""
         if self._is_finite is None and self.counted is not None:
-            self._is_finite = are_finite(self.counted.counts)
+            self._is_finite = statistics.are_finite(self.counted.counts)
         if self._is_finite is None and self._of_steps is not None:
             self._is_finite = self._of_steps.all()
         if self._is_finite is None:
@@ -131,7 +124,8 @@ class Note(NamedTuple):
     @property
     def counts(self) -> dict[str, Any]:
         """The counts of its results, without ``is_first``."""
-        return functools.reduce(added, [result.counts for result in self.results])
+        each = [result.counts for result in self.results]
+        return functools.reduce(statistics.added, each)
 
 
 class Watcher(CountingEvaluator[Seen, None, Op]):
@@ -211,13 +205,16 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
 
     def _sample(self, array: Any) -> Any:
         array = lax.stop_gradient(jnp.asarray(array))
-        return array if self._elements is None else sample(array, self._elements)
+        if self._elements is None:
+            return array
+        return statistics.sample(array, self._elements)
 
     # --------------------------------------------------------------------- the counts
 
     def _count(self) -> None:
         """Counts all results since the last count together."""
-        each = counted_together([x.array for x in self._uncounted], self._dtype)
+        arrays = [counted.array for counted in self._uncounted]
+        each = statistics.counted_together(arrays, self._dtype)
         for one, counts in zip(self._uncounted, each, strict=True):
             one.known = counts
         self._uncounted.clear()
@@ -226,18 +223,18 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         """Returns the ops that ran, and their counts."""
         parts = list(self._noted)
         if self._notes:
-            columns = stacked([note.counts for note in self._notes])
-            columns["is_first"] = self._are_first(are_finite(columns))
+            columns = statistics.stacked([note.counts for note in self._notes])
+            columns["is_first"] = self._are_first(statistics.are_finite(columns))
             parts.insert(0, ([note.op for note in self._notes], columns))
         return self.joined(parts)
 
     def nothing(self, n: int) -> dict[str, Any]:
         """Returns the counts of ops that did not run."""
-        return nothing(n)
+        return statistics.nothing(n)
 
     def add(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         """Returns the counts of two steps."""
-        return added(one, other)
+        return statistics.added(one, other)
 
     def _are_first(self, is_finite: Any) -> Any:
         """Returns which ops have non-finite results of finite operands.
