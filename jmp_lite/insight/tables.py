@@ -42,8 +42,7 @@ def _in_one_line(text: str) -> str:
 
 
 def html_table(
-    headers: Sequence[str],
-    groups: Sequence[tuple[str, Sequence[Sequence[str]]]],
+    headers: Sequence[str], groups: Sequence[tuple[str, Sequence[Sequence[str]]]]
 ) -> str:
     """Returns a table as HTML."""
 

@@ -85,11 +85,7 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         return results
 
     def _measure(
-        self,
-        eqn: Eqn,
-        operands: Sequence[Twin],
-        results: Sequence[Twin],
-        site: Place,
+        self, eqn: Eqn, operands: Sequence[Twin], results: Sequence[Twin], site: Place
     ) -> None:
         made = self._errors(results)
         if not made:

@@ -13,23 +13,12 @@ import jax
 
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.explain.provenance import Dequantized
-from jmp_lite.insight.explain.rows import (
-    Row,
-    bytes_of,
-    equations,
-    precision_as_traced,
-)
+from jmp_lite.insight.explain.rows import Row, bytes_of, equations, precision_as_traced
 from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
-from jmp_lite.jaxprs.types import (
-    Array,
-    Dtype,
-    Eqn,
-    Jaxpr,
-    PyTree,
-)
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
 from jmp_lite.quantized_products import DEQUANTIZE, TANGENT_OF
 

@@ -18,11 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
-from jmp_lite.autocasting.rules.presets import (
-    PRESETS,
-    check_convertible,
-    choose_rules,
-)
+from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
 from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
@@ -204,10 +200,7 @@ class Explanation:
         depth = depth_that_fits(self.rows)
         lines = [(name, [(text,) for text in texts]) for name, texts in self._lines()]
         return "\n".join(
-            [
-                html_table([self._title()], lines),
-                html_table(*grouped(self.rows, depth)),
-            ]
+            [html_table([self._title()], lines), html_table(*grouped(self.rows, depth))]
         )
 
     def _title(self) -> str:

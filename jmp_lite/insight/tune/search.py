@@ -15,12 +15,7 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
 from jmp_lite.insight.explain.explanation import explain
 from jmp_lite.insight.explain.rows import counted, is_decided_inside
-from jmp_lite.insight.tune.candidates import (
-    Rule,
-    Units,
-    rules_with,
-    ways_to_keep,
-)
+from jmp_lite.insight.tune.candidates import Rule, Units, rules_with, ways_to_keep
 from jmp_lite.insight.tune.measure import Sample, in_words
 from jmp_lite.insight.tune.products import (
     ProductSearch,
