@@ -99,10 +99,9 @@ def find_lints(looked: Looked) -> tuple[Lint, ...]:
 
 
 def _counted(same: Sequence[Lint]) -> Lint:
-    first, more = same[0], len({lint.scope for lint in same}) - 1
-    if not more:
-        return first
-    return dataclasses.replace(first, message=f"{first.message} (and {more} like it)")
+    more = len({lint.scope for lint in same}) - 1
+    like_it = f" (and {more} like it)" if more else ""
+    return dataclasses.replace(same[0], message=same[0].message + like_it)
 
 
 def _at(seen: Seen, name: str, message: str, remedy: str) -> Lint:

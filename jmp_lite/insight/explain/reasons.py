@@ -6,14 +6,8 @@ from typing import TypeGuard
 
 from jmp_lite.autocasting.decide import facts
 from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
+from jmp_lite.autocasting.rules import rules
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
-from jmp_lite.autocasting.rules.rules import (
-    AS_WRITTEN_SCOPE,
-    AUTOCAST_SCOPE,
-    FULL_SCOPE,
-    LOW_SCOPE,
-    NORM_LAYERS,
-)
 from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import OPS
 
@@ -57,10 +51,10 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
 
 _MARKS: Mapping[str, str] = MappingProxyType(
     {
-        AUTOCAST_SCOPE: "decided by an inner autocast",
-        FULL_SCOPE: "marked by full_precision or as_full",
-        LOW_SCOPE: "marked by low_precision or as_low",
-        AS_WRITTEN_SCOPE: "inside low_call: runs as written",
+        rules.AUTOCAST_SCOPE: "decided by an inner autocast",
+        rules.FULL_SCOPE: "marked by full_precision or as_full",
+        rules.LOW_SCOPE: "marked by low_precision or as_low",
+        rules.AS_WRITTEN_SCOPE: "inside low_call: runs as written",
     }
 )
 
@@ -123,7 +117,7 @@ def _rule_in_words(match: RuleMatch) -> str:
 
 
 def _source_in_words(match: RuleMatch) -> str:
-    if match.source is RuleSource.SCOPE and match.name == NORM_LAYERS[0]:
+    if match.source is RuleSource.SCOPE and match.name == rules.NORM_LAYERS[0]:
         return "a norm layer"
     by_source = {
         RuleSource.TABLE: _GROUPS.get(match.name, ""),
@@ -145,9 +139,8 @@ def origin_in_words(origin: facts.Origin) -> str:
     if isinstance(origin, facts.RangeEnd):
         return "the largest or smallest float32"
     if isinstance(origin, facts.Number):
-        is_element = origin.is_element
-        too_large = "a constant too large for 16 bits"
-        return too_large if is_element else f"the number {origin.value}"
+        number = f"the number {origin.value}"
+        return "a constant too large for 16 bits" if origin.is_element else number
     return ""
 
 
