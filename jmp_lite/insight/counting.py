@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jmp_lite.insight.places import TOP, Place
+from jmp_lite.insight.statistics import stacked
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.dataflow import has_lanes
 from jmp_lite.jaxprs.evaluate import Body, Carries, Evaluator, Frame
@@ -101,13 +101,8 @@ class CountingEvaluator(
         self, parts: Sequence[tuple[Sequence[Op], PyTree]]
     ) -> tuple[list[Op], PyTree]:
         """Returns several lists of ops as one, with their sums."""
-
-        def join(*columns: Array) -> Array:
-            return jnp.concatenate([jnp.ravel(column) for column in columns])
-
         ops = [op for ops, _ in parts for op in ops]
-        columns = [sums for _, sums in parts]
-        return ops, jax.tree.map(join, *columns) if columns else self.nothing(0)
+        return ops, stacked([sums for _, sums in parts] or [self.nothing(0)])
 
     # ------------------------------------------------------------------ the equations
 
@@ -126,6 +121,10 @@ class CountingEvaluator(
         if params.op_of(eqn) == "while" and has_lanes(eqn):
             return self.equation(eqn, operands, site)
         return super().step(eqn, operands, site)
+
+    def literal(self, atom: Any) -> Value:
+        """Returns the value of a literal, which is that of a constant."""
+        return self.constant(atom, structure.as_array(atom.val))
 
     def call(self, eqn: Eqn, operands: Sequence[Value], site: Place) -> Sequence[Value]:
         """Runs the jaxpr of a call in its place."""

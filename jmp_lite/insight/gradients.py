@@ -6,85 +6,105 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.jaxprs.types import Array, Aval, Function, PyTree
+from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree, Var
 
 
-def losses_of(avals: Sequence[Aval], treedef: PyTree) -> list[int]:
-    """Returns the results that are differentiated.
+class Differentiable:
+    """A traced function, and which of its arguments and results are differentiated.
 
-    A scalar result that is alone, or first in a tuple, is the loss. Otherwise all
-    floating-point results are differentiated.
+    Args:
+      traced: its jaxpr.
+      treedef: the tree structure of its results.
+      arguments: the names of its arguments.
+
+    Attributes:
+      traced: its jaxpr.
+      names_of_results: the names of its results, such as ``result['loss']``.
+      names_of_gradients: the names of its gradients, if its arguments have names.
+      avals: the types of its arguments.
+      floats: the arguments to differentiate.
+      losses: the results to differentiate. A scalar result that is alone, or first in a
+        tuple, is the loss. Otherwise all floating-point results are differentiated.
     """
-    first: PyTree = jax.tree.unflatten(treedef, range(len(avals)))
+
+    def __init__(
+        self, traced: Jaxpr, treedef: PyTree, arguments: Sequence[str] = ()
+    ) -> None:
+        parts = structure.parts(traced)
+        self.traced = traced
+        self.avals = [var.aval for var in parts.invars]
+        self.floats = floats_in(parts.invars)
+        self.losses = _losses_in(parts.outvars, treedef)
+        self._of_losses = [parts.outvars[i].aval for i in self.losses]
+        results = jax.tree.unflatten(treedef, range(len(parts.outvars)))
+        paths = [path for path, _ in jax.tree.leaves_with_path(results)]
+        self.names_of_results = [f"result{jax.tree_util.keystr(p)}" for p in paths]
+        named = [arguments[i] for i in self.floats] if arguments else []
+        self.names_of_gradients = [f"gradient of {name}" for name in named]
+
+    def check(self) -> None:
+        """Raises a ValueError for a function without a gradient."""
+        for found, what in ((self.floats, "argument"), (self.losses, "result")):
+            if not found:
+                raise ValueError(
+                    "There is no backward pass: the function has no floating-point "
+                    f"{what}. Leave backward out."
+                )
+
+    def differentiated(
+        self, fun: Function, arrays: Sequence[Array]
+    ) -> tuple[list[Array], Function, list[Array]]:
+        """Returns the losses of the function, its backward pass, and its results.
+
+        Args:
+          fun: runs the function, or one with the same arguments and results, on a
+            list of arrays.
+          arrays: its arguments.
+        """
+
+        def of_floats(*given: Array) -> PyTree:
+            merged = list(arrays)
+            for i, array in zip(self.floats, given, strict=True):
+                merged[i] = array
+            results = fun(merged)
+            return [results[i] for i in self.losses], results
+
+        return jax.vjp(of_floats, *(arrays[i] for i in self.floats), has_aux=True)
+
+    def with_gradients(self, fun: Function) -> Function:
+        """Returns a function of arrays that returns gradients after its results.
+
+        They are those of the loss, or of a fixed random mixture of all results.
+
+        Args:
+          fun: as in ``differentiated``.
+        """
+        cotangents = _cotangents_of(self._of_losses)
+
+        def run(*arrays: Array) -> list[Array]:
+            _, back, results = self.differentiated(fun, arrays)
+            return [*results, *back(cotangents)]
+
+        return run
+
+
+def floats_in(atoms: Sequence[Var]) -> list[int]:
+    """Returns which inputs or results of a program are real or complex floats."""
+    return [i for i, atom in enumerate(atoms) if structure.is_float(atom)]
+
+
+def _losses_in(results: Sequence[Var], treedef: PyTree) -> list[int]:
+    floats = floats_in(results)
+    first: PyTree = jax.tree.unflatten(treedef, range(len(results)))
     while isinstance(first, tuple) and first:
         first = first[0]
-    if isinstance(first, int) and is_float(avals[first]) and not avals[first].shape:
+    if isinstance(first, int) and first in floats and not results[first].aval.shape:
         return [first]
-    return [i for i, aval in enumerate(avals) if is_float(aval)]
+    return floats
 
 
-def is_float(aval: Aval) -> bool:
-    """Whether a type is that of a floating-point array."""
-    return jnp.issubdtype(aval.dtype, np.inexact)
-
-
-def with_gradients(
-    fun: Function,
-    arrays: Sequence[Array],
-    floats: Sequence[int],
-    losses: Sequence[int],
-    cotangents: Sequence[Array],
-) -> list[Array]:
-    """Returns the results of a function of arrays, followed by its gradients.
-
-    Args:
-      fun: the function; it returns a list of arrays.
-      arrays: its arguments.
-      floats: the arguments to differentiate.
-      losses: the results to differentiate.
-      cotangents: the cotangents of these results.
-    """
-    _, back, results = differentiated(fun, arrays, floats, losses)
-    return [*results, *back(list(cotangents))]
-
-
-def differentiated(
-    fun: Function,
-    arrays: Sequence[Array],
-    floats: Sequence[int],
-    losses: Sequence[int],
-) -> tuple[list[Array], Function, list[Array]]:
-    """Returns the losses of a function of arrays, its backward pass, and its results.
-
-    Args:
-      fun: the function; it returns a list of arrays.
-      arrays: its arguments.
-      floats: the arguments to differentiate.
-      losses: the results to differentiate.
-    """
-
-    def of_floats(*given: Array) -> PyTree:
-        merged = list(arrays)
-        for i, array in zip(floats, given, strict=True):
-            merged[i] = array
-        results = fun(*merged)
-        return [results[i] for i in losses], results
-
-    return jax.vjp(of_floats, *(arrays[i] for i in floats), has_aux=True)
-
-
-def check_backward(floats: Sequence[int], losses: Sequence[int]) -> None:
-    """Raises a ValueError for a program without a gradient."""
-    for found, what in ((floats, "argument"), (losses, "result")):
-        if not found:
-            raise ValueError(
-                "There is no backward pass: the function has no floating-point "
-                f"{what}. Leave backward out."
-            )
-
-
-def cotangents_of(losses: Sequence[Aval]) -> list[Array]:
-    """Returns what gradients are taken of: the loss, or a mixture of all results."""
+def _cotangents_of(losses: Sequence[Aval]) -> list[Array]:
     if len(losses) == 1 and not losses[0].shape:
         return [jnp.ones((), losses[0].dtype)]
     generator = np.random.default_rng(0)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,24 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
-from jmp_lite.insight.statistics import (
-    Ends,
-    Numbers,
-    cells,
-    counted,
-    fetched,
-    headers,
-    numbers,
-    on_host,
-    sizes_of,
-    stacked,
-)
+from jmp_lite.insight import statistics
 from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs.sharding import gathered
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafNumerics(Numbers):
+class LeafNumerics(statistics.Numbers):
     """The numbers of one array.
 
     Attributes:
@@ -60,7 +49,7 @@ class Leaf(NamedTuple):
 
     path: str
     dtype: str
-    known: Numbers | None
+    known: statistics.Numbers | None
 
 
 @functools.partial(
@@ -95,10 +84,10 @@ class NumericsReport:
 
         A report that ``vmap`` or ``scan`` has stacked counts as one.
         """
-        columns, traced = on_host(self.counts), itertools.count()
+        columns, traced = statistics.on_host(self.counts), itertools.count()
         return tuple(
             LeafNumerics(
-                **vars(leaf.known or numbers(columns, next(traced))),
+                **vars(leaf.known or statistics.numbers(columns, next(traced))),
                 path=leaf.path,
                 dtype=leaf.dtype,
             )
@@ -106,9 +95,9 @@ class NumericsReport:
         )
 
     def __str__(self) -> str:
-        titles = ("elements", "dtype", *headers(self.dtype), "where")
+        titles = ("elements", "dtype", *statistics.headers(self.dtype), "where")
         rows = [
-            (f"{row.elements}", row.dtype, *cells(row), row.path) for row in self.rows
+            (f"{r.elements}", r.dtype, *statistics.cells(r), r.path) for r in self.rows
         ]
         return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
 
@@ -163,22 +152,17 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
     leaves: list[Leaf] = []
     for path, array in _floats_in(tree):
         own = np.dtype(getattr(array, "dtype", type(array)))
-        found, known = counted(array, target or own), None
+        found, known = statistics.counted(array, target or own), None
         if isinstance(array, jax.Array):
             counts.append(found)
         else:
-            known = numbers(on_host(found), 0)
+            known = statistics.numbers(statistics.on_host(found), 0)
         leaves.append(Leaf(path, own.name, known))
     name = None if target is None else target.name
-    return NumericsReport(of_all_devices(counts), tuple(leaves), name)
-
-
-def of_all_devices(counts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Stacks counts; inside of ``shard_map``, adds those of all devices.
-
-    Otherwise ``out_specs=P()`` would return the counts of the first device.
-    """
-    return jax.tree.map(gathered, stacked(counts))
+    columns = statistics.stacked(counts or [statistics.nothing(0)])
+    # Otherwise out_specs=P() would return the counts of the first device.
+    of_all_devices = jax.tree.map(gathered, columns)
+    return NumericsReport(of_all_devices, tuple(leaves), name)
 
 
 def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -290,9 +274,10 @@ def suggest_loss_scale(
         raise ValueError(
             f"Expected a number of at least 1 for headroom, got {headroom!r}."
         )
-    ends = Ends.of(dtype_that_overflows(dtype))
-    arrays = fetched([array for _, array in _floats_in(grads)])
-    found = np.concatenate([np.zeros(0), *(sizes_of(x).ravel() for x in arrays)])
+    ends = statistics.Ends.of(dtype_that_overflows(dtype))
+    arrays = statistics.fetched([array for _, array in _floats_in(grads)])
+    sizes = [statistics.sizes_of(array).ravel() for array in arrays]
+    found = np.concatenate([np.zeros(0), *sizes])
     found = found[np.isfinite(found) & (found > 0)]
     if not found.size:
         raise ValueError("Expected a gradient that is finite and nonzero, got none.")

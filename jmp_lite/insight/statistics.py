@@ -327,13 +327,13 @@ def nothing(n: int) -> dict[str, Any]:
     }
 
 
-def stacked(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the counts of several ops, each column in one array."""
+def stacked(sums: Sequence[Any]) -> Any:
+    """Returns the counts or sums of several ops, each column in one array."""
 
     def stack(*arrays: Any) -> Any:
         return jnp.concatenate([jnp.ravel(array) for array in arrays])
 
-    return jax.tree.map(stack, *counts) if counts else nothing(0)
+    return jax.tree.map(stack, *sums)
 
 
 def fetched(tree: Any) -> Any:
@@ -379,18 +379,14 @@ def headers(dtype: str | None) -> Sequence[str]:
     """Returns the titles of the columns that ``cells`` fills."""
     suffix = f" in {dtype}" if dtype else ""
     suffix += ", scaled" if dtype and is_scaled(dtype) else ""
-    ends = [f"{name}{suffix}" for name in ("overflow", "underflow", "subnormal")]
+    ends = [f"{name}{suffix}" for name in _SHARES]
     return ("nan", "inf", "max |x|", "min |x|", *ends)
 
 
 def cells(row: Any) -> Sequence[str]:
     """Returns the cells of a row as text; zero counts and shares are empty."""
     smallest = "" if math.isinf(row.min_abs) else f"{row.min_abs:.2g}"
+    shares = [getattr(row, name) for name in _SHARES]
     sizes = (f"{row.max_abs:.2g}", smallest)
-    return (
-        *(f"{row.nan or ''}", f"{row.inf or ''}", *sizes),
-        *(
-            f"{s:.1%}" if s else ""
-            for s in (row.overflow, row.underflow, row.subnormal)
-        ),
-    )
+    ends = [f"{share:.1%}" if share else "" for share in shares]
+    return (f"{row.nan or ''}", f"{row.inf or ''}", *sizes, *ends)

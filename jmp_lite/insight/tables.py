@@ -3,11 +3,12 @@
 import html
 from collections.abc import Sequence
 
+Groups = Sequence[tuple[str, Sequence[Sequence[str]]]]
+"""Rows of cells, in groups with a title."""
+
 
 def text_table(
-    headers: Sequence[str],
-    groups: Sequence[tuple[str, Sequence[Sequence[str]]]],
-    right: Sequence[int] = (),
+    headers: Sequence[str], groups: Groups, right: Sequence[int] = ()
 ) -> str:
     """Returns a table as text with aligned columns.
 
@@ -41,10 +42,7 @@ def _in_one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def html_table(
-    headers: Sequence[str],
-    groups: Sequence[tuple[str, Sequence[Sequence[str]]]],
-) -> str:
+def html_table(headers: Sequence[str], groups: Groups) -> str:
     """Returns a table as HTML."""
 
     def row(cells: Sequence[str], tag: str) -> str:

@@ -490,8 +490,8 @@ FAULTS = (
     ),
     Fault(
         "insight/report.py",
-        "return jax.tree.map(gathered, stacked(counts))",
-        "return stacked(counts)",
+        "of_all_devices = jax.tree.map(gathered, columns)",
+        "of_all_devices = columns",
         "a NaN on the second device is not reported",
         "test_numerics.py::test_a_nan_on_any_device_is_reported",
     ),
@@ -986,9 +986,9 @@ FAULTS = (
         "test_autocasting_tune.py::test_a_layer_with_outliers_stays_out_of_float8_and_no_other",
     ),
     Fault(
-        "insight/tune/measure.py",
-        "return self.error(rules).largest <= self.tolerance",
-        "return self.error(rules).outputs <= self.tolerance",
+        "insight/tune/trials.py",
+        "return self.error(rules, kept).largest <= self.tolerance",
+        "return self.error(rules, kept).outputs <= self.tolerance",
         "tune does not judge gradients",
         "test_autocasting_tune.py::test_a_gradient_that_vanishes_is_an_error_though_the_result_is_exact",
     ),
@@ -1135,7 +1135,7 @@ FAULTS = (
     ),
     Fault(
         "insight/watch/watcher.py",
-        "return array if self._elements is None else sample(array, self._elements)",
+        "return statistics.sample(array, self._elements)",
         "return array",
         "watch counts all numbers where a sample is asked for",
         "test_numerics.py::test_a_sample_of_each_result_is_counted_where_that_is_asked_for",
@@ -1721,8 +1721,8 @@ FAULTS = (
     ),
     Fault(
         "insight/explain/provenance.py",
-        "if products and is_apart and is_of_both:",
-        "if products and is_of_both:",
+        "if joint.products and is_apart and is_of_both:",
+        "if joint.products and is_of_both:",
         "a value and its own mean cancel",
         "test_autocasting_lints.py::test_what_is_float32_on_purpose_is_clean_and_so_are_gradients",
     ),

@@ -4,6 +4,7 @@ One lane runs the jaxpr as it is. The other lane runs it in float32, with the pr
 and trip counts of the first.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +12,12 @@ import jax.numpy as jnp
 
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.compare import twins
-from jmp_lite.insight.compare.twins import Twin
+from jmp_lite.insight.compare.twins import Error, Twin
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.types import Array, Aval, Eqn
+from jmp_lite.ops import KEEPING_ERRORS
 
 
 class Op(NamedTuple):
@@ -74,7 +76,8 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
     ) -> Sequence[Twin]:
         """Runs an equation on both lanes, and measures the error of its results."""
         results = twins.run_twice(eqn, operands)
-        if twins.keeps_errors(eqn):
+        # The rounding of a cast counts for the op that reads its result.
+        if params.op_of(eqn) in KEEPING_ERRORS:
             for result, operand in zip(results, operands, strict=False):
                 result.error = operand.measured(self._elements) or twins.NO_ERROR
         else:
@@ -82,25 +85,14 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         return results
 
     def _measure(
-        self,
-        eqn: Eqn,
-        operands: Sequence[Twin],
-        results: Sequence[Twin],
-        site: Place,
+        self, eqn: Eqn, operands: Sequence[Twin], results: Sequence[Twin], site: Place
     ) -> None:
-        made = [
-            error
-            for twin in results
-            if (error := twin.measured(self._elements)) is not None
-        ]
+        made = self._errors(results)
         if not made:
             return
         off, size = (sum(each) for each in zip(*made, strict=True))
-        errors = [twin.measured(self._elements) for twin in operands]
-        given = [error.relative for error in errors if error is not None]
-        largest = jnp.float32(0)
-        for each in given:
-            largest = jnp.maximum(largest, each)
+        given = [error.relative for error in self._errors(operands)]
+        largest = functools.reduce(jnp.maximum, given, jnp.float32(0))
         dtype = twins.dtype_it_runs_in(eqn)
         op = Op(
             of_the_user(site.path),
@@ -112,6 +104,11 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         )
         weighted = jnp.where(size > 0, largest * size, 0)
         self.note([op], Sums(*(jnp.atleast_1d(x) for x in (off, size, weighted))))
+
+    def _errors(self, values: Sequence[Twin]) -> list[Error]:
+        """Returns the errors of the values that have one."""
+        errors = [twin.measured(self._elements) for twin in values]
+        return [error for error in errors if error is not None]
 
     def nothing(self, n: int) -> Sums:
         """Returns the sums of ops that did not run."""
@@ -128,10 +125,6 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         """Returns a constant, which no rounding affects."""
         del var
         return Twin(array)
-
-    def literal(self, atom: Any) -> Twin:
-        """Returns a literal, which no rounding affects."""
-        return Twin(structure.as_array(atom.val))
 
     def form(self, value: Twin) -> bool:
         """Returns whether a value has a twin."""

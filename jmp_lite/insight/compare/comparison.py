@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,13 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparer import Comparer, Op, Sums
 from jmp_lite.insight.compare.twins import Error, StagedCasts, Twin, error
-from jmp_lite.insight.gradients import (
-    check_backward,
-    cotangents_of,
-    losses_of,
-    with_gradients,
-)
+from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched
 from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.trace import argument_names, trace_function
-from jmp_lite.jaxprs.types import Array, Jaxpr, PyTree
+from jmp_lite.jaxprs.types import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,50 +208,48 @@ def compare(
     @functools.wraps(fun)
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
         traced, arrays, treedef = trace_function(fun, args, kwargs)
-        given = argument_names(args, kwargs)
-        program = Compared(traced, treedef, given, backward, elements)
-        return program.run(chosen(), arrays)
+        names = argument_names(args, kwargs)
+        function = Differentiable(traced, treedef, names)
+        return compared_with_float32(function, chosen(), arrays, backward, elements)
 
     return compared
 
 
-class Compared(NamedTuple):
-    """A traced function that can be compared with float32.
+def compared_with_float32(
+    function: Differentiable,
+    rules: Rules,
+    arrays: Sequence[Array],
+    backward: bool = True,
+    elements: int = _ELEMENTS,
+) -> Comparison:
+    """Runs a traced function under some rules and in float32.
 
-    Attributes:
-      traced: its jaxpr.
-      treedef: the tree structure of its results.
-      given: the names of its arguments.
+    Args:
+      function: the function.
+      rules: the rules.
+      arrays: its arguments.
       backward: whether its gradients are compared too.
       elements: the largest number of elements of a result to compare.
     """
-
-    traced: Jaxpr
-    treedef: PyTree
-    given: Sequence[str]
-    backward: bool = False
-    elements: int = _ELEMENTS
-
-    def run(self, rules: Rules, arrays: Sequence[Array]) -> Comparison:
-        """Runs the function under some rules and in float32."""
-        walk = Interpreter(rules, StagedCasts)
-        run = functools.partial(walk.run_function, self.traced)
-        program = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
-        n_results = len(structure.parts(program).outvars)
-        tree = jax.tree.unflatten(self.treedef, range(n_results))
-        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        names = [f"result{jax.tree_util.keystr(path)}" for path in paths]
-        if self.backward:
-            program, floats = _with_gradients(program, self.treedef)
-            names += [f"gradient of {self.given[i]}" for i in floats]
-        comparer = Comparer(self.elements)
-        results = comparer.run_program(program, list(map(Twin, arrays)))
-        errors = [_error_of_result(twin) for twin in results]
-        off, size = (jnp.asarray(c, jnp.float32) for c in _columns(errors))
-        ops, total = comparer.found()
-        sums: Sums = jax.tree.map(sharding.gathered, total)
-        of_results: Error = jax.tree.map(sharding.gathered, Error(off, size))
-        return Comparison(sums, of_results, tuple(ops), tuple(names))
+    walk = Interpreter(rules, StagedCasts)
+    low = functools.partial(walk.run_function, function.traced)
+    program = jax.make_jaxpr(lambda *xs: low(xs))(*arrays)
+    names = function.names_of_results
+    if backward:
+        function.check()
+        names = [*names, *function.names_of_gradients]
+        forward = functools.partial(structure.evaluate, program)
+        both = function.with_gradients(forward)
+        program = jax.make_jaxpr(both)(*function.avals)
+    comparer = Comparer(elements)
+    results = comparer.run_program(program, list(map(Twin, arrays)))
+    errors = [_error_of_result(twin) for twin in results]
+    columns = zip(*errors, strict=True) if errors else ((), ())
+    off, size = (jnp.asarray(column, jnp.float32) for column in columns)
+    ops, total = comparer.found()
+    sums: Sums = jax.tree.map(sharding.gathered, total)
+    of_results: Error = jax.tree.map(sharding.gathered, Error(off, size))
+    return Comparison(sums, of_results, tuple(ops), tuple(names))
 
 
 def _error_of_result(twin: Twin) -> Error:
@@ -265,26 +258,6 @@ def _error_of_result(twin: Twin) -> Error:
     if not jnp.issubdtype(jnp.result_type(full), jnp.inexact):
         return found
     return found._replace(off=jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off))
-
-
-def _columns(errors: Sequence[Error]) -> Sequence[Any]:
-    return list(zip(*errors, strict=True)) if errors else [(), ()]
-
-
-def _with_gradients(traced: Jaxpr, treedef: PyTree) -> tuple[Jaxpr, Sequence[int]]:
-    """Returns a jaxpr with gradients, and the indices of their arguments."""
-    parts = structure.parts(traced)
-    avals = [var.aval for var in parts.invars]
-    floats = [i for i, var in enumerate(parts.invars) if structure.is_float(var)]
-    losses = losses_of([var.aval for var in parts.outvars], treedef)
-    check_backward(floats, losses)
-    cotangents = cotangents_of([parts.outvars[i].aval for i in losses])
-
-    def run(*arrays: Array) -> list[Array]:
-        evaluated = lambda *given: structure.evaluate(traced, given)
-        return with_gradients(evaluated, arrays, floats, losses, cotangents)
-
-    return jax.make_jaxpr(run)(*avals), floats
 
 
 def _joined(column: Any) -> np.ndarray:

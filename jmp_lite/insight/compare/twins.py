@@ -16,7 +16,7 @@ from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.insight.statistics import sample
 from jmp_lite.jaxprs import params, primitives, structure
 from jmp_lite.jaxprs.types import Array, Eqn
-from jmp_lite.ops import EDITABLE, EXACT, KEEPING_ERRORS
+from jmp_lite.ops import EDITABLE, EXACT
 
 
 class StagedCasts(Casts):
@@ -102,14 +102,6 @@ def run_twice(eqn: Eqn, operands: Sequence[Twin]) -> list[Twin]:
         return list(map(Twin, low))
     exact = _in_float32(eqn, operands)
     return list(map(Twin, low, exact))
-
-
-def keeps_errors(eqn: Eqn) -> bool:
-    """Whether the relative error of each result is that of an operand.
-
-    A cast counts as such an op: its rounding counts for the op that reads its result.
-    """
-    return params.op_of(eqn) in KEEPING_ERRORS
 
 
 def dtype_it_runs_in(eqn: Eqn) -> np.dtype[Any]:

@@ -4,6 +4,7 @@ The rows come from the jaxpr of the gradient, which is traced and never run.
 """
 
 import enum
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,28 +13,12 @@ import jax
 
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.explain.provenance import Dequantized
-from jmp_lite.insight.explain.rows import (
-    Row,
-    bytes_of,
-    equations,
-    precision_as_traced,
-)
-from jmp_lite.insight.gradients import (
-    check_backward,
-    differentiated,
-    is_float,
-    losses_of,
-)
+from jmp_lite.insight.explain.rows import Row, bytes_of, equations, precision_as_traced
+from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
-from jmp_lite.jaxprs.types import (
-    Array,
-    Dtype,
-    Eqn,
-    Jaxpr,
-    PyTree,
-)
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
 from jmp_lite.quantized_products import DEQUANTIZE, TANGENT_OF
 
@@ -65,18 +50,17 @@ def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
     Raises:
       ValueError: the program has no floating-point input or no floating-point result.
     """
-    parts = structure.parts(program)
-    avals = [var.aval for var in parts.invars]
-    floats = [i for i, aval in enumerate(avals) if is_float(aval)]
-    losses = losses_of([var.aval for var in parts.outvars], treedef)
-    check_backward(floats, losses)
+    gradient = Differentiable(program, treedef)
+    gradient.check()
 
     def forward(*arrays: Array) -> PyTree:
-        run = lambda *arrays: structure.evaluate(program, arrays)
-        out, back, results = differentiated(run, arrays, floats, losses)
+        run = functools.partial(structure.evaluate, program)
+        out, back, results = gradient.differentiated(run, arrays)
         return results, (back, out)
 
-    traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(*avals)
+    traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(
+        *gradient.avals
+    )
     of_forward = structure.parts(traced)
     there = {*of_forward.invars, *of_forward.constvars}
     n_kept = len(jax.tree.leaves(kept[0]))
@@ -167,7 +151,7 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
 def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
     made: dict[int, Row] = {}
     products = Dequantized()
-    products.outputs(jaxpr, [None] * len(structure.parts(jaxpr).invars))
+    products.follow(jaxpr)
     for eqn, place in equations(jaxpr, Place()):
         if params.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
             continue

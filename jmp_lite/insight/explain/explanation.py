@@ -18,11 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
-from jmp_lite.autocasting.rules.presets import (
-    PRESETS,
-    check_convertible,
-    choose_rules,
-)
+from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
 from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
@@ -204,10 +200,7 @@ class Explanation:
         depth = depth_that_fits(self.rows)
         lines = [(name, [(text,) for text in texts]) for name, texts in self._lines()]
         return "\n".join(
-            [
-                html_table([self._title()], lines),
-                html_table(*grouped(self.rows, depth)),
-            ]
+            [html_table([self._title()], lines), html_table(*grouped(self.rows, depth))]
         )
 
     def _title(self) -> str:
@@ -216,15 +209,12 @@ class Explanation:
 
     def _lines(self) -> Sequence[tuple[str, Sequence[str]]]:
         totals = self.totals
-        products = totals.flops.items()
+        casts = f"{totals.casts} ({count(totals.cast_bytes)}B read and written)"
         lines: list[tuple[str, Sequence[str]]] = [
             ("equations: ", [_shares(totals.equations)]),
-            ("products: ", [_shares(totals.products)] if products else []),
-            ("work: ", [_flops(products)] if any(totals.flops.values()) else []),
-            (
-                "casts: ",
-                [f"{totals.casts} ({count(totals.cast_bytes)}B read and written)"],
-            ),
+            ("products: ", [_shares(totals.products)] if totals.products else []),
+            ("work: ", [_flops(totals.flops)] if any(totals.flops.values()) else []),
+            ("casts: ", [casts]),
         ]
         if totals.kept_run is not None and totals.kept_traced is not None:
             run, traced = count(totals.kept_run), count(totals.kept_traced)
@@ -332,11 +322,7 @@ def explain(
             totals_of(rows, added, kept),
             find_lints(looked),
             tuple(_unused(walk.rules, rows, traced)),
-            {
-                name: walk.passes[name]
-                for name in walk.rules.passes
-                if walk.passes[name]
-            },
+            {name: n for name in walk.rules.passes if (n := walk.passes[name])},
         )
 
     return explained
@@ -394,12 +380,13 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _shares(counts: Mapping[str, int]) -> str:
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{n} {name}" for name, n in ordered)
+    return ", ".join(f"{n} {name}" for name, n in Counter(counts).most_common())
 
 
-def _flops(flops: Iterable[tuple[str, int]]) -> str:
-    flops = sorted(flops, key=lambda item: -item[1])
-    total = sum(n for _, n in flops)
-    texts = [f"{count(n)}flop in {name} ({n / total:.0%})" for name, n in flops]
+def _flops(flops: Mapping[str, int]) -> str:
+    total = sum(flops.values())
+    texts = [
+        f"{count(n)}flop in {name} ({n / total:.0%})"
+        for name, n in Counter(flops).most_common()
+    ]
     return ", ".join(texts)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from jmp_lite.insight.explain.rows import Row, runs_in
 from jmp_lite.insight.places import short
+from jmp_lite.insight.tables import Groups
 
 _HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
 
@@ -27,9 +28,7 @@ def depth_that_fits(rows: Sequence[Row]) -> int | None:
     return 1
 
 
-def grouped(
-    rows: Sequence[Row], depth: int | None
-) -> tuple[Sequence[str], Sequence[tuple[str, Sequence[Sequence[str]]]]]:
+def grouped(rows: Sequence[Row], depth: int | None) -> tuple[Sequence[str], Groups]:
     """Returns the headers and the rows of a table, by scope."""
     counted: dict[tuple[str, ...], list[Row]] = {}
     of_op: dict[object, list[Row]] = {}

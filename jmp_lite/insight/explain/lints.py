@@ -19,13 +19,7 @@ from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.formats import LOW, Verdict
-from jmp_lite.insight.explain.provenance import (
-    Addends,
-    Differences,
-    From,
-    Made,
-    ProductReaders,
-)
+from jmp_lite.insight.explain import provenance
 from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
 from jmp_lite.insight.explain.rows import Seen, counted, equations, is_decided_inside
 from jmp_lite.insight.places import Place, short
@@ -105,10 +99,9 @@ def find_lints(looked: Looked) -> tuple[Lint, ...]:
 
 
 def _counted(same: Sequence[Lint]) -> Lint:
-    first, more = same[0], len({lint.scope for lint in same}) - 1
-    if not more:
-        return first
-    return dataclasses.replace(first, message=f"{first.message} (and {more} like it)")
+    more = len({lint.scope for lint in same}) - 1
+    like_it = f" (and {more} like it)" if more else ""
+    return dataclasses.replace(same[0], message=same[0].message + like_it)
 
 
 def _at(seen: Seen, name: str, message: str, remedy: str) -> Lint:
@@ -177,18 +170,18 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
     if not looked.alone:
         return
     given = [
-        From(frozenset([i]), i) if i in looked.alone else From()
+        provenance.From(frozenset([i]), i) if i in looked.alone else provenance.From()
         for i in range(len(structure.parts(looked.traced).invars))
     ]
-    provenance = Addends()
-    provenance.outputs(looked.traced, given)
+    addends = provenance.Addends()
+    addends.outputs(looked.traced, given)
     for seen in looked.seen:
         record = seen.record
         follows = record.decision.match is None and _has_low(seen)
         if not follows or record.decision.run is not Run.LOW:
             continue
         shape = record.eqn.outvars[0].aval.shape
-        for i in provenance.added.get(id(record.eqn), ()):
+        for i in addends.added.get(id(record.eqn), ()):
             operand = record.operands[i]
             is_spread = operand.shape != shape or len(shape) < 2
             if operand.state is State.SOFT and not is_spread:
@@ -212,20 +205,12 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
             continue
         if _differentiates(record.eqn):  # It trains its carries.
             continue
-        if record.decision.reason is Reason.CARRY_RESULT:
-            yield _at(
-                seen,
-                "float32 carry",
-                f"float32 {seen.row.reason}",
-                'Use rules.carry(scope, "follow") if layers pass it on',
-            )
-        elif record.origin is not None:
-            yield _at(
-                seen,
-                "float32 carry",
-                f"float32 {seen.row.reason}",
-                "Apply jmp_lite.as_low to the named value if 16 bits suffice",
-            )
+        remedy = "Apply jmp_lite.as_low to the named value if 16 bits suffice"
+        is_result = record.decision.reason is Reason.CARRY_RESULT
+        if is_result:
+            remedy = 'Use rules.carry(scope, "follow") if layers pass it on'
+        if is_result or record.origin is not None:
+            yield _at(seen, "float32 carry", f"float32 {seen.row.reason}", remedy)
 
 
 def _differentiates(loop: Eqn) -> bool:
@@ -302,43 +287,41 @@ def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
 
 def _lost_digits(looked: Looked) -> Iterator[Lint]:
     """The reader of a 16-bit product needs more of its digits."""
-    readers = ProductReaders()
-    inputs = structure.parts(looked.traced).invars
-    readers.outputs(looked.traced, [Made()] * len(inputs))
+    readers = provenance.ProductReaders()
+    readers.follow(looked.traced)
     for seen in looked.seen:
-        name = id(seen.record.eqn)
-        if seen.record.decision.run is not Run.LOW:
-            continue
-        if name in readers.phases:
-            yield _at(
-                seen,
-                "low phase",
-                "sin or cos reads the result of a 16-bit product",
-                "Compute it under jmp_lite.full_precision if its angles are large",
-            )
-        if name in readers.cancelling:
-            yield _at(
-                seen,
-                "cancellation",
-                "a 16-bit product is a term of a difference that a root or a pick "
-                "(argmax, top_k) reads",
-                "Compute it under jmp_lite.full_precision, or sum squared differences",
-            )
-        if name in readers.lookups:
-            yield _at(
-                seen,
-                "low lookup",
-                "a 16-bit product with one-hot rows looks up integers and rounds those "
-                "above 256",
-                "Use an index instead of the product, or jmp_lite.full_precision",
-            )
+        if seen.record.decision.run is Run.LOW:
+            for name, message, remedy in _LOST_DIGITS:
+                if id(seen.record.eqn) in readers.found[name]:
+                    yield _at(seen, name, message, remedy)
+
+
+_LOST_DIGITS = (
+    (
+        "low phase",
+        "sin or cos reads the result of a 16-bit product",
+        "Compute it under jmp_lite.full_precision if its angles are large",
+    ),
+    (
+        "cancellation",
+        "a 16-bit product is a term of a difference that a root or a pick (argmax, "
+        "top_k) reads",
+        "Compute it under jmp_lite.full_precision, or sum squared differences",
+    ),
+    (
+        "low lookup",
+        "a 16-bit product with one-hot rows looks up integers and rounds those above "
+        "256",
+        "Use an index instead of the product, or jmp_lite.full_precision",
+    ),
+)
+"""The name of each lint, its message and its remedy."""
 
 
 def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
     """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
-    differences = Differences()
-    inputs = structure.parts(looked.traced).invars
-    differences.outputs(looked.traced, [frozenset()] * len(inputs))
+    differences = provenance.Differences()
+    differences.follow(looked.traced)
     for seen in looked.seen:
         is_low = seen.record.decision.state is State.LOW
         if is_low and id(seen.record.eqn) in differences.amplified:
@@ -383,23 +366,14 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
         is_inside = id(eqn) in known
         known.update(map(id, inside))
         needs_digits = is_inside or seen.row.op in HOLDING_SOLVERS
-        if n_products and not raises and not needs_digits:
+        runs = f"{seen.row.op} runs as traced"
+        if raises:
+            message = f"{runs}, so 16-bit operands are cast to float32 for it"
+            yield _at(seen, "opaque op", message, remedy)
+        elif n_products and not needs_digits:
             many = f"{n_products} float32 matrix products"
             products = many if n_products > 1 else "a float32 matrix product"
-            yield _at(
-                seen,
-                "kept product",
-                f"{seen.row.op} runs as traced, with {products} inside",
-                remedy,
-            )
-        if raises:
-            yield _at(
-                seen,
-                "opaque op",
-                f"{seen.row.op} runs as traced, so 16-bit operands are cast to float32 "
-                "for it",
-                remedy,
-            )
+            yield _at(seen, "kept product", f"{runs}, with {products} inside", remedy)
 
 
 def _is_kernel(op: str) -> bool:
@@ -443,14 +417,10 @@ def _misfit(number: Number, dtype: Dtype) -> tuple[str, str]:
         least = float(jnp.finfo(dtype).smallest_normal)
         return f"is 0 in {dtype.name}", f"Use {least:.1e} or more if it is an epsilon"
     if low == 1:
-        return (
-            f"is 1 in {dtype.name}",
-            "Apply jmp_lite.as_low to the result if 1 suffices",
-        )
-    return (
-        f"does not fit {dtype.name}",
-        "For a mask use jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)",
-    )
+        remedy = "Apply jmp_lite.as_low to the result if 1 suffices"
+        return f"is 1 in {dtype.name}", remedy
+    remedy = "For a mask use jnp.finfo(x.dtype).min or jnp.where(m, x, -jnp.inf)"
+    return f"does not fit {dtype.name}", remedy
 
 
 def _low_result(looked: Looked) -> Iterator[Lint]:
@@ -481,11 +451,10 @@ def _no_loss_scale(looked: Looked) -> Iterator[Lint]:
 
 def _low_norm(looked: Looked) -> Iterator[Lint]:
     """A norm that adds up in 16 bits."""
-    pattern = NORM_LAYERS[0]
     for seen in looked.seen:
         is_sum = seen.row.op in ("reduce_sum", "rsqrt")
         is_low = seen.record.decision.run is Run.LOW
-        if is_sum and is_low and re.search(pattern, seen.row.scope):
+        if is_sum and is_low and re.search(NORM_LAYERS[0], seen.row.scope):
             yield _at(
                 seen,
                 "low norm",

@@ -1,30 +1,27 @@
 """Follows the values of a traced function to their origins, for lints."""
 
-from collections.abc import Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite import ops
 from jmp_lite.jaxprs import params, structure
-from jmp_lite.jaxprs.dataflow import ForwardAnywhere
+from jmp_lite.jaxprs.dataflow import Fact, ForwardAnywhere
 from jmp_lite.jaxprs.params import PRODUCTS
-from jmp_lite.jaxprs.types import Dtype, Eqn
-from jmp_lite.ops import (
-    ADDED_UP,
-    ADDING,
-    AMPLIFYING,
-    AMPLIFYING_DIVISORS,
-    AMPLIFYING_LARGE,
-    BOUNDING,
-    KEEPING_DIGITS,
-    MOVING,
-    PICKING,
-    POSITIONAL,
-    ROOTS,
-    SUMMING,
-)
+from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
 from jmp_lite.quantized_products import DEQUANTIZE
+
+
+class Following(ForwardAnywhere[Fact]):
+    """Follows values from the inputs of a program, of which nothing is known."""
+
+    def follow(self, jaxpr: Jaxpr) -> None:
+        """Goes through a whole program."""
+        self.outputs(jaxpr, [self.nothing()] * len(structure.parts(jaxpr).invars))
 
 
 class From(NamedTuple):
@@ -63,7 +60,7 @@ class Addends(ForwardAnywhere[From]):
     def through(self, eqn: Eqn, facts: Sequence[From], path: str) -> Sequence[From]:
         """Returns the origins of the results of an op."""
         del path
-        if params.op_of(eqn) in ADDING:
+        if params.op_of(eqn) in ops.ADDING:
             pairs = zip(facts, facts[::-1], strict=True)
             # In a loop the first step finds the most: later ones add to its results.
             found = {
@@ -78,10 +75,10 @@ class Addends(ForwardAnywhere[From]):
         return [From(arguments, moved)] * len(eqn.outvars)
 
 
-_MOVING_ONCE = MOVING - ADDED_UP
+_MOVING_ONCE = ops.MOVING - ops.ADDED_UP
 
 
-class Dequantized(ForwardAnywhere[Dtype | None]):
+class Dequantized(Following[Dtype | None]):
     """Finds the products whose operands are both dequantized.
 
     A fact is the dtype that a value was quantized to; None for other values.
@@ -138,20 +135,19 @@ class Made(NamedTuple):
     is_integer: bool = False
 
 
-class ProductReaders(ForwardAnywhere[Made]):
+class ProductReaders(Following[Made]):
     """Follows matrix products to readers that need more than 16 bits.
 
     Attributes:
-      phases: the products that a sin or cos reads, by id of the equation.
-      cancelling: the products in a difference that a square root or a pick reads.
-      lookups: the products of one-hot rows with integers.
+      found: the products, by id of the equation, by the name of a lint:
+        ``"low phase"`` for those that a sin or cos reads, ``"cancellation"`` for those
+        in a difference that a square root or a pick reads, and ``"low lookup"`` for
+        products of one-hot rows with integers.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.phases: set[int] = set()
-        self.cancelling: set[int] = set()
-        self.lookups: set[int] = set()
+        self.found: Mapping[str, set[int]] = defaultdict(set)
 
     def nothing(self) -> Made:
         """A number or an argument contains no product."""
@@ -171,26 +167,19 @@ class ProductReaders(ForwardAnywhere[Made]):
         """Returns the parts of the results of an op, and records its products."""
         del path
         op = params.op_of(eqn)
-        products = frozenset[int]().union(*(fact.products for fact in facts))
-        differing = frozenset[int]().union(*(fact.differing for fact in facts))
-        if op in POSITIONAL:
-            self.phases.update(products)
-        if op in PICKING or op in ROOTS:
-            self.cancelling.update(differing)
-        return [self._result(eqn, op, facts, products, differing)] * len(eqn.outvars)
+        joint = functools.reduce(self.join, facts, Made())
+        if op in ops.POSITIONAL:
+            self.found["low phase"].update(joint.products)
+        if op in ops.PICKING or op in ops.ROOTS:
+            self.found["cancellation"].update(joint.differing)
+        return [self._result(eqn, op, facts, joint)] * len(eqn.outvars)
 
-    def _result(
-        self,
-        eqn: Eqn,
-        op: str,
-        facts: Sequence[Made],
-        products: frozenset[int],
-        differing: frozenset[int],
-    ) -> Made:
+    def _result(self, eqn: Eqn, op: str, facts: Sequence[Made], joint: Made) -> Made:
+        """Returns the parts of a result, from those of the operands and of all."""
         if op in PRODUCTS:
             pairs = zip(facts[:2], facts[1::-1], strict=True)
             if any(one.is_one_hot and other.is_integer for one, other in pairs):
-                self.lookups.add(id(eqn))
+                self.found["low lookup"].add(id(eqn))
             return Made(products=frozenset([id(eqn)]))
         if op == "convert_element_type" and structure.is_float32(eqn.outvars[0]):
             is_bool = structure.dtype_of(eqn.invars[0]) == np.bool_
@@ -201,26 +190,25 @@ class ProductReaders(ForwardAnywhere[Made]):
             return Made(is_integer=True)
         if op not in _KEEPING_TERMS:
             return Made()
-        if op in ADDING:
+        differing = joint.differing
+        if op in ops.ADDING:
             one, other = facts
             # The difference of a value and its own mean does not cancel.
             is_apart = one.products.isdisjoint(other.products)
             is_of_both = all(fact.is_sum or fact.products for fact in facts)
-            if products and is_apart and is_of_both:
-                differing |= products
-        return Made(
-            products,
-            differing,
-            is_sum=op == "reduce_sum" or any(fact.is_sum for fact in facts),
-            is_one_hot=op in MOVING and any(fact.is_one_hot for fact in facts),
-            is_integer=any(fact.is_integer for fact in facts),
+            if joint.products and is_apart and is_of_both:
+                differing |= joint.products
+        return joint._replace(
+            differing=differing,
+            is_sum=joint.is_sum or op == "reduce_sum",
+            is_one_hot=joint.is_one_hot and op in ops.MOVING,
         )
 
 
-_KEEPING_TERMS = KEEPING_DIGITS | BOUNDING
+_KEEPING_TERMS = ops.KEEPING_DIGITS | ops.BOUNDING
 
 
-class Differences(ForwardAnywhere[frozenset[int]]):
+class Differences(Following[frozenset[int]]):
     """Follows differences to ops that amplify their rounding error.
 
     A fact is the differences that a value is made of, by id of the equation.
@@ -248,17 +236,17 @@ class Differences(ForwardAnywhere[frozenset[int]]):
         del path
         op = params.op_of(eqn)
         if op in _AMPLIFYING_ANY:
-            for fact in facts[op in AMPLIFYING_DIVISORS :]:
+            for fact in facts[op in ops.AMPLIFYING_DIVISORS :]:
                 self.amplified |= fact
         found = frozenset[int]()
         if op in _KEEPING_DIFFERENCES:
             found = found.union(*facts)
-        if op in ADDING:
+        if op in ops.ADDING:
             found |= {id(eqn)}
         return [found] * len(eqn.outvars)
 
 
-_AMPLIFYING_ANY = AMPLIFYING - AMPLIFYING_LARGE
+_AMPLIFYING_ANY = ops.AMPLIFYING - ops.AMPLIFYING_LARGE
 """Without those for which a small difference is exact enough."""
 
-_KEEPING_DIFFERENCES = _KEEPING_TERMS - SUMMING
+_KEEPING_DIFFERENCES = _KEEPING_TERMS - ops.SUMMING

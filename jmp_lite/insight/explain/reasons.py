@@ -4,24 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeGuard
 
+from jmp_lite.autocasting.decide import facts
 from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
-from jmp_lite.autocasting.decide.facts import (
-    Argument,
-    Constant,
-    Input,
-    Number,
-    Origin,
-    RangeEnd,
-    State,
-)
+from jmp_lite.autocasting.rules import rules
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
-from jmp_lite.autocasting.rules.rules import (
-    AS_WRITTEN_SCOPE,
-    AUTOCAST_SCOPE,
-    FULL_SCOPE,
-    LOW_SCOPE,
-    NORM_LAYERS,
-)
 from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import OPS
 
@@ -65,10 +51,10 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
 
 _MARKS: Mapping[str, str] = MappingProxyType(
     {
-        AUTOCAST_SCOPE: "decided by an inner autocast",
-        FULL_SCOPE: "marked by full_precision or as_full",
-        LOW_SCOPE: "marked by low_precision or as_low",
-        AS_WRITTEN_SCOPE: "inside low_call: runs as written",
+        rules.AUTOCAST_SCOPE: "decided by an inner autocast",
+        rules.FULL_SCOPE: "marked by full_precision or as_full",
+        rules.LOW_SCOPE: "marked by low_precision or as_low",
+        rules.AS_WRITTEN_SCOPE: "inside low_call: runs as written",
     }
 )
 
@@ -96,7 +82,7 @@ def reason_in_words(record: DecisionRecord) -> str:
             ", but the loop body makes it float32" if record.origin is not None else ""
         )
         return f"carry {record.result}: {words}{raised}"
-    if decision.run is Run.FULL and decision.state is State.LOW:
+    if decision.run is Run.FULL and decision.state is facts.State.LOW:
         return f"float32 for its derivative, then cast; {words}"
     return words
 
@@ -131,7 +117,7 @@ def _rule_in_words(match: RuleMatch) -> str:
 
 
 def _source_in_words(match: RuleMatch) -> str:
-    if match.source is RuleSource.SCOPE and match.name == NORM_LAYERS[0]:
+    if match.source is RuleSource.SCOPE and match.name == rules.NORM_LAYERS[0]:
         return "a norm layer"
     by_source = {
         RuleSource.TABLE: _GROUPS.get(match.name, ""),
@@ -144,22 +130,21 @@ def _source_in_words(match: RuleMatch) -> str:
     return by_source[match.source]
 
 
-def origin_in_words(origin: Origin) -> str:
+def origin_in_words(origin: facts.Origin) -> str:
     """Returns the origin of a value in words; nothing if that is an equation."""
-    if isinstance(origin, Argument):
+    if isinstance(origin, facts.Argument):
         return f"argument {origin.path}" if origin.path else "an argument"
-    if isinstance(origin, Constant):
+    if isinstance(origin, facts.Constant):
         return "a constant"
-    if isinstance(origin, RangeEnd):
+    if isinstance(origin, facts.RangeEnd):
         return "the largest or smallest float32"
-    if isinstance(origin, Number):
-        is_element = origin.is_element
-        too_large = "a constant too large for 16 bits"
-        return too_large if is_element else f"the number {origin.value}"
+    if isinstance(origin, facts.Number):
+        number = f"the number {origin.value}"
+        return "a constant too large for 16 bits" if origin.is_element else number
     return ""
 
 
-def is_equation(origin: Origin) -> TypeGuard[Eqn]:
+def is_equation(origin: facts.Origin) -> TypeGuard[Eqn]:
     """Whether an origin is an equation."""
-    others = Argument | Constant | Number | RangeEnd | Input | None
-    return not isinstance(origin, others)
+    numbers = facts.Constant | facts.Number | facts.RangeEnd
+    return not isinstance(origin, numbers | facts.Argument | facts.Input | None)

@@ -25,12 +25,7 @@ from jmp_lite.autocasting.rules.rules import (
     Rules,
 )
 from jmp_lite.formats import LOW
-from jmp_lite.insight.explain.reasons import (
-    code_of,
-    is_equation,
-    origin_in_words,
-    reason_in_words,
-)
+from jmp_lite.insight.explain import reasons
 from jmp_lite.insight.places import Place, short
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.params import PRODUCTS
@@ -211,8 +206,8 @@ class _Seeing:
 
     def _in_words(self, origin: Origin) -> str:
         """Returns the origin of a value in words."""
-        if not is_equation(origin):
-            return origin_in_words(origin)
+        if not reasons.is_equation(origin):
+            return reasons.origin_in_words(origin)
         # It has a row already, unless a loop carries it from step to step.
         place = short(self._sources.get(id(origin)) or source.source(origin))
         op = _MARKS.get(params.checkpoint_name_of(origin)) or params.op_of(origin)
@@ -233,8 +228,8 @@ def _row(record: DecisionRecord, rules: Rules) -> Row:
         scope=source.join(*source.scopes(eqn)),
         op=params.op_of(eqn),
         precision=_precision(eqn, decision, low),
-        code=code_of(record),
-        reason=reason_in_words(record),
+        code=reasons.code_of(record),
+        reason=reasons.reason_in_words(record),
         source="",
         shapes=tuple(var.aval.str_short() for var in results),
         times=1,

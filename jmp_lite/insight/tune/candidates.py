@@ -84,6 +84,19 @@ class Units(NamedTuple):
         halves = dearest[:middle], dearest[middle:]
         return [[name for part in half for name in part] for half in halves]
 
+    def lower(
+        self, group: Sequence[str], lowers: Callable[[Sequence[str]], bool]
+    ) -> None:
+        """Lowers a group of units, or else each half of it in turn.
+
+        Args:
+          group: the units.
+          lowers: lowers some units, and returns whether that is tolerated.
+        """
+        if not lowers(group) and len(group) > 1:
+            for part in self.parts(group):
+                self.lower(part, lowers)
+
     def rules(self, kept: Iterable[str]) -> list[Rule]:
         """Returns rules that name these units and no others."""
         kept = set(kept)
@@ -149,7 +162,7 @@ def ways_to_keep(rows: Iterable[Row], rules: Rules) -> list[Units]:
     """
     rows = [row for row in rows if _is_raisable(row)]
     rounding = (row for row in rows if _rounds(row, rules))
-    ops, scopes = _costs(rounding, _op_of), _costs(rows, _scope_of)
+    ops, scopes = _costs(rounding, "op"), _costs(rows, "scope")
     return [
         Units("op", Precision.FULL, ops, _kind_of_op),
         # Single blocks, with low results; and kinds of layers, with float32 between
@@ -170,7 +183,7 @@ def scopes_of_products(
       others: scopes of products that rules must not name.
     """
     others = tuple(others)
-    costs = _costs((row for row in rows if row.scope not in others), _scope_of)
+    costs = _costs((row for row in rows if row.scope not in others), "scope")
     return Units("scope", precision, costs, _kind_of_scope, others)
 
 
@@ -200,25 +213,14 @@ def _rounds(row: Row, rules: Rules) -> bool:
     return row.op in EDITABLE and not is_exact
 
 
-def _costs(
-    rows: Iterable[Row], name_of: Callable[[Row], str]
-) -> Mapping[str, tuple[int, int]]:
-    """Returns the operations and bytes of rows, summed by a name."""
+def _costs(rows: Iterable[Row], kind: str) -> Mapping[str, tuple[int, int]]:
+    """Returns the operations and bytes of rows, summed by their scope or op."""
     costs: dict[str, tuple[int, int]] = {}
     for row in rows:
-        times = counted(row.times)
-        flops, size = costs.get(name_of(row), (0, 0))
-        more = times * row.flops, times * row.bytes_traced
-        costs[name_of(row)] = flops + more[0], size + more[1]
+        name, times = getattr(row, kind), counted(row.times)
+        flops, size = costs.get(name, (0, 0))
+        costs[name] = flops + times * row.flops, size + times * row.bytes_traced
     return costs
-
-
-def _op_of(row: Row) -> str:
-    return row.op
-
-
-def _scope_of(row: Row) -> str:
-    return row.scope
 
 
 def _kind_of_op(op: str) -> Sequence[str]:

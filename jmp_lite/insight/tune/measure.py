@@ -4,8 +4,9 @@ Nothing is estimated: every compared number was compiled and run. Numbers that f
 itself does not determine are not judged.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,18 +15,12 @@ import numpy as np
 
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.insight.compare.comparison import Compared, Comparison
-from jmp_lite.insight.explain.explanation import explain
-from jmp_lite.insight.explain.rows import Row
-from jmp_lite.insight.gradients import (
-    cotangents_of,
-    losses_of,
-    with_gradients,
-)
+from jmp_lite.insight.compare.comparison import Comparison, compared_with_float32
+from jmp_lite.insight.gradients import Differentiable, floats_in
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.trace import argument_names, trace_function
-from jmp_lite.jaxprs.types import Array, Function, PyTree, Var
+from jmp_lite.jaxprs.types import Array, Function, PyTree
 
 # First with every rounding, even if this compiler could fuse it away; then with this
 # compiler's defaults.
@@ -75,27 +70,26 @@ class Sample:
     def __init__(self, fun: Function, args: Sequence[Any]) -> None:
         _check_arguments(args)
         self.fun, self.args = fun, tuple(args)
-        self._traced, arrays, self._treedef = trace_function(fun, self.args, {})
+        traced, arrays, treedef = trace_function(fun, self.args, {})
         with jax.default_matmul_precision("highest"):
             highest, _, _ = trace_function(fun, self.args, {})
-        parts = structure.parts(self._traced)
-        outs = [atom.aval for atom in parts.outvars]
+        arguments = argument_names(self.args, {})
+        self._function = Differentiable(traced, treedef, arguments)
         self._arrays = jax.device_put(list(arrays))
-        self._floats = _floats_in(parts.invars)
-        self._outputs = _floats_in(parts.outvars)
-        fetched([self._arrays[i] for i in self._floats])  # They have to be concrete.
-        self._losses = losses_of(outs, self._treedef)
-        self._cotangents = cotangents_of([outs[i] for i in self._losses])
-        self._given = argument_names(self.args, {})
-        self._names = self._named(len(outs))
+        floats = self._function.floats
+        fetched([self._arrays[i] for i in floats])  # They have to be concrete.
+        outputs = floats_in(structure.parts(traced).outvars)
+        self._n_outputs = len(outputs)
+        results = self._function.names_of_results
+        names = [*results, *self._function.names_of_gradients]
+        self._measured = [*outputs, *range(len(results), len(names))]
+        self._names = [names[i] for i in self._measured]
 
-        def exactly(*arrays: Array) -> PyTree:
-            return structure.evaluate(highest, arrays)
-
+        exactly = functools.partial(structure.evaluate, highest)
         self._exact = self._run(exactly, self._arrays)
         self._check_exact()
         nearby = list(self._arrays)
-        for i in self._floats:
+        for i in floats:
             nearby[i] = _in_the_last_bit(nearby[i])
         changed = self._run(exactly, nearby)
         pairs = zip(changed, self._exact, strict=True)
@@ -105,7 +99,7 @@ class Sample:
             for name, is_judged in zip(self._names, self._is_judged, strict=True)
             if not is_judged
         )
-        if not any(self._is_judged[: len(self._outputs)]):
+        if not any(self._is_judged[: self._n_outputs]):
             raise ValueError(
                 "There is nothing to compare: the function has no floating-point "
                 "result, or float32 determines none of them to within a tenth. (A "
@@ -114,24 +108,19 @@ class Sample:
 
     def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
         """Returns the error under some rules, with some compiler options."""
-
-        def run(*arrays: Array) -> PyTree:
-            return Interpreter(rules).run_function(self._traced, arrays)
-
+        run = functools.partial(Interpreter(rules).run_function, self._function.traced)
         found = self._run(run, self._arrays, options)
         errors = [
             _distance(a, b) if is_judged or _is_broken(a, b) else 0.0
             for a, b, is_judged in zip(found, self._exact, self._is_judged, strict=True)
         ]
         worst = self._names[int(np.argmax(errors))] if any(errors) else ""
-        n_outputs = len(self._outputs)
-        outputs, gradients = errors[:n_outputs], errors[n_outputs:]
+        outputs, gradients = errors[: self._n_outputs], errors[self._n_outputs :]
         return Error(max(outputs, default=0.0), max(gradients, default=0.0), worst)
 
     def comparison(self, rules: Rules) -> Comparison:
         """Compares the function and its gradients with float32, op by op."""
-        compared = Compared(self._traced, self._treedef, self._given, backward=True)
-        run = jax.jit(lambda *arrays: compared.run(rules, arrays))
+        run = jax.jit(lambda *xs: compared_with_float32(self._function, rules, xs))
         return run(*self._arrays)
 
     def _run(
@@ -141,13 +130,11 @@ class Sample:
         options: Mapping[str, Any] = WAYS_TO_COMPILE[0],
     ) -> list[Array]:
         """Returns the floating-point results of a function, and its gradients."""
+        both = self._function.with_gradients(fun)
 
         def measured(*arrays: Array) -> PyTree:
-            found = with_gradients(
-                fun, arrays, self._floats, self._losses, self._cotangents
-            )
-            gradients = found[len(found) - len(self._floats) :]
-            return [*(found[i] for i in self._outputs), *gradients]
+            found = both(*arrays)
+            return [found[i] for i in self._measured]
 
         try:
             results = jax.jit(measured, compiler_options=dict(options))(*arrays)
@@ -159,15 +146,6 @@ class Sample:
             raise
         return [_wide(x) for x in jax.device_get(results)]
 
-    def _named(self, n_results: int) -> list[str]:
-        """Returns names for the floating-point results and the gradients."""
-        tree = jax.tree.unflatten(self._treedef, range(n_results))
-        results = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        return [
-            *(f"result{jax.tree_util.keystr(results[i])}" for i in self._outputs),
-            *(f"gradient of {self._given[i]}" for i in self._floats),
-        ]
-
     def _check_exact(self) -> None:
         for name, array in zip(self._names, self._exact, strict=True):
             if np.isnan(array).any():
@@ -177,65 +155,6 @@ class Sample:
                     "first NaN. Apply jax.lax.stop_gradient to parts that are not "
                     "trained, and pass the loss function, not a whole training step."
                 )
-
-
-class Trials:
-    """The errors of rules on a sample, each measured once.
-
-    Args:
-      sample: the function and its arguments.
-      tolerance: the largest tolerated error.
-      progress: a function that receives a line at each new measurement.
-
-    Attributes:
-      sample: the function and its arguments.
-      tolerance: the largest tolerated error.
-    """
-
-    def __init__(
-        self, sample: Sample, tolerance: float, progress: Callable[[str], None]
-    ) -> None:
-        self.sample, self.tolerance = sample, tolerance
-        self._progress = progress
-        self._errors: dict[Rules, Error] = {}
-        self._growth: Mapping[tuple[str, str], float] | None = None
-
-    def error(self, rules: Rules) -> Error:
-        """Returns the error under some rules."""
-        if rules not in self._errors:
-            error = Error(0.0, 0.0, "")
-            for options in WAYS_TO_COMPILE:
-                error = error.joined(self.sample.error(rules, options))
-                if error.largest > self.tolerance:
-                    break
-            self._errors[rules] = error
-            n = len(self._errors)
-            self._progress(f"tune: {n} tried, error {in_words(error)}")
-        return self._errors[rules]
-
-    def is_enough(self, rules: Rules) -> bool:
-        """Whether the error under some rules is tolerated."""
-        return self.error(rules).largest <= self.tolerance
-
-    def growth(self, rules: Rules) -> Mapping[tuple[str, str], float]:
-        """Returns the growth of errors under some rules, by scope and op.
-
-        The scope of a recomputed op is that of its first computation.
-        """
-        if self._growth is None:
-            found: dict[tuple[str, str], float] = {}
-            for row in self.sample.comparison(rules).rows:
-                key = row.scope.replace(_AGAIN, ""), row.op
-                found[key] = max(row.error_out - row.error_in, found.get(key, 0.0))
-            self._growth = found
-        return self._growth
-
-    def rows(self, rules: Rules) -> Sequence[Row]:
-        """Returns how each equation runs under some rules."""
-        return explain(self.sample.fun, rules)(*self.sample.args).rows
-
-
-_AGAIN = "rematted_computation/"
 
 
 def in_words(error: Error) -> str:
@@ -253,11 +172,6 @@ def _check_arguments(args: PyTree) -> None:
         raise TypeError(
             "Expected arrays, because tune runs the function, got a ShapeDtypeStruct."
         )
-
-
-def _floats_in(atoms: Sequence[Var]) -> list[int]:
-    """Returns the inputs or results of a program that are real or complex floats."""
-    return [i for i, atom in enumerate(atoms) if structure.is_float(atom)]
 
 
 def _in_the_last_bit(array: Array) -> PyTree:

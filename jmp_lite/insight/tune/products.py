@@ -18,9 +18,9 @@ from jmp_lite.autocasting.rules.rules import (
     requested_formats,
 )
 from jmp_lite.insight.explain.rows import Row
-from jmp_lite.insight.tune.candidates import Rule, rules_with, scopes_of_products
-from jmp_lite.insight.tune.measure import Error, Trials
-from jmp_lite.insight.tune.report import Kept, Step
+from jmp_lite.insight.tune.candidates import Rule, scopes_of_products
+from jmp_lite.insight.tune.report import Kept
+from jmp_lite.insight.tune.trials import Trials
 from jmp_lite.ops import Precision
 
 
@@ -63,9 +63,6 @@ class ProductSearch:
       kept: the rules for float32. With them, and without the format, the error is
         tolerated.
       precision: the format.
-
-    Attributes:
-      steps: the steps so far.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class ProductSearch:
         kept: Sequence[Rule],
         precision: AnyPrecision,
     ) -> None:
-        self.steps: list[Step] = []
         self._trials = trials
         self._start = start
         self._kept = kept
@@ -95,18 +91,15 @@ class ProductSearch:
         """Returns rules with most products in the format."""
         if not self._units.costs and self._has_names:
             return without_formats(self._start)  # The kept rules include all products.
-        if self._is_tolerated(self._ops, self._start):
+        if self._lowers(self._ops, self._start):
             self._given, self._has_names = set(self._units.costs), True
             return self._start
-        everything = self._units.ordered(self._units.costs)
-        queue = [everything] if everything else []
-        while queue:
-            group = queue.pop()
-            if not self._gave(group) and len(group) > 1:
-                queue += reversed(self._units.parts(group))
+        if self._units.costs:
+            self._units.lower(list(self._units.costs), self._gave)
         # A group may be tolerated now, although it was not before.
         for group in self._left_out().values():
-            if self._is_enough(self._rules({*self._given, *group})):
+            rules = self._rules({*self._given, *group})
+            if self._trials.is_enough(rules, self._kept):
                 self._gave(group)
         return self._rules(self._given)
 
@@ -118,8 +111,10 @@ class ProductSearch:
         ]
         if not self._has_names:
             left += [("op", op, self._start) for op in self._ops]
-        low = Precision.LOW
-        return [Kept(kind, name, low, self._error(rules)) for kind, name, rules in left]
+        return [
+            Kept(kind, name, Precision.LOW, self._trials.error(rules, self._kept))
+            for kind, name, rules in left
+        ]
 
     def _left_out(self) -> dict[str, list[str]]:
         """Returns the scopes without the format, by their patterns."""
@@ -130,27 +125,17 @@ class ProductSearch:
     def _gave(self, group: Sequence[str]) -> bool:
         """Gives the products of some scopes the format if the error is tolerated."""
         more = {*self._given, *group}
-        if self._is_tolerated(group, self._rules(more)):
+        is_tolerated = self._lowers(group, self._rules(more))
+        if is_tolerated:
             self._given = more
-            return True
-        return False
-
-    def _is_tolerated(self, group: Sequence[str], rules: Rules) -> bool:
-        is_tolerated = self._is_enough(rules)
-        step = Step(tuple(group), self._error(rules), is_tolerated, self._precision)
-        self.steps.append(step)
         return is_tolerated
+
+    def _lowers(self, group: Sequence[str], rules: Rules) -> bool:
+        return self._trials.lowers(group, rules, self._kept, self._precision)
 
     def _products(self, rules: Rules) -> list[Row]:
         """Returns the products that have the format under some rules."""
-        rows = self._trials.rows(rules_with(rules, self._kept))
-        return _products_in(self._precision, rows)
-
-    def _is_enough(self, rules: Rules) -> bool:
-        return self._trials.is_enough(rules_with(rules, self._kept))
-
-    def _error(self, rules: Rules) -> Error:
-        return self._trials.error(rules_with(rules, self._kept))
+        return _products_in(self._precision, self._trials.rows(rules, self._kept))
 
     def _rules(self, given: Collection[str]) -> Rules:
         """Returns rules that give the products of these scopes the format."""

@@ -101,8 +101,7 @@ class TuningReport:
 
     def to_json(self) -> str:
         """Returns the report as JSON."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return json.dumps(_plain(fields), indent=2)
+        return json.dumps(_plain(vars(self)), indent=2)
 
     def __str__(self) -> str:
         lines = [

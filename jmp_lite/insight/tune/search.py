@@ -6,7 +6,7 @@ and tolerates their error.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,16 @@ import numpy as np
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
 from jmp_lite.insight.explain.explanation import explain
-from jmp_lite.insight.explain.rows import Row, counted, is_decided_inside
-from jmp_lite.insight.tune.candidates import (
-    Rule,
-    Units,
-    rules_with,
-    ways_to_keep,
-)
-from jmp_lite.insight.tune.measure import Error, Sample, Trials, in_words
+from jmp_lite.insight.explain.rows import counted, is_decided_inside
+from jmp_lite.insight.tune.candidates import Rule, Units, rules_with, ways_to_keep
+from jmp_lite.insight.tune.measure import Sample, in_words
 from jmp_lite.insight.tune.products import (
     ProductSearch,
     searched_format,
     without_formats,
 )
-from jmp_lite.insight.tune.report import Kept, Step, TunedRules, TuningReport
+from jmp_lite.insight.tune.report import Kept, TunedRules, TuningReport
+from jmp_lite.insight.tune.trials import Trials
 from jmp_lite.jaxprs.types import Function
 from jmp_lite.ops import Precision
 
@@ -121,28 +117,23 @@ def _found(trials: Trials, start: Rules) -> TunedRules:
     """Returns the result of a search from initial rules."""
     before = trials.error(start)
     base, kept, left_out = start, list[Rule](), list[Kept]()
-    steps: list[Step] = []
     if not trials.is_enough(start):
         precision = searched_format(trials, start)
         search = _Search(trials, start if precision is None else without_formats(start))
         kept = [] if search.is_enough(()) else search.kept()
-        steps += search.steps
         if precision is not None:
             products = ProductSearch(trials, start, kept, precision)
             base, left_out = products.found(), products.left_out()
-            steps += products.steps
-    rules = rules_with(base, kept)
-    without = (trials.error(rules_with(base, _without(kept, one))) for one in kept)
-    in_float32 = [Kept(*one, error) for one, error in zip(kept, without, strict=True)]
+    in_float32 = [Kept(*one, trials.error(base, _without(kept, one))) for one in kept]
     report = TuningReport(
         tolerance=trials.tolerance,
-        error=trials.error(rules),
+        error=trials.error(base, kept),
         error_before=before,
         kept=(*in_float32, *left_out),
-        steps=tuple(steps),
+        steps=tuple(trials.steps),
         not_judged=trials.sample.not_judged,
     )
-    return TunedRules(**fields_of(rules), report=report)
+    return TunedRules(**fields_of(rules_with(base, kept)), report=report)
 
 
 def _positive(tolerance: Any) -> float:
@@ -171,37 +162,29 @@ class _Search:
     Args:
       trials: the measurements.
       start: the initial rules.
-
-    Attributes:
-      steps: the steps so far.
     """
 
     def __init__(self, trials: Trials, start: Rules) -> None:
-        self.steps: list[Step] = []
         self._trials = trials
         self._start = start
 
-    def error(self, kept: Iterable[Rule]) -> Error:
-        """Returns the error of the initial rules with some more."""
-        return self._trials.error(rules_with(self._start, kept))
-
-    def is_enough(self, kept: Iterable[Rule]) -> bool:
+    def is_enough(self, kept: Sequence[Rule]) -> bool:
         """Whether the error of the initial rules with some more is tolerated."""
-        return self._trials.is_enough(rules_with(self._start, kept))
+        return self._trials.is_enough(self._start, kept)
 
     def kept(self) -> list[Rule]:
         """Returns the fewest rules whose error is tolerated."""
         everything = [Rule("scope", "", Precision.FULL)]
         if not self.is_enough(everything):
+            error = self._trials.error(self._start, everything)
             raise ValueError(
                 f"The tolerance of {self._trials.tolerance:.2g} is out of reach: with "
-                "everything in float32 the error is "
-                f"{in_words(self.error(everything))}, relative to products in the "
-                "highest precision. Two causes remain: (a) marks in the function "
-                "(as_low, low_precision, low_call); (b) float32 products that the "
-                "device rounds (jax_default_matmul_precision)."
+                f"everything in float32 the error is {in_words(error)}, relative to "
+                "products in the highest precision. Two causes remain: (a) marks in "
+                "the function (as_low, low_precision, low_call); (b) float32 products "
+                "that the device rounds (jax_default_matmul_precision)."
             )
-        ways = ways_to_keep(self._explained(()), self._start)
+        ways = ways_to_keep(self._trials.rows(self._start), self._start)
         found = [rules for way in ways if (rules := self._smallest(way)) is not None]
         return min(map(self._weakened, [*found, everything]), key=self._in_float32)
 
@@ -210,14 +193,15 @@ class _Search:
         kept = self._suspects(units)
         if kept is None:
             return None
-        queue = [units.ordered(kept)]
-        while queue:
-            group = queue.pop()
-            fewer = kept - set(group)
-            if self._tried(group, units.rules(fewer)):
-                kept = fewer
-            elif len(group) > 1:
-                queue += reversed(units.parts(group))
+
+        def lowers(group: Sequence[str]) -> bool:
+            fewer = units.rules(kept.difference(group))
+            is_tolerated = self._trials.lowers(group, self._start, fewer)
+            if is_tolerated:
+                kept.difference_update(group)
+            return is_tolerated
+
+        units.lower(units.ordered(kept), lowers)
         return units.rules(kept)
 
     def _suspects(self, units: Units) -> set[str] | None:
@@ -243,17 +227,10 @@ class _Search:
             kept = next(filter(self.is_enough, fits), kept)
         return kept
 
-    def _tried(self, group: Sequence[str], kept: Sequence[Rule]) -> bool:
-        step = Step(tuple(group), self.error(kept), self.is_enough(kept))
-        self.steps.append(step)
-        return step.is_tolerated
-
-    def _explained(self, kept: Iterable[Rule]) -> Sequence[Row]:
-        return self._trials.rows(rules_with(self._start, kept))
-
     def _in_float32(self, kept: Sequence[Rule]) -> tuple[int, ...]:
         """Returns the amount of float32: equations, then products, then rules."""
-        rows = [r for r in self._explained(kept) if r.precision == "float32"]
+        explained = self._trials.rows(self._start, kept)
+        rows = [row for row in explained if row.precision == "float32"]
         equations = sum(counted(row.times) for row in rows)
         flops = sum(counted(row.times) * row.flops for row in rows)
         return equations, flops, len(kept)

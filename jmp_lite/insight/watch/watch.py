@@ -10,16 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.mutables import returning_changes, write_changes
+from jmp_lite.insight import statistics
 from jmp_lite.insight.places import short
 from jmp_lite.insight.report import dtype_that_overflows
-from jmp_lite.insight.statistics import (
-    Numbers,
-    cells,
-    check_elements,
-    headers,
-    numbers,
-    on_host,
-)
 from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.watch.watcher import Op, Seen, Watcher
 from jmp_lite.jaxprs.sharding import gathered
@@ -27,7 +20,7 @@ from jmp_lite.jaxprs.trace import check_function, trace_function
 
 
 @dataclasses.dataclass(frozen=True)
-class OpNumerics(Numbers):
+class OpNumerics(statistics.Numbers):
     """The numbers that one op made, in all trips of all loops.
 
     Attributes:
@@ -69,10 +62,10 @@ class WatchedNumerics:
 
         Ops that never ran have no row.
         """
-        columns = on_host(self.counts)
+        columns = statistics.on_host(self.counts)
         return tuple(
             OpNumerics(
-                **vars(numbers(columns, i)),
+                **vars(statistics.numbers(columns, i)),
                 **{name: getattr(op, name) for name in ("scope", "op", "source")},
                 is_first=bool(columns["is_first"][i]),
             )
@@ -81,9 +74,9 @@ class WatchedNumerics:
         )
 
     def __str__(self) -> str:
-        titles = ("elements", "op", *headers(self.dtype), "scope", "where")
+        titles = ("elements", "op", *statistics.headers(self.dtype), "scope", "where")
         rows = [
-            (f"{r.elements}", r.op, *cells(r), r.scope, short(r.source))
+            (f"{r.elements}", r.op, *statistics.cells(r), r.scope, short(r.source))
             for r in self.rows
         ]
         return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
@@ -147,7 +140,7 @@ def watch(
     check_function(fun)
     target = dtype_that_overflows(dtype)
     if elements is not None:
-        check_elements(elements)
+        statistics.check_elements(elements)
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:

@@ -7,7 +7,7 @@ no number is read twice.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,16 +16,9 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.rules.rules import of_the_user
+from jmp_lite.insight import statistics
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
-from jmp_lite.insight.statistics import (
-    added,
-    are_finite,
-    counted_together,
-    nothing,
-    sample,
-    stacked,
-)
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.evaluate import Evaluator
 from jmp_lite.jaxprs.types import Eqn
@@ -48,49 +41,24 @@ class Op(NamedTuple):
     number: int
 
 
-class Counter:
-    """Counts the numbers of arrays: all arrays added since the last count together.
-
-    Args:
-      dtype: the dtype that shares are given for.
-    """
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._added: list[Counted] = []
-
-    def add(self, array: Any) -> "Counted":
-        """Adds an array; its counts are computed when they are read."""
-        counted = Counted(array, self)
-        self._added.append(counted)
-        return counted
-
-    def count(self) -> None:
-        """Counts the arrays that have been added."""
-        each = counted_together([x.array for x in self._added], self._dtype)
-        for one, counts in zip(self._added, each, strict=True):
-            one.known = counts
-        self._added.clear()
-
-
 class Counted:
-    """The numbers of an array.
+    """The numbers of an array, which are counted when they are read.
 
     Args:
       array: the array.
-      counter: the counter that it was added to.
+      count: counts this array, together with others.
     """
 
-    def __init__(self, array: Any, counter: Counter) -> None:
+    def __init__(self, array: Any, count: Callable[[], None]) -> None:
         self.array = array
         self.known: dict[str, Any] | None = None
-        self._counter = counter
+        self._count = count
 
     @property
     def counts(self) -> dict[str, Any]:
         """The counts."""
         if self.known is None:
-            self._counter.count()
+            self._count()
         assert self.known is not None
         return self.known
 
@@ -121,7 +89,7 @@ class Seen:
     def is_finite(self) -> Any:
         """Whether all its numbers are finite; True if they are not floats."""
         if self._is_finite is None and self.counted is not None:
-            self._is_finite = are_finite(self.counted.counts)
+            self._is_finite = statistics.are_finite(self.counted.counts)
         if self._is_finite is None and self._of_steps is not None:
             self._is_finite = self._of_steps.all()
         if self._is_finite is None:
@@ -156,7 +124,8 @@ class Note(NamedTuple):
     @property
     def counts(self) -> dict[str, Any]:
         """The counts of its results, without ``is_first``."""
-        return functools.reduce(added, [result.counts for result in self.results])
+        each = [result.counts for result in self.results]
+        return functools.reduce(statistics.added, each)
 
 
 class Watcher(CountingEvaluator[Seen, None, Op]):
@@ -176,7 +145,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
     ) -> None:
         super().__init__()
         self._dtype, self._elements = dtype, elements
-        self._counter = Counter(dtype)
+        self._uncounted: list[Counted] = []
         self._numbers = itertools.count() if numbers is None else numbers
         self._notes: list[Note] = []
 
@@ -222,10 +191,11 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
     ) -> list[Seen]:
         """Counts the numbers of results, and returns the results with their flags."""
         each = [
-            self._counter.add(self._sample(array)) if _is_float(array) else None
+            Counted(self._sample(array), self._count) if _is_float(array) else None
             for array in results
         ]
         made = [counted for counted in each if counted is not None]
+        self._uncounted += made
         if made:
             self._notes.append(Note(Op(*op, next(self._numbers)), made, operands))
         return [
@@ -235,26 +205,36 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
 
     def _sample(self, array: Any) -> Any:
         array = lax.stop_gradient(jnp.asarray(array))
-        return array if self._elements is None else sample(array, self._elements)
+        if self._elements is None:
+            return array
+        return statistics.sample(array, self._elements)
 
     # --------------------------------------------------------------------- the counts
+
+    def _count(self) -> None:
+        """Counts all results since the last count together."""
+        arrays = [counted.array for counted in self._uncounted]
+        each = statistics.counted_together(arrays, self._dtype)
+        for one, counts in zip(self._uncounted, each, strict=True):
+            one.known = counts
+        self._uncounted.clear()
 
     def found(self) -> tuple[list[Op], dict[str, Any]]:
         """Returns the ops that ran, and their counts."""
         parts = list(self._noted)
         if self._notes:
-            columns = stacked([note.counts for note in self._notes])
-            columns["is_first"] = self._are_first(are_finite(columns))
+            columns = statistics.stacked([note.counts for note in self._notes])
+            columns["is_first"] = self._are_first(statistics.are_finite(columns))
             parts.insert(0, ([note.op for note in self._notes], columns))
         return self.joined(parts)
 
     def nothing(self, n: int) -> dict[str, Any]:
         """Returns the counts of ops that did not run."""
-        return nothing(n)
+        return statistics.nothing(n)
 
     def add(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         """Returns the counts of two steps."""
-        return added(one, other)
+        return statistics.added(one, other)
 
     def _are_first(self, is_finite: Any) -> Any:
         """Returns which ops have non-finite results of finite operands.
@@ -290,10 +270,6 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         """Returns a constant, which has no flag yet."""
         del var
         return Seen(array)
-
-    def literal(self, atom: Any) -> Seen:
-        """Returns a literal, which has no flag yet."""
-        return Seen(structure.as_array(atom.val))
 
     def form(self, value: Seen) -> None:
         """Returns None: each value is an array and a flag."""
