@@ -207,19 +207,25 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     ) -> Converted:
         """Returns the jaxpr in mixed precision for operands in these states."""
         specs, of_operands = given
-        results: list[Value] = []
+        # Not the values, whose tracers end with this trace.
+        unforced: list[Spec] = []
+        origins: list[Origin] = []
+        found: list[Lineage | None] = []
 
-        def run(*arrays: Array) -> list[Value]:
+        def run(*arrays: Array) -> list[Array]:
             values = self._inputs(arrays, specs)
             for value, lineage in zip(values, of_operands, strict=True):
                 value.lineage = lineage
-            made = self.run(jaxpr, values, site)
-            return made if is_call else self.leave_functions(made, site.readers)
-
-        def run_to_arrays(*arrays: Array) -> list[Array]:
-            results[:] = run(*arrays)
-            made = _required(list(map(self.form, results)), required)
-            return self.unpack_all(results, made)
+            results = self.run(jaxpr, values, site)
+            if not is_call:
+                results = self.leave_functions(results, site.readers)
+            unforced[:] = map(self.form, results)
+            origins[:] = [value.origin for value in results]
+            found[:] = [
+                Lineage(value.roots, value.is_rejoined) if value.has_lineage else None
+                for value in results
+            ]
+            return self.unpack_all(results, _required(unforced, required))
 
         avals = [
             structure.retyped(var.aval, self.casts.low_dtype)
@@ -230,19 +236,14 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
             )
         ]
         with self.recording() as records:
-            traced = structure.trace(run_to_arrays, avals, jaxpr)
-        unforced = list(map(self.form, results))
+            traced = structure.trace(run, avals, jaxpr)
         made = _required(unforced, required)
-        found = [
-            Lineage(value.roots, value.is_rejoined) if value.has_lineage else None
-            for value in results
-        ]
         return Converted(
             jaxpr=traced,
             given=specs,
             made=tuple(made),
             unforced=tuple(unforced),
-            origins=[value.origin for value in results],
+            origins=origins,
             records=records,
             lineages=found if is_call else lineages.of_results_of_others(made, found),
         )
