@@ -161,7 +161,7 @@ def views(source):
 def read_of_the_table(source):
     """Returns the names that a module imports from the table and uses, and fields."""
     tree = ast.parse(source)
-    imported, used, attributes = set(), set(), set()
+    imported, used, attributes, of_module = set(), set(), set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "jmp_lite.ops":
             imported.update(alias.name for alias in node.names)
@@ -169,7 +169,8 @@ def read_of_the_table(source):
             used.add(node.id)
         elif isinstance(node, ast.Attribute):
             attributes.add(node.attr)
-    read = imported & used
+            of_module.update([node.attr] if ast.unparse(node.value) == "ops" else ())
+    read = (imported & used) | of_module
     return read | (attributes if read & {"OPS", "record_of"} else set())
 
 
@@ -191,6 +192,7 @@ def test_the_search_for_readers_can_fail():
     source = "from jmp_lite.ops import MOVING, OPS\nx in MOVING; y.adds"
     assert read_of_the_table(source) == {"MOVING"}
     assert read_of_the_table(f"{source}; OPS") == {"MOVING", "OPS", "adds"}
+    assert read_of_the_table("ops.ADDING; y.moves") == {"ADDING"}
     assert views('A = B & _ops_that("adds")') == {"adds": {"A"}}
 
 
