@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pathlib
+import re
 import runpy
 import subprocess
 import sys
@@ -34,8 +35,6 @@ FLAX_ROOMS = {"linen", "nnx"}
 MORE = {"plots": {"matplotlib"}}
 """What else a room depends on, which is imported by its users alone."""
 CORE_DEPENDENCIES = {"jax", "numpy", "optax", *sys.stdlib_module_names}
-INSIDES = pathlib.PurePath("jaxprs")
-"""The room that knows the insides of JAX."""
 UNPROMISED = ("jax._src", "jax.extend", "jax.core", "jax.interpreters")
 
 
@@ -246,6 +245,7 @@ def test_importing_loads_no_flax_and_wakes_no_backend(statement, complaint):
 
 
 TESTS = pathlib.Path(__file__).parent
+CONTRIBUTING = (TESTS.parent / "CONTRIBUTING.md").read_text()
 FAULTS = runpy.run_path(str(TESTS / "mutations" / "faults.py"))["FAULTS"]
 
 
@@ -255,3 +255,26 @@ def test_each_fault_can_be_planted():
         assert (package / fault.path).read_text().count(fault.old) == 1, fault.does
         file, _, name = fault.caught_by.partition("::")
         assert f"\ndef {name}" in (TESTS / file).read_text(), fault.does
+
+
+def missing_files(text):
+    """Returns the files and folders that a text names and the project lacks."""
+    names = set(re.findall(r"`([\w./-]+(?:\.py|/))`", text))
+    rooms = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+    roots = [TESTS.parent, *rooms]
+    return sorted(n for n in names if not any((root / n).exists() for root in roots))
+
+
+def test_the_files_that_contributing_names_exist():
+    assert len(re.findall(r"\.py`", CONTRIBUTING)) > 30
+    assert missing_files(CONTRIBUTING) == []
+    assert missing_files("`ops.py`, `jaxprs/compat.py`") == ["jaxprs/compat.py"]
+
+
+def test_contributing_says_everything_once():
+    headings = re.findall(r"^#.*", CONTRIBUTING, re.MULTILINE)
+    rows = re.findall(r"^\| .*", CONTRIBUTING, re.MULTILINE)
+    # Several tables have the same header.
+    rows = [row for row in rows if "`" in row]
+    assert len(set(headings)) == len(headings)
+    assert len(set(rows)) == len(rows)

@@ -44,22 +44,22 @@ runpy.run_module("jmp_lite", run_name="__main__", alter_sys=True)
 def test_the_doctor_tells_versions_devices_and_the_half_dtype(capsys):
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = {line[:18].strip(): line[18:] for line in lines}
-    assert told["jmp_lite"] == jmp.__version__
+    printed = {line[:18].strip(): line[18:] for line in lines}
+    assert printed["jmp_lite"] == jmp.__version__
     for package in ("jax", "jaxlib", "optax", "flax"):
-        assert told[package] == importlib.metadata.version(package)
-    assert told["devices"] == "2 x cpu: cpu"
-    assert told["x64"] == "off"
-    assert told["half dtype"] == "bfloat16, because cpu devices compute in bfloat16"
-    assert told["matmul precision"] == "not set: the backend chooses"
+        assert printed[package] == importlib.metadata.version(package)
+    assert printed["devices"] == "2 x cpu: cpu"
+    assert printed["x64"] == "off"
+    assert printed["half dtype"] == "bfloat16, because cpu devices compute in bfloat16"
+    assert printed["matmul precision"] == "not set: the backend chooses"
 
 
 def test_the_doctor_reads_the_configuration_of_now(capsys):
     with jax.enable_x64(True), jax.default_matmul_precision("tensorfloat32"):
         cli.main(["doctor"])
-    told = capsys.readouterr().out
-    assert re.search(r"^x64 +on$", told, re.MULTILINE)
-    assert re.search(r"^matmul precision +tensorfloat32$", told, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert re.search(r"^x64 +on$", printed, re.MULTILINE)
+    assert re.search(r"^matmul precision +tensorfloat32$", printed, re.MULTILINE)
 
 
 def test_the_doctor_says_that_a_package_is_not_installed():
@@ -115,6 +115,6 @@ def test_help_describes_what_the_doctor_prints(capsys):
 
 def test_the_demo_says_where_it_is(capsys):
     assert cli.main(["demo"]) == 1
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     where = "The demo is examples/demo.py in the repository: make demo runs it.\n"
-    assert (told.out, told.err) == ("", where)
+    assert (printed.out, printed.err) == ("", where)

@@ -3,7 +3,7 @@
 A value may be one array or several, such as an array with a flag, or an array on two
 lanes. A tool, which is a subclass, defines what a value is, how an equation without a
 jaxpr inside runs, and how a jaxpr inside becomes one of the tool's arrays. This module
-knows the primitives that contain jaxprs, and is the only one that does.
+knows how each primitive that contains jaxprs runs.
 """
 
 import abc

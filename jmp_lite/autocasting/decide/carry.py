@@ -115,9 +115,9 @@ def written(spec: Spec, slot: Slot, made: Spec) -> Spec:
 
 
 def must_rise(slot: Slot, before: Spec, made: Spec) -> bool:
-    """Whether the body of a loop makes a low carry float32, so that it has to be.
+    """Whether a carry has to become float32, because the body of the loop makes it so.
 
-    This is repeated until no carry rises: a carry may raise another one.
+    The loop is converted again until no carry rises, since one may raise another.
 
     Example: in an LSTM, ``h`` is read by products alone. Its slot is LOW, so it never
     rises, whatever a step makes of it. The cell ``c`` is a state: its slot is FULL, and

@@ -1,8 +1,7 @@
-"""Makes every decision: the precision of an equation, and the slot of a carry.
+"""Decides the precision of an equation.
 
 Each function here is pure. It reads the rules, an equation, the states of its operands,
-the readers of its results, and its path. ``autocast`` and ``explain`` both use these
-functions.
+the readers of its results, and its path.
 """
 
 import functools
@@ -312,7 +311,7 @@ def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:
     return not has_float32 or any(dtype != low_dtype for dtype in others)
 
 
-# -------------------------------------------------- equations that hold a jaxpr
+# ----------------------------------------------- equations that contain a jaxpr
 
 
 def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:

@@ -33,7 +33,7 @@ def is_one_function(operands: Sequence[Operand]) -> bool:
     Without the rule, ``d`` would follow ``x``, and lose the digits of the mean. In a
     softplus, ``max(x, 0) + log1p(exp(-abs(x)))``, the sum reads ``max(x, 0)``, which is
     16-bit with root x, and the logarithm, which is float32 with root x: one function of
-    x. A sum of functions of two 16-bit values is none: it is 16-bit.
+    x. A sum of functions of two 16-bit values is no such function: it is 16-bit.
 
     Args:
       operands: the operands that were traced in float32.

@@ -311,7 +311,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
 
 
 def _required(made: Sequence[Spec], required: Sequence[Spec]) -> list[Spec]:
-    """Returns specs, of which the first are those that are required."""
+    """Returns specs, with the required ones in place of the first."""
     return [*required, *made[len(required) :]]
 
 
