@@ -279,7 +279,7 @@ def bind_remat(
     changed: dict[str, Any] = {}
     if saved:
         changed["policy"] = _saving(saved, eqn.params["policy"])
-    return _bind(eqn, operands, jaxpr=structure.without_consts(jaxpr), **changed)
+    return _bind(eqn, operands, jaxpr=structure.open_jaxpr(jaxpr), **changed)
 
 
 def _saving(

@@ -88,13 +88,6 @@ def open_jaxpr(jaxpr: Jaxpr) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def without_consts(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the open jaxpr of a closed one without constants."""
-    consts = parts(jaxpr).consts
-    assert not consts, "a rematerialized function may not gain constants"
-    return open_jaxpr(jaxpr)
-
-
 def is_literal(atom: Var) -> TypeGuard[Literal]:
     """Whether an atom is a number in the jaxpr."""
     kinds: Any = core.Literal

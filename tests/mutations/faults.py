@@ -1503,8 +1503,8 @@ FAULTS = (
     ),
     Fault(
         "autocasting/interpreter/custom_rules.py",
-        "out = _follow(walk, tangents_first, values, avals, jaxpr, site)",
-        "out = _follow(walk, tangents_first, values, avals, jaxpr, site._replace(readers=()))",
+        "out = _follow(converter, tangents_first, values, avals, jaxpr, site)",
+        "out = _follow(converter, tangents_first, values, avals, jaxpr, site._replace(readers=()))",
         "a derivative rule rounds the result of its function",
         "test_autocasting_amplified.py::test_the_derivative_rule_of_a_function_keeps_the_digits_of_its_result",
     ),

@@ -16,29 +16,29 @@ from jmp_lite.jaxprs.types import Array, Aval, Eqn, Function, Jaxpr, PyTree
 
 
 def run(
-    walk: Converter, eqn: Eqn, operands: Sequence[Value], site: Site
+    converter: Converter, eqn: Eqn, operands: Sequence[Value], site: Site
 ) -> list[Value]:
     """Binds a function with rules of its own, all converted inside.
 
     Args:
-      walk: the interpreter.
+      converter: converts the jaxprs inside.
       eqn: the equation.
       operands: its operands.
       site: its site.
     """
-    inside = walk.body(params.body_of(eqn), operands, site)
+    inside = converter.body(params.body_of(eqn), operands, site)
     binds = {
         "custom_jvp_call": _bind_jvp,
         "custom_vjp_call": _bind_vjp,
         "custom_vmap_call": _bind_vmap,
     }
-    with walk.recording():  # It is recorded already.
-        arrays = binds[params.op_of(eqn)](walk, eqn, operands, site, inside)
-    return walk.received(eqn, [(inside, operands)], arrays)
+    with converter.recording():  # It is recorded already.
+        arrays = binds[params.op_of(eqn)](converter, eqn, operands, site, inside)
+    return converter.received(eqn, [(inside, operands)], arrays)
 
 
 def _bind_jvp(
-    walk: Converter,
+    converter: Converter,
     eqn: Eqn,
     operands: Sequence[Value],
     site: Site,
@@ -61,20 +61,20 @@ def _bind_jvp(
             tangents = [(state, Kind.COMPUTED) for state, _ in states]
             types = list(map(structure.type_of, structure.parts(jaxpr).invars))
             avals = [*types, *(aval.to_tangent_aval() for aval in types)]
-            values = walk.pack_all(arrays, [*states, *tangents])
+            values = converter.pack_all(arrays, [*states, *tangents])
             # The results have the readers that they have without the derivative.
-            out = _follow(walk, tangents_first, values, avals, jaxpr, site)
-            out = [_out(walk, o, s) for o, s in zip(out, 2 * specs, strict=True)]
+            out = _follow(converter, tangents_first, values, avals, jaxpr, site)
+            out = [_out(converter, o, s) for o, s in zip(out, 2 * specs, strict=True)]
             return [*out[len(specs) :], *out[: len(specs)]]
 
         return low_fun, low_jvp
 
-    arrays = walk.unpack_all(operands, inside.given)
+    arrays = converter.unpack_all(operands, inside.given)
     return custom_rules.bind_custom(eqn, arrays, replace)
 
 
 def _bind_vjp(
-    walk: Converter,
+    converter: Converter,
     eqn: Eqn,
     operands: Sequence[Value],
     site: Site,
@@ -84,9 +84,9 @@ def _bind_vjp(
 
     def replace(fun: Function, fwd: Function, bwd: Function) -> PyTree:
         del fun  # It evaluates the jaxpr.
-        return _LowVjp(walk, eqn, site, inside, fwd, bwd).functions()
+        return _LowVjp(converter, eqn, site, inside, fwd, bwd).functions()
 
-    arrays = walk.unpack_all(operands, inside.given)
+    arrays = converter.unpack_all(operands, inside.given)
     return custom_rules.bind_custom(eqn, arrays, replace)
 
 
@@ -96,7 +96,7 @@ class _LowVjp:
     Residuals are saved in the dtype that they have in the forward pass.
 
     Args:
-      walk: the interpreter.
+      converter: converts the jaxprs inside.
       eqn: the equation.
       site: its site.
       inside: its function, converted.
@@ -106,14 +106,14 @@ class _LowVjp:
 
     def __init__(
         self,
-        walk: Converter,
+        converter: Converter,
         eqn: Eqn,
         site: Site,
         inside: Converted,
         fwd: Function,
         bwd: Function,
     ) -> None:
-        self._walk = walk
+        self._converter = converter
         self._eqn = eqn
         self._site = site
         self._inside = inside
@@ -140,7 +140,7 @@ class _LowVjp:
             n_kept = len(out) - n_out
             return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
 
-        values = self._walk.pack_all(args[::2], self._inside.given)
+        values = self._converter.pack_all(args[::2], self._inside.given)
         avals = list(map(structure.type_of, structure.parts(self._jaxpr).invars))
         out = self._follow(flat, values, avals, self._site.readers)
         kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
@@ -149,7 +149,7 @@ class _LowVjp:
             for one in kept
         ]
         arrays = [one.array if isinstance(one, Value) else one.number for one in kept]
-        return arrays + self._walk.unpack_all(results, self._inside.made)
+        return arrays + self._converter.unpack_all(results, self._inside.made)
 
     def _backward(self, *args: PyTree) -> PyTree:
         """Runs ``bwd`` on residuals and cotangents."""
@@ -162,7 +162,7 @@ class _LowVjp:
         is_array = [spec is not None for spec in given]
         arrays = [arg for arg, yes in zip(args, is_array, strict=True) if yes]
         specs = [spec for spec in given if spec is not None]
-        values = self._walk.pack_all(arrays, specs)
+        values = self._converter.pack_all(arrays, specs)
         trees: list[PyTree] = []
 
         def flat(*arrays: Array) -> list[Array]:
@@ -178,7 +178,7 @@ class _LowVjp:
         grads = self._follow(flat, values, list(map(_type_as_traced, values)))
         # JAX appends the logs of a backward pass to the gradients.
         grads[: len(operands)] = [
-            _out(self._walk, grad, spec)
+            _out(self._converter, grad, spec)
             for grad, spec in zip(grads, operands, strict=False)
         ]
         rest = [v.array if isinstance(v, Value) else v for v in grads]
@@ -192,11 +192,11 @@ class _LowVjp:
         readers: Sequence[Readers] = (),
     ) -> list[PyTree]:
         site = self._site._replace(readers=readers)
-        return _follow(self._walk, fun, values, avals, self._jaxpr, site)
+        return _follow(self._converter, fun, values, avals, self._jaxpr, site)
 
 
 def _bind_vmap(
-    walk: Converter,
+    converter: Converter,
     eqn: Eqn,
     operands: Sequence[Value],
     site: Site,
@@ -206,13 +206,13 @@ def _bind_vmap(
     jaxpr = params.body_of(eqn)
 
     def low_rule(batched: Function, *arrays: Array) -> list[Array]:
-        values = walk.pack_all(arrays, inside.given)
+        values = converter.pack_all(arrays, inside.given)
         types = [_type_as_traced(value) for value in values]
         any_readers = site._replace(readers=())
-        out = _follow(walk, batched, values, types, jaxpr, any_readers)
-        return walk.unpack_all(out, inside.made)
+        out = _follow(converter, batched, values, types, jaxpr, any_readers)
+        return converter.unpack_all(out, inside.made)
 
-    arrays = walk.unpack_all(operands, inside.given)
+    arrays = converter.unpack_all(operands, inside.given)
     return custom_rules.bind_custom_vmap(eqn, arrays, inside.jaxpr, low_rule)
 
 
@@ -222,7 +222,7 @@ def _type_as_traced(value: Value) -> PyTree:
 
 
 def _follow(
-    walk: Converter,
+    converter: Converter,
     fun: Function,
     values: Sequence[Value],
     avals: Sequence[Aval],
@@ -235,7 +235,7 @@ def _follow(
     that are not arrays pass unchanged, in both directions.
 
     Args:
-      walk: the interpreter.
+      converter: converts the jaxprs inside.
       fun: a function of arrays and symbolic zeros that returns a list.
       values: its arguments.
       avals: its original types.
@@ -269,15 +269,15 @@ def _follow(
     jaxpr = structure.trace(traced, [avals[i] for i in live], like)
     n_before = len(structure.parts(jaxpr).outvars) - len(site.readers)
     inner = site._replace(readers=[*[Readers.OTHER] * n_before, *site.readers])
-    results = iter(walk.run(jaxpr, [values[i] for i in live], inner))
+    results = iter(converter.run(jaxpr, [values[i] for i in live], inner))
     return [next(results) if item is None else item for item in others]
 
 
-def _out(walk: Converter, item: PyTree, spec: Spec) -> PyTree:
+def _out(converter: Converter, item: PyTree, spec: Spec) -> PyTree:
     if isinstance(item, Value):
-        return walk.unpack(item, spec)[0]
+        return converter.unpack(item, spec)[0]
     if structure.is_zero(item) and spec[0] is State.LOW:
-        return type(item)(structure.retyped(item.aval, walk.casts.low_dtype))
+        return type(item)(structure.retyped(item.aval, converter.casts.low_dtype))
     return item
 
 

@@ -150,14 +150,18 @@ class _Frame(Frame[Value, Site]):
     """The values of one jaxpr while it runs."""
 
     def __init__(
-        self, walk: Interpreter, jaxpr: Jaxpr, operands: Sequence[Value], site: Site
+        self,
+        converter: Interpreter,
+        jaxpr: Jaxpr,
+        operands: Sequence[Value],
+        site: Site,
     ) -> None:
-        super().__init__(walk, jaxpr, operands, site)
-        self._walk = walk
-        self._readers: Mapping[Var, Readers] = walk.uses.variables(
+        super().__init__(converter, jaxpr, operands, site)
+        self._converter = converter
+        self._readers: Mapping[Var, Readers] = converter.uses.variables(
             jaxpr, site.readers, site.path
         )
-        self._regions = Regions(walk, self.parts, site, self._readers)
+        self._regions = Regions(converter, self.parts, site, self._readers)
         self._region = site.region
         self._is_from_low = False
 
@@ -171,15 +175,15 @@ class _Frame(Frame[Value, Site]):
     def enter(self, eqn: Eqn) -> tuple[Sequence[Value], Site]:
         """Returns the operands of an equation, and its site."""
         path = source.join(self.site.path, *source.scopes(eqn))
-        self._region = self._walk.at.region(path)
+        self._region = self._converter.at.region(path)
         operands = list(map(self.read, eqn.invars))
         if self._region:
             operands = self._regions.enter(operands)
         readers = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
         is_entered = params.op_of(eqn) in (*params.CUSTOM, *params.CONTROL)
         if is_entered and any(value.is_rejoined for value in operands):
-            of_operands = self._walk.uses.of_equation(eqn, readers, self.site.path)
-            operands = self._walk.leave_functions(operands, of_operands)
+            of_operands = self._converter.uses.of_equation(eqn, readers, self.site.path)
+            operands = self._converter.leave_functions(operands, of_operands)
         self._is_from_low = any(value.is_from_low for value in operands)
         return operands, Site(path, readers, self._region)
 

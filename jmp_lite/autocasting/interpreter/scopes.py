@@ -19,7 +19,7 @@ class Regions:
     """Follows the values of one jaxpr into such scopes and out of them.
 
     Args:
-      walk: the interpreter.
+      converter: converts the jaxprs inside.
       parts: the jaxpr.
       site: its site.
       readers: the readers of each of its values.
@@ -27,12 +27,12 @@ class Regions:
 
     def __init__(
         self,
-        walk: Converter,
+        converter: Converter,
         parts: structure.Parts,
         site: Site,
         readers: Mapping[Var, Readers],
     ) -> None:
-        self._walk = walk
+        self._converter = converter
         self._parts = parts
         self._site = site
         self._readers = readers
@@ -42,7 +42,7 @@ class Regions:
         """Returns the operands of an op inside of the scope: float32."""
         return [
             Value(
-                self._walk.casts.full(value),
+                self._converter.casts.full(value),
                 State.HARD,
                 is_from_low=True,
                 origin=value.origin,
@@ -57,7 +57,7 @@ class Regions:
         readers = self._readers_outside(atom, value.region)
         state = leaving.of_scope(value.state, value.is_from_low, readers)
         if value.is_from_low and not readers.want_float32:
-            return self._walk.casts.in_state(value, state)
+            return self._converter.casts.in_state(value, state)
         return Value(value.array, state, value.kind, origin=value.origin)
 
     def _readers_outside(self, atom: Var, region: str | None) -> Readers:
@@ -68,10 +68,12 @@ class Regions:
             if eqn is None:
                 continue
             where = source.join(self._site.path, *source.scopes(eqn))
-            if self._walk.at.region(where) == region:
+            if self._converter.at.region(where) == region:
                 continue
             results = [self._readers[var] for var in eqn.outvars]
-            of_operands = self._walk.uses.of_equation(eqn, results, self._site.path)
+            of_operands = self._converter.uses.of_equation(
+                eqn, results, self._site.path
+            )
             for other, readers in zip(eqn.invars, of_operands, strict=True):
                 found |= readers if other is atom else Readers.NOBODY
         for other, readers in zip(self._parts.outvars, self._site.readers, strict=True):

@@ -231,8 +231,8 @@ def compared_with_float32(
       backward: whether its gradients are compared too.
       elements: the largest number of elements of a result to compare.
     """
-    walk = Interpreter(rules, StagedCasts)
-    low = functools.partial(walk.run_function, function.traced)
+    interpreter = Interpreter(rules, StagedCasts)
+    low = functools.partial(interpreter.run_function, function.traced)
     program = jax.make_jaxpr(lambda *xs: low(xs))(*arrays)
     names = function.names_of_results
     if backward:

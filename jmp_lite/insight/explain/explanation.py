@@ -292,12 +292,14 @@ def explain(
 
     @functools.wraps(fun)
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
-        walk = Interpreter(chosen())
+        interpreter = Interpreter(chosen())
         traced, arrays, treedef = trace_function(fun, args, kwargs)
         names = argument_names(args, kwargs)
-        run = jax.make_jaxpr(lambda *xs: walk.run_function(traced, xs, names))(*arrays)
-        low = walk.at.low_dtype
-        seen = list(seen_in(walk.records, walk.rules))
+        run = jax.make_jaxpr(lambda *xs: interpreter.run_function(traced, xs, names))(
+            *arrays
+        )
+        low = interpreter.at.low_dtype
+        seen = list(seen_in(interpreter.records, interpreter.rules))
         rows, kept = [one.row for one in seen], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
@@ -310,19 +312,23 @@ def explain(
         forward = [one for one in seen if not one.row.is_backward]
         looked = Looked(
             forward,
-            walk.results,
-            walk.rules,
+            interpreter.results,
+            interpreter.rules,
             has_gradients=backward or len(forward) < len(seen),
             traced=traced,
             alone=_alone(args, kwargs),
         )
         return Explanation(
-            walk.rules,
+            interpreter.rules,
             tuple(rows),
             totals_of(rows, added, kept),
             find_lints(looked),
-            tuple(_unused(walk.rules, rows, traced)),
-            {name: n for name in walk.rules.passes if (n := walk.passes[name])},
+            tuple(_unused(interpreter.rules, rows, traced)),
+            {
+                name: n
+                for name in interpreter.rules.passes
+                if (n := interpreter.passes[name])
+            },
         )
 
     return explained
