@@ -17,7 +17,11 @@ from jmp_lite.jaxprs.types import Eqn
 
 def scopes(eqn: Eqn) -> tuple[str, ...]:
     """Returns the names of the scopes of an equation, the outermost first."""
-    stack = eqn.source_info.name_stack.stack
+    return _names(eqn.source_info.name_stack.stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(stack: Any) -> tuple[str, ...]:
     return tuple(item.name for item in stack if isinstance(item, _Scope))
 
 

@@ -3,6 +3,7 @@
 If versions of JAX differ, the code checks for a feature, never for a version number.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -136,7 +137,7 @@ def is_float32(atom: Var) -> bool:
 def is_float(atom: Var) -> bool:
     """Whether an atom was traced as a floating-point array. A Ref is not an array."""
     is_array = isinstance(atom.aval, jax.core.ShapedArray)
-    return is_array and jnp.issubdtype(dtype_of(atom), jnp.inexact)
+    return is_array and _is_kind(dtype_of(atom), jnp.inexact)
 
 
 def is_wide_float(atom: Var) -> bool:
@@ -147,7 +148,13 @@ def is_wide_float(atom: Var) -> bool:
 def is_integer(atom: Var) -> bool:
     """Whether an atom was traced as an array of integers."""
     dtype = dtype_of(atom)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    return dtype is not None and _is_kind(dtype, jnp.integer)
+
+
+@functools.cache
+def _is_kind(dtype: Any, kind: Any) -> bool:
+    """Whether a dtype is of a kind; there are few dtypes, and JAX takes long."""
+    return jnp.issubdtype(dtype, kind)
 
 
 def name_of(jaxpr: Jaxpr) -> str:
