@@ -51,6 +51,9 @@ def has_lanes(loop: Eqn) -> bool:
 _ONE_BODY = frozenset([*params.CALLED, "shard_map"])
 """Ops with the operands and results of the one jaxpr that they contain."""
 
+_ENTERED = _ONE_BODY.union(["cond", "scan", "while"])
+"""All ops whose jaxprs an analysis enters."""
+
 
 class _Analysis(abc.ABC, Generic[Fact]):
     """The common part of both directions."""
@@ -121,7 +124,10 @@ class Forward(_Analysis[Fact]):
           operands: the facts of its operands.
           path: the path of the jaxpr.
         """
-        op, inside = params.op_of(eqn), source.path_of(eqn, path)
+        op = params.op_of(eqn)
+        if op not in _ENTERED:
+            return self.through(eqn, operands, source.join(path, *source.scopes(eqn)))
+        inside = source.path_of(eqn, path)
         if op in _ONE_BODY:
             return self.outputs(params.body_of(eqn), operands, inside)
         if op == "cond":
@@ -131,14 +137,12 @@ class Forward(_Analysis[Fact]):
         if op == "scan":
             n_consts, n_carry = params.scan_counts(eqn)
             return self._loop(params.body_of(eqn), operands, n_consts, n_carry, inside)
-        if op == "while":
-            loop = params.while_parts(eqn)
-            of_body = operands[loop.n_cond :]
-            n_carry = len(eqn.outvars)
-            found = self._loop(loop.body, of_body, loop.n_body, n_carry, inside)
-            self.outputs(loop.cond, [*operands[: loop.n_cond], *found], inside)
-            return found
-        return self.through(eqn, operands, source.join(path, *source.scopes(eqn)))
+        loop = params.while_parts(eqn)
+        of_body = operands[loop.n_cond :]
+        n_carry = len(eqn.outvars)
+        found = self._loop(loop.body, of_body, loop.n_body, n_carry, inside)
+        self.outputs(loop.cond, [*operands[: loop.n_cond], *found], inside)
+        return found
 
     def _loop(
         self,
@@ -201,7 +205,8 @@ class Backward(_Analysis[Fact]):
         def note(atoms: Sequence[Var], facts: Sequence[Fact]) -> None:
             for atom, fact in zip(atoms, facts, strict=True):
                 if not structure.is_literal(atom):
-                    known[atom] = self.join(known[atom], fact)
+                    is_first = atom not in known
+                    known[atom] = fact if is_first else self.join(known[atom], fact)
 
         note(parts.outvars, outputs)
         for eqn in reversed(parts.eqns):
@@ -226,7 +231,10 @@ class Backward(_Analysis[Fact]):
           results: the facts of its results.
           path: the path of the jaxpr.
         """
-        op, inside = params.op_of(eqn), source.path_of(eqn, path)
+        op = params.op_of(eqn)
+        if op not in _ENTERED:
+            return self.through(eqn, results, source.join(path, *source.scopes(eqn)))
+        inside = source.path_of(eqn, path)
         if op in _ONE_BODY:
             return self.inputs(params.body_of(eqn), results, inside)
         if op == "cond":
@@ -237,14 +245,12 @@ class Backward(_Analysis[Fact]):
             n_consts, n_carry = params.scan_counts(eqn)
             body = params.body_of(eqn)
             return self.of_loop(eqn, body, n_consts, n_carry, results, inside)
-        if op == "while":
-            loop = params.while_parts(eqn)
-            of_cond = self.inputs(loop.cond, [self.of_predicate()], inside)
-            n_carry = len(eqn.outvars)
-            read = self._join_all([results, of_cond[loop.n_cond :]])
-            of_body = self.of_loop(eqn, loop.body, loop.n_body, n_carry, read, inside)
-            return [*of_cond[: loop.n_cond], *of_body]
-        return self.through(eqn, results, source.join(path, *source.scopes(eqn)))
+        loop = params.while_parts(eqn)
+        of_cond = self.inputs(loop.cond, [self.of_predicate()], inside)
+        n_carry = len(eqn.outvars)
+        read = self._join_all([results, of_cond[loop.n_cond :]])
+        of_body = self.of_loop(eqn, loop.body, loop.n_body, n_carry, read, inside)
+        return [*of_cond[: loop.n_cond], *of_body]
 
     @abc.abstractmethod
     def of_predicate(self) -> Fact:

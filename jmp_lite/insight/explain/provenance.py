@@ -155,6 +155,8 @@ class ProductReaders(Following[Made]):
 
     def join(self, one: Made, other: Made) -> Made:
         """Returns the parts of a value that is one of two."""
+        if one == other:
+            return one
         return Made(
             one.products | other.products,
             one.differing | other.differing,
@@ -167,7 +169,7 @@ class ProductReaders(Following[Made]):
         """Returns the parts of the results of an op, and records its products."""
         del path
         op = params.op_of(eqn)
-        joint = functools.reduce(self.join, facts, Made())
+        joint = functools.reduce(self.join, facts) if facts else Made()
         if op in ops.POSITIONAL:
             self.found["low phase"].update(joint.products)
         if op in ops.PICKING or op in ops.ROOTS:
