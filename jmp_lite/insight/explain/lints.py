@@ -235,7 +235,7 @@ def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
 
 def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
     for seen in looked.seen:
-        if seen.record.decision.run is not Run.LOW:
+        if seen.row.op not in PRODUCTS or seen.record.decision.run is not Run.LOW:
             continue
         sizes = cost.product_sizes(seen.record.eqn)
         if 1 in sizes:  # A vector product or a depthwise convolution: no tensor cores.

@@ -146,5 +146,10 @@ def origin_in_words(origin: facts.Origin) -> str:
 
 def is_equation(origin: facts.Origin) -> TypeGuard[Eqn]:
     """Whether an origin is an equation."""
-    numbers = facts.Constant | facts.Number | facts.RangeEnd
-    return not isinstance(origin, numbers | facts.Argument | facts.Input | None)
+    return origin is not None and not isinstance(origin, _OTHER_ORIGINS)
+
+
+_OTHER_ORIGINS = (
+    *(facts.Argument, facts.Input),
+    *(facts.Constant, facts.Number, facts.RangeEnd),
+)

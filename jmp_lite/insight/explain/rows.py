@@ -4,6 +4,8 @@ A row shows one equation without judging it.
 """
 
 import dataclasses
+import functools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -143,6 +145,8 @@ class _Seeing:
         self._rules = rules
         self._rows: dict[int, Row] = {}
         self._sources: dict[int, str] = {}
+        self._words: dict[tuple[int, str], str] = {}
+        self._type_in_words = functools.cache(operator.methodcaller("str_short"))
 
     def along(
         self,
@@ -157,37 +161,32 @@ class _Seeing:
           place: the place of the jaxpr.
           origins: the origins of its inputs.
         """
-
-        def outside(origin: Origin) -> Origin:
-            return origins[origin.number] if isinstance(origin, Input) else origin
-
         for item in records:
             if isinstance(item, RecordsInside):
-                given = [outside(origin) for origin in item.origins]
+                given = [_outside(origin, origins) for origin in item.origins]
                 inner = place.inside(item.eqn, item.times)
                 yield from self.along(item.records, inner, given)
                 continue
-            there = item
-            if any(isinstance(o.origin, Input) for o in (item, *item.operands)):
-                operands = tuple(
-                    o._replace(origin=outside(o.origin)) for o in item.operands
-                )
-                there = item._replace(origin=outside(item.origin), operands=operands)
-            if id(item) not in self._rows:
-                self._rows[id(item)] = _row(item, self._rules)
-            yield self._seen(self._rows[id(item)], there, place)
+            row = self._rows.get(id(item))
+            if row is None:
+                row = self._rows[id(item)] = self._row(item)
+            there = _record_outside(item, origins)
+            yield self._seen(row, there, place)
             if item.decision.run is Run.AS_TRACED:
                 yield from self._kept(there, place)
 
     def _kept(self, record: DecisionRecord, place: Place) -> Iterator[Seen]:
         """Yields the rows inside of an equation that runs as traced."""
+        jaxprs = list(params.inner_jaxprs(record.eqn))
+        if not jaxprs:
+            return
         op = params.op_of(record.eqn)
         kept = dataclasses.replace(record.decision, reason=Reason.INSIDE, within=op)
         there = place.inside(record.eqn, params.trips(record.eqn))
-        for jaxpr in params.inner_jaxprs(record.eqn):
+        for jaxpr in jaxprs:
             for eqn in structure.parts(jaxpr).eqns:
                 inner = DecisionRecord(eqn, kept)
-                yield self._seen(_row(inner, self._rules), inner, there)
+                yield self._seen(self._row(inner), inner, there)
                 yield from self._kept(inner, there)
 
     def _seen(self, row: Row, record: DecisionRecord, place: Place) -> Seen:
@@ -204,40 +203,65 @@ class _Seeing:
         )
         return Seen(placed, record, origin)
 
+    def _row(self, record: DecisionRecord) -> Row:
+        """Returns a row without the place of its equation."""
+        low = np.dtype(self._rules.compute_dtype)
+        eqn, decision = record.eqn, record.decision
+        results = eqn.outvars if record.result is None else [eqn.outvars[record.result]]
+        is_low = decision.state is State.LOW
+        return Row(
+            scope=source.join(*source.scopes(eqn)),
+            op=params.op_of(eqn),
+            precision=_precision(eqn, decision, low),
+            code=reasons.code_of(record),
+            reason=reasons.reason_in_words(record),
+            source="",
+            shapes=tuple(self._type_in_words(var.aval) for var in results),
+            times=1,
+            bytes_traced=sum(map(bytes_of, results)),
+            bytes_run=sum(bytes_of(var, low if is_low else None) for var in results),
+            flops=cost.product_flops(eqn),
+            is_backward=source.is_transposed(eqn),
+            number_format=_number_format(eqn, decision),
+        )
+
     def _in_words(self, origin: Origin) -> str:
         """Returns the origin of a value in words."""
         if not reasons.is_equation(origin):
             return reasons.origin_in_words(origin)
         # It has a row already, unless a loop carries it from step to step.
-        place = short(self._sources.get(id(origin)) or source.source(origin))
-        op = _MARKS.get(params.checkpoint_name_of(origin)) or params.op_of(origin)
-        return op + (place and f" at {place}")
+        line = self._sources.get(id(origin)) or source.source(origin)
+        key = (id(origin), line)
+        if key not in self._words:
+            op = _MARKS.get(params.checkpoint_name_of(origin)) or params.op_of(origin)
+            place = short(line)
+            self._words[key] = op + (place and f" at {place}")
+        return self._words[key]
 
 
 _MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
 """The names of marks, by the names in the program."""
 
 
-def _row(record: DecisionRecord, rules: Rules) -> Row:
-    """Returns a row without the place of its equation."""
-    low = np.dtype(rules.compute_dtype)
-    eqn, decision = record.eqn, record.decision
-    results = eqn.outvars if record.result is None else [eqn.outvars[record.result]]
-    is_low = decision.state is State.LOW
-    return Row(
-        scope=source.join(*source.scopes(eqn)),
-        op=params.op_of(eqn),
-        precision=_precision(eqn, decision, low),
-        code=reasons.code_of(record),
-        reason=reasons.reason_in_words(record),
-        source="",
-        shapes=tuple(var.aval.str_short() for var in results),
-        times=1,
-        bytes_traced=sum(map(bytes_of, results)),
-        bytes_run=sum(bytes_of(var, low if is_low else None) for var in results),
-        flops=cost.product_flops(eqn),
-        is_backward=source.is_transposed(eqn),
-        number_format=_number_format(eqn, decision),
+def _outside(origin: Origin, origins: Sequence[Origin]) -> Origin:
+    """Returns an origin outside of a jaxpr whose inputs have these origins."""
+    return origins[origin.number] if isinstance(origin, Input) else origin
+
+
+def _record_outside(
+    record: DecisionRecord, origins: Sequence[Origin]
+) -> DecisionRecord:
+    """Returns a decision with its origins outside of the jaxpr."""
+    operands = record.operands
+    is_inside = [isinstance(operand.origin, Input) for operand in operands]
+    if not (True in is_inside or isinstance(record.origin, Input)):
+        return record
+    return record._replace(
+        origin=_outside(record.origin, origins),
+        operands=tuple(
+            o._replace(origin=_outside(o.origin, origins)) if inside else o
+            for o, inside in zip(operands, is_inside, strict=True)
+        ),
     )
 
 
