@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec
 
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -34,7 +33,7 @@ from jmp_lite.insight.explain.rows import (
     totals_of,
 )
 from jmp_lite.insight.tables import count, html_table, text_table
-from jmp_lite.jaxprs import params
+from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import argument_names, arrays_in, trace_function
 from jmp_lite.jaxprs.types import Jaxpr, PyTree
@@ -293,10 +292,11 @@ def explain(
     @functools.wraps(fun)
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         interpreter = Interpreter(chosen())
-        traced, arrays, treedef = trace_function(fun, args, kwargs)
+        traced, _, treedef = trace_function(fun, args, kwargs)
         names = argument_names(args, kwargs)
-        run = jax.make_jaxpr(lambda *xs: interpreter.run_function(traced, xs, names))(
-            *arrays
+        avals = list(map(structure.type_of, structure.parts(traced).invars))
+        run = structure.trace(
+            lambda *xs: interpreter.run_function(traced, xs, names), avals, traced
         )
         low = interpreter.at.low_dtype
         seen = list(seen_in(interpreter.records, interpreter.rules))
@@ -347,11 +347,13 @@ def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
     yield from _unmatched("scope", scopes, (row.scope for row in rows))
     carries = [pattern for pattern, _ in rules.carries]
     yield from _unmatched("carry", carries, _loops(jaxpr) if carries else ())
-    of_presets = {pair for preset in PRESETS.values() for pair in preset.ops}
     ops = list(dict.fromkeys(row.op for row in rows))
     for pair in rules.ops:
-        if pair not in of_presets and pair[0] not in ops:
+        if pair not in _OPS_OF_PRESETS and pair[0] not in ops:
             yield f"op {pair[0]!r} matches nothing.{_nearest(pair[0], ops)}"
+
+
+_OPS_OF_PRESETS = frozenset(pair for preset in PRESETS.values() for pair in preset.ops)
 
 
 def _unmatched(
