@@ -258,13 +258,15 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
             return self.custom(eqn, operands, site)
         if params.is_call(eqn):
             return self.call(eqn, operands, site)
+        if op not in params.CONTROL:
+            return self.equation(eqn, operands, site)
         others = {
             "cond": self.cond,
             "scan": self.scan,
             "while": self.while_loop,
             "shard_map": self.shard_map,
         }
-        return others.get(op, self.equation)(eqn, operands, site)
+        return others[op](eqn, operands, site)
 
     def call(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
         """Runs an op that only calls its jaxpr."""

@@ -80,6 +80,8 @@ CALLED = {
 }
 """All ops that only call a jaxpr, with the parameter that contains it."""
 
+_MERELY_CALLED = frozenset([*CALLS, *WRAPPERS])
+
 
 def called(eqn: Eqn) -> Jaxpr | None:
     """Returns the jaxpr that an equation only calls, or None."""
@@ -102,7 +104,7 @@ def called(eqn: Eqn) -> Jaxpr | None:
 
 def is_call(eqn: Eqn) -> bool:
     """Whether an equation only calls a jaxpr, without a rule of its own."""
-    return op_of(eqn) in (*CALLS, *WRAPPERS)
+    return op_of(eqn) in _MERELY_CALLED
 
 
 def trips(eqn: Eqn) -> int | None:
@@ -140,9 +142,10 @@ def _bind(
         return [type(name)(name.name, jax.typeof(operands[0]))(*operands)]
     params = {**eqn.params, **changed}
     run = functools.partial(_bind_primitive, eqn.primitive, tuple(params.items()))
+    is_linearized = bound is not None and any(map(_is_being_linearized, operands))
     # An op that contains a jaxpr is not stored: it may capture arrays and tracers.
-    is_plain = not eqn.effects and next(inner_jaxprs(eqn), None) is None
-    if bound is not None and is_plain and any(map(_is_being_linearized, operands)):
+    is_plain = is_linearized and not eqn.effects and not [*inner_jaxprs(eqn)]
+    if bound is not None and is_plain:
         with contextlib.suppress(TypeError):  # Its parameters cannot be hashed.
             op = (eqn.primitive, tuple(params.items()))
             key = (*op, *map(_type_of, operands))
