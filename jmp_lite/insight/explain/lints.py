@@ -140,8 +140,9 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
         match = record.decision.match
         is_norm = match is not None and match.precision is Precision.FULL_INSIDE
         if record.decision.run is Run.LOW or is_norm:
-            hard = (o for o in record.operands if o.state is State.HARD)
-            is_cast_back.update(id(o.origin) for o in hard)
+            for operand in record.operands:
+                if operand.state is State.HARD:
+                    is_cast_back.add(id(operand.origin))
     for name, seen in first.items():
         rows = [one.row for one in after[name]]
         # The tail of a loss ends in float32, and a cast fuses with a single op.
@@ -347,11 +348,9 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
         eqn, decision = seen.record.eqn, seen.record.decision
         if decision.state is State.LOW:
             is_low.update(eqn.outvars)
-        is_by_choice = (
-            is_decided_inside(seen.row) or decision.reason is Reason.OTHER_FLOATS
-        )
         is_kept = decision.run is Run.AS_TRACED and decision.state is State.HARD
-        if not is_kept or is_by_choice:
+        is_by_choice = decision.reason is Reason.OTHER_FLOATS
+        if not is_kept or is_by_choice or is_decided_inside(seen.row):
             continue
         if seen.row.op == "while":
             given = {atom for atom in eqn.invars if not structure.is_literal(atom)}
@@ -468,7 +467,7 @@ def _inner_autocast(looked: Looked) -> Iterator[Lint]:
     inside = [
         seen
         for seen in looked.seen
-        if is_decided_inside(seen.row) and seen.row.op != "convert_element_type"
+        if seen.row.op != "convert_element_type" and is_decided_inside(seen.row)
     ]
     if inside:
         yield _at(
