@@ -71,7 +71,7 @@ class Readers(enum.IntFlag):
     @property
     def want_float32(self) -> bool:
         """Whether all readers demand float32."""
-        return not self & (Readers.OTHER | Readers.LOW_PHASE)
+        return not self & _LOW_READERS
 
     @property
     def amplify(self) -> bool:
@@ -89,16 +89,21 @@ class Readers(enum.IntFlag):
         """These readers as ``FULL`` or ``OTHER``, without those that need digits."""
         if not self.want_float32:
             return Readers.OTHER | (self & Readers.AMPLIFIER)
-        digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
+        digits = self & _DIGIT_READERS
         return (self & ~digits) | Readers.FULL if digits else self
 
     @property
     def in_float32(self) -> "Readers":
         """The kind of reader that a float32 sum is if these read its result."""
-        digits = self & (Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE)
+        digits = self & _DIGIT_READERS
         if self & Readers.LOW_PHASE:
             digits |= Readers.PHASE
         return digits | Readers.FULL
+
+
+_LOW_READERS = Readers.OTHER | Readers.LOW_PHASE
+
+_DIGIT_READERS = Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,7 +180,7 @@ class _Frame(Frame[Value, Site]):
         if self._region:
             operands = self._regions.enter(operands)
         readers = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
-        is_entered = params.op_of(eqn) in (*params.CUSTOM, *params.CONTROL)
+        is_entered = params.op_of(eqn) in _ENTERED
         if is_entered and any(value.is_rejoined for value in operands):
             of_operands = self._converter.uses.of_equation(eqn, readers, self.site.path)
             operands = self._converter.leave_functions(operands, of_operands)
@@ -198,6 +198,9 @@ class _Frame(Frame[Value, Site]):
         """Returns the values of the jaxpr's outputs."""
         self._region = self.site.region
         return super().results()
+
+
+_ENTERED = frozenset([*params.CUSTOM, *params.CONTROL])
 
 
 def _operand(value: Value) -> Operand:
