@@ -282,6 +282,13 @@ def test_a_stack_whose_last_value_is_only_returned_is_float32():
     assert carries(lambda x, s: layers(x, s, lambda h: h), X, LAYERS) == [FULL]
 
 
+def test_each_call_of_a_stack_is_decided_by_the_readers_of_its_last_value():
+    stack = jax.jit(lambda x: layers(x, LAYERS, lambda h: h))
+    fun = lambda x: (stack(x) @ W, stack(x))
+    assert carries(fun, X) == [LOW, FULL]
+    assert carries(lambda x: fun(x)[::-1], X) == [LOW, FULL]
+
+
 @pytest.mark.parametrize(("said", "precision"), [("follow", LOW), ("full", FULL)])
 def test_a_carry_rule_decides_by_path(said, precision):
     def fun(x, stack):

@@ -210,10 +210,17 @@ FAULTS = (
     ),
     Fault(
         "autocasting/decide/readers.py",
-        "carries = classify(self._rules, Loop.of(eqn), is_read, path)",
-        "carries = classify(self._rules, Loop.of(eqn), is_read, '')",
+        "carries = self.carries(eqn, results[:n_carry], path)",
+        "carries = self.carries(eqn, results[:n_carry], '')",
         "the demand pass does not know carry rules of a path",
         "test_autocasting_uses.py::test_a_carry_rule_of_a_path_does_in_the_demand_pass_what_one_of_all_paths_does",
+    ),
+    Fault(
+        "autocasting/decide/readers.py",
+        "key = (id(eqn), tuple(is_read), path)",
+        "key = (id(eqn), path)",
+        "a loop in a jitted call forgets who reads its last value",
+        "test_autocasting_carries.py::test_each_call_of_a_stack_is_decided_by_the_readers_of_its_last_value",
     ),
     Fault(
         "autocasting/decide/carry.py",

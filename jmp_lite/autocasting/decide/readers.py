@@ -46,6 +46,7 @@ class UseAnalysis(Backward[Readers]):
     def __init__(self, rules: RuleLookup) -> None:
         self._rules = rules
         self._known: dict[object, tuple[Jaxpr, Mapping[Var, Readers]]] = {}
+        self._carries: dict[object, tuple[Eqn, list[Carry]]] = {}
 
     def variables(
         self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
@@ -162,13 +163,28 @@ class UseAnalysis(Backward[Readers]):
         path: str,
     ) -> Sequence[Readers]:
         """Returns the readers of a loop's operands; a carry's depend on its slot."""
-        is_read = are_read(results[:n_carry])
-        carries = classify(self._rules, Loop.of(eqn), is_read, path)
+        carries = self.carries(eqn, results[:n_carry], path)
         outputs = [*of_carries(carries), *results[n_carry:]]
         readers = self.inputs(body, outputs, path)
         for i, (slot, _) in enumerate(carries, n_consts):
             readers[i] = Readers.FULL if slot is Slot.FULL else Readers.OTHER
         return readers
+
+    def carries(self, eqn: Eqn, results: Sequence[Readers], path: str) -> list[Carry]:
+        """Returns the slot of each carry of a loop, with the reason, found once.
+
+        Args:
+          eqn: the loop.
+          results: the readers of the last values of its carries.
+          path: its path.
+        """
+        is_read = are_read(results)
+        key = (id(eqn), tuple(is_read), path)
+        if key not in self._carries:
+            # The loop is stored with the result, so that its id is not reused.
+            found = classify(self._rules, Loop.of(eqn), is_read, path)
+            self._carries[key] = (eqn, found)
+        return self._carries[key][1]
 
 
 def are_read(result_readers: Sequence[Readers]) -> list[bool]:
@@ -188,5 +204,5 @@ def of_carries(carries: Sequence[Carry]) -> list[Readers]:
 def of_floats(eqn: Eqn, readers: Sequence[Readers]) -> Readers:
     """Returns all kinds of readers of the float32 results of an equation."""
     pairs = zip(readers, eqn.outvars, strict=True)
-    found = (kinds for kinds, var in pairs if structure.is_float32(var))
-    return functools.reduce(operator.or_, found, Readers.NOBODY)
+    found = [kinds for kinds, var in pairs if structure.is_float32(var)]
+    return functools.reduce(operator.or_, found) if found else Readers.NOBODY

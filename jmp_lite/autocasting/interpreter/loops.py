@@ -7,8 +7,8 @@ from jmp_lite.autocasting.decide import carry, leaving
 from jmp_lite.autocasting.decide.carry import Slot
 from jmp_lite.autocasting.decide.decisions import DecisionRecord
 from jmp_lite.autocasting.decide.facts import Origin, Readers, Spec
-from jmp_lite.autocasting.decide.loop import Loop, classify
-from jmp_lite.autocasting.decide.readers import are_read, of_carries
+from jmp_lite.autocasting.decide.loop import Loop
+from jmp_lite.autocasting.decide.readers import of_carries
 from jmp_lite.autocasting.interpreter.conversion import (
     Converted,
     Converter,
@@ -66,8 +66,7 @@ class LoopConverter(Converter, abc.ABC):
         """
         loop = Loop.of(eqn)
         n_carry, raised_by = len(loop.carries), dict[int, Origin]()
-        is_read = are_read(site.readers[:n_carry])
-        slots = classify(self.at, loop, is_read, site.path)
+        slots = self.uses.carries(eqn, site.readers[:n_carry], site.path)
         readers = [*of_carries(slots), *site.readers[n_carry:]]
         inside, kinds = site._replace(readers=readers), [slot for slot, _ in slots]
         given = list(map(self.form, operands[at]))
