@@ -245,8 +245,10 @@ def is_array(leaf: Any) -> TypeGuard[Any]:
 
 def is_traceable(leaf: Any) -> bool:
     """Whether a leaf is an array that JAX can compute with. Arrays of text are not."""
-    if not is_array(leaf) or isinstance(leaf, jax.Array):
-        return is_array(leaf)
+    if isinstance(leaf, jax.Array):
+        return True
+    if not is_array(leaf):
+        return False
     return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_
 
 
