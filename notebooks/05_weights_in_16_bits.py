@@ -126,7 +126,7 @@ def add_often(optimizer):
     def one(carry, _):
         w, opt_state = carry
         updates, opt_state = optimizer.update(jnp.full(1, -1 / 1024), opt_state, w)
-        w = optax.apply_updates(w, updates)
+        w = jmp.apply_updates(w, updates)
         return (w, opt_state), w[0]
 
     w = jnp.ones(1, "bfloat16")

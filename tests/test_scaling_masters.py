@@ -346,6 +346,7 @@ def test_other_leaves_pass_and_nothing_is_shared_with_the_parameters():
     params = {"w": jnp.ones(2), "n": jnp.int32([3])}
     state = optimizer.init(params)
     assert state.masters["w"] is not params["w"]
+    params["w"] = params["w"].astype("bfloat16")
     grads = {"w": jnp.ones(2), "n": jnp.int32([0])}
     updates, state = optimizer.update(grads, state, params)
     assert state.masters["n"].dtype == jnp.int32

@@ -52,7 +52,7 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it trains float32 copies of 16-bit parameters.
 
-    The state contains the copies, the masters. After ``optax.apply_updates`` each
+    The state contains the copies, the masters. After ``jmp_lite.apply_updates`` each
     parameter is its master, rounded once. No update is lost, however small it is beside
     the parameter.
 
@@ -72,7 +72,7 @@ def master_weights(
     element that did not change keeps its master, with all its digits.
 
     Parameters as wide as the masters, such as float32 ones, are trained as by ``inner``
-    alone.
+    alone, beside others that are narrower.
 
     Put it inside of ``loss_scaling`` or around it; both skip the same steps.
 
@@ -86,15 +86,14 @@ def master_weights(
 
       ``init`` takes the parameters: float32 ones, which become the masters, or rounded
       ones. ``update`` requires the parameters. Its updates are in ``dtype``, for
-      ``optax.apply_updates`` under JAX's standard dtype promotion. Under strict
-      promotion that sum raises JAX's ``TypePromotionError``: put
-      ``with jax.numpy_dtype_promotion("standard"):`` around it.
+      ``jmp_lite.apply_updates``. (``optax.apply_updates`` does the same under JAX's
+      standard dtype promotion. ``eqx.apply_updates`` makes parameters float32.)
 
     Raises:
       TypeError: ``inner`` is not a transformation, or ``update`` gets a pair
         ``(loss, grads)``.
       ValueError: ``dtype`` is unknown or narrower than 32 bits, or ``update`` gets no
-        parameters.
+        parameters, or none that is narrower than its master.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017; MXNet's
     ``multi_precision=True``.
@@ -108,10 +107,9 @@ def master_weights(
       >>> w = jnp.ones(1, jnp.bfloat16)
       >>> state = optimizer.init(w)
       >>> step = jnp.full(1, -(2.0**-9))  # One such step rounds away in bfloat16.
-      >>> with jax.numpy_dtype_promotion("standard"):  # JAX's own default.
-      ...     for _ in range(4):
-      ...         updates, state = optimizer.update(step, state, w)
-      ...         w = optax.apply_updates(w, updates)
+      >>> for _ in range(4):
+      ...     updates, state = optimizer.update(step, state, w)
+      ...     w = jmp.apply_updates(w, updates)
       >>> w, state.masters
       (Array([1.00781], dtype=bfloat16), Array([1.0078125], dtype=float32))
     """
@@ -137,6 +135,7 @@ def master_weights(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         _check_params(updates, params, "master_weights")
+        _check_narrower(params, state.masters)
         masters = jax.tree.map(_master_of, params, state.masters)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
@@ -212,9 +211,8 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     Returns:
       A transformation whose state is a ``CompensatedState``. ``update`` requires the
-      parameters. Its updates are in float32, for ``optax.apply_updates`` under JAX's
-      standard dtype promotion (see ``master_weights``). ``inner`` trains parameters of
-      32 bits as usual.
+      parameters. Its updates are in float32, for ``jmp_lite.apply_updates`` (see
+      ``master_weights``). ``inner`` trains parameters of 32 bits as usual.
 
     Raises:
       TypeError: ``inner`` is not a transformation, or ``update`` gets a pair
@@ -236,10 +234,9 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
       >>> w = jnp.ones(1, jnp.bfloat16)
       >>> state = optimizer.init(w)
       >>> step = jnp.full(1, -(2.0**-9))  # One such step rounds away in bfloat16.
-      >>> with jax.numpy_dtype_promotion("standard"):  # JAX's own default.
-      ...     for _ in range(4):
-      ...         updates, state = optimizer.update(step, state, w)
-      ...         w = optax.apply_updates(w, updates)
+      >>> for _ in range(4):
+      ...     updates, state = optimizer.update(step, state, w)
+      ...     w = jmp.apply_updates(w, updates)
       >>> w
       Array([1.00781], dtype=bfloat16)
     """
@@ -322,9 +319,8 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
 
     Returns:
       A transformation whose state is a ``StochasticRoundingState``. ``update`` requires
-      the parameters. Its updates are in float32, for ``optax.apply_updates`` under
-      JAX's standard dtype promotion (see ``master_weights``). ``inner`` trains
-      parameters of 32 bits as usual.
+      the parameters. Its updates are in float32, for ``jmp_lite.apply_updates`` (see
+      ``master_weights``). ``inner`` trains parameters of 32 bits as usual.
 
     Raises:
       TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
@@ -361,6 +357,7 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         _check_params(updates, params, "stochastic_rounding")
+        _check_16_bit(params, "stochastic_rounding")
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, upcast_tree(params), **extra_args
         )
@@ -478,34 +475,69 @@ def _update_to(target: Any, param: Any) -> Any:
 
 
 def _check_16_bit(params: Any, name: str) -> None:
+    leaves, is_part = _whole_or_part(params)
+    if leaves and not is_part and not any(map(is_16_bit, leaves)):
+        raise ValueError(
+            f"{name} is for 16-bit parameters, but got only {_types_of(leaves)}. "
+            "Causes: (a) the parameters have 32 bits: cast them with cast_tree, or "
+            "leave the wrapper out; (b) a wrapper around it casts them to float32: put "
+            f"that wrapper inside, as in {name}(wrapper(...)); (c) {_NOT_ROUNDED}."
+        )
+
+
+def _check_narrower(params: Any, masters: Any) -> None:
+    """Raises a ValueError if masters have nothing to follow them."""
+    leaves, is_part = _whole_or_part(params)
+    pairs = zip(leaves, jax.tree.leaves(masters), strict=False)
+    is_used = any(_is_narrower(*pair) for pair in pairs)
+    if not is_part and not is_used and any(map(is_floating, leaves)):
+        raise ValueError(
+            "master_weights is for parameters that are narrower than their masters, "
+            f"but got only {_types_of(leaves)}. Causes: (a) {_NOT_ROUNDED}; (b) the "
+            "parameters have 32 bits: cast them with cast_tree, or leave the wrapper "
+            "out."
+        )
+
+
+_NOT_ROUNDED = (
+    "updates were added without a cast, as by eqx.apply_updates, so 16-bit parameters "
+    "became float32: use jmp_lite.apply_updates(params, updates)"
+)
+
+
+def _whole_or_part(params: Any) -> tuple[list[Any], bool]:
+    """Returns the leaves, and whether optax.masked or partition has selected them."""
+
     def is_left_out(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
     leaves = jax.tree.leaves(params, is_leaf=is_left_out)
-    is_part = any(map(is_left_out, leaves))  # Selected by optax.masked or partition.
-    if leaves and not is_part and not any(map(is_16_bit, leaves)):
-        raise ValueError(
-            f"{name} is for 16-bit parameters, but got only "
-            f"{', '.join(sorted({type_of(leaf) for leaf in leaves})[:3])}. Causes: "
-            "(a) the parameters have 32 bits: cast them with cast_tree, or leave the "
-            "wrapper out; (b) a wrapper around it casts them to float32: put that "
-            f"wrapper inside, as in {name}(wrapper(...))."
-        )
+    return leaves, any(map(is_left_out, leaves))
+
+
+def _types_of(leaves: list[Any]) -> str:
+    return ", ".join(sorted({type_of(leaf) for leaf in leaves})[:3])
 
 
 def _check_remainder(remainder: Any, params: Any) -> None:
-    """Raises a TypeError for a remainder that an older version saved."""
+    """Raises a TypeError for remainders of parameters of another dtype."""
     leaves, treedef = jax.tree.flatten_with_path(params)
     found = treedef.flatten_up_to(remainder)
     for (path, param), bits in zip(leaves, found, strict=True):
+        where = jax.tree_util.keystr(path) or "the root"
+        if is_array(bits) and not is_16_bit(param):
+            raise TypeError(
+                f"Expected a 16-bit parameter at {where}, as init got it, and got "
+                f"{type_of(param)}. Causes: (a) {_NOT_ROUNDED}; (b) the parameters "
+                "were cast after init: call init with the new ones."
+            )
         is_exact = is_16_bit(param) and param.dtype == jnp.bfloat16
         if is_exact and is_array(bits) and bits.dtype != jnp.int16:
             raise TypeError(
-                f"Expected an int16 remainder for {type_of(param)} at "
-                f"{jax.tree_util.keystr(path) or 'the root'}, got {type_of(bits)}, as "
-                "older versions saved it. Pass state._replace(remainder=compensated("
-                "inner).init(params).remainder): the optimizer's state stays, and the "
-                "old rounding errors are lost."
+                f"Expected an int16 remainder for {type_of(param)} at {where}, got "
+                f"{type_of(bits)}, as older versions saved it. Pass "
+                "state._replace(remainder=compensated(inner).init(params).remainder): "
+                "the optimizer's state stays, and the old rounding errors are lost."
             )
 
 
