@@ -70,6 +70,7 @@ from jmp_lite.scaling.transforms import (
     set_loss_scale,
     skip_nonfinite,
 )
+from jmp_lite.scaling.updates import apply_updates
 from jmp_lite.train import TrainingState, build_train_step
 
 __version__ = "0.1.0"
@@ -100,6 +101,7 @@ __all__ = [
     "TuningReport",
     "WatchedNumerics",
     "all_finite",
+    "apply_updates",
     "as_full",
     "as_low",
     "autocast",

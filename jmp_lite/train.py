@@ -49,6 +49,7 @@ from jmp_lite.scaling.transforms import (
     update_if,
     with_extra_args,
 )
+from jmp_lite.scaling.updates import apply_updates
 
 
 class TrainingState(NamedTuple):
@@ -274,7 +275,7 @@ def build_train_step(
                 all_finite(loss), new_opt_state.loss_scale, opt_state.loss_scale
             )
         )
-        new_params = _apply_updates(params, updates)
+        new_params = apply_updates(params, updates)
         new_state = TrainingState(
             params=new_params,
             model_state=model_state,
@@ -574,12 +575,6 @@ def _fresh(state: TrainingState) -> TrainingState:
         return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
 
     return jax.tree.map(copy, strongly_typed(state))
-
-
-def _apply_updates(params: Any, updates: Any) -> Any:
-    # The sum in float32, rounded once to the parameters' dtype.
-    summed = optax.apply_updates(upcast_tree(params), updates)
-    return jax.tree.map(lambda old, new: new.astype(old.dtype), params, summed)
 
 
 def _moving_average(decay: float, average: Any, params: Any) -> Any:

@@ -106,6 +106,62 @@ def test_a_training_step_in_float16(net):
     assert int(opt_state.skipped) == 1
 
 
+KEY = jax.random.key(2)
+WRAPPERS = {
+    "master_weights": jmp.master_weights,
+    "compensated": jmp.compensated,
+    "stochastic_rounding": lambda inner: jmp.stochastic_rounding(inner, KEY),
+}
+
+
+def one_step(optimizer, net, opt_state, apply):
+    @eqx.filter_jit
+    def step(net, opt_state):
+        value, grads = jmp.value_and_grad(loss_fn, jmp.NoOpLossScale())(net, X)
+        params = eqx.filter(net, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return apply(net, updates), opt_state, value
+
+    return step(net, opt_state)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("outer", [jmp.loss_scaling, lambda inner: inner])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_module_in_16_bits_stays_in_16_bits(net, name, outer, dtype):
+    """Its parameters are those of optax, and an addition in float32 is refused."""
+    optimizer = outer(WRAPPERS[name](lenient(optax.adam(1e-2))))
+    net = jmp.cast_tree(net, dtype)
+    start = optimizer.init(eqx.filter(net, eqx.is_inexact_array))
+    by_ours, opt_state, _ = one_step(optimizer, net, start, jmp.apply_updates)
+
+    def by_optax(net, updates):
+        params, rest = eqx.partition(net, eqx.is_inexact_array)
+        return eqx.combine(optax.apply_updates(params, updates), rest)
+
+    expected, *_ = one_step(optimizer, net, start, by_optax)
+    assert eqx.tree_equal(by_ours, expected)
+    assert not eqx.tree_equal(by_ours, net)
+    arrays = jax.tree.leaves(eqx.filter(by_ours, eqx.is_array))
+    assert {str(x.dtype) for x in arrays} == {dtype}
+    one_step(optimizer, by_ours, opt_state, jmp.apply_updates)
+    wide, opt_state, _ = one_step(optimizer, net, start, eqx.apply_updates)
+    assert wide.head.weight.dtype == np.float32
+    with pytest.raises((TypeError, ValueError), match=r"jmp_lite\.apply_updates"):
+        one_step(optimizer, wide, opt_state, jmp.apply_updates)
+
+
+def test_updates_may_be_a_prefix_of_a_module_under_strict_promotion(net):
+    net = jmp.cast_tree(net, "bfloat16")
+    updates = jax.tree.map(jnp.ones_like, eqx.filter(net, eqx.is_array))
+    updates = eqx.tree_at(lambda net: net.mlp, jmp.cast_to_full(updates), None)
+    with jax.numpy_dtype_promotion("strict"):
+        new = jmp.apply_updates(net, updates)
+    assert new.mlp is net.mlp
+    assert new.head.weight.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(new.head.bias, net.head.bias + 1)
+
+
 @pytest.mark.parametrize(
     "scale",
     [jmp.NoOpLossScale(), jmp.DynamicLossScale(2.0**10)],

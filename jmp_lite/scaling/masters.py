@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import (
@@ -19,7 +20,7 @@ from jmp_lite.casting.dtypes import (
     upcast_tree,
 )
 from jmp_lite.scaling.loss_scale import type_of
-from jmp_lite.scaling.rounding import by_chance, grid_of, nearest, noise
+from jmp_lite.scaling.rounding import by_chance, grid_of, join, nearest, noise, split
 from jmp_lite.scaling.transforms import check_grads, strongly_typed, with_extra_args
 
 
@@ -51,7 +52,7 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it trains float32 copies of 16-bit parameters.
 
-    The state contains the copies, the masters. After ``optax.apply_updates`` each
+    The state contains the copies, the masters. After ``jmp_lite.apply_updates`` each
     parameter is its master, rounded once. No update is lost, however small it is beside
     the parameter.
 
@@ -71,7 +72,7 @@ def master_weights(
     element that did not change keeps its master, with all its digits.
 
     Parameters as wide as the masters, such as float32 ones, are trained as by ``inner``
-    alone.
+    alone, beside others that are narrower.
 
     Put it inside of ``loss_scaling`` or around it; both skip the same steps.
 
@@ -85,15 +86,14 @@ def master_weights(
 
       ``init`` takes the parameters: float32 ones, which become the masters, or rounded
       ones. ``update`` requires the parameters. Its updates are in ``dtype``, for
-      ``optax.apply_updates`` under JAX's standard dtype promotion. Under strict
-      promotion that sum raises JAX's ``TypePromotionError``: put
-      ``with jax.numpy_dtype_promotion("standard"):`` around it.
+      ``jmp_lite.apply_updates``. (``optax.apply_updates`` does the same under JAX's
+      standard dtype promotion. ``eqx.apply_updates`` makes parameters float32.)
 
     Raises:
       TypeError: ``inner`` is not a transformation, or ``update`` gets a pair
         ``(loss, grads)``.
       ValueError: ``dtype`` is unknown or narrower than 32 bits, or ``update`` gets no
-        parameters.
+        parameters, or none that is narrower than its master.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017; MXNet's
     ``multi_precision=True``.
@@ -107,10 +107,9 @@ def master_weights(
       >>> w = jnp.ones(1, jnp.bfloat16)
       >>> state = optimizer.init(w)
       >>> step = jnp.full(1, -(2.0**-9))  # One such step rounds away in bfloat16.
-      >>> with jax.numpy_dtype_promotion("standard"):  # JAX's own default.
-      ...     for _ in range(4):
-      ...         updates, state = optimizer.update(step, state, w)
-      ...         w = optax.apply_updates(w, updates)
+      >>> for _ in range(4):
+      ...     updates, state = optimizer.update(step, state, w)
+      ...     w = jmp.apply_updates(w, updates)
       >>> w, state.masters
       (Array([1.00781], dtype=bfloat16), Array([1.0078125], dtype=float32))
     """
@@ -136,6 +135,7 @@ def master_weights(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         _check_params(updates, params, "master_weights")
+        _check_narrower(params, state.masters)
         masters = jax.tree.map(_master_of, params, state.masters)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
@@ -145,7 +145,7 @@ def master_weights(
         def to_master(master: Any, step: Any, param: Any) -> Any:
             if not _is_narrower(param, master):
                 return step
-            return _update_to(nearest(master, grid_of(param.dtype)), param)
+            return _update_to(_rounded(master, param.dtype), param)
 
         moved = jax.tree.map(to_master, masters, steps, params)
         return moved, MasterWeightsState(masters, inner_state)
@@ -160,40 +160,46 @@ class CompensatedState(NamedTuple):
     """The state of ``compensated``.
 
     Attributes:
-      rest: the rounding error of each 16-bit parameter, in the parameter's dtype; an
-        ``optax.MaskedNode`` for any other parameter.
-      inner_state: the state of the wrapped transformation.
+      remainder: what each 16-bit parameter lacks; an ``optax.MaskedNode`` for any other
+        parameter. For a bfloat16 parameter, an int16 array: the lower half of the bits
+        of its float32 master. For a float16 parameter, its rounding error in float16.
+      inner_state: the state of the wrapped transformation, for the masters.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jmp_lite as jmp
       >>> import optax
       >>> state = jmp.compensated(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
-      >>> state.rest.dtype
-      dtype(bfloat16)
+      >>> state.remainder.dtype
+      dtype('int16')
     """
 
-    rest: Any
+    remainder: Any
     inner_state: Any
 
     def _kept_in_16_bits(self) -> Any:
-        return self.rest
+        return self.remainder
 
 
 def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that 16-bit parameters carry their rounding error (Kahan).
+    """Wraps an optimizer so that 16-bit parameters keep the digits that they lack.
 
-    The state stores the rounding error of each parameter in 16 bits, and the next
-    update adds it again.
+    The state stores 16 more bits of each parameter. For a bfloat16 parameter they are
+    the lower half of a float32 number, the master. Parameter and remainder together
+    are the master, bit for bit. It trains as under ``master_weights``, in 2 bytes a
+    parameter less.
+
+    A float16 parameter keeps its rounding error, which the next update adds again
+    (Kahan summation): 22 mantissa bits, nearly those of float32.
 
     Memory: 2 bytes a parameter, in addition to the parameter's 2 bytes;
-    ``master_weights`` takes 4. Parameter and rounding error together have the digits of
-    both: 16 mantissa bits in bfloat16, 22 in float16. Both stop at the largest finite
-    number.
+    ``master_weights`` takes 4. A parameter stops at the largest finite number, and a
+    master just above it.
 
-    You may change parameters between two steps, as under ``master_weights``. An old
-    rounding error is dropped if it is larger than half a unit in the last place of the
-    new parameter.
+    You may change parameters between two steps: load weights, clip or project them, or
+    apply a mask. The remainder of a bfloat16 parameter stays. It is never more than
+    half a unit in the last place of the new parameter, and vanishes beside a zero. The
+    rounding error of a float16 parameter is dropped if it is larger than that.
 
     Put it inside of ``loss_scaling`` or around it. If it is inside, a ``chain``,
     ``masked``, ``partition`` or ``MultiSteps`` of optax may be between the two. The
@@ -201,24 +207,23 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
-        ``optax.MultiSteps``. It sees float32 gradients, and float32 sums of parameters
-        and their rounding errors.
+        ``optax.MultiSteps``. It sees float32 gradients, and the masters.
 
     Returns:
       A transformation whose state is a ``CompensatedState``. ``update`` requires the
-      parameters. Its updates are in float32, for ``optax.apply_updates`` under JAX's
-      standard dtype promotion (see ``master_weights``). ``inner`` trains parameters of
-      32 bits as usual.
+      parameters. Its updates are in float32, for ``jmp_lite.apply_updates`` (see
+      ``master_weights``). ``inner`` trains parameters of 32 bits as usual.
 
     Raises:
       TypeError: ``inner`` is not a transformation, or ``update`` gets a pair
-        ``(loss, grads)``.
+        ``(loss, grads)``, or a state that an older version saved.
       ValueError: ``update`` gets no parameters; or, in ``init``, no parameter has 16
         bits. (A part that ``optax.masked`` or ``optax.partition`` selects may have
         none.)
 
-    Source: Kahan, "Further remarks on reducing truncation errors", 1965; for training,
-    Zamirai et al., "Revisiting BFloat16 Training", 2020.
+    Source: for bfloat16, Megatron-LM's ``store_param_remainders``; for float16, Kahan,
+    "Further remarks on reducing truncation errors", 1965, and Zamirai et al.,
+    "Revisiting BFloat16 Training", 2020.
 
     Example:
       >>> import jax
@@ -229,10 +234,9 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
       >>> w = jnp.ones(1, jnp.bfloat16)
       >>> state = optimizer.init(w)
       >>> step = jnp.full(1, -(2.0**-9))  # One such step rounds away in bfloat16.
-      >>> with jax.numpy_dtype_promotion("standard"):  # JAX's own default.
-      ...     for _ in range(4):
-      ...         updates, state = optimizer.update(step, state, w)
-      ...         w = optax.apply_updates(w, updates)
+      >>> for _ in range(4):
+      ...     updates, state = optimizer.update(step, state, w)
+      ...     w = jmp.apply_updates(w, updates)
       >>> w
       Array([1.00781], dtype=bfloat16)
     """
@@ -240,36 +244,32 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     def init(params: Any) -> Any:
         _check_16_bit(params, "compensated")
-        rest = jax.tree.map(
-            lambda p: jnp.zeros_like(p) if is_16_bit(p) else optax.MaskedNode(), params
-        )
-        return CompensatedState(rest, strongly_typed(inner.init(upcast_tree(params))))
+        remainder = jax.tree.map(_no_remainder, params)
+        inner_state = strongly_typed(inner.init(upcast_tree(params)))
+        return CompensatedState(remainder, inner_state)
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         _check_params(updates, params, "compensated")
-        whole = jax.tree.map(_with_rest, params, state.rest)
+        _check_remainder(state.remainder, params)
+        masters = jax.tree.map(_with_remainder, params, state.remainder)
         steps, inner_state = inner.update(
-            upcast_tree(updates), state.inner_state, whole, **extra_args
+            upcast_tree(updates), state.inner_state, masters, **extra_args
         )
 
-        def add(param: Any, rest: Any, step: Any, whole: Any) -> Any:
+        def add(param: Any, remainder: Any, step: Any, master: Any) -> Any:
             if not is_16_bit(param):
-                return step, rest
-            total = whole + step
-            moved = _update_to(nearest(total, grid_of(param.dtype)), param)
-            # The new parameter, computed as in optax.apply_updates: XLA computes it
-            # once for both. Otherwise a TPU would run two kernels.
-            rounded = _full((_full(param) + moved).astype(param.dtype))
-            left = jnp.where(jnp.isfinite(rounded), total - rounded, 0)
-            return moved, nearest(left, grid_of(param.dtype)).astype(param.dtype)
+                return step, remainder
+            return _moved(param, master + step)
 
         leaves, treedef = jax.tree.flatten(params)
-        others = map(treedef.flatten_up_to, (state.rest, steps, whole))
+        others = map(treedef.flatten_up_to, (state.remainder, steps, masters))
         pairs = [add(*each) for each in zip(leaves, *others, strict=True)]
-        moved, rest = (treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
-        return moved, CompensatedState(rest, inner_state)
+        moved, remainder = (
+            treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)
+        )
+        return moved, CompensatedState(remainder, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -319,9 +319,8 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
 
     Returns:
       A transformation whose state is a ``StochasticRoundingState``. ``update`` requires
-      the parameters. Its updates are in float32, for ``optax.apply_updates`` under
-      JAX's standard dtype promotion (see ``master_weights``). ``inner`` trains
-      parameters of 32 bits as usual.
+      the parameters. Its updates are in float32, for ``jmp_lite.apply_updates`` (see
+      ``master_weights``). ``inner`` trains parameters of 32 bits as usual.
 
     Raises:
       TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
@@ -358,6 +357,7 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         _check_params(updates, params, "stochastic_rounding")
+        _check_16_bit(params, "stochastic_rounding")
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, upcast_tree(params), **extra_args
         )
@@ -385,26 +385,74 @@ def _full(leaf: Any) -> Any:
     return leaf.astype(jnp.float32)
 
 
+def _rounded(master: Any, dtype: Any) -> Any:
+    """Rounds a master to the numbers of a parameter's dtype, in its own dtype."""
+    if dtype == jnp.bfloat16 and master.dtype == jnp.float32:
+        return _full(split(master)[0])
+    return nearest(master, grid_of(dtype))
+
+
 def _master_of(param: Any, master: Any) -> Any:
     """Returns the master, or the parameter if it is not the master rounded."""
     if not _is_narrower(param, master):
         return param
     wide = param.astype(master.dtype)
-    off = wide - nearest(master, grid_of(param.dtype))
+    off = wide - _rounded(master, param.dtype)
+    # A cast may have rounded a tie in the other direction.
+    is_tie = nearest(master, grid_of(param.dtype)) == wide
     # No update removes a difference below the smallest normal number.
-    return jnp.where(jnp.abs(off) <= _TINY, master, wide)
+    return jnp.where((jnp.abs(off) <= _TINY) | is_tie, master, wide)
 
 
-def _with_rest(param: Any, rest: Any) -> Any:
-    """Returns a parameter with its rounding error, or alone if the error is not its."""
+def _no_remainder(param: Any) -> Any:
+    """Returns the remainder of a parameter that lacks nothing."""
+    if not is_16_bit(param):
+        return optax.MaskedNode()
+    is_exact = param.dtype == jnp.bfloat16
+    return jnp.zeros_like(param, jnp.int16 if is_exact else None)
+
+
+def _with_remainder(param: Any, remainder: Any) -> Any:
+    """Returns the master of a 16-bit parameter, and any other parameter as it is."""
     if not is_16_bit(param):
         return param
-    wide, rest = _full(param), _full(rest)
+    if param.dtype == jnp.bfloat16:
+        return join(param, remainder)
+    wide, error = _full(param), _full(remainder)
     # A little less, because a rounding error of half a unit is a tie.
-    less = rest * (1 - float(jnp.finfo(param.dtype).epsneg))
+    less = error * (1 - float(jnp.finfo(param.dtype).epsneg))
     is_its_own = nearest(wide + less, grid_of(param.dtype)) == wide
     # Adding a zero would change the sign of a zero.
-    return jnp.where(is_its_own & (rest != 0), wide + rest, wide)
+    return jnp.where(is_its_own & (error != 0), wide + error, wide)
+
+
+def _moved(param: Any, master: Any) -> tuple[Any, Any]:
+    """Returns the update of a 16-bit parameter to a master, and the new remainder."""
+    if param.dtype == jnp.bfloat16:
+        target, remainder = split(master)
+        update = _update_to(_full(target), param)
+        # The sum may miss the target, by a difference near the smallest normal number.
+        # Another number with this remainder would be another master.
+        is_target = _bits(_sum(param, update)) == _bits(target)
+        # Selected as floats: a TPU runs two kernels for a step that selects integers.
+        kept = jnp.where(is_target, remainder.astype(jnp.float32), 0)
+        return update, kept.astype(jnp.int16)
+    update = _update_to(nearest(master, grid_of(param.dtype)), param)
+    rounded = _full(_sum(param, update))
+    error = jnp.where(jnp.isfinite(rounded), master - rounded, 0)
+    return update, nearest(error, grid_of(param.dtype)).astype(param.dtype)
+
+
+def _sum(param: Any, update: Any) -> Any:
+    """Adds as optax.apply_updates does, so that XLA computes the sum once for both.
+
+    Otherwise a TPU would run two kernels.
+    """
+    return (_full(param) + update).astype(param.dtype)
+
+
+def _bits(param: Any) -> Any:
+    return lax.bitcast_convert_type(param, jnp.uint16)
 
 
 def _is_narrower(param: Any, master: Any) -> bool:
@@ -427,19 +475,70 @@ def _update_to(target: Any, param: Any) -> Any:
 
 
 def _check_16_bit(params: Any, name: str) -> None:
+    leaves, is_part = _whole_or_part(params)
+    if leaves and not is_part and not any(map(is_16_bit, leaves)):
+        raise ValueError(
+            f"{name} is for 16-bit parameters, but got only {_types_of(leaves)}. "
+            "Causes: (a) the parameters have 32 bits: cast them with cast_tree, or "
+            "leave the wrapper out; (b) a wrapper around it casts them to float32: put "
+            f"that wrapper inside, as in {name}(wrapper(...)); (c) {_NOT_ROUNDED}."
+        )
+
+
+def _check_narrower(params: Any, masters: Any) -> None:
+    """Raises a ValueError if masters have nothing to follow them."""
+    leaves, is_part = _whole_or_part(params)
+    pairs = zip(leaves, jax.tree.leaves(masters), strict=False)
+    is_used = any(_is_narrower(*pair) for pair in pairs)
+    if not is_part and not is_used and any(map(is_floating, leaves)):
+        raise ValueError(
+            "master_weights is for parameters that are narrower than their masters, "
+            f"but got only {_types_of(leaves)}. Causes: (a) {_NOT_ROUNDED}; (b) the "
+            "parameters have 32 bits: cast them with cast_tree, or leave the wrapper "
+            "out."
+        )
+
+
+_NOT_ROUNDED = (
+    "updates were added without a cast, as by eqx.apply_updates, so 16-bit parameters "
+    "became float32: use jmp_lite.apply_updates(params, updates)"
+)
+
+
+def _whole_or_part(params: Any) -> tuple[list[Any], bool]:
+    """Returns the leaves, and whether optax.masked or partition has selected them."""
+
     def is_left_out(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
     leaves = jax.tree.leaves(params, is_leaf=is_left_out)
-    is_part = any(map(is_left_out, leaves))  # Selected by optax.masked or partition.
-    if leaves and not is_part and not any(map(is_16_bit, leaves)):
-        raise ValueError(
-            f"{name} is for 16-bit parameters, but got only "
-            f"{', '.join(sorted({type_of(leaf) for leaf in leaves})[:3])}. Causes: "
-            "(a) the parameters have 32 bits: cast them with cast_tree, or leave the "
-            "wrapper out; (b) a wrapper around it casts them to float32: put that "
-            f"wrapper inside, as in {name}(wrapper(...))."
-        )
+    return leaves, any(map(is_left_out, leaves))
+
+
+def _types_of(leaves: list[Any]) -> str:
+    return ", ".join(sorted({type_of(leaf) for leaf in leaves})[:3])
+
+
+def _check_remainder(remainder: Any, params: Any) -> None:
+    """Raises a TypeError for remainders of parameters of another dtype."""
+    leaves, treedef = jax.tree.flatten_with_path(params)
+    found = treedef.flatten_up_to(remainder)
+    for (path, param), bits in zip(leaves, found, strict=True):
+        where = jax.tree_util.keystr(path) or "the root"
+        if is_array(bits) and not is_16_bit(param):
+            raise TypeError(
+                f"Expected a 16-bit parameter at {where}, as init got it, and got "
+                f"{type_of(param)}. Causes: (a) {_NOT_ROUNDED}; (b) the parameters "
+                "were cast after init: call init with the new ones."
+            )
+        is_exact = is_16_bit(param) and param.dtype == jnp.bfloat16
+        if is_exact and is_array(bits) and bits.dtype != jnp.int16:
+            raise TypeError(
+                f"Expected an int16 remainder for {type_of(param)} at {where}, got "
+                f"{type_of(bits)}, as older versions saved it. Pass "
+                "state._replace(remainder=compensated(inner).init(params).remainder): "
+                "the optimizer's state stays, and the old rounding errors are lost."
+            )
 
 
 def _check_params(updates: Any, params: Any, name: str) -> None:

@@ -97,7 +97,7 @@ MOMENTS: Mapping[str, Mapping[str, Moment]] = {
     },
     "MadgradState": {"grad_sum_sq": _EXACT, "s": _EXACT, "x0": _EXACT},
     # Parameters, and what 16-bit parameters lack.
-    "CompensatedState": {"rest": _EXACT},
+    "CompensatedState": {"remainder": _EXACT},
     "DoGState": {"init_params": _EXACT},
     "DoWGState": {"init_params": _EXACT},
     "MasterWeightsState": {"masters": _EXACT},

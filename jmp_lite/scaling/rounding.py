@@ -1,8 +1,8 @@
 """Rounds float32 numbers to fewer bits, to the nearest or stochastically.
 
-It rounds by arithmetic, because XLA removes a cast to 16 bits and back. A finite number
-out of range becomes the largest number of the format: no update would repair an
-infinity.
+It rounds by arithmetic or by bits, because XLA removes a cast to 16 bits and back. A
+finite number out of range becomes the largest number of the format: no update would
+repair an infinity.
 """
 
 from typing import Any, NamedTuple
@@ -41,6 +41,49 @@ def nearest(x: Any, grid: Grid) -> Any:
     return jnp.where(jnp.isfinite(x), steps * spacing, x)
 
 
+def split(master: Any) -> tuple[Any, Any]:
+    """Splits float32 numbers into bfloat16 numbers and the 16 bits that these lack.
+
+    A number is rounded to the nearest, and a tie away from zero. The remainder is then
+    from -2**15 to 2**15 - 1, in units of the last place of float32. After a tie to
+    even, both ends would mean the same 16 bits.
+
+    Args:
+      master: float32 numbers. A finite one that would round to infinity counts as the
+        largest one that does not, about 3.396e38. A NaN may lose its payload.
+
+    Returns:
+      A bfloat16 array and an int16 array, in the shape of ``master``. ``join`` makes
+      ``master`` of them, bit for bit.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    size = bits & ~_SIGN
+    is_too_large = (size > _LARGEST) & (size < _INFINITY)
+    bits = jnp.where(is_too_large, bits & _SIGN | _LARGEST, bits)
+    # The sum may leave the NaNs.
+    upper = jnp.where(size > _INFINITY, bits >> 16 | _QUIET, (bits + _HALF) >> 16)
+    param = lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    return param, lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.int16)
+
+
+def join(param: Any, remainder: Any) -> Any:
+    """Returns the float32 numbers of which ``split`` made a pair.
+
+    Any pair gives a number that ``split`` rounds to ``param``, also a pair that
+    ``split`` never makes, such as zero with a negative remainder.
+
+    Args:
+      param: bfloat16 numbers.
+      remainder: int16 numbers, in the shape of ``param``.
+    """
+    upper = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32) << 16
+    size = upper & ~_SIGN
+    is_alone = (size >= _INFINITY) | ((size == 0) & (remainder < 0))
+    lower = lax.bitcast_convert_type(remainder.astype(jnp.int32), jnp.uint32)
+    bits = jnp.where(is_alone, upper, upper + lower)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def by_chance(x: Any, grid: Grid, noise: Any) -> Any:
     """Rounds stochastically to one of the two neighbors in a format, in float32.
 
@@ -77,3 +120,10 @@ def _spacing(x: Any, grid: Grid) -> Any:
 def _inside(x: Any, grid: Grid) -> Any:
     largest = np.asarray(grid.largest, x.dtype)
     return jnp.clip(x, -largest, largest)
+
+
+# Bits of float32 numbers: the sign, an infinity, the largest number that does not round
+# to an infinity in bfloat16, and half a unit in bfloat16's last place.
+_SIGN, _INFINITY = np.uint32(1 << 31), np.uint32(0x7F80 << 16)
+_LARGEST, _HALF = np.uint32(0x7F7F7FFF), np.uint32(1 << 15)
+_QUIET = np.uint32(0x40)  # A bit of a bfloat16 NaN, so that some bit is set.

@@ -1,0 +1,43 @@
+"""Applies updates to parameters of any precision."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Tree = TypeVar("Tree")
+
+
+def apply_updates(params: Tree, updates: Any) -> Tree:
+    """Adds updates to parameters, which keep their dtypes.
+
+    A sum is computed in the wider of the two dtypes, and rounded once to the dtype of
+    the parameter. ``optax.apply_updates`` does so, too. ``eqx.apply_updates`` does not
+    round, so its 16-bit parameters become float32 at the first float32 update.
+
+    Args:
+      params: a pytree of parameters, such as an Equinox module.
+      updates: the updates of an optimizer, a pytree prefix of ``params``. A part for
+        which the update is None is returned as it is.
+
+    Returns:
+      A pytree with the structure, shapes and dtypes of ``params``. It is the same under
+      strict dtype promotion.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> params = {"w": jnp.ones(1, jnp.bfloat16), "name": "dense"}
+      >>> jmp.apply_updates(params, {"w": jnp.full(1, 0.25), "name": None})
+      {'name': 'dense', 'w': Array([1.25], dtype=bfloat16)}
+    """
+
+    def add(update: Any, param: Any) -> Any:
+        if update is None:
+            return param
+        total = jnp.asarray(param + update)
+        return total.astype(jnp.asarray(param).dtype)
+
+    # Strict promotion refuses a sum of bfloat16 and float32.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.tree.map(add, updates, params, is_leaf=lambda node: node is None)
