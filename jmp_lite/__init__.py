@@ -39,6 +39,7 @@ from jmp_lite.insight.tune.report import TunedRules, TuningReport
 from jmp_lite.insight.tune.search import tune
 from jmp_lite.insight.watch.watch import WatchedNumerics, first_nonfinite, watch
 from jmp_lite.ops import Precision
+from jmp_lite.scaling.convert import convert_state
 from jmp_lite.scaling.gradients import grad, value_and_grad
 from jmp_lite.scaling.loss_scale import (
     DynamicLossScale,
@@ -49,21 +50,21 @@ from jmp_lite.scaling.loss_scale import (
     default_loss_scale,
     select_tree,
 )
-from jmp_lite.scaling.low_precision_state import (
-    LowPrecisionState,
-    low_precision_state,
-)
+from jmp_lite.scaling.low_precision_state import low_precision_state
 from jmp_lite.scaling.masters import (
-    CompensatedState,
-    MasterWeightsState,
-    StochasticRoundingState,
     compensated,
     master_weights,
     stochastic_rounding,
 )
+from jmp_lite.scaling.states import (
+    CompensatedState,
+    LossScalingState,
+    LowPrecisionState,
+    MasterWeightsState,
+    StochasticRoundingState,
+)
 from jmp_lite.scaling.transforms import (
     LossScaleError,
-    LossScalingState,
     check_loss_scale,
     get_loss_scale,
     loss_scaling,
@@ -112,6 +113,7 @@ __all__ = [
     "check_loss_scale",
     "compare",
     "compensated",
+    "convert_state",
     "default_loss_scale",
     "dtype_summary",
     "dtype_to_names",

@@ -29,11 +29,12 @@ from jmp_lite.casting.dtypes import (
     parse_dtype,
 )
 from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
+from jmp_lite.casting.losses import set_float32_loss, with_float32_loss
 from jmp_lite.insight.explain.explanation import Explanation
 from jmp_lite.insight.explain.explanation import explain as core_explain
 from jmp_lite.scaling import gradients
 from jmp_lite.scaling.loss_scale import LossScale, select_tree
-from jmp_lite.scaling.transforms import LossScalingState
+from jmp_lite.scaling.states import LossScalingState
 from jmp_lite.selectors import Selector, check_selector, is_selected, nothing_selected
 
 Model = TypeVar("Model")
@@ -106,14 +107,19 @@ def autocast(
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
 
-    @functools.wraps(called)
-    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        with nnx.update_context(lifted):
-            states = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
-            after = api.autocast(lifted, chosen())(states)
-            _, out = nnx.from_tree(after, ctxtag=lifted, is_inner=False)
-        return out
+    def with_states(run: Callable[[Any], Any]) -> Callable[..., Any]:
+        @functools.wraps(called)
+        def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+            with nnx.update_context(lifted):
+                states = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
+                after = run(api.autocast(lifted, chosen()))(states)
+                out, _ = nnx.from_tree(after, ctxtag=lifted, is_inner=False)
+            return out
 
+        return autocast_fun
+
+    autocast_fun = with_states(lambda low: low)
+    set_float32_loss(autocast_fun, with_states(with_float32_loss))
     return autocast_fun
 
 
@@ -154,12 +160,8 @@ def explain(
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
 
-    def loss_first(states: Any) -> Any:
-        after, out = lifted(states)
-        return out, after
-
     explain_states = core_explain(
-        loss_first, rules, compute_dtype=compute_dtype, backward=backward
+        lifted, rules, compute_dtype=compute_dtype, backward=backward
     )
 
     @functools.wraps(called)
@@ -365,7 +367,7 @@ def _grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:
 
 
 def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fun`` as a function of states that also returns the changed states."""
+    """Returns ``fun`` as a function of states that returns the changed states, too."""
 
     def of_states(states: Any) -> Any:
         args, kwargs = nnx.from_tree(states, ctxtag=of_states, is_inner=True)
@@ -373,7 +375,7 @@ def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
         out = fun(*args, **kwargs)
         inputs = jax.tree.map(_if_mutable, (args, kwargs), is_leaf=_is_mutable)
         _unscope((inputs, out), depth)
-        return nnx.to_tree((inputs, out), ctxtag=of_states)
+        return nnx.to_tree((out, inputs), ctxtag=of_states)
 
     return of_states
 

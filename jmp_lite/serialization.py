@@ -12,13 +12,13 @@ from typing import Any
 from jax import export
 
 from jmp_lite.scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from jmp_lite.scaling.low_precision_state import LowPrecisionState
-from jmp_lite.scaling.masters import (
+from jmp_lite.scaling.states import (
     CompensatedState,
+    LossScalingState,
+    LowPrecisionState,
     MasterWeightsState,
     StochasticRoundingState,
 )
-from jmp_lite.scaling.transforms import LossScalingState
 from jmp_lite.train import TrainingState
 
 

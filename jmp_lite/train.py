@@ -20,8 +20,11 @@ from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
+from jmp_lite.casting.losses import with_float32_loss
+from jmp_lite.frozen import frozen_in
 from jmp_lite.jaxprs.sharding import as_varying, is_sharded
 from jmp_lite.scaling.gradients import (
+    filled_in,
     parse_grad_dtype,
     rounded_gradients,
     value_and_grad,
@@ -36,14 +39,14 @@ from jmp_lite.scaling.loss_scale import (
     select_tree,
     type_of,
 )
-from jmp_lite.scaling.masters import (
+from jmp_lite.scaling.masters import check_key
+from jmp_lite.scaling.states import (
     CompensatedState,
+    LossScalingState,
     MasterWeightsState,
     StochasticRoundingState,
-    check_key,
 )
 from jmp_lite.scaling.transforms import (
-    LossScalingState,
     loss_scaling,
     strongly_typed,
     update_if,
@@ -112,6 +115,10 @@ def build_train_step(
       optimizer: an optax transformation without ``loss_scaling``, which this function
         adds. For 16-bit parameters, wrap it in ``master_weights``, ``compensated`` or
         ``stochastic_rounding``.
+
+        Parameters that it never updates, such as those that ``optax.partition`` gives
+        to ``optax.set_to_zero``, have no gradient: none is computed, and
+        ``grad_norm`` is that of the others.
 
         Its ``update`` also receives the extra arguments that some optimizers of optax
         need: the loss as ``value``, its gradients as ``grad``, and two functions,
@@ -203,14 +210,14 @@ def build_train_step(
             TrainingState(
                 params=params,
                 model_state=model_state,
-                opt_state=_init_optimizer(wrapped, params),
+                opt_state=_init_optimizer(wrapped, inner, params),
                 ema=None if ema is None else upcast_tree(params),
                 rng=rng,
                 step=jnp.zeros([], jnp.int32),
             )
         )
 
-    # The loss in mixed precision: parameters are float32, and cast at each use.
+    # The loss in mixed precision: each use of a parameter casts it.
     @autocast(rules=rules, compute_dtype=compute_dtype)
     def low_loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         try:
@@ -236,19 +243,22 @@ def build_train_step(
             _check_is_mapped(axis_name)
             rng = None if rng is None else _key_of_this_device(rng, axis_name)
 
-        # The loss is scaled in float32, and the gradients are unscaled in float32.
-        low_grad_fn = value_and_grad(low_loss_fn, opt_state.loss_scale, has_aux=True)
-        if accumulate > 1:
-            low_grad_fn = _accumulated(
-                low_grad_fn, int(accumulate), batch_axes, axis_name
-            )
+        frozen = frozen_in(inner, params, opt_state.inner_state)
 
         def evaluate(params: Any) -> Any:
             local = _of_this_device(params, axis_name)
-            (loss, (model_state, aux)), grads = low_grad_fn(
-                local, state.model_state, batch, rng
+            trained, loss_of_trained = _of_trained(low_loss_fn, local, frozen)
+            # The loss is scaled in float32, and the gradients are unscaled in float32.
+            grad_fn = value_and_grad(
+                loss_of_trained, opt_state.loss_scale, has_aux=True
+            )
+            if accumulate > 1:
+                grad_fn = _accumulated(grad_fn, int(accumulate), batch_axes, axis_name)
+            (loss, (model_state, aux)), grads = grad_fn(
+                trained, state.model_state, batch, rng
             )
             loss, model_state, grads = _averaged((loss, model_state, grads), axis_name)
+            grads = filled_in(grads, jax.tree.map(jnp.zeros_like, params))
             return loss, model_state, aux, rounded_gradients(grads, of_grads)
 
         loss, model_state, aux, grads = evaluate(params)
@@ -529,9 +539,27 @@ def _accepted(optimizer: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
     return {name: arg for name, arg in extra_args.items() if name in accepted}
 
 
-def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:
+def _of_trained(
+    loss_fn: Callable[..., Any], params: Any, frozen: list[bool]
+) -> tuple[Any, Callable[..., Any]]:
+    """Returns the parameters that are not frozen, and the loss as their function."""
+    if not any(frozen):
+        return params, loss_fn
+    leaves, treedef = jax.tree.flatten(params)
+    trained = [
+        None if is_frozen else leaf
+        for leaf, is_frozen in zip(leaves, frozen, strict=True)
+    ]
+    wide = with_float32_loss(loss_fn)
+    of_trained = lambda trained, *others: wide(filled_in(trained, params), *others)
+    return jax.tree.unflatten(treedef, trained), of_trained
+
+
+def _init_optimizer(wrapped: Any, inner: Any, params: Any) -> LossScalingState:
     opt_state = wrapped.init(params)
-    _warn_of_rounding(params, opt_state)
+    _warn_of_rounding(
+        params, opt_state, frozen_in(inner, params, opt_state.inner_state)
+    )
 
     def is_state(node: Any) -> bool:
         return isinstance(node, LossScalingState)
@@ -547,7 +575,7 @@ def _init_optimizer(wrapped: Any, params: Any) -> LossScalingState:
 _REMEMBERING = (MasterWeightsState, CompensatedState, StochasticRoundingState)
 
 
-def _warn_of_rounding(params: Any, opt_state: Any) -> None:
+def _warn_of_rounding(params: Any, opt_state: Any, frozen: list[bool]) -> None:
     """Warns if 16-bit parameters would lose small updates."""
 
     def remembers(node: Any) -> bool:
@@ -555,8 +583,10 @@ def _warn_of_rounding(params: Any, opt_state: Any) -> None:
 
     narrow = [
         f"{leaf.dtype} at params{jax.tree_util.keystr(path)}"
-        for path, leaf in jax.tree.leaves_with_path(params)
-        if is_16_bit(leaf)
+        for (path, leaf), is_frozen in zip(
+            jax.tree.leaves_with_path(params), frozen, strict=True
+        )
+        if is_16_bit(leaf) and not is_frozen
     ]
     nodes = jax.tree.leaves(opt_state, is_leaf=remembers)
     if narrow and not any(map(remembers, nodes)):

@@ -18,7 +18,7 @@ from jmp_lite.jaxprs.trace import trace_function
 
 def lanes(fun, *args, rules="mixed"):
     """Returns the results of a function on both lanes."""
-    as_traced, arrays, structure = trace_function(fun, args, {})
+    as_traced, arrays, structure, _ = trace_function(fun, args, {})
     rules = jmp.get_rules(rules) if isinstance(rules, str) else rules
     run = Interpreter(rules, StagedCasts).run_function
     traced = jax.make_jaxpr(lambda *xs: run(as_traced, xs))(*arrays)

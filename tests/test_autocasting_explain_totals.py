@@ -224,8 +224,11 @@ def test_a_loss_is_differentiated_and_what_stands_beside_it_is_not():
 
 
 def test_bytes_of_the_backward_pass_are_those_that_were_traced():
-    mixed = lambda w, x: jnp.sum(jnp.tanh(x @ w).astype(FULL))
-    args = W.astype(LOW), X.astype(LOW)
+    def mixed(w, x):
+        w, x = w.astype(LOW), x.astype(LOW)
+        return jnp.sum(jnp.tanh(x @ w).astype(FULL))
+
+    args = W, X
     for rules in ("O0", "mixed"):
         rows = explain(mixed, rules, backward=True)(*args).rows
         assert all(r.bytes_traced == r.bytes_run for r in rows if r.op != "reduce_sum")

@@ -250,6 +250,15 @@ def test_no_tracer_outlives_its_trace(fun):
     assert relative_error(actual, expected) < 0.03
 
 
+def test_an_equation_without_results_is_run():
+    def checked(x):
+        checkify.check(jnp.all(x < 1), "too large")
+        return x @ x.T
+
+    error, _ = checkify.checkify(autocast(checked))(X)
+    assert "too large" in error.get()
+
+
 def captures(x):
     return lambda y: jnp.sum(jnp.tanh(x @ y))
 

@@ -2,11 +2,19 @@
 
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import compiled, initialized, live_equations, products, relative_error
+from helpers import (
+    compiled,
+    initialized,
+    live_equations,
+    live_equations_of,
+    products,
+    relative_error,
+)
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
 from programs import LSTM, LSTM_PARAMS, B, W, X
@@ -202,6 +210,23 @@ def test_the_gradient_of_a_weight_is_not_added_up_in_the_loop(name):
     if name not in ("of no step", "mapped weights"):
         assert W.shape in made_in_loops(fun, W, H, XS)
     assert W.shape not in made_in_loops(autocast(fun), W, H, XS)
+
+
+def test_a_loop_without_a_derivative_casts_its_weight_once_before_it():
+    closed = jax.make_jaxpr(autocast(recurrent))(W, H, XS)
+
+    def casts(eqns):
+        shapes = [e.invars[0].aval.shape for e in eqns if "convert" in e.primitive.name]
+        return shapes.count(W.shape)
+
+    (scan,) = (e for e in live_equations_of(closed) if e.primitive.name == "scan")
+    assert casts(live_equations_of(closed)) == 1
+    assert casts(live_equations_of(scan.params["jaxpr"])) == 0
+    without = get_rules("mixed").without_pass("scan_weight_gradients")
+    found, expected = (
+        jax.jit(autocast(recurrent, rules))(W, H, XS) for rules in ("mixed", without)
+    )
+    chex.assert_trees_all_equal(found, expected)
 
 
 def test_two_products_that_are_added_share_the_stack_of_their_gradient():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from programs import BLOCK, Block
 
+from benchmarks import models
 from benchmarks.compiled import TARGETS, compile_for, missing
 from benchmarks.models import transformer
 from jmp_lite.autocasting.interpreter.api import autocast
@@ -102,3 +103,79 @@ def test_a_mask_that_picks_the_label_spares_a_gradient_in_float32(target):
 
     assert spared(autocast) == ((2, 0.5) if target == "h100" else (0, 0))
     assert spared(lambda loss: loss) == (0, 0)
+
+
+# ------------------------------------------------------------- parameters in 16 bits
+
+SMALL = {"width": 256, "heads": 4, "vocabulary": 512, "batch": (4, 256), "depth": 3}
+
+
+def tied():
+    """A model whose table of tokens is its head, too."""
+    width, vocabulary = 256, 4096
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    block = {"up": array(width, 1024), "bias": array(1024), "down": array(1024, width)}
+
+    def loss(params, tokens):
+        x = params["table"][tokens]
+        for p in params["blocks"]:
+            x = x + jax.nn.gelu(x @ p["up"] + p["bias"]) @ p["down"]
+        logits = x @ params["table"].T
+        picked = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    params = {"table": array(vocabulary, width), "blocks": [block] * 2}
+    return models.Model(loss, params, jax.ShapeDtypeStruct((4, 256), jnp.int32))
+
+
+WITH_16_BITS = {
+    "transformer": lambda: transformer(layout="unrolled", **SMALL),
+    "stack of blocks": lambda: transformer(layout="scan", **SMALL),
+    "recomputed stack": lambda: transformer(layout="scan + remat", **SMALL),
+    "recurrent": lambda: models.lstm(width=256, batch=(16, 64)),
+    "mlp": lambda: models.mlp(width=1024, batch=1024),
+    "tied table": tied,
+}
+AT_MOST = {
+    ("transformer", "h100"): (0.93, 0.88),
+    ("stack of blocks", "h100"): (0.95, 0.87),
+    ("recomputed stack", "h100"): (0.93, 0.87),
+    ("recurrent", "h100"): (0.98, 0.98),
+    ("mlp", "h100"): (0.72, 0.77),
+    ("tied table", "h100"): (0.94, 0.91),
+    ("recurrent", "v5e"): (0.65, 0.61),
+    ("mlp", "v5e"): (0.61, 0.56),
+    ("tied table", "v5e"): (0.48, 0.51),
+}
+"""Bytes moved and peak memory of a gradient, as shares of those with float32 ones."""
+
+
+@pytest.mark.parametrize(("name", "target"), AT_MOST)
+def test_parameters_in_16_bits_move_and_hold_less_than_float32_ones(name, target):
+    if missing(target):
+        pytest.skip(missing(target))
+    model = WITH_16_BITS[name]()
+    halves = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), model.params
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        full, low = (
+            compile_for(target, jax.grad(autocast(model.loss)), params, model.batch)
+            for params in (model.params, halves)
+        )
+    assert sum(low.matmuls.values()) == sum(full.matmuls.values())
+    bytes_moved, peak_memory = AT_MOST[name, target]
+    assert low.bytes_moved < bytes_moved * full.bytes_moved
+    assert low.peak_memory < peak_memory * full.peak_memory
+
+
+def test_a_recurrent_network_without_a_gradient_moves_what_code_by_hand_does():
+    """Its float32 weights are cast once, not at each step."""
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    size = {"width": 256, "batch": (16, 64)}
+    low, by_hand = models.lstm(**size), models.lstm(jnp.bfloat16, **size)
+    with jax.numpy_dtype_promotion("standard"):
+        found = compile_for("h100", autocast(low.loss), low.params, low.batch)
+        expected = compile_for("h100", by_hand.loss, by_hand.params, by_hand.batch)
+    assert found.bytes_moved < 1.04 * expected.bytes_moved

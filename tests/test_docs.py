@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
+from jmp_lite.scaling.rounding import join
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
@@ -71,6 +72,8 @@ def test_the_first_steps_train_and_build_train_step_keeps_an_average(
 @pytest.mark.slow
 def test_each_recipe_does_what_it_says(standard_promotion, capsys):
     names = run_blocks("recipes.md")
+    of_adapters = [names["adapted_metrics"]["loss"], names["own_loss"]]
+    assert of_adapters[0] == pytest.approx(float(of_adapters[1]), rel=0.05)
     report = capsys.readouterr().out
     (shown,) = re.findall(
         r"```text\n(error .*?)```", (DOCS / "recipes.md").read_text(), re.DOTALL
@@ -145,7 +148,9 @@ def test_the_inference_guide_writes_the_same_text_token_by_token_and_in_a_loop()
     np.testing.assert_array_equal(served[:, : steps + 1], generated[:, : steps + 1])
     assert np.all(ended[:, steps + 1 :])
     traced = inspect.unwrap(names["generate"])
-    rows = jmp.explain(traced)(names["params"], names["first"]).rows
+    given = names["params"], names["cache"], names["first"]
+    with jax.numpy_dtype_promotion("standard"):
+        rows = jmp.explain(traced)(*given).rows
     carries = [row for row in rows if row.op == "while" and row.precision == "bfloat16"]
     assert len(carries) == 4
     (shown,) = re.findall("`(carry 2: .*?)`", (DOCS / "inference.md").read_text())
@@ -197,6 +202,25 @@ def test_arguments_of_other_libraries_are_answered_as_the_page_lists_them(
                 jmp.DynamicLossScale(**{other: 2})
 
 
+@pytest.mark.slow
+def test_a_run_changes_its_precision_four_times_and_learns_on(
+    standard_promotion, capsys
+):
+    names = run_blocks("changing_precision.md")
+    losses = [float(names[f"{n}_loss"]) for n in ("first", "second", "third", "fourth")]
+    assert losses == sorted(losses, reverse=True)
+    assert int(names["low_state"].inner_state.inner_state[0].count) == 120
+    assert int(names["opt_state"].inner_state.inner_state[0].count) == 160
+    assert names["low_params"]["w1"].dtype == jnp.bfloat16
+    assert names["restored_state"].inner_state[0].mu["w1"].dtype == jnp.float32
+    joined = join(names["low_params"]["w1"], names["low_state"][1].remainder["w1"])
+    np.testing.assert_array_equal(names["restored"]["w1"], joined)
+    assert int(names["state"].step) == 2
+    assert names["state"].params["w1"].dtype == jnp.bfloat16
+    assert names["model"].kernel[...].dtype == jnp.bfloat16
+    assert "At [0] it has ScaleByAdamState(.count, .mu, .nu)" in capsys.readouterr().out
+
+
 def test_the_page_on_memory_runs_and_stores_moments_in_8_bits(standard_promotion):
     names = run_blocks("memory.md")
     moments = names["state"].opt_state.inner_state.inner_state[0]
@@ -205,6 +229,8 @@ def test_the_page_on_memory_runs_and_stores_moments_in_8_bits(standard_promotion
         "uint8",
     )
     assert float(names["metrics"]["loss"]) < 0.5
+    assert names["small"].params["table"].dtype == jnp.bfloat16
+    assert abs(float(names["of_step"]["loss"]) / float(names["exact"]) - 1) < 0.01
 
 
 def test_the_tools_against_what_goes_wrong_find_it(standard_promotion, capsys):

@@ -27,7 +27,7 @@ NOT_FROM = {
     "linen": {"insight", "train"},
     "nnx": {"train", "linen"},
 }
-ALONE = {"selectors": set(), "plots": {"casting"}}
+ALONE = {"selectors": set(), "plots": {"casting"}, "frozen": {"jaxprs"}}
 """Rooms that few others know."""
 # The same inside of autocasting.
 AUTOCASTING = ("rules", "decide", "passes", "interpreter", "marks")
@@ -99,7 +99,8 @@ def may_import(room):
     if room in ALONE:
         return {*ALONE[room], room}
     before = ORDER[: ORDER.index(room) + 1]
-    return {*before, "selectors"} - NOT_FROM.get(room, set())
+    more = {"selectors", "frozen"} if room == "train" else {"selectors"}
+    return {*before, *more} - NOT_FROM.get(room, set())
 
 
 def faults(module, source):

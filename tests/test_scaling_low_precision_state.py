@@ -736,7 +736,7 @@ def test_an_empty_tree_and_integers_pass(dtype):
         (
             lambda: low(adam()).update(GRADS, adam().init(PARAMS), PARAMS),
             TypeError,
-            "LowPrecisionState that init returns, got tuple",
+            "LowPrecisionState that low_precision_state makes in init, got tuple",
         ),
         (lambda: low(adam(), key=3), TypeError, r"jax.random.key\(3\)"),
         (

@@ -562,14 +562,27 @@ def test_a_tie_that_a_cast_rounded_to_even_keeps_its_master():
     np.testing.assert_array_equal(optax.apply_updates(params, updates), away)
 
 
-def test_a_remainder_that_an_older_version_saved_is_refused_with_the_cure():
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("float32", "bfloat16", r"int16 for bfloat16.*\['w'\], got MaskedNode"),
+        ("bfloat16", "float16", r"float16 for float16.*\['w'\], got int16\[2\]"),
+        (
+            "bfloat16",
+            "float32",
+            r"16-bit parameter at \['w'\].*convert_state cast them",
+        ),
+    ],
+)
+def test_parameters_that_were_cast_after_init_are_refused_with_the_cure(
+    before, after, words
+):
     optimizer = jmp.compensated(optax.adam(0.1))
-    params = {"w": jnp.ones(2, "bfloat16"), "full": jnp.ones(2)}
+    params = {"w": jnp.ones(2, before), "half": jnp.ones(2, "bfloat16")}
     state = optimizer.init(params)
-    old = state._replace(remainder={**state.remainder, "w": 0 * params["w"]})
-    with pytest.raises(TypeError, match=r"int16.*\['w'\], got bfloat16\[2\].*_replace"):
-        optimizer.update(params, old, params)
-    optimizer.update(params, old._replace(remainder=state.remainder), params)
+    params["w"] = params["w"].astype(after)
+    with pytest.raises(TypeError, match=words):
+        optimizer.update(params, state, params)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 22), ("float16", 21)])

@@ -1000,3 +1000,94 @@ def test_it_is_mapped_over_an_axis_of_vmap():
     alone, _ = jax.jit(one_step)(init(params), (x, y))
     first = jax.tree.map(lambda leaf: leaf[0], state.params)
     chex.assert_trees_all_close(first, alone.params, rtol=1e-5, atol=1e-6)
+
+
+# ----------------------------------------------------------------- frozen parameters
+
+BASE = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8), "out": jnp.ones((8, 8)) / 8}
+ADAPTED = {
+    "base": jmp.cast_tree(BASE, "bfloat16"),
+    "lora": {"a": jnp.linspace(-1, 1, 16).reshape(8, 2), "b": jnp.zeros((2, 8))},
+}
+
+
+def adapted_loss(params, model_state, batch, rng):
+    base, lora = params["base"], params["lora"]
+    h = jnp.tanh(batch @ (base["w"] + lora["a"] @ lora["b"]))
+    return jnp.mean((h @ base["out"] - 1) ** 2), (model_state, None)
+
+
+def partitioned(trained):
+    labels = {"base": "frozen", "lora": "trained"}
+    return optax.partition({"trained": trained, "frozen": optax.set_to_zero()}, labels)
+
+
+FREEZING = {
+    "partition": partitioned(optax.adam(1e-2)),
+    "after clipping": optax.chain(
+        optax.clip_by_global_norm(1.0), partitioned(optax.adam(1e-2))
+    ),
+    "masked": optax.chain(
+        optax.adam(1e-2),
+        optax.masked(optax.set_to_zero(), {"base": True, "lora": False}),
+    ),
+    "with masters": partitioned(jmp.compensated(optax.adam(1e-2))),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", FREEZING)
+def test_frozen_parameters_have_no_gradient_and_no_warning(
+    name, accumulate, standard_promotion
+):
+    batch = jnp.linspace(-1, 1, 32).reshape(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        init, step = jmp.build_train_step(
+            adapted_loss, FREEZING[name], accumulate=accumulate
+        )
+        start = init(ADAPTED)
+        state, metrics = jax.jit(step)(start, batch)
+    chex.assert_trees_all_equal(state.params["base"], ADAPTED["base"])
+    assert jnp.any(state.params["lora"]["b"] != 0)
+
+    def exact_loss(lora):
+        params = {"base": jmp.cast_to_full(ADAPTED["base"]), "lora": lora}
+        return adapted_loss(params, None, batch, None)[0]
+
+    norm = optax.tree.norm(jax.grad(exact_loss)(ADAPTED["lora"]))
+    assert relative_error(metrics["grad_norm"], norm) < 0.02
+    # Two products read the base: forward three, backward the four that adapters need.
+    found = live_equations(step, start, batch)
+    assert sum(products(found).values()) == 7
+    sums = [eqn for eqn in found if eqn.primitive.name == "scan"]
+    assert all((8, 8) not in [v.aval.shape for v in eqn.outvars] for eqn in sums)
+
+
+def test_parameters_whose_updates_are_their_gradients_are_not_frozen(
+    standard_promotion,
+):
+    """``optax.masked`` returns the gradients of what it leaves out."""
+    passing = optax.masked(optax.sgd(0.1), {"base": False, "lora": True})
+    init, step = jmp.build_train_step(adapted_loss, passing)
+    with pytest.warns(UserWarning, match=r"16 bits \(bfloat16 at params\['base'\]"):
+        state = init(ADAPTED)
+    state, _ = step(state, jnp.ones((4, 8)))
+    assert jnp.any(state.params["base"]["out"] != ADAPTED["base"]["out"])
+
+
+def test_a_parameter_whose_update_depends_on_a_branch_is_trained():
+    def update(grads, state, params=None):
+        up = lambda g: jax.lax.cond(
+            g.sum() > 0, lambda: -jnp.ones(4), lambda: jnp.ones(4)
+        )
+        return jax.tree.map(up, grads), state
+
+    branching = optax.GradientTransformation(lambda params: (), update)
+    optimizer = optax.chain(branching, optax.masked(optax.identity(), {"w": True}))
+    init, step = jmp.build_train_step(
+        lambda params, s, x, r: (jnp.sum(params["w"]) * x, (s, None)), optimizer
+    )
+    state, metrics = step(init({"w": jnp.ones(4)}), 1.0)
+    np.testing.assert_array_equal(state.params["w"], 0)
+    assert metrics["grad_norm"] == 2

@@ -17,9 +17,12 @@ class Differentiable:
       traced: its jaxpr.
       treedef: the tree structure of its results.
       arguments: the names of its arguments.
+      written: its jaxpr with the types that its arguments and results have, if it was
+        traced with other ones.
 
     Attributes:
       traced: its jaxpr.
+      types: the types of its results.
       names_of_results: the names of its results, such as ``result['loss']``.
       names_of_gradients: the names of its gradients, if its arguments have names.
       avals: the types of its arguments.
@@ -29,10 +32,15 @@ class Differentiable:
     """
 
     def __init__(
-        self, traced: Jaxpr, treedef: PyTree, arguments: Sequence[str] = ()
+        self,
+        traced: Jaxpr,
+        treedef: PyTree,
+        arguments: Sequence[str] = (),
+        written: Jaxpr | None = None,
     ) -> None:
-        parts = structure.parts(traced)
+        parts = structure.parts(traced if written is None else written)
         self.traced = traced
+        self.types = [var.aval for var in parts.outvars]
         self.avals = [var.aval for var in parts.invars]
         self.floats = floats_in(parts.invars)
         self.losses = _losses_in(parts.outvars, treedef)

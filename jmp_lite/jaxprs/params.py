@@ -395,6 +395,11 @@ def inserted_zeros(eqn: Eqn) -> Sequence[int]:
     return eqn.params.get("lhs_dilation", ())
 
 
+def fills_with_number(eqn: Eqn) -> bool:
+    """Whether a gather returns a number in place of rows that are out of range."""
+    return eqn.params.get("fill_value") is not None
+
+
 def exponent_of(eqn: Eqn) -> int:
     """Returns the exponent of an ``integer_pow``."""
     return eqn.params["y"]
@@ -440,6 +445,16 @@ class ShardMap(NamedTuple):
     out_specs: Sequence[Any]
     axes: frozenset[str]
     check_vma: bool
+
+    def adds_up_gradient(self, number: int) -> bool:
+        """Whether the gradient of an operand is a sum over devices, made here.
+
+        The operand is the same on several devices. If types state over which axes
+        arrays vary, an op inside makes the sum.
+        """
+        names = (name for name in self.in_specs[number] if name is not None)
+        axes = {axis for n in names for axis in ((n,) if isinstance(n, str) else n)}
+        return not self.check_vma and not self.axes <= axes
 
     def of(self, fun: Function, in_specs: Any, out_specs: Any) -> Function:
         """Returns another function as it maps its own, with other specs."""

@@ -2,13 +2,15 @@
 
 import contextlib
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.mutables import is_module, noting_captures, refuse_modules
-from jmp_lite.jaxprs.types import Array, Function, Jaxpr, PyTree
+from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
 
 
 def check_function(fun: object, hint: str = "") -> None:
@@ -19,10 +21,25 @@ def check_function(fun: object, hint: str = "") -> None:
         )
 
 
-def trace_function(
-    fun: Function, args: PyTree, kwargs: PyTree
-) -> tuple[Jaxpr, list[Array], PyTree]:
-    """Returns a function's jaxpr, its arrays, and the structure of its results.
+class Traced(NamedTuple):
+    """A traced function.
+
+    Attributes:
+      jaxpr: its jaxpr.
+      arrays: its arrays, the arguments of the jaxpr.
+      treedef: the structure of its results.
+      again: traces the function again, for arrays of other types, and returns the
+        jaxpr and the structure of the results.
+    """
+
+    jaxpr: Jaxpr
+    arrays: list[Array]
+    treedef: PyTree
+    again: Callable[[Sequence[Aval]], tuple[Jaxpr, PyTree]]
+
+
+def trace_function(fun: Function, args: PyTree, kwargs: PyTree) -> Traced:
+    """Traces a function.
 
     Arguments that are not arrays reach ``fun`` unchanged.
 
@@ -40,15 +57,19 @@ def trace_function(
             given[i] = array
         args, kwargs = jax.tree.unflatten(treedef, given)
         # Not from the shapes of the results: a user's pytree node may refuse shapes.
-        results, structure = jax.tree.flatten(fun(*args, **kwargs))
-        structures.append(structure)
+        results, made = jax.tree.flatten(fun(*args, **kwargs))
+        structures.append(made)
         return results
 
     flat.__name__ = getattr(fun, "__name__", type(fun).__name__)
     arrays = [leaves[i] for i in places]
     with noting_captures():
-        traced = jax.make_jaxpr(flat)(*arrays)
-    return traced, arrays, structures[-1]
+        jaxpr = jax.make_jaxpr(flat)(*arrays)
+
+    def again(types: Sequence[Aval]) -> tuple[Jaxpr, PyTree]:
+        return structure.trace(flat, types, jaxpr), structures[-1]
+
+    return Traced(jaxpr, arrays, structures[-1], again)
 
 
 def arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[PyTree, Array]]:

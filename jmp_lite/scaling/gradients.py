@@ -20,6 +20,7 @@ from jmp_lite.casting.dtypes import (
     parse_dtype,
     upcast_tree,
 )
+from jmp_lite.casting.losses import with_float32_loss
 from jmp_lite.casting.mutables import refusing_modules
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
@@ -57,9 +58,11 @@ def value_and_grad(
       A function of ``fun``'s arguments, keyword arguments too. It returns
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
 
-      ``loss`` has the dtype that ``fun`` gave it. ``grads`` has the structure and
-      shapes of the arguments. Real gradients of 32 bits or fewer are in ``grad_dtype``,
-      under ``NoOpLossScale`` too. Other gradients have the dtype of their argument.
+      ``loss`` has the dtype that ``fun`` gave it; the loss of an ``autocast`` function
+      of 16-bit parameters is float32 (not that of a ``jit`` around it). ``grads`` has
+      the structure and shapes of the arguments. Real gradients of 32 bits or fewer are
+      in ``grad_dtype``, under ``NoOpLossScale`` too. Other gradients have the dtype of
+      their argument.
 
       An argument may also hold leaves without a derivative, such as the functions in an
       Equinox module. The gradient of such a leaf is None.
@@ -115,7 +118,7 @@ def under_scale(
 
     @functools.wraps(fun)  # nnx reads keywords from the signature.
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        value, aux = _call(fun, has_aux, args, kwargs)
+        value, aux = _call(with_float32_loss(fun), has_aux, args, kwargs)
         return loss_scale.scale(value), (value, aux)
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True)
@@ -238,7 +241,7 @@ def _value_and_grad_of_arrays(
         def fun_of_arrays(*given: Any, **kwargs: Any) -> Any:
             whole = list(given)
             for i in nums:
-                whole[i] = _filled_in(given[i], args[i])
+                whole[i] = filled_in(given[i], args[i])
             return fun(*whole, **kwargs)
 
         return differentiate(fun_of_arrays)(*given, **kwargs)
@@ -272,7 +275,7 @@ def _is_discrete(leaf: Any) -> bool:
     return is_bool or is_number(leaf, jnp.integer)
 
 
-def _filled_in(arrays: Any, whole: Any) -> Any:
+def filled_in(arrays: Any, whole: Any) -> Any:
     """Returns a tree of arrays with each None replaced by the leaf of another tree."""
     return jax.tree.map(
         lambda array, leaf: leaf if array is None else array,

@@ -5,7 +5,7 @@ training: in float32, 8 of 16 bytes a parameter.
 """
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,15 @@ from jmp_lite.scaling.loss_scale import type_of
 from jmp_lite.scaling.masters import check_key
 from jmp_lite.scaling.moments import Moment, known_moments
 from jmp_lite.scaling.rounding import noise
-from jmp_lite.scaling.storage import SQUARES, Stored, restore, spacing_of, store
+from jmp_lite.scaling.states import LowPrecisionState, check_state
+from jmp_lite.scaling.storage import (
+    SQUARES,
+    Stored,
+    is_stored,
+    restore,
+    spacing_of,
+    store,
+)
 from jmp_lite.scaling.transforms import (
     check_grads,
     check_same_structure,
@@ -37,32 +45,6 @@ from jmp_lite.scaling.trial import Tried, try_optimizer
 
 SMALLEST = 4096
 """Arrays with fewer elements stay in float32: they take little memory."""
-
-
-class LowPrecisionState(NamedTuple):
-    """The state of ``low_precision_state``.
-
-    Attributes:
-      inner_state: the state of the wrapped transformation, with its large arrays in 16
-        or 8 bits.
-      key: the key of the next update for stochastic rounding; None for rounding to the
-        nearest.
-      scales: one entry for each array of ``inner_state``: the scales of its rows, or
-        None for an array without scales. In bfloat16, None.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite as jmp
-      >>> import optax
-      >>> optimizer = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9))
-      >>> state = optimizer.init(jnp.ones(5000))
-      >>> state.inner_state[0].trace.dtype
-      dtype(bfloat16)
-    """
-
-    inner_state: Any
-    key: Any
-    scales: Any
 
 
 def low_precision_state(
@@ -165,11 +147,7 @@ def low_precision_state(
     ) -> tuple[Any, Any]:
         if params is not None:
             check_grads(updates, params)
-        if not isinstance(state, LowPrecisionState):
-            raise TypeError(
-                "Expected the LowPrecisionState that init returns, got "
-                f"{type(state).__name__}: pass the state of this optimizer."
-            )
+        check_state(state, LowPrecisionState, "low_precision_state")
         stored, structure = _stored(state)
         full = [x if low is None else restore(low) for x, low in stored]
         before = structure.unflatten(full)
@@ -189,10 +167,7 @@ def low_precision_state(
             return store(full, low.numbers.dtype, by, is_scaled=is_scaled)
 
         again = [stored_again(i, x) for i, x in enumerate(jax.tree.leaves(after))]
-        has_scales = isinstance(state.scales, tuple)
-        scales = tuple(x.scale for x in again) if has_scales else state.scales
-        numbers = structure.unflatten([x.numbers for x in again])
-        return steps, LowPrecisionState(numbers, later, scales)
+        return steps, packed(structure.unflatten(again), later, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -230,6 +205,29 @@ def _stored(state: LowPrecisionState) -> tuple[list[tuple[Any, Stored | None]], 
         (leaf, Stored(leaf, scale) if is_low(leaf, moment, scale) else None)
         for leaf, moment, scale in zip(leaves, moments, scales, strict=True)
     ], structure
+
+
+def unpacked(state: LowPrecisionState) -> Any:
+    """Returns the inner state, with a ``Stored`` for each array of 16 or 8 bits."""
+    stored, structure = _stored(state)
+    return structure.unflatten([x if low is None else low for x, low in stored])
+
+
+def packed(inner_state: Any, key: Any, like: LowPrecisionState) -> LowPrecisionState:
+    """Returns the state with an inner state.
+
+    Args:
+      inner_state: the inner state, with a ``Stored`` for some of its arrays.
+      key: the key of the next update.
+      like: a state that has scales if the result has.
+    """
+    leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_stored)
+    stored = [x if is_stored(x) else Stored(x) for x in leaves]
+    scales = like.scales
+    if isinstance(scales, tuple):
+        scales = tuple(x.scale for x in stored)
+    numbers = structure.unflatten([x.numbers for x in stored])
+    return LowPrecisionState(numbers, key, scales)
 
 
 # ------------------------------------------------------------ formats of moments

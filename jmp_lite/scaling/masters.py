@@ -4,7 +4,7 @@ A small update is not lost: the wrapped optimizer sees parameters with all their
 and the 16-bit parameters follow.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,30 +21,14 @@ from jmp_lite.casting.dtypes import (
 )
 from jmp_lite.scaling.loss_scale import type_of
 from jmp_lite.scaling.rounding import by_chance, grid_of, join, nearest, noise, split
+from jmp_lite.scaling.states import (
+    CONVERT,
+    CompensatedState,
+    MasterWeightsState,
+    StochasticRoundingState,
+    check_state,
+)
 from jmp_lite.scaling.transforms import check_grads, strongly_typed, with_extra_args
-
-
-class MasterWeightsState(NamedTuple):
-    """The state of ``master_weights``.
-
-    Attributes:
-      masters: the float32 parameters that the optimizer trains.
-      inner_state: the state of the wrapped transformation, for the masters.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite as jmp
-      >>> import optax
-      >>> state = jmp.master_weights(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
-      >>> state.masters.dtype
-      dtype('float32')
-    """
-
-    masters: Any
-    inner_state: Any
-
-    def _kept_in_16_bits(self) -> Any:
-        return self.masters
 
 
 def master_weights(
@@ -134,18 +118,19 @@ def master_weights(
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        check_state(state, MasterWeightsState, "master_weights")
         _check_params(updates, params, "master_weights")
         _check_narrower(params, state.masters)
-        masters = jax.tree.map(_master_of, params, state.masters)
+        masters = jax.tree.map(master_of, params, state.masters)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
         masters = optax.apply_updates(masters, steps)
 
         def to_master(master: Any, step: Any, param: Any) -> Any:
-            if not _is_narrower(param, master):
+            if not is_narrower(param, master):
                 return step
-            return _update_to(_rounded(master, param.dtype), param)
+            return _update_to(rounded_to(master, param.dtype), param)
 
         moved = jax.tree.map(to_master, masters, steps, params)
         return moved, MasterWeightsState(masters, inner_state)
@@ -154,31 +139,6 @@ def master_weights(
 
 
 # ------------------------------------------------------------ with less than a master
-
-
-class CompensatedState(NamedTuple):
-    """The state of ``compensated``.
-
-    Attributes:
-      remainder: what each 16-bit parameter lacks; an ``optax.MaskedNode`` for any other
-        parameter. For a bfloat16 parameter, an int16 array: the lower half of the bits
-        of its float32 master. For a float16 parameter, its rounding error in float16.
-      inner_state: the state of the wrapped transformation, for the masters.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite as jmp
-      >>> import optax
-      >>> state = jmp.compensated(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
-      >>> state.remainder.dtype
-      dtype('int16')
-    """
-
-    remainder: Any
-    inner_state: Any
-
-    def _kept_in_16_bits(self) -> Any:
-        return self.remainder
 
 
 def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -251,9 +211,10 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        check_state(state, CompensatedState, "compensated")
         _check_params(updates, params, "compensated")
         _check_remainder(state.remainder, params)
-        masters = jax.tree.map(_with_remainder, params, state.remainder)
+        masters = jax.tree.map(with_remainder, params, state.remainder)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
@@ -272,30 +233,6 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
         return moved, CompensatedState(remainder, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-class StochasticRoundingState(NamedTuple):
-    """The state of ``stochastic_rounding``.
-
-    Attributes:
-      key: the key of the next update.
-      inner_state: the state of the wrapped transformation.
-
-    Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite as jmp
-      >>> import optax
-      >>> optimizer = jmp.stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
-      >>> optimizer.init(jnp.ones(1, jnp.bfloat16)).key.dtype
-      key<fry>
-    """
-
-    key: Any
-    inner_state: Any
-
-    def _kept_in_16_bits(self) -> None:
-        return None  # Unknown here, so all of them.
 
 
 def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExtraArgs:
@@ -356,6 +293,7 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        check_state(state, StochasticRoundingState, "stochastic_rounding")
         _check_params(updates, params, "stochastic_rounding")
         _check_16_bit(params, "stochastic_rounding")
         steps, inner_state = inner.update(
@@ -385,19 +323,19 @@ def _full(leaf: Any) -> Any:
     return leaf.astype(jnp.float32)
 
 
-def _rounded(master: Any, dtype: Any) -> Any:
+def rounded_to(master: Any, dtype: Any) -> Any:
     """Rounds a master to the numbers of a parameter's dtype, in its own dtype."""
     if dtype == jnp.bfloat16 and master.dtype == jnp.float32:
         return _full(split(master)[0])
     return nearest(master, grid_of(dtype))
 
 
-def _master_of(param: Any, master: Any) -> Any:
+def master_of(param: Any, master: Any) -> Any:
     """Returns the master, or the parameter if it is not the master rounded."""
-    if not _is_narrower(param, master):
+    if not is_narrower(param, master):
         return param
     wide = param.astype(master.dtype)
-    off = wide - _rounded(master, param.dtype)
+    off = wide - rounded_to(master, param.dtype)
     # A cast may have rounded a tie in the other direction.
     is_tie = nearest(master, grid_of(param.dtype)) == wide
     # No update removes a difference below the smallest normal number.
@@ -412,18 +350,38 @@ def _no_remainder(param: Any) -> Any:
     return jnp.zeros_like(param, jnp.int16 if is_exact else None)
 
 
-def _with_remainder(param: Any, remainder: Any) -> Any:
-    """Returns the master of a 16-bit parameter, and any other parameter as it is."""
+def with_remainder(param: Any, remainder: Any) -> Any:
+    """Returns the master of a 16-bit parameter, and any other parameter as it is.
+
+    Args:
+      param: the parameter.
+      remainder: the lower half of the bits of its master, or its rounding error.
+    """
     if not is_16_bit(param):
         return param
-    if param.dtype == jnp.bfloat16:
+    if remainder.dtype == jnp.int16:
         return join(param, remainder)
     wide, error = _full(param), _full(remainder)
+    # Adding a zero would change the sign of a zero.
+    is_added = may_differ_by(error, param) & (error != 0)
+    return jnp.where(is_added, wide + error, wide)
+
+
+def may_differ_by(error: Any, param: Any) -> Any:
+    """Whether float32 numbers round to a parameter that differs by an error."""
+    wide = _full(param)
     # A little less, because a rounding error of half a unit is a tie.
     less = error * (1 - float(jnp.finfo(param.dtype).epsneg))
-    is_its_own = nearest(wide + less, grid_of(param.dtype)) == wide
-    # Adding a zero would change the sign of a zero.
-    return jnp.where(is_its_own & (error != 0), wide + error, wide)
+    return nearest(wide + less, grid_of(param.dtype)) == wide
+
+
+def remainder_of(param: Any, master: Any) -> Any:
+    """Returns the remainder of a 16-bit parameter, which is its master rounded."""
+    if param.dtype == jnp.bfloat16:
+        return split(master)[1]
+    wide = _full(param)
+    error = jnp.where(jnp.isfinite(wide), master - wide, 0)
+    return nearest(error, grid_of(param.dtype)).astype(param.dtype)
 
 
 def _moved(param: Any, master: Any) -> tuple[Any, Any]:
@@ -438,9 +396,7 @@ def _moved(param: Any, master: Any) -> tuple[Any, Any]:
         kept = jnp.where(is_target, remainder.astype(jnp.float32), 0)
         return update, kept.astype(jnp.int16)
     update = _update_to(nearest(master, grid_of(param.dtype)), param)
-    rounded = _full(_sum(param, update))
-    error = jnp.where(jnp.isfinite(rounded), master - rounded, 0)
-    return update, nearest(error, grid_of(param.dtype)).astype(param.dtype)
+    return update, remainder_of(_sum(param, update), master)
 
 
 def _sum(param: Any, update: Any) -> Any:
@@ -455,7 +411,8 @@ def _bits(param: Any) -> Any:
     return lax.bitcast_convert_type(param, jnp.uint16)
 
 
-def _is_narrower(param: Any, master: Any) -> bool:
+def is_narrower(param: Any, master: Any) -> bool:
+    """Whether both are floating-point arrays, and the first has fewer bits."""
     is_pair = is_floating(param) and is_floating(master)
     return is_pair and jnp.finfo(param.dtype).bits < jnp.finfo(master.dtype).bits
 
@@ -489,7 +446,7 @@ def _check_narrower(params: Any, masters: Any) -> None:
     """Raises a ValueError if masters have nothing to follow them."""
     leaves, is_part = _whole_or_part(params)
     pairs = zip(leaves, jax.tree.leaves(masters), strict=False)
-    is_used = any(_is_narrower(*pair) for pair in pairs)
+    is_used = any(is_narrower(*pair) for pair in pairs)
     if not is_part and not is_used and any(map(is_floating, leaves)):
         raise ValueError(
             "master_weights is for parameters that are narrower than their masters, "
@@ -524,21 +481,33 @@ def _check_remainder(remainder: Any, params: Any) -> None:
     leaves, treedef = jax.tree.flatten_with_path(params)
     found = treedef.flatten_up_to(remainder)
     for (path, param), bits in zip(leaves, found, strict=True):
-        where = jax.tree_util.keystr(path) or "the root"
-        if is_array(bits) and not is_16_bit(param):
+        if is_array(bits):
+            check_16_bit_as_before(path, param)
+        elif not is_16_bit(param):
+            continue
+        is_exact = param.dtype == jnp.bfloat16
+        expected = jnp.dtype(jnp.int16 if is_exact else param.dtype)
+        if not is_array(bits) or bits.dtype != expected:
             raise TypeError(
-                f"Expected a 16-bit parameter at {where}, as init got it, and got "
-                f"{type_of(param)}. Causes: (a) {_NOT_ROUNDED}; (b) the parameters "
-                "were cast after init: call init with the new ones."
+                f"Expected a remainder of {expected} for {type_of(param)} at "
+                f"{jax.tree_util.keystr(path) or 'the root'}, got {type_of(bits)}. "
+                "Causes: (a) an older version saved the state, with rounding errors: "
+                f"{CONVERT}; (b) the parameters were cast to another dtype after init: "
+                "let jmp_lite.convert_state cast them."
             )
-        is_exact = is_16_bit(param) and param.dtype == jnp.bfloat16
-        if is_exact and is_array(bits) and bits.dtype != jnp.int16:
-            raise TypeError(
-                f"Expected an int16 remainder for {type_of(param)} at {where}, got "
-                f"{type_of(bits)}, as older versions saved it. Pass "
-                "state._replace(remainder=compensated(inner).init(params).remainder): "
-                "the optimizer's state stays, and the old rounding errors are lost."
-            )
+
+
+def check_16_bit_as_before(path: Any, param: Any) -> None:
+    """Raises a TypeError for a parameter that had 16 bits in ``init``."""
+    if is_16_bit(param):
+        return
+    raise TypeError(
+        "Expected a 16-bit parameter at "
+        f"{jax.tree_util.keystr(path) or 'the root'}, as init got it, and got "
+        f"{type_of(param)}. Causes: (a) {_NOT_ROUNDED}; (b) the parameters were cast "
+        "after init: let jmp_lite.convert_state cast them, or call init with the new "
+        "ones."
+    )
 
 
 def _check_params(updates: Any, params: Any, name: str) -> None:

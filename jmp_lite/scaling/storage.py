@@ -14,7 +14,7 @@ Shorter blocks, as in bitsandbytes, make XLA copy arrays (`benchmarks.moments`).
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +43,11 @@ class Stored(NamedTuple):
 
     numbers: Any
     scale: Any = None
+
+
+def is_stored(node: Any) -> TypeGuard[Stored]:
+    """Whether a node of a pytree is a stored array."""
+    return isinstance(node, Stored)
 
 
 def spacing_of(dtype: Any) -> float:

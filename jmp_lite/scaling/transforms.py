@@ -6,7 +6,7 @@ leaves its state unchanged. The wrappers take true gradients, as
 """
 
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,36 +30,9 @@ from jmp_lite.scaling.loss_scale import (
     select_tree,
     type_of,
 )
+from jmp_lite.scaling.states import LossScalingState, check_state, kept_in_16_bits
 
 Tree = TypeVar("Tree")
-
-
-class LossScalingState(NamedTuple):
-    """The state of ``loss_scaling``.
-
-    Attributes:
-      loss_scale: the ``LossScale`` of the next step.
-      inner_state: the state of the wrapped transformation.
-      grads_finite: whether the last step's gradients were finite, a boolean scalar.
-      skipped: the number of skipped steps, an int32 scalar. With ``skip=False`` it is
-        the number of steps with non-finite gradients.
-      consecutive_skipped: the number of skipped steps in a row up to now, an int32
-        scalar.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite as jmp
-      >>> import optax
-      >>> state = jmp.loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
-      >>> state.skipped.dtype, state.loss_scale.loss_scale.dtype
-      (dtype('int32'), dtype('float32'))
-    """
-
-    loss_scale: LossScale
-    inner_state: Any
-    grads_finite: Any
-    skipped: Any
-    consecutive_skipped: Any
 
 
 class LossScaleError(ValueError):
@@ -184,12 +157,7 @@ def loss_scaling(
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        if not isinstance(state, LossScalingState):
-            raise TypeError(
-                "Expected the LossScalingState that init returned, got "
-                f"{type(state).__name__}: call optimizer.update(grads, opt_state, "
-                "params)."
-            )
+        check_state(state, LossScalingState, "loss_scaling")
         grads_finite = all_finite(updates, axis_name)
         if skip:
             return update_if(
@@ -551,7 +519,7 @@ def _update_inner(
         updates, new_inner_state = inner.update(
             upcast_tree(grads),
             inner_state,
-            _as_seen(_kept_in_16_bits(inner_state), params),
+            _as_seen(kept_in_16_bits(inner_state), params),
             **upcast_tree(extra_args),
         )
     except (TypeError, ValueError) as error:
@@ -647,25 +615,8 @@ def _as_seen_by_init(inner: Any, params: Any) -> Any:
         return params
     kept = []
     # Only the structure of the state is needed, so no numbers are computed.
-    jax.eval_shape(lambda: kept.append(_kept_in_16_bits(inner.init(params))))
+    jax.eval_shape(lambda: kept.append(kept_in_16_bits(inner.init(params))))
     return _as_seen(kept[0], params)
-
-
-def _kept_in_16_bits(inner_state: Any) -> Any:
-    """Returns the key paths of parameters that inner wrappers round; None means all."""
-
-    def is_wrapper_state(node: Any) -> bool:
-        return hasattr(node, "_kept_in_16_bits")
-
-    paths: set[Any] = set()
-    for node in filter(
-        is_wrapper_state, jax.tree.leaves(inner_state, is_leaf=is_wrapper_state)
-    ):
-        tree = node._kept_in_16_bits()
-        if tree is None:
-            return None
-        paths.update(path for path, _ in jax.tree.leaves_with_path(tree))
-    return paths
 
 
 def _as_seen(kept: Any, params: Any) -> Any:

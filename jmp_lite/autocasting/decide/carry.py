@@ -4,7 +4,7 @@ import enum
 from typing import NamedTuple
 
 from jmp_lite.autocasting.decide.decisions import Decision, Reason, Run
-from jmp_lite.autocasting.decide.facts import Kind, Spec, State
+from jmp_lite.autocasting.decide.facts import Spec, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.ops import Precision
@@ -98,20 +98,20 @@ def first_spec(spec: Spec, slot: Slot) -> Spec:
 
 
 def _spec(spec: Spec, is_low: bool) -> Spec:
-    if spec[0] is None:
-        return None, Kind.COMPUTED
-    return (State.LOW if is_low else State.HARD), Kind.COMPUTED
+    if spec.state is None:
+        return Spec(None)
+    return Spec(State.LOW if is_low else State.HARD)
 
 
 def undecided(spec: Spec, slot: Slot) -> Spec:
     """Returns the spec with which a body is asked whether it writes low values."""
-    is_written = slot is Slot.WRITTEN and spec[0] is not None
-    return (State.SOFT, Kind.COMPUTED) if is_written else spec
+    is_written = slot is Slot.WRITTEN and spec.state is not None
+    return Spec(State.SOFT) if is_written else spec
 
 
 def written(spec: Spec, slot: Slot, made: Spec) -> Spec:
     """Returns the spec of a carry, given what a body makes of an undecided one."""
-    return _spec(spec, made[0] is State.LOW) if slot is Slot.WRITTEN else spec
+    return _spec(spec, made.state is State.LOW) if slot is Slot.WRITTEN else spec
 
 
 def must_rise(slot: Slot, before: Spec, made: Spec) -> bool:
@@ -130,9 +130,9 @@ def must_rise(slot: Slot, before: Spec, made: Spec) -> bool:
       before: its spec when a step begins.
       made: the spec of what a step makes of it, before it is cast.
     """
-    rises = before[0] is State.LOW and made[0] is State.HARD
+    rises = before.state is State.LOW and made.state is State.HARD
     return rises and slot in (Slot.FOLLOW, Slot.WRITTEN)
 
 
-RAISED: Spec = (State.HARD, Kind.COMPUTED)
+RAISED = Spec(State.HARD)
 """The spec of a carry that has risen."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, State
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.formats import LOW, QUALIFIES, Format, Verdict
-from jmp_lite.jaxprs.types import Eqn
+from jmp_lite.jaxprs.types import Dtype, Eqn
 
 
 class Run(enum.Enum):
@@ -45,6 +45,7 @@ class Reason(enum.Enum):
     PASSES_ON = enum.auto()
     POSITION = enum.auto()
     # Its operands and its readers decide.
+    MOVES_16_BITS = enum.auto()
     ROUNDS_NOTHING = enum.auto()
     READ_IN_FLOAT32 = enum.auto()
     AMPLIFIED = enum.auto()
@@ -84,6 +85,7 @@ class Operand(NamedTuple):
       origin: the origin of its state.
       shape: its shape.
       lineage: its lineage.
+      held: the 16-bit dtype that it has although its state is not LOW; see ``Spec``.
     """
 
     state: State | None
@@ -91,6 +93,7 @@ class Operand(NamedTuple):
     origin: Origin
     shape: tuple[int, ...]
     lineage: Lineage = Lineage()
+    held: Dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,8 @@ class Decision:
       within: the op around this equation whose jaxpr runs as traced.
       requested: the number format that the rules request for a low product.
       verdict: whether the product qualifies for this format; if not, it is ``low``.
+      held: the 16-bit dtype that a move of arguments runs in, and its result has,
+        although they were traced in float32.
     """
 
     run: Run
@@ -117,6 +122,7 @@ class Decision:
     within: str = ""
     requested: Format = LOW
     verdict: Verdict = QUALIFIES
+    held: Dtype | None = None
 
     @property
     def number_format(self) -> Format:
@@ -185,7 +191,7 @@ def run_alike(
         if isinstance(item, RecordsInside):
             return id(item.eqn)
         decision = item.decision
-        how = decision.run, decision.state, decision.number_format
+        how = decision.run, decision.state, decision.number_format, decision.held
         return id(item.eqn), item.result, *how
 
     if list(map(key, some)) != list(map(key, others)):

@@ -36,6 +36,7 @@ from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import (
     ADDED_UP,
     INSIDE_OF_FUNCTIONS,
+    MOVING,
     PASSING,
     POSITIONAL,
     POWERS,
@@ -88,12 +89,14 @@ def decide(
         return Decision(Run.AS_TRACED, State.HARD, Reason.OTHER_FLOATS)
     if not has_float32_results:
         readers |= Readers.OTHER
-    floats = operands.floats
+    floats, held = operands.floats, None
+    if op in MOVING and not params.fills_with_number(eqn):
+        held = _dtype_of_all(floats, rules.low_dtype)
     match = rules.match(op, path)
     return (
         decide_product(rules, eqn, floats, readers, path)
         or decide_format(rules, eqn, operands.every, readers, match)
-        or _by_class(op, match, floats, readers, rules.low_dtype)
+        or _by_class(op, match, floats, readers, rules.low_dtype, held)
     )
 
 
@@ -124,8 +127,18 @@ def _by_class(
     operands: Sequence[Operand],
     readers: Readers,
     low_dtype: Dtype,
+    held: Dtype | None,
 ) -> Decision:
-    """Decides by the class of an op, then by its operands and its readers."""
+    """Decides by the class of an op, then by its operands and its readers.
+
+    Args:
+      op: the name of the op.
+      match: the rule that decides it.
+      operands: its operands that were traced in float32.
+      readers: the readers of its results.
+      low_dtype: the compute dtype.
+      held: the 16-bit dtype of all operands of a move of arguments, or None.
+    """
     precision = match.precision
     if precision is Precision.KEEP:
         return Decision(Run.AS_TRACED, State.HARD, Reason.RULE, match=match)
@@ -143,6 +156,10 @@ def _by_class(
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
     if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
         return _low(op, operands, Reason.ROUNDS_NOTHING, leader)
+    if state is State.LOW and held is not None:
+        return Decision(Run.LOW, state, Reason.MOVES_16_BITS, leader)
+    if state is State.SOFT and held is not None:
+        return Decision(Run.FULL, state, Reason.MOVES_16_BITS, held=held)
     if readers.want_float32:
         kept = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, kept, Reason.READ_IN_FLOAT32)
@@ -157,6 +174,18 @@ def _by_class(
     if state is State.HARD:
         return Decision(Run.FULL, state, Reason.FOLLOWS_FLOAT32, leader)
     return Decision(Run.FULL, state, Reason.UNDECIDED)
+
+
+def _dtype_of_all(operands: Sequence[Operand], low_dtype: Dtype) -> Dtype | None:
+    """Returns the 16-bit dtype that all operands have, or None.
+
+    At least one of them is held in it. Numbers that the compute dtype represents count
+    as numbers of this dtype.
+    """
+    if all(o.held is None for o in operands):
+        return None
+    found = {low_dtype if _has_16_bits(o) else o.held for o in operands}
+    return found.pop() if len(found) == 1 else None
 
 
 def _in_full_beside_low(

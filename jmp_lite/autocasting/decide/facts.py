@@ -4,7 +4,9 @@ import dataclasses
 import enum
 from typing import NamedTuple, TypeAlias
 
-from jmp_lite.jaxprs.types import Eqn
+import numpy as np
+
+from jmp_lite.jaxprs.types import Dtype, Eqn
 
 
 class State(enum.IntEnum):
@@ -167,5 +169,25 @@ class InputRoot(NamedTuple):
     number: int
 
 
-Spec: TypeAlias = tuple[State | None, Kind]
-"""The state and the kind of a value."""
+class Spec(NamedTuple):
+    """What is known of a value when it enters a jaxpr or leaves it.
+
+    Attributes:
+      state: its state; None if it was not traced in float32.
+      kind: its kind.
+      held: the 16-bit dtype that it has although its state is not LOW, or None. It is
+        an argument of that dtype, possibly moved, which was traced in float32.
+    """
+
+    state: State | None
+    kind: Kind = Kind.COMPUTED
+    held: Dtype | None = None
+
+    def dtype(self, low_dtype: Dtype) -> Dtype:
+        """Returns the dtype of a value that was traced in float32.
+
+        Args:
+          low_dtype: the compute dtype.
+        """
+        is_low = self.state is State.LOW
+        return low_dtype if is_low else self.held or np.dtype("float32")

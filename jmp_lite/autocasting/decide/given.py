@@ -61,17 +61,14 @@ def literal(atom: Literal, low_dtype: Dtype) -> Given:
     is_real |= structure.is_integer(atom)
     number: Any = as_float32(atom.val) if is_real else None
     fits = not is_real or _fits(number, low_dtype)
+    is_exact = is_real and fits and np.float32(number.astype(low_dtype)) == number
+    kind = Kind.EXACT if is_exact else Kind.LITERAL
     if not structure.is_float32(atom):
         # A number that does not fit the compute dtype is HARD.
-        return Given(None, Kind.LITERAL if fits else Kind.COMPUTED)
+        return Given(None, kind if fits else Kind.COMPUTED)
     if number in _ENDS:
         return Given(State.HARD, Kind.END, RangeEnd())
-    is_exact = fits and np.float32(number.astype(low_dtype)) == number
-    return Given(
-        State.SOFT if fits else State.HARD,
-        Kind.EXACT if is_exact else Kind.LITERAL,
-        Number(float(number)),
-    )
+    return Given(State.SOFT if fits else State.HARD, kind, Number(float(number)))
 
 
 _ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))

@@ -35,4 +35,4 @@ def into_loop(spec: Spec) -> Spec:
     A 16-bit one is float32, and cast at each use, as a parameter is. Otherwise its
     gradient would add up in 16 bits over the steps.
     """
-    return (State.SOFT, Kind.GIVEN) if spec[0] is State.LOW else spec
+    return Spec(State.SOFT, Kind.GIVEN) if spec.state is State.LOW else spec

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from jmp_lite.autocasting.decide.facts import Kind, State
-from jmp_lite.jaxprs import params
+from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn
-from jmp_lite.ops import MOVING, SCALING
+from jmp_lite.ops import MOVING, SCALING, TAKING_SLICES
 
 
 def state_of_result(state: State | None, is_low: bool) -> State | None:
@@ -31,8 +31,9 @@ def kind_of_result(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
       kinds: the kinds of its operands.
     """
     op, found = params.op_of(eqn), set(kinds)
-    if _takes_one_slice(op, eqn):
-        # One layer's weights of a stack; many rows of a table are activations.
+    if _takes_one_slice(op, eqn) or _takes_rows_of_16_bits(op, eqn):
+        # One layer's weights of a stack; many rows of a table are activations, but
+        # rows of 16 bits are as exact as the table.
         found = {kinds[0]}
     if op == "iota":
         return Kind.INTEGER
@@ -46,6 +47,13 @@ def kind_of_result(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
         return Kind.SCALED if is_table else Kind.COMPUTED
     order = (Kind.INTEGER, Kind.SCALED, Kind.GIVEN, Kind.END, Kind.LITERAL)
     return next((kind for kind in order if kind in found), Kind.EXACT)
+
+
+def _takes_rows_of_16_bits(op: str, eqn: Eqn) -> bool:
+    if op not in TAKING_SLICES:
+        return False
+    (var,) = eqn.outvars
+    return structure.is_float(var) and not structure.is_float32(var)
 
 
 def _takes_one_slice(op: str, eqn: Eqn) -> bool:

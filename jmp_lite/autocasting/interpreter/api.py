@@ -7,14 +7,13 @@ from typing import ParamSpec, TypeVar, overload
 import jax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.decide.equation import changes_nothing
+from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, Rules
+from jmp_lite.casting.losses import set_float32_loss
 from jmp_lite.casting.mutables import returning_changes, write_changes
 from jmp_lite.jaxprs import structure
-from jmp_lite.jaxprs.dataflow import equations
-from jmp_lite.jaxprs.trace import trace_function
 from jmp_lite.jaxprs.types import Function, PyTree
 
 Params = ParamSpec("Params")
@@ -52,7 +51,8 @@ def autocast(
     compute dtype, numerically sensitive ops in float32, and other ops in the precision
     of their operands. The signature does not change, and neither do the structure,
     shapes and dtypes of the results. Only values that were float32 change their dtype
-    inside.
+    inside. Arguments in bfloat16 or float16 count as float32: ``fun`` is traced a
+    second time for them. They stay in 16 bits in memory.
 
     Args:
       fun: a function of pytrees that JAX can trace. Arrays are traced. Other arguments
@@ -94,21 +94,32 @@ def autocast(
         with jax.named_scope(AUTOCAST_SCOPE):
             return _run(Interpreter(chosen()), fun, args, kwargs)
 
+    @functools.wraps(fun)
+    def variant(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        with jax.named_scope(AUTOCAST_SCOPE):
+            return _run(Interpreter(chosen()), fun, args, kwargs, has_wide_loss=True)
+
+    set_float32_loss(autocast_fun, variant)
     return autocast_fun
 
 
 def _run(
-    interpreter: Interpreter, fun: Function, args: PyTree, kwargs: PyTree
+    interpreter: Interpreter,
+    fun: Function,
+    args: PyTree,
+    kwargs: PyTree,
+    has_wide_loss: bool = False,
 ) -> PyTree:
     """Traces a function, interprets it, and returns its results in their structure."""
-    traced, arrays, treedef = trace_function(returning_changes(fun), args, kwargs)
-    paths = (path for _, path in equations(traced))
-    if changes_nothing(interpreter.rules, paths):
-        types = [var.aval for var in structure.parts(traced).outvars]
-        evaluated = structure.evaluate(traced, arrays)
+    program = read_function(returning_changes(fun), args, kwargs, interpreter.rules)
+    types = program.types
+    if has_wide_loss:
+        types = program.types_with_float32_loss()
+    if program.is_unchanged:
+        evaluated = structure.evaluate(program.jaxpr, program.arrays)
         results = list(map(structure.as_typed, evaluated, types))
     else:
-        results = interpreter.run_function(traced, arrays)
-    out, changes = jax.tree.unflatten(treedef, results)
+        results = interpreter.run_function(program.jaxpr, program.arrays, types=types)
+    out, changes = jax.tree.unflatten(program.treedef, results)
     write_changes(args, kwargs, changes)
     return out

@@ -20,7 +20,7 @@ from jmp_lite.autocasting.decide.given import Given
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.formats import Format
 from jmp_lite.jaxprs import sharding, structure
-from jmp_lite.jaxprs.types import Array, Literal, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Literal, Var
 
 
 class Casts:
@@ -40,7 +40,11 @@ class Casts:
 
     def given(self, var: Var, array: Array, origin: Origin) -> Value:
         """Returns the value of an argument."""
-        return _value(array, given.argument(var, origin))
+        value = _value(array, given.argument(var, origin))
+        if value.state is not None:
+            dtype = structure.type_of_value(array).dtype
+            value.held = None if dtype == structure.dtype_of(var) else dtype
+        return value
 
     def constant(self, var: Var, array: Array) -> Value:
         """Returns the value of a constant."""
@@ -55,7 +59,7 @@ class Casts:
 
     def full(self, value: Value) -> Array:
         """Returns the array of a value in its traced dtype."""
-        if value.state is not State.LOW:
+        if value.state is not State.LOW and value.held is None:
             return value.array
         if value.raised is None:  # Once: the gradients of its uses add up in float32.
             value.raised = sharding.cast(value.array, jnp.float32)
@@ -65,11 +69,26 @@ class Casts:
         """Returns the array of a value; if it is float32, in the compute dtype."""
         if value.state is None or value.state is State.LOW:
             return value.array
+        if value.held is not None and value.held == self.low_dtype:
+            return self.in_16_bits(value, value.held)
         if not value.kind.is_cast_once:
-            return self.cast(value.array, value.saturates)
+            return self.cast(self.full(value), value.saturates)
         if value.cast is None:  # Once for all uses: each would be kept for backward.
-            value.cast = self.cast(value.array)
+            value.cast = self.cast(self.full(value))
         return value.cast
+
+    def in_16_bits(self, value: Value, dtype: Dtype) -> Array:
+        """Returns the array of a value in a 16-bit dtype."""
+        is_low = value.state is State.LOW and dtype == self.low_dtype
+        if is_low or (value.held == dtype and not value.is_shared):
+            return value.array
+        return sharding.cast(self.full(value), dtype)
+
+    def in_type(self, value: Value, aval: Aval) -> Any:
+        """Returns the array of a result; in another dtype if its type has another."""
+        if value.state is None or aval.dtype == np.float32:
+            return self.full(value)
+        return self.in_16_bits(value, aval.dtype)
 
     def in_state(self, value: Value, state: State | None) -> Value:
         """Returns a value in another state, without its kind and its lineage."""

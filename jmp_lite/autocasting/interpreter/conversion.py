@@ -130,20 +130,23 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
 
     def join(self, forms: Sequence[Spec]) -> Spec:
         """Returns the spec of a value that has one of several specs."""
-        states = [state for state, _ in forms if state is not None]
-        kinds = {kind for _, kind in forms}
+        states = [form.state for form in forms if form.state is not None]
+        kinds = {form.kind for form in forms}
+        dtypes = {form.held for form in forms}
         kind = kinds.pop() if len(kinds) == 1 else Kind.COMPUTED
-        return max(states, default=None), kind
+        held = dtypes.pop() if len(dtypes) == 1 else None
+        return Spec(max(states, default=None), kind, held)
 
     def unpack(self, value: Value, form: Spec) -> tuple[Array]:
         """Returns the array of a value, cast to a spec."""
-        is_low = form[0] is State.LOW
+        if form.held is not None:
+            return (self.casts.in_16_bits(value, form.held),)
+        is_low = form.state is State.LOW
         return ((self.casts.low if is_low else self.casts.full)(value),)
 
     def pack(self, arrays: Sequence[Array], form: Spec) -> Value:
         """Returns an array as a value with a spec."""
-        state, kind = form
-        return Value(arrays[0], state, kind)
+        return Value(arrays[0], *form)
 
     def with_spec(self, value: Value, spec: Spec) -> Value:
         """Returns a value cast to a spec, without its lineage."""
@@ -227,13 +230,12 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
             ]
             return self.unpack_all(results, _required(unforced, required))
 
+        invars = structure.parts(jaxpr).invars
         avals = [
-            structure.retyped(var.aval, self.casts.low_dtype)
-            if state is State.LOW
-            else structure.type_of(var)
-            for var, (state, _) in zip(
-                structure.parts(jaxpr).invars, specs, strict=True
-            )
+            structure.type_of(var)
+            if spec.state is None
+            else structure.retyped(var.aval, spec.dtype(self.casts.low_dtype))
+            for var, spec in zip(invars, specs, strict=True)
         ]
         with self.recording() as records:
             traced = structure.trace(run, avals, jaxpr)
@@ -261,12 +263,12 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         These are the inputs that the jaxpr only casts to float32.
         """
         # The upcast is outside, once, so the gradients of all uses add up in float32.
-        are_low = {i for i, (state, _) in enumerate(new.given) if state is State.LOW}
+        are_low = {i for i, spec in enumerate(new.given) if spec.state is State.LOW}
         raised = upcasts.only_raised(new.jaxpr) & are_low
         self.passes["upcasts"] += bool(raised)
         given = [
-            (State.SOFT, kind) if i in raised else (state, kind)
-            for i, (state, kind) in enumerate(new.given)
+            Spec(State.SOFT, spec.kind) if i in raised else spec
+            for i, spec in enumerate(new.given)
         ]
         jaxpr = upcasts.with_raised(new.jaxpr, raised)
         return dataclasses.replace(new, jaxpr=jaxpr, given=tuple(given))
@@ -326,9 +328,10 @@ def _shared(
     """
     for (others, _), old in known.items():
         are_raised = all(
-            (mine[0], other[0]) == (State.LOW, State.SOFT)
-            and mine[1].is_cast_once
-            and other[1].is_cast_once
+            (mine.state, other.state) == (State.LOW, State.SOFT)
+            and mine.kind.is_cast_once
+            and other.kind.is_cast_once
+            and other.held is None
             for mine, other in zip(states, others, strict=True)
             if mine != other
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec, State
+from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec
 from jmp_lite.autocasting.interpreter.conversion import Converted, Converter, Site
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.jaxprs import custom_rules, params, structure
@@ -58,7 +58,7 @@ def _bind_jvp(
             return [*out[len(specs) :], *out[: len(specs)]]
 
         def low_jvp(*arrays: Array) -> list[Array]:
-            tangents = [(state, Kind.COMPUTED) for state, _ in states]
+            tangents = [spec._replace(kind=Kind.COMPUTED) for spec in states]
             types = list(map(structure.type_of, structure.parts(jaxpr).invars))
             avals = [*types, *(aval.to_tangent_aval() for aval in types)]
             values = converter.pack_all(arrays, [*states, *tangents])
@@ -145,7 +145,7 @@ class _LowVjp:
         out = self._follow(flat, values, avals, self._site.readers)
         kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
         self._computed = [
-            (one.state, Kind.COMPUTED) if isinstance(one, Value) else None
+            one.spec._replace(kind=Kind.COMPUTED) if isinstance(one, Value) else None
             for one in kept
         ]
         arrays = [one.array if isinstance(one, Value) else one.number for one in kept]
@@ -157,7 +157,8 @@ class _LowVjp:
         fresh = iter(self._computed)
         operands = self._inside.given
         kept = [next(fresh) if i is None else operands[i] for i in forwarded]
-        given = [*kept, *((s, Kind.COMPUTED) for s, _ in self._inside.made)]
+        made = [spec._replace(kind=Kind.COMPUTED) for spec in self._inside.made]
+        given = [*kept, *made]
         # Python numbers are not traced, because bwd may branch on them.
         is_array = [spec is not None for spec in given]
         arrays = [arg for arg, yes in zip(args, is_array, strict=True) if yes]
@@ -276,9 +277,10 @@ def _follow(
 def _out(converter: Converter, item: PyTree, spec: Spec) -> PyTree:
     if isinstance(item, Value):
         return converter.unpack(item, spec)[0]
-    if structure.is_zero(item) and spec[0] is State.LOW:
-        return type(item)(structure.retyped(item.aval, converter.casts.low_dtype))
-    return item
+    if not structure.is_zero(item) or spec.state is None:
+        return item
+    dtype = spec.dtype(converter.casts.low_dtype)
+    return type(item)(structure.retyped(item.aval, dtype))
 
 
 class _PythonNumber(NamedTuple):

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.decide.decisions import Decision, Run
@@ -13,10 +15,10 @@ from jmp_lite.autocasting.decide.result import kind_of_result, state_of_result
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.formats import Format, Product
-from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.params import PRODUCTS
-from jmp_lite.jaxprs.types import Array, Eqn, Var
-from jmp_lite.ops import BROADCASTING, MOVING
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Var
+from jmp_lite.ops import ADDED_UP, BROADCASTING, KEEPING_NUMBERS, MOVING
 
 
 def evaluate(
@@ -45,6 +47,9 @@ def evaluate(
             for array, value in zip(arrays, params.passed(eqn, operands), strict=True)
         ]
     kind = kind_of_result(eqn, [value.kind for value in operands])
+    if (held := decision.held) is not None:
+        moved = _moved(casts, eqn, operands, held)
+        return [Value(array, State.SOFT, kind, held, origin=origin) for array in moved]
     if decision.run is Run.LOW and op in PRODUCTS:
         arrays = [_product(casts, eqn, operands, decision.number_format)]
     elif decision.run is Run.LOW:
@@ -59,6 +64,52 @@ def evaluate(
         _value(casts, var, array, decision.state, kind, origin)
         for var, array in zip(eqn.outvars, arrays, strict=True)
     ]
+
+
+def _moved(
+    casts: Casts, eqn: Eqn, operands: Sequence[Value], held: Dtype
+) -> list[Array]:
+    """Returns moves, in 16 bits, of arguments that are held in 16 bits."""
+    op = params.op_of(eqn)
+    if op in ADDED_UP and op in KEEPING_NUMBERS:
+        # In float32, with a cast after it: its transpose in JAX is a sum.
+        full = params.bind(eqn, [casts.full(value) for value in operands], casts.bound)
+        return [sharding.cast(array, held) for array in full]
+    arrays = [
+        value.array if value.state is None else casts.in_16_bits(value, held)
+        for value in operands
+    ]
+    if op in ADDED_UP:
+        return _moved_linearly(casts, eqn, arrays, held)
+    return params.bind_in(eqn, arrays, held, bound=casts.bound)
+
+
+def _moved_linearly(
+    casts: Casts, eqn: Eqn, arrays: Sequence[Array], held: Dtype
+) -> list[Array]:
+    """Returns a move in 16 bits whose transpose, a sum, is float32."""
+    of_floats = [i for i, atom in enumerate(eqn.invars) if structure.is_float32(atom)]
+
+    @jax.custom_jvp
+    def move(*arrays: Array) -> list[Array]:
+        return params.bind_in(eqn, arrays, held, bound=casts.bound)
+
+    @move.defjvp
+    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:  # pyright: ignore[reportUnusedFunction]
+        def in_full(*floats: Array) -> list[Array]:
+            every = list(primals)
+            for i, array in zip(of_floats, floats, strict=True):
+                every[i] = array
+            return params.bind(eqn, every)
+
+        at, along = (
+            [sharding.cast(each[i], np.float32) for i in of_floats]
+            for each in (primals, tangents)
+        )
+        _, moved = jax.jvp(in_full, at, along)
+        return move(*primals), [sharding.cast(tangent, held) for tangent in moved]
+
+    return move(*arrays)
 
 
 def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
@@ -78,7 +129,7 @@ def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list
     def from_arrays(*arrays: Array) -> list[Array]:
         return in_full(
             *(
-                casts.full(Value(array, value.state))
+                casts.full(Value(array, value.state, held=value.held))
                 for array, value in zip(arrays, operands, strict=True)
             )
         )
@@ -134,11 +185,14 @@ def _cast(
     """Returns the result of an existing cast."""
     (var,), atom = eqn.outvars, eqn.invars[0]
     if not structure.is_float32(var):
-        if value.state is State.LOW and structure.dtype_of(var) == casts.low_dtype:
+        dtype = structure.dtype_of(var)
+        if value.state is State.LOW and dtype == casts.low_dtype:
             return Value(value.array)
+        if value.held is not None and dtype == value.held:
+            return Value(casts.in_16_bits(value, value.held), None, value.kind)
         (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
         return Value(array, None, value.kind)
-    if decision.run is Run.PASS and value.state is State.LOW:
+    if decision.run is Run.PASS and value.has_16_bits:
         return value
     if decision.run is Run.LOW:
         if value.state is State.LOW or structure.dtype_of(atom) == casts.low_dtype:

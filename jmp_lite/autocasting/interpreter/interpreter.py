@@ -1,5 +1,7 @@
 """Runs a function under rules: for each equation the decision, then the evaluation."""
 
+import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jmp_lite.autocasting.decide.decisions import (
@@ -22,7 +24,7 @@ from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.rules.rules import requested_formats
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.evaluate import Frame
-from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Var
 
 
 class Interpreter(LoopConverter):
@@ -35,14 +37,19 @@ class Interpreter(LoopConverter):
     results: Sequence[Operand] = ()
 
     def run_function(
-        self, traced: Jaxpr, arrays: Sequence[Array], paths: Sequence[str] = ()
+        self,
+        traced: Jaxpr,
+        arrays: Sequence[Array],
+        paths: Sequence[str] = (),
+        types: Sequence[Aval] = (),
     ) -> list[Array]:
-        """Runs a traced function, and returns its results in their traced dtypes.
+        """Runs a traced function, and returns its results.
 
         Args:
           traced: its jaxpr, closed.
-          arrays: its arguments.
+          arrays: its arguments. Some that were traced in float32 may have 16 bits.
           paths: the path of each argument.
+          types: the types of its results; by default their traced types.
         """
         parts = structure.parts(traced)
         values = [
@@ -57,9 +64,10 @@ class Interpreter(LoopConverter):
         # A derivative rule in a remembered jaxpr refers to this object: a cycle, which
         # would keep the captured arrays alive.
         self._start_memories()
+        types = types or [var.aval for var in parts.outvars]
         return [
-            structure.as_typed(self.casts.full(value), var.aval)
-            for value, var in zip(results, parts.outvars, strict=True)
+            structure.as_typed(self.casts.in_type(value, aval), aval)
+            for value, aval in zip(results, types, strict=True)
         ]
 
     def frame(self, jaxpr: Jaxpr, operands: Sequence[Value], site: Site) -> "_Frame":
@@ -128,6 +136,12 @@ class Interpreter(LoopConverter):
     ) -> Sequence[Value]:
         """Runs the function of each device, mapped again."""
         jaxpr, call = params.body_of(eqn), params.shard_map_of(eqn)
+        operands = [
+            self.with_spec(value, value.spec._replace(held=None))
+            if value.held is not None and call.adds_up_gradient(i)
+            else value
+            for i, value in enumerate(operands)
+        ]
         given = tuple(map(self.form, operands))
         # Not the values, whose tracers end with the trace.
         inside: list[Converted] = []
@@ -164,6 +178,7 @@ class _Frame(Frame[Value, Site]):
         self._regions = Regions(converter, self.parts, site, self._readers)
         self._region = site.region
         self._is_from_low = False
+        self._count_readers(self.parts.invars, operands)
 
     def read(self, atom: Var) -> Value:
         """Returns the value of a variable for an equation in the current scope."""
@@ -171,6 +186,17 @@ class _Frame(Frame[Value, Site]):
         if value.region not in (None, self._region):
             value = self.env[atom] = self._regions.leave(atom, value)
         return value
+
+    def _count_readers(self, variables: Sequence[Var], values: Sequence[Value]) -> None:
+        """Finds out which held values are shared; see ``Value``."""
+        for var, value in zip(variables, values, strict=True):
+            if value.held is not None:
+                value.is_shared = self._n_readers[var] > 2
+
+    @functools.cached_property
+    def _n_readers(self) -> Counter[Var]:
+        atoms = (atom for eqn in self.parts.eqns for atom in eqn.invars)
+        return Counter(atom for atom in atoms if not structure.is_literal(atom))
 
     def enter(self, eqn: Eqn) -> tuple[Sequence[Value], Site]:
         """Returns the operands of an equation, and its site."""
@@ -190,6 +216,7 @@ class _Frame(Frame[Value, Site]):
     def write(self, eqn: Eqn, results: Sequence[Value]) -> None:
         """Stores the results of an equation."""
         super().write(eqn, results)
+        self._count_readers(eqn.outvars, results)
         for result in results if self._region else ():
             if result.state is not None:
                 result.region, result.is_from_low = self._region, self._is_from_low
@@ -206,4 +233,4 @@ _ENTERED = frozenset([*params.CUSTOM, *params.CONTROL])
 def _operand(value: Value) -> Operand:
     lineage = Lineage(value.roots, value.is_rejoined)
     shape = structure.shape_of(value.array)
-    return Operand(value.state, value.kind, value.origin, shape, lineage)
+    return Operand(value.state, value.kind, value.origin, shape, lineage, value.held)

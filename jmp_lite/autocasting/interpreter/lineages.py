@@ -44,8 +44,8 @@ def of_results_of_others(
     """Returns the lineages of results of an equation that is not a mere call."""
     # Negative numbers: none of an input.
     return [
-        _own_root(~i) if state is State.SOFT and lineage else None
-        for i, ((state, _), lineage) in enumerate(zip(specs, lineages, strict=True))
+        _own_root(~i) if spec.state is State.SOFT and lineage else None
+        for i, (spec, lineage) in enumerate(zip(specs, lineages, strict=True))
     ]
 
 

@@ -9,6 +9,7 @@ from jmp_lite.autocasting.decide.decisions import DecisionRecord
 from jmp_lite.autocasting.decide.facts import Origin, Readers, Spec
 from jmp_lite.autocasting.decide.loop import Loop
 from jmp_lite.autocasting.decide.readers import of_carries
+from jmp_lite.autocasting.interpreter import held_constants
 from jmp_lite.autocasting.interpreter.conversion import (
     Converted,
     Converter,
@@ -19,7 +20,7 @@ from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.passes import rematerialize, scan_weight_gradients
 from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.evaluate import Carries
-from jmp_lite.jaxprs.types import Array, Eqn
+from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr
 
 
 class LoopConverter(Converter, abc.ABC):
@@ -41,15 +42,23 @@ class LoopConverter(Converter, abc.ABC):
     ) -> Sequence[Array]:
         """Binds a scan, after the passes over its body."""
         arrays, jaxpr = self.unpack_all(operands, body.given), body.jaxpr
+        n_consts, _ = params.scan_counts(eqn)
         if "rematerialize" in self.rules.passes:
-            n_consts, _ = params.scan_counts(eqn)
             jaxpr = rematerialize.rematerialize(body.jaxpr, n_consts)
             self.passes["rematerialize"] += jaxpr is not body.jaxpr
-        scan = scan_weight_gradients.rewritten(eqn, jaxpr)
-        if scan is None or "scan_weight_gradients" not in self.rules.passes:
-            return params.bind_scan(eqn, arrays, jaxpr)
-        self.passes["scan_weight_gradients"] += 1
-        return scan(*arrays)
+        held = [i for i in range(n_consts) if body.given[i].held is not None]
+        if not held:
+            return self._scan_of(eqn, jaxpr)(*arrays)
+        return held_constants.run_scan(eqn, arrays, jaxpr, held, self._scan_of)
+
+    def _scan_of(self, eqn: Eqn, jaxpr: Jaxpr) -> Function:
+        """Returns a function that runs a scan with another body."""
+        if "scan_weight_gradients" in self.rules.passes:
+            scan = scan_weight_gradients.rewritten(eqn, jaxpr)
+            if scan is not None:
+                self.passes["scan_weight_gradients"] += 1
+                return scan
+        return lambda *arrays: params.bind_scan(eqn, arrays, jaxpr)
 
     def site_of_test(self, site: Site) -> Site:
         """Returns the site of the condition of a while at a site."""
@@ -67,9 +76,9 @@ class LoopConverter(Converter, abc.ABC):
         loop = Loop.of(eqn)
         n_carry, raised_by = len(loop.carries), dict[int, Origin]()
         slots = self.uses.carries(eqn, site.readers[:n_carry], site.path)
+        given = list(map(self.form, operands[at]))
         readers = [*of_carries(slots), *site.readers[n_carry:]]
         inside, kinds = site._replace(readers=readers), [slot for slot, _ in slots]
-        given = list(map(self.form, operands[at]))
         specs = list(map(carry.first_spec, given, kinds))
         if Slot.WRITTEN in kinds:
             values = list(operands)
@@ -87,9 +96,9 @@ class LoopConverter(Converter, abc.ABC):
             return found
 
         def note(forms: Sequence[Spec]) -> None:
-            for i, (slot, (state, _)) in enumerate(zip(slots, forms, strict=True)):
-                if state is not None:
-                    made = carry.settled(slot, state)
+            for i, (slot, form) in enumerate(zip(slots, forms, strict=True)):
+                if form.state is not None:
+                    made = carry.settled(slot, form.state)
                     record = DecisionRecord(eqn, made, raised_by.get(i), i)
                     self.records.append(record)
 

@@ -56,9 +56,9 @@ class Regions:
         """Returns a value as it is outside of its scope."""
         readers = self._readers_outside(atom, value.region)
         state = leaving.of_scope(value.state, value.is_from_low, readers)
-        if value.is_from_low and not readers.want_float32:
+        if value.is_from_low and state is not value.state:
             return self._converter.casts.in_state(value, state)
-        return Value(value.array, state, value.kind, origin=value.origin)
+        return Value(value.array, state, value.kind, value.held, origin=value.origin)
 
     def _readers_outside(self, atom: Var, region: str | None) -> Readers:
         if self._read_by is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, Spec, State
 from jmp_lite.formats import Format
-from jmp_lite.jaxprs.types import Array
+from jmp_lite.jaxprs.types import Array, Dtype
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -16,10 +16,14 @@ class Value:
       array: the array, in the compute dtype if ``state`` is LOW.
       state: its state; None if it was not traced in float32.
       kind: its kind.
+      held: the 16-bit dtype of the array although ``state`` is not LOW, or None; see
+        ``Spec``.
       region: the ``FULL_INSIDE`` scope that computed it, or None.
       is_from_low: whether it depends on a low value that entered that scope.
       cast: the array in the compute dtype, after the first use that needs it.
-      raised: the array in float32 for the state LOW, after the first use that needs it.
+      raised: an array of 16 bits in float32, after the first use that needs it.
+      is_shared: whether more than two equations read a held value. Its gradients then
+        add up in float32.
       rounded: the array as an operand of products, by their number formats, after the
         first such use.
       origin: the origin of its state.
@@ -31,10 +35,12 @@ class Value:
     array: Array
     state: State | None = None
     kind: Kind = Kind.COMPUTED
+    held: Dtype | None = None
     region: str | None = None
     is_from_low: bool = False
     cast: Any = None
     raised: Any = None
+    is_shared: bool = False
     rounded: dict[Format, Any] = dataclasses.field(default_factory=dict)
     origin: Origin = None
     lineage: Lineage | None = None
@@ -51,6 +57,11 @@ class Value:
             return None
         self.root = self.root or object()
         return frozenset([self.root])
+
+    @property
+    def has_16_bits(self) -> bool:
+        """Whether it was traced in float32, and its array has 16 bits."""
+        return self.state is State.LOW or self.held is not None
 
     @property
     def has_lineage(self) -> bool:
@@ -79,6 +90,6 @@ class Value:
         return self.kind in (Kind.LITERAL, Kind.EXACT)
 
     @property
-    def spec(self) -> "Spec":
-        """Its state and kind, without the array."""
-        return self.state, self.kind
+    def spec(self) -> Spec:
+        """What is known of it, without the array."""
+        return Spec(self.state, self.kind, self.held)

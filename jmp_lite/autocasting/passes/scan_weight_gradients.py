@@ -76,13 +76,19 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
       A function of the constants, the initial carries and the sliced arrays. Its
       derivative adds up the gradients of weights after the loop.
     """
-
-    def plain(*arrays: Array) -> list[Array]:
-        return params.bind_scan(eqn, arrays, jaxpr)
-
     body = _read(eqn, jaxpr)
     if not body.uses or structure.effects_of(jaxpr):
         return None
+
+    def plain(*arrays: Array) -> list[Array]:
+        # A weight that each step would cast is cast once, before the loop.
+        is_cast = any(use.weight not in body.parts.invars for use in body.uses)
+        if not is_cast or cost.is_at_most(params.scan_length(eqn), 1):
+            return params.bind_scan(eqn, arrays, jaxpr)
+        n_consts, _ = params.scan_counts(eqn)
+        weights = _weights(body, body.uses, arrays[:n_consts])
+        fixed = _fixed(body.uses, weights)
+        return _scan(_without_weights(body), fixed, {}, [], arrays)[0]
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         return _linearized(body, primals, tangents)
@@ -179,16 +185,12 @@ def _linearized(
         every = [*primals[:n_consts]]
         for i, array in zip(consts, arrays, strict=True):
             every[i] = array
-        env = dict(zip(body.parts.invars[:n_consts], every, strict=True))
-        rewrite.run_equations(body.moves, env)
-        return [env[use.weight] for use in uses]
+        return _weights(body, uses, every)
 
     fixed_weights, directions = jax.jvp(
         weights, [primals[i] for i in consts], [tangents[i] for i in consts]
     )
-    fixed = {
-        id(use.eqn): (use.side, w) for use, w in zip(uses, fixed_weights, strict=True)
-    }
+    fixed = _fixed(uses, fixed_weights)
 
     def shifted(shifts: Sequence[Array], *arrays: Array) -> Any:
         every = [*primals]
@@ -207,6 +209,43 @@ def _linearized(
         shifts[use.at] = shifts[use.at] + shift if use.at in shifts else shift
     out = linear([shifts[var] for var in sums], *(tangents[i] for i in moved))
     return results, out
+
+
+def _weights(body: _Body, uses: Sequence[_Use], consts: Sequence[Array]) -> list[Array]:
+    """Returns the weights of products, given the constants of the loop."""
+    env = dict(zip(body.parts.invars[: len(consts)], consts, strict=True))
+    wanted = {use.weight for use in uses}
+    needed: list[Eqn] = []
+    for eqn in reversed(body.moves):
+        if not wanted.isdisjoint(eqn.outvars):
+            needed.append(eqn)
+            wanted.update(a for a in eqn.invars if not structure.is_literal(a))
+    rewrite.run_equations(needed[::-1], env)
+    return [env[use.weight] for use in uses]
+
+
+def _without_weights(body: _Body) -> _Body:
+    """Returns a body without the equations that make weights and nothing else."""
+    of_weights = {(id(use.eqn), use.weight) for use in body.uses}
+    readers, dropped = readers_of(body.parts), set[int]()
+    for eqn in reversed(body.moves):
+        pairs = [(reader, var) for var in eqn.outvars for reader in readers[var]]
+        if all(
+            reader is not None
+            and (id(reader) in dropped or (id(reader), var) in of_weights)
+            for reader, var in pairs
+        ):
+            dropped.add(id(eqn))
+    eqns = [eqn for eqn in body.parts.eqns if id(eqn) not in dropped]
+    return body._replace(parts=body.parts._replace(eqns=eqns))
+
+
+def _fixed(
+    uses: Sequence[_Use], weights: Sequence[Array]
+) -> dict[int, tuple[int, Array]]:
+    """Returns the side and the weight of each product, by the id of its equation."""
+    pairs = zip(uses, weights, strict=True)
+    return {id(use.eqn): (use.side, weight) for use, weight in pairs}
 
 
 def _products(use: _Use, stack: Array, direction: Array) -> Array:
@@ -280,8 +319,8 @@ def _scan(
         for eqn in parts.eqns:
             if id(eqn) in fixed:
                 side, weight = fixed[id(eqn)]
-                pair = [env[atom] for atom in eqn.invars]
-                pair[side] = weight
+                other = env[eqn.invars[1 - side]]
+                pair = [other, weight] if side else [weight, other]
                 with source.context_of(eqn):
                     (env[eqn.outvars[0]],) = params.bind(eqn, pair)
             else:

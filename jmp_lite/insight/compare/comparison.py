@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
@@ -21,7 +22,7 @@ from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched
 from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs import sharding, structure
-from jmp_lite.jaxprs.trace import argument_names, trace_function
+from jmp_lite.jaxprs.trace import argument_names
 from jmp_lite.jaxprs.types import Array, PyTree
 
 
@@ -207,10 +208,16 @@ def compare(
 
     @functools.wraps(fun)
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
-        traced, arrays, treedef = trace_function(fun, args, kwargs)
-        names = argument_names(args, kwargs)
-        function = Differentiable(traced, treedef, names)
-        return compared_with_float32(function, chosen(), arrays, backward, elements)
+        chosen_rules = chosen()
+        program = read_function(fun, args, kwargs, chosen_rules)
+        function = Differentiable(
+            program.jaxpr,
+            program.treedef,
+            argument_names(args, kwargs),
+            program.as_written,
+        )
+        arrays = program.arrays
+        return compared_with_float32(function, chosen_rules, arrays, backward, elements)
 
     return compared
 
@@ -232,7 +239,9 @@ def compared_with_float32(
       elements: the largest number of elements of a result to compare.
     """
     interpreter = Interpreter(rules, StagedCasts)
-    low = functools.partial(interpreter.run_function, function.traced)
+    low = functools.partial(
+        interpreter.run_function, function.traced, types=function.types
+    )
     program = jax.make_jaxpr(lambda *xs: low(xs))(*arrays)
     names = function.names_of_results
     if backward:

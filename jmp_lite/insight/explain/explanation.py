@@ -10,12 +10,13 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
@@ -35,7 +36,7 @@ from jmp_lite.insight.explain.rows import (
 from jmp_lite.insight.tables import count, html_table, text_table
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import equations
-from jmp_lite.jaxprs.trace import argument_names, arrays_in, trace_function
+from jmp_lite.jaxprs.trace import argument_names, arrays_in
 from jmp_lite.jaxprs.types import Jaxpr, PyTree
 from jmp_lite.ops import record_of
 
@@ -53,6 +54,8 @@ class Explanation:
       lints: probable problems, each with a place and a remedy.
       unused: the rules that match nothing, each with the nearest name.
       passes: the number of loops or calls that each pass has rewritten.
+      held: the arguments that are traced in float32 and held in 16 bits: the name of
+        each, with its dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,6 +71,7 @@ class Explanation:
     lints: tuple[Lint, ...] = ()
     unused: tuple[str, ...] = ()
     passes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    held: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def share_low(self, op: str | None = None, *, bits: int = 16) -> float:
         """Returns the share of equations that run in 16 bits or fewer.
@@ -188,6 +192,7 @@ class Explanation:
                 "lints": [dataclasses.asdict(lint) for lint in self.lints],
                 "unused": self.unused,
                 "passes": dict(self.passes),
+                "held": dict(self.held),
             }
         )
 
@@ -221,6 +226,7 @@ class Explanation:
             lines.append(("saved for the backward pass: ", [kept]))
         passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
         lines.append(("passes: ", [passes] if passes else []))
+        lines.append(("arguments: ", list(_held(self.held))))
         lines.append(("unused: ", self.unused))
         lines.append(("lint: ", tuple(map(str, self.lints))))
         return lines
@@ -292,11 +298,14 @@ def explain(
     @functools.wraps(fun)
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         interpreter = Interpreter(chosen())
-        traced, _, treedef = trace_function(fun, args, kwargs)
+        program = read_function(fun, args, kwargs, interpreter.rules)
+        traced, treedef = program.jaxpr, program.treedef
         names = argument_names(args, kwargs)
-        avals = list(map(structure.type_of, structure.parts(traced).invars))
+        run_function = functools.partial(
+            interpreter.run_function, paths=names, types=program.types
+        )
         run = structure.trace(
-            lambda *xs: interpreter.run_function(traced, xs, names), avals, traced
+            lambda *xs: run_function(traced, xs), program.avals, traced
         )
         low = interpreter.at.low_dtype
         seen = list(seen_in(interpreter.records, interpreter.rules))
@@ -304,7 +313,8 @@ def explain(
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
             passes = [backward_of(jaxpr, treedef) for jaxpr in (traced, run)]
-            kept = tuple(one.kept for one in passes)
+            written = backward_of(program.as_written, treedef) if program.held else None
+            kept = (written or passes[0]).kept, passes[1].kept
             rows += rows_of_backward(passes[1], passes[0])
             programs = [[one.forward, one.backward] for one in passes]
         as_traced, as_run = (casts_in(each, low) for each in programs)
@@ -315,7 +325,7 @@ def explain(
             interpreter.results,
             interpreter.rules,
             has_gradients=backward or len(forward) < len(seen),
-            traced=traced,
+            program=program,
             alone=_alone(args, kwargs),
         )
         return Explanation(
@@ -329,6 +339,7 @@ def explain(
                 for name in interpreter.rules.passes
                 if (n := interpreter.passes[name])
             },
+            {names[i]: dtype.name for i, dtype in program.held.items()},
         )
 
     return explained
@@ -385,6 +396,14 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     """Returns a question that suggests the nearest names, or nothing."""
     near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _held(arguments: Mapping[str, str]) -> Iterator[str]:
+    """Yields how many arguments are held in each 16-bit dtype."""
+    for dtype, n in Counter(arguments.values()).most_common():
+        first = next(name for name, other in arguments.items() if other == dtype)
+        names = f"{first}, and {n - 1} more" if n > 1 else first
+        yield f"traced in float32, held in {dtype}: {names}"
 
 
 def _shares(counts: Mapping[str, int]) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from jmp_lite.autocasting.decide.decisions import Operand, Reason, Run
 from jmp_lite.autocasting.decide.facts import Number, Origin, State
 from jmp_lite.autocasting.decide.function import roots_of
+from jmp_lite.autocasting.interpreter.arguments import Program, is_narrow
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.formats import LOW, Verdict
@@ -26,8 +27,9 @@ from jmp_lite.insight.places import Place, short
 from jmp_lite.insight.tables import count
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import equations as every_equation
+from jmp_lite.jaxprs.dataflow import jaxprs as every_jaxpr
 from jmp_lite.jaxprs.params import PRODUCTS
-from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
+from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import HIGHER_ORDER, HOLDING_SOLVERS, Precision, record_of
 
 
@@ -73,7 +75,7 @@ class Looked(NamedTuple):
       results: the operands that are the results.
       rules: the rules.
       has_gradients: whether the function is differentiated.
-      traced: the jaxpr of the function.
+      program: the function as autocast reads it.
       alone: the inputs that are arguments by themselves, not in a pytree.
     """
 
@@ -81,7 +83,7 @@ class Looked(NamedTuple):
     results: Sequence[Operand]
     rules: Rules
     has_gradients: bool
-    traced: Jaxpr
+    program: Program
     alone: frozenset[int]
 
 
@@ -172,10 +174,10 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
         return
     given = [
         provenance.From(frozenset([i]), i) if i in looked.alone else provenance.From()
-        for i in range(len(structure.parts(looked.traced).invars))
+        for i in range(len(structure.parts(looked.program.jaxpr).invars))
     ]
     addends = provenance.Addends()
-    addends.outputs(looked.traced, given)
+    addends.outputs(looked.program.jaxpr, given)
     for seen in looked.seen:
         record = seen.record
         follows = record.decision.match is None and _has_low(seen)
@@ -289,7 +291,7 @@ def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
 def _lost_digits(looked: Looked) -> Iterator[Lint]:
     """The reader of a 16-bit product needs more of its digits."""
     readers = provenance.ProductReaders()
-    readers.follow(looked.traced)
+    readers.follow(looked.program.jaxpr)
     for seen in looked.seen:
         if seen.record.decision.run is Run.LOW:
             for name, message, remedy in _LOST_DIGITS:
@@ -322,7 +324,7 @@ _LOST_DIGITS = (
 def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
     """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
     differences = provenance.Differences()
-    differences.follow(looked.traced)
+    differences.follow(looked.program.jaxpr)
     for seen in looked.seen:
         is_low = seen.record.decision.state is State.LOW
         if is_low and id(seen.record.eqn) in differences.amplified:
@@ -333,6 +335,36 @@ def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
                 "difference, and amplifies its rounding error",
                 "Compute it under jmp_lite.full_precision",
             )
+
+
+def _captured(looked: Looked) -> Iterator[Lint]:
+    """An array of 16 bits that is no argument, so that its readers run in 16 bits."""
+    if not looked.program.is_widened:
+        return
+    found = Counter[str]()
+    for _, jaxpr in every_jaxpr(looked.program.jaxpr):
+        for var in structure.parts(jaxpr).constvars:
+            if is_narrow(var.aval) and var.aval.shape:
+                found[var.aval.str_short()] += 1
+    for name, n in found.items():
+        arrays = f"{n} arrays of type {name} are" if n > 1 else f"a {name} array is"
+        yield Lint(
+            "captured in 16 bits",
+            f"{arrays} captured, so ops that read nothing else run in 16 bits",
+            "Pass it as an argument, which is traced in float32 and held in 16 bits",
+        )
+
+
+def _traced_in_16_bits(looked: Looked) -> Iterator[Lint]:
+    """The function is not valid for float32 arguments."""
+    if looked.program.error is not None:
+        yield Lint(
+            "arguments in 16 bits",
+            "16-bit arguments are traced as they are, because the function fails for "
+            f"float32 ones ({looked.program.error})",
+            "Write x.dtype in place of a fixed dtype, or use jmp_lite.low_call for a "
+            "kernel",
+        )
 
 
 def _opaque(looked: Looked) -> Iterator[Lint]:
@@ -493,4 +525,6 @@ _CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
     _no_loss_scale,
     _low_norm,
     _inner_autocast,
+    _captured,
+    _traced_in_16_bits,
 )

@@ -208,7 +208,7 @@ class _Seeing:
         low = np.dtype(self._rules.compute_dtype)
         eqn, decision = record.eqn, record.decision
         results = eqn.outvars if record.result is None else [eqn.outvars[record.result]]
-        is_low = decision.state is State.LOW
+        dtype = low if decision.state is State.LOW else decision.held
         return Row(
             scope=source.join(*source.scopes(eqn)),
             op=params.op_of(eqn),
@@ -219,7 +219,7 @@ class _Seeing:
             shapes=tuple(self._type_in_words(var.aval) for var in results),
             times=1,
             bytes_traced=sum(map(bytes_of, results)),
-            bytes_run=sum(bytes_of(var, low if is_low else None) for var in results),
+            bytes_run=sum(bytes_of(var, dtype) for var in results),
             flops=cost.product_flops(eqn),
             is_backward=source.is_transposed(eqn),
             number_format=_number_format(eqn, decision),
@@ -268,6 +268,8 @@ def _record_outside(
 def _precision(eqn: Eqn, decision: Decision, low: Dtype) -> str:
     if decision.run is Run.LOW:
         return decision.number_format.dtype(low).name
+    if decision.held is not None:
+        return decision.held.name
     return precision_as_traced(eqn)
 
 

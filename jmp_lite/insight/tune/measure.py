@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparison import Comparison, compared_with_float32
 from jmp_lite.insight.gradients import Differentiable, floats_in
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
-from jmp_lite.jaxprs.trace import argument_names, trace_function
+from jmp_lite.jaxprs.trace import argument_names
 from jmp_lite.jaxprs.types import Array, Function, PyTree
 
 # First with every rounding, even if this compiler could fuse it away; then with this
@@ -70,28 +72,30 @@ class Sample:
     def __init__(self, fun: Function, args: Sequence[Any]) -> None:
         _check_arguments(args)
         self.fun, self.args = fun, tuple(args)
-        traced, arrays, treedef = trace_function(fun, self.args, {})
+        rules = get_rules("mixed")
+        program = read_function(fun, self.args, {}, rules)
         with jax.default_matmul_precision("highest"):
-            highest, _, _ = trace_function(fun, self.args, {})
+            highest = read_function(fun, self.args, {}, rules)
         arguments = argument_names(self.args, {})
-        self._function = Differentiable(traced, treedef, arguments)
-        self._arrays = jax.device_put(list(arrays))
+        self._function = Differentiable(
+            program.jaxpr, program.treedef, arguments, program.as_written
+        )
+        self._arrays = jax.device_put(list(program.arrays))
         floats = self._function.floats
         fetched([self._arrays[i] for i in floats])  # They have to be concrete.
-        outputs = floats_in(structure.parts(traced).outvars)
+        outputs = floats_in(structure.parts(program.as_written).outvars)
         self._n_outputs = len(outputs)
         results = self._function.names_of_results
         names = [*results, *self._function.names_of_gradients]
         self._measured = [*outputs, *range(len(results), len(names))]
         self._names = [names[i] for i in self._measured]
 
-        exactly = functools.partial(structure.evaluate, highest)
-        self._exact = self._run(exactly, self._arrays)
+        self._exact = self._run(highest.in_float32, self._arrays)
         self._check_exact()
         nearby = list(self._arrays)
         for i in floats:
             nearby[i] = _in_the_last_bit(nearby[i])
-        changed = self._run(exactly, nearby)
+        changed = self._run(highest.in_float32, nearby)
         pairs = zip(changed, self._exact, strict=True)
         self._is_judged = [_distance(a, b) <= 0.1 for a, b in pairs]
         self.not_judged = tuple(
@@ -108,7 +112,11 @@ class Sample:
 
     def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
         """Returns the error under some rules, with some compiler options."""
-        run = functools.partial(Interpreter(rules).run_function, self._function.traced)
+        run = functools.partial(
+            Interpreter(rules).run_function,
+            self._function.traced,
+            types=self._function.types,
+        )
         found = self._run(run, self._arrays, options)
         errors = [
             _distance(a, b) if is_judged or _is_broken(a, b) else 0.0

@@ -144,14 +144,15 @@ def watch(
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
-        traced, arrays, treedef = trace_function(returning_changes(fun), args, kwargs)
+        traced = trace_function(returning_changes(fun), args, kwargs)
         watcher = Watcher(target, elements)
-        results = watcher.run_program(traced, list(map(Seen, arrays)))
+        seen = watcher.run_program(traced.jaxpr, list(map(Seen, traced.arrays)))
         ops, counts = watcher.found()
         order = np.argsort([op.number for op in ops])
         counts = jax.tree.map(lambda column: gathered(column[order]), counts)
         stats = WatchedNumerics(counts, tuple(ops[i] for i in order), target.name)
-        out, changes = jax.tree.unflatten(treedef, [x.array for x in results])
+        results = [x.array for x in seen]
+        out, changes = jax.tree.unflatten(traced.treedef, results)
         write_changes(args, kwargs, changes)
         return out, stats
 

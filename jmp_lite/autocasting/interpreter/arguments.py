@@ -1,0 +1,160 @@
+"""Traces a function with float32 in place of its 16-bit arguments.
+
+A function of 16-bit arguments traces to ops in 16 bits, and autocast changes only what
+was traced in float32. So it is traced a second time, as a function of float32. Its
+arguments stay what they are, in 16 bits, and each is cast where an op needs float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax import lax
+
+from jmp_lite.autocasting.decide.equation import changes_nothing
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs.dataflow import equations
+from jmp_lite.jaxprs.trace import Traced, trace_function
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Function, Jaxpr, PyTree
+from jmp_lite.ops import Precision
+
+
+class Program(NamedTuple):
+    """A function as autocast reads it.
+
+    Attributes:
+      jaxpr: its jaxpr. Some 16-bit arguments may be float32 in it.
+      arrays: its arguments.
+      treedef: the structure of its results.
+      types: the types of the results that the function itself returns.
+      as_written: the jaxpr of the function itself.
+      is_unchanged: whether the rules change nothing in it.
+      is_widened: whether 16-bit arguments are to be traced in float32.
+      held: the dtypes of the arguments that are float32 in the jaxpr alone, by number.
+      error: why the function was not traced with float32 arguments, or None.
+    """
+
+    jaxpr: Jaxpr
+    arrays: list[Array]
+    treedef: PyTree
+    types: list[Aval]
+    as_written: Jaxpr
+    is_unchanged: bool
+    is_widened: bool
+    held: Mapping[int, Dtype]
+    error: str | None = None
+
+    @property
+    def avals(self) -> list[Aval]:
+        """The types of its arguments."""
+        return list(map(structure.type_of, structure.parts(self.as_written).invars))
+
+    def types_with_float32_loss(self) -> list[Aval]:
+        """Returns the types of the results, with a 16-bit loss as float32.
+
+        A scalar that is alone, or first in a tuple, is the loss.
+        """
+        first = self.types[:1]
+        if not first or not is_narrow(first[0]) or first[0].shape:
+            return self.types
+        traced = structure.parts(self.jaxpr).outvars[0].aval
+        return [traced, *self.types[1:]]
+
+    def in_float32(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns the results, computed as traced: no less than float32."""
+        given = [
+            sharding.cast(array, np.float32) if i in self.held else array
+            for i, array in enumerate(arrays)
+        ]
+        results = structure.evaluate(self.jaxpr, given)
+        return [
+            lax.convert_element_type(result, aval.dtype) if is_narrow(aval) else result
+            for result, aval in zip(results, self.types, strict=True)
+        ]
+
+
+def read_function(fun: Function, args: PyTree, kwargs: PyTree, rules: Rules) -> Program:
+    """Traces a function for autocast.
+
+    Args:
+      fun: a function of pytrees.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      rules: the rules. If their default is ``KEEP``, arguments are traced as they are.
+
+    Raises:
+      TypeError: an argument, or what ``fun`` captures, is an nnx module.
+    """
+    traced = trace_function(fun, args, kwargs)
+    parts = structure.parts(traced.jaxpr)
+    is_unchanged = changes_nothing(rules, (path for _, path in equations(traced.jaxpr)))
+    types = [var.aval for var in parts.outvars]
+    is_widened = not is_unchanged and rules.default is not Precision.KEEP
+    held = {
+        i: structure.dtype_of(var)
+        for i, var in enumerate(parts.invars)
+        if is_widened and is_narrow(var.aval)
+    }
+    program = Program(
+        traced.jaxpr,
+        traced.arrays,
+        traced.treedef,
+        types,
+        traced.jaxpr,
+        is_unchanged,
+        is_widened,
+        held,
+    )
+    if not held:
+        return program
+    wide = _in_float32(traced, held)
+    if isinstance(wide, str):
+        return program._replace(held={}, error=wide)
+    return program._replace(jaxpr=wide)
+
+
+def is_narrow(aval: Aval) -> bool:
+    """Whether a type is that of an array of bfloat16 or float16."""
+    return structure.is_of_numbers(aval) and aval.dtype in _NARROW
+
+
+_NARROW = (np.dtype("bfloat16"), np.dtype("float16"))
+
+
+def _in_float32(traced: Traced, held: Mapping[int, Dtype]) -> Jaxpr | str:
+    """Returns a function's jaxpr for float32 arguments; or why there is none."""
+    types = [
+        structure.retyped(var.aval, np.float32) if i in held else structure.type_of(var)
+        for i, var in enumerate(structure.parts(traced.jaxpr).invars)
+    ]
+    try:
+        wide, treedef = traced.again(types)
+    except Exception as error:  # It may be valid for 16 bits alone.
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    if treedef != traced.treedef:
+        return "its results have another structure"
+    befores, afters = (
+        [var.aval for var in structure.parts(one).outvars]
+        for one in (traced.jaxpr, wide)
+    )
+    for before, after in zip(befores, afters, strict=True):
+        if not _is_alike(before, after):
+            return f"a result is {after} instead of {before}"
+    return wide
+
+
+def _is_alike(before: Aval, after: Aval) -> bool:
+    """Whether a type differs from another at most in float32 in place of 16 bits."""
+    if is_narrow(before) and _is_narrow_or_float32(after):
+        before = structure.retyped(before, after.dtype)
+    return getattr(before, "shape", None) == getattr(after, "shape", None) and (
+        getattr(before, "dtype", None) == getattr(after, "dtype", None)
+    )
+
+
+def _is_narrow_or_float32(aval: Aval) -> bool:
+    """Whether a type is that of an array of at most 32-bit floats."""
+    return is_narrow(aval) or (
+        structure.is_of_numbers(aval) and aval.dtype == np.float32
+    )

@@ -1,0 +1,44 @@
+"""Finds the variant of a function that returns its loss in float32.
+
+A function of 16-bit arguments may return its loss in 16 bits. Under ``autocast`` this
+is the rounded value of a float32 loss, which a loss scale and a metric need.
+"""
+
+import dataclasses
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_NAME = "_with_float32_loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variant:
+    of: weakref.ref[Callable[..., Any]]
+    call: Callable[..., Any]
+
+
+def set_float32_loss(fun: Callable[..., Any], variant: Callable[..., Any]) -> None:
+    """Notes the variant of a function that returns its loss in float32."""
+    setattr(fun, _NAME, _Variant(weakref.ref(fun), variant))
+
+
+def with_float32_loss(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the variant of a function that returns its loss in float32, or itself.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> loss_fn = jmp.autocast(lambda w: jnp.mean(jnp.exp(w)))
+      >>> w = jnp.ones(3, "bfloat16")
+      >>> loss_fn(w).dtype, with_float32_loss(loss_fn)(w).dtype
+      (dtype(bfloat16), dtype('float32'))
+    """
+    # A function that wraps another one copies its attributes.
+    found = getattr(fun, _NAME, None)
+    owner = getattr(fun, "__self__", None)
+    function = fun if owner is None else getattr(fun, "__func__", fun)
+    if not isinstance(found, _Variant) or found.of() is not function:
+        return fun
+    return found.call if owner is None else types.MethodType(found.call, owner)

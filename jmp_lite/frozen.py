@@ -1,0 +1,85 @@
+"""Finds the parameters that an optimizer never updates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs.dataflow import Forward
+from jmp_lite.jaxprs.types import Eqn, PyTree
+
+
+def frozen_in(optimizer: Any, parameters: PyTree, state: PyTree) -> list[bool]:
+    """Returns whether each parameter is frozen, as by ``optax.set_to_zero``.
+
+    The update of such a parameter depends on nothing: on no gradient, parameter or
+    state. A part of the parameters can be frozen by ``optax.masked`` and what is built
+    on it, such as ``optax.partition``. Without these, or if a wrapper such as
+    ``compensated`` stands around them, or for an optimizer that computes gradients by
+    itself, no parameter counts as frozen.
+
+    Args:
+      optimizer: the optimizer.
+      parameters: the parameters.
+      state: its state for them.
+
+    Example:
+      >>> import optax
+      >>> labels = {"base": "frozen", "adapter": "trained"}
+      >>> optimizer = optax.partition(
+      ...     {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-3)}, labels
+      ... )
+      >>> params = {"base": jnp.ones(4), "adapter": jnp.ones(2)}
+      >>> frozen_in(optimizer, params, optimizer.init(params))  # adapter, base
+      [False, True]
+    """
+    n_leaves = len(jax.tree.leaves(parameters))
+    if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
+        return [False] * n_leaves
+
+    def updates(grads: PyTree, state: PyTree, current: PyTree) -> PyTree:
+        return optimizer.update(grads, state, current)[0]
+
+    grads = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), parameters
+    )
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # Some optimizers need it.
+            jaxpr = jax.make_jaxpr(updates)(grads, state, parameters)
+    except Exception:  # It needs the loss, or other arguments.
+        return [False] * n_leaves
+    inputs = [True] * len(structure.parts(jaxpr).invars)
+    found = _Depends().outputs(jaxpr, inputs)
+    return [not depends for depends in found]
+
+
+def _is_masked(node: object) -> bool:
+    return isinstance(node, optax.MaskedState)
+
+
+class _Depends(Forward[bool]):
+    """Finds the values that depend on an input."""
+
+    def nothing(self) -> bool:
+        """A number depends on no input."""
+        return False
+
+    def join(self, one: bool, other: bool) -> bool:
+        """Whether one of two values does."""
+        return one or other
+
+    def of_equation(
+        self, eqn: Eqn, operands: Sequence[bool], path: str
+    ) -> Sequence[bool]:
+        """Returns whether results do; which branch or step is taken counts, too."""
+        if params.op_of(eqn) in params.CONTROL:
+            return self.through(eqn, operands, path)
+        return super().of_equation(eqn, operands, path)
+
+    def through(self, eqn: Eqn, facts: Sequence[bool], path: str) -> Sequence[bool]:
+        """Returns whether the results of an op depend on an input."""
+        del path
+        return [any(facts)] * len(eqn.outvars)

@@ -1,0 +1,369 @@
+"""Converts parameters and the state of their optimizer to another precision.
+
+A state is taken apart into the state of the optimizer inside, with the wrappers of this
+library removed, and the digits of its parameters. The state of the new optimizer is
+made of these. Whatever wraps the optimizer before or after, both have the same parts.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from jmp_lite.casting.dtypes import (
+    cast_tree,
+    is_array,
+    is_floating,
+    upcast_tree,
+)
+from jmp_lite.scaling.inner_state import (
+    as_array,
+    check_same_optimizer,
+    converted,
+    copied,
+    inside,
+    is_node,
+    leaves,
+    named,
+    without_wrappers,
+    wrappers,
+)
+from jmp_lite.scaling.loss_scale import type_of
+from jmp_lite.scaling.low_precision_state import packed
+from jmp_lite.scaling.masters import (
+    check_16_bit_as_before,
+    is_narrower,
+    master_of,
+    may_differ_by,
+    remainder_of,
+    rounded_to,
+    with_remainder,
+)
+from jmp_lite.scaling.states import (
+    CompensatedState,
+    LossScalingState,
+    LowPrecisionState,
+    MasterWeightsState,
+    StochasticRoundingState,
+    WrapperState,
+    is_wrapper_state,
+)
+from jmp_lite.scaling.transforms import strongly_typed, with_extra_args
+
+Params = TypeVar("Params")
+
+
+def convert_state(
+    old_state: Any,
+    new_optimizer: Any,
+    params: Params,
+    dtype: DTypeLike | None = None,
+    *,
+    where: Callable[[Any, Any], bool] | None = None,
+) -> tuple[Params, Any]:
+    """Converts parameters and the state of their optimizer to another precision.
+
+    Use it to change precision in the middle of a run. The new optimizer is the old one
+    in other wrappers: ``loss_scaling``, ``skip_nonfinite``, ``master_weights``,
+    ``compensated``, ``stochastic_rounding`` and ``low_precision_state``, anywhere in an
+    optax chain, or none.
+
+    The new parameters and the new state continue the old ones:
+
+    - **Digits of parameters.** ``master_weights`` and ``compensated`` start from all
+      digits: those of float32 parameters, or those that the old state holds. Float32
+      parameters get them back. Each new parameter of fewer bits is its master, rounded.
+      A new optimizer without such a wrapper drops the digits that do not fit.
+    - **The inner optimizer.** Moments, counts, schedules and injected hyperparameters
+      stay. They take the dtypes of the new optimizer, and are rounded to the nearest
+      where these have fewer bits. A stored moment of the same format keeps its bits.
+    - **Loss scales.** A loss scale stays if both have one of the same class and
+      settings. Otherwise the new one starts. Counts of skipped steps stay if both
+      optimizers have ``loss_scaling`` or ``skip_nonfinite``, and else start at 0.
+    - **Random keys.** The key of a wrapper stays if both optimizers have the wrapper.
+
+    If several wrappers of one kind are in the state, as in ``optax.partition``, they
+    correspond in order, if their numbers agree.
+
+    It may be jit-compiled, and the old arguments may be donated: nothing in the results
+    shares memory with them. Without jit, arrays keep their sharding.
+
+    Args:
+      old_state: the state of the old optimizer. Restore a checkpoint into the structure
+        of the old optimizer's ``init`` first.
+      new_optimizer: the new optimizer, or an ``optax.MultiSteps``.
+      params: the parameters that belong to ``old_state``, in their old dtypes.
+      dtype: the dtype of the new parameters; None keeps their dtypes.
+      where: which parameters take ``dtype``, as in ``cast_tree``. The others keep their
+        dtypes.
+
+    Returns:
+      ``(params, opt_state)``. The parameters have the structure and shapes of
+      ``params``. The state has the types that ``new_optimizer.init`` returns, without
+      weak types.
+
+    Raises:
+      TypeError: the two optimizers differ in more than wrappers and dtypes. The message
+        names the first difference. Or a wrapper trains parameters of another structure
+        than ``params``, as in ``optax.lookahead``. Or ``params`` are not those of the
+        old state.
+      ValueError: the wrappers of the new optimizer are for 16-bit parameters, and all
+        parameters have 32 bits. Or ``where`` is given without ``dtype``.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> params = {"w": jnp.full(2, 1 / 3)}
+      >>> opt_state = optax.adam(0.1).init(params)
+      >>> optimizer = jmp.skip_nonfinite(jmp.compensated(optax.adam(0.1)))
+      >>> low, opt_state = jmp.convert_state(opt_state, optimizer, params, "bfloat16")
+      >>> low["w"].dtype, opt_state.inner_state.remainder["w"].dtype
+      (dtype(bfloat16), dtype('int16'))
+      >>> again, _ = jmp.convert_state(opt_state, optax.adam(0.1), low, "float32")
+      >>> bool(jnp.all(again["w"] == params["w"]))
+      True
+    """
+    if where is not None and dtype is None:
+        raise ValueError("Expected a dtype for the parameters that where selects.")
+    optimizer = with_extra_args(new_optimizer)
+    params = jax.tree.map(as_array, params)
+    full = _all_digits(old_state, params)
+    goal = params if dtype is None else cast_tree(params, dtype, where)
+    new_state = _start(optimizer, goal)
+    old_inner, new_inner = without_wrappers(old_state), without_wrappers(new_state)
+    check_same_optimizer(old_inner, new_inner)
+    full = _as_held(new_state, full)
+    new_params = _rounded(params, goal, full, new_state)
+    values = map(converted, *map(leaves, (old_inner, new_inner)))
+    return new_params, _wrapped(old_state, new_state, values, full, new_params)
+
+
+def _start(optimizer: Any, params: Any) -> Any:
+    try:
+        return strongly_typed(optimizer.init(params))
+    except ValueError as error:
+        error.add_note(
+            "convert_state calls init with the new parameters. To cast them, pass "
+            "dtype, as in convert_state(opt_state, optimizer, params, 'bfloat16')."
+        )
+        raise
+
+
+# ---------------------------------------------------------------- the old parameters
+
+
+def _all_digits(old_state: Any, params: Any) -> Any:
+    """Returns the parameters as the old optimizer sees them, in 32 bits or more."""
+    full = upcast_tree(params)
+    for state in wrappers(old_state):
+        if isinstance(state, MasterWeightsState):
+            cure = "pass the parameters of the old state, without casting them"
+            _check_narrower(state.masters, params, cure)
+            full = _zipped(_of_master, state.masters, full, params)
+        elif isinstance(state, CompensatedState):
+            full = _zipped(_of_remainder, state.remainder, full, params)
+    return full
+
+
+def _of_master(_: Any, master: Any, full: Any, param: Any) -> Any:
+    return master_of(param, as_array(master)) if is_floating(param) else full
+
+
+def _of_remainder(path: Any, remainder: Any, _: Any, param: Any) -> Any:
+    check_16_bit_as_before(path, param)
+    is_half_of_bits = remainder.dtype == jnp.int16 and param.dtype == jnp.bfloat16
+    if not is_half_of_bits and remainder.dtype != param.dtype:
+        raise TypeError(
+            f"The remainder {type_of(remainder)} at {named(path)} belongs to a "
+            f"parameter of another dtype than {type_of(param)}: pass the parameters of "
+            "the old state, without casting them."
+        )
+    return with_remainder(param, as_array(remainder))
+
+
+# ---------------------------------------------------------------- the new parameters
+
+
+def _as_held(new_state: Any, full: Any) -> Any:
+    """Returns parameters with as many digits as the new state can hold."""
+    for state in wrappers(new_state):
+        if isinstance(state, MasterWeightsState):
+            full = _zipped(
+                lambda _, master, x: x.astype(master.dtype) if is_floating(x) else x,
+                *(state.masters, full),
+            )
+        elif isinstance(state, CompensatedState):
+            full = _zipped(
+                lambda _, remainder, x: x.astype(jnp.float32),
+                *(state.remainder, full),
+            )
+    return full
+
+
+def _rounded(params: Any, goal: Any, full: Any, new_state: Any) -> Any:
+    """Returns the new parameters.
+
+    Args:
+      params: the old parameters.
+      goal: arrays of the new dtypes.
+      full: the new parameters with all their digits.
+      new_state: the new state, which decides how a tie is rounded.
+    """
+
+    def rounded(goal: Any, full: Any) -> Any:
+        if not is_floating(goal) or not is_narrower(goal, full):
+            return copied(full, goal)
+        return rounded_to(full, goal.dtype).astype(goal.dtype)
+
+    new_params = jax.tree.map(rounded, goal, full)
+    for state in wrappers(new_state):
+        if isinstance(state, CompensatedState):
+            new_params = _zipped(_own_tie, state.remainder, new_params, params, full)
+    return new_params
+
+
+def _own_tie(_: Any, remainder: Any, new: Any, param: Any, full: Any) -> Any:
+    """Returns the old parameter if its rounding error is a tie."""
+    if not new.dtype == param.dtype == remainder.dtype:
+        return new  # A tie of a bfloat16 parameter is rounded away from zero.
+    error = full - param.astype(full.dtype)
+    return jnp.where(may_differ_by(error, param), param, new)
+
+
+def _check_narrower(masters: Any, params: Any, cure: str) -> None:
+    """Raises a ValueError if all parameters have as many bits as their masters."""
+    pairs: list[tuple[Any, Any]] = []
+    _zipped(lambda _, master, param: pairs.append((param, master)), masters, params)
+    is_part = any(map(_is_left_out, jax.tree.leaves(masters, is_leaf=_is_left_out)))
+    is_used = any(is_narrower(*pair) for pair in pairs)
+    floats = {type_of(param) for param, _ in pairs if is_floating(param)}
+    if floats and not is_used and not is_part:
+        raise ValueError(
+            "master_weights is for parameters that are narrower than their masters, "
+            f"but got only {', '.join(sorted(floats)[:3])}: {cure}."
+        )
+
+
+# ------------------------------------------------------------------ the new wrappers
+
+
+def _wrapped(
+    old_state: Any, new_state: Any, values: Iterator[Any], full: Any, params: Any
+) -> Any:
+    """Returns the new state with the values of the old one.
+
+    Args:
+      old_state: the old state.
+      new_state: the new state, as ``init`` made it.
+      values: the leaves of the new inner state, in order.
+      full: the new parameters with all their digits.
+      params: the new parameters.
+    """
+    former = {kind: _paired(kind, old_state, new_state) for kind in _REMEMBERING}
+
+    def wrap(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda node: of_wrapper(node) if is_wrapper_state(node) else next(values),
+            tree,
+            is_leaf=is_node,
+        )
+
+    def of_wrapper(new: WrapperState) -> WrapperState:
+        if isinstance(new, MasterWeightsState):
+            _check_narrower(new.masters, params, _CAST)
+            masters = _zipped(_new_master, new.masters, new.masters, full)
+            return MasterWeightsState(masters, wrap(new.inner_state))
+        if isinstance(new, CompensatedState):
+            pairs = new.remainder, params, full
+            remainder = _zipped(_new_remainder, new.remainder, *pairs)
+            return CompensatedState(remainder, wrap(new.inner_state))
+        old = next(former[type(new)])
+        inner_state = wrap(inside(new))
+        if isinstance(new, LowPrecisionState):
+            return packed(inner_state, _key(old, new), new)
+        if isinstance(new, StochasticRoundingState):
+            return StochasticRoundingState(_key(old, new), inner_state)
+        return _with_counts(old, new)._replace(inner_state=inner_state)
+
+    return wrap(new_state)
+
+
+_REMEMBERING = (LossScalingState, StochasticRoundingState, LowPrecisionState)
+"""The states that hold more than an inner state and digits of parameters."""
+
+_CAST = "pass dtype, such as 'bfloat16', to cast them"
+
+
+def _paired(kind: type[Any], old_state: Any, new_state: Any) -> Iterator[Any]:
+    """Returns the old state for each new state of a kind; None if numbers differ."""
+    old, new = (
+        [state for state in wrappers(tree) if isinstance(state, kind)]
+        for tree in (old_state, new_state)
+    )
+    return iter(old if len(old) == len(new) else [None] * len(new))
+
+
+def _new_master(_: Any, master: Any, __: Any, full: Any) -> Any:
+    return copied(full, master)
+
+
+def _new_remainder(_: Any, remainder: Any, __: Any, param: Any, full: Any) -> Any:
+    return remainder_of(param, full)
+
+
+def _with_counts(old: LossScalingState | None, new: LossScalingState) -> Any:
+    """Returns a new state that counts on, and keeps a scale of the same settings."""
+    if old is None:
+        return new
+    scales = old.loss_scale, new.loss_scale
+    is_same_scale = jax.tree.structure(scales[0]) == jax.tree.structure(scales[1])
+    kept = old._replace(loss_scale=scales[0 if is_same_scale else 1], inner_state=None)
+    return jax.tree.map(copied, kept)
+
+
+def _key(old: Any, new: Any) -> Any:
+    """Returns the old key if it can stand for the new one."""
+    keys = [None if state is None else state.key for state in (old, new)]
+    types = [(key.dtype, key.shape) for key in keys if is_array(key)]
+    is_kept = len(types) == 2 and types[0] == types[1]
+    return copied(keys[0]) if is_kept else keys[1]
+
+
+# --------------------------------------------------------------------------- helpers
+
+
+def _zipped(fun: Callable[..., Any], part: Any, first: Any, *others: Any) -> Any:
+    """Maps a function over what a wrapper holds for its parameters.
+
+    Args:
+      fun: gets the path of a parameter, what the wrapper holds for it, and the leaves
+        of the trees.
+      part: the tree of a wrapper's state, of the structure of the parameters. An
+        ``optax.MaskedNode`` stands for parameters that the wrapper leaves out.
+      first: a tree of parameters. What is left out is taken from it.
+      *others: more such trees.
+    """
+
+    def at(path: Any, held: Any, *leaves: Any) -> Any:
+        return leaves[0] if _is_left_out(held) else fun(path, held, *leaves)
+
+    try:
+        return jax.tree.map_with_path(at, part, first, *others, is_leaf=_is_left_out)
+    except ValueError as error:
+        raise TypeError(
+            "A wrapper holds digits of parameters of another structure than params. "
+            "Causes: (a) params are not those of the state; (b) a transformation "
+            "around the wrapper changes their structure, as optax.lookahead does: "
+            "convert the state inside of it, with the parameters that it is for."
+            f"\nThe wrapper's: {jax.tree.structure(part)}\nparams: "
+            f"{jax.tree.structure(first)}"
+        ) from error
+
+
+def _is_left_out(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

@@ -1,0 +1,150 @@
+"""The state of the optimizer inside of wrappers: found, compared and cast."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite.casting.dtypes import is_array, is_number
+from jmp_lite.scaling.loss_scale import type_of
+from jmp_lite.scaling.low_precision_state import unpacked
+from jmp_lite.scaling.states import LowPrecisionState, WrapperState, is_wrapper_state
+from jmp_lite.scaling.storage import Stored, is_stored, restore, store
+
+
+def without_wrappers(state: Any) -> Any:
+    """Returns a state in which inner states stand in place of wrappers' states.
+
+    An array that ``low_precision_state`` stores is a ``Stored``.
+    """
+
+    def at(node: Any) -> Any:
+        return without_wrappers(inside(node)) if is_wrapper_state(node) else node
+
+    return jax.tree.map(at, state, is_leaf=is_node)
+
+
+def inside(state: WrapperState) -> Any:
+    """Returns the inner state, with a ``Stored`` for each array of 16 or 8 bits."""
+    is_low = isinstance(state, LowPrecisionState)
+    return unpacked(state) if is_low else state.inner_state
+
+
+def is_node(node: Any) -> bool:
+    """Whether a node of a pytree is the state of a wrapper, or a stored array."""
+    return is_wrapper_state(node) or is_stored(node)
+
+
+def leaves(state: Any) -> list[Any]:
+    """Returns the leaves of a state, of which a ``Stored`` is one."""
+    return jax.tree.leaves(state, is_leaf=is_stored)
+
+
+def wrappers(state: Any) -> Iterator[WrapperState]:
+    """Yields the states of wrappers, from the outside in."""
+    for node in jax.tree.leaves(state, is_leaf=is_wrapper_state):
+        if is_wrapper_state(node):
+            yield node
+            yield from wrappers(node.inner_state)
+
+
+def converted(old: Any, new: Any) -> Any:
+    """Returns an array of the old state in the format of the new one."""
+    if is_stored(old) and is_stored(new) and _format(old) == _format(new):
+        return jax.tree.map(copied, old)
+    full = restore(old) if is_stored(old) else old
+    if is_stored(new):
+        dtype, is_scaled = _format(new)
+        return store(as_array(full).astype(jnp.float32), dtype, is_scaled=is_scaled)
+    return copied(full, new) if is_array(new) else new
+
+
+def _format(stored: Stored) -> tuple[Any, bool]:
+    return stored.numbers.dtype, stored.scale is not None
+
+
+def check_same_optimizer(old: Any, new: Any) -> None:
+    """Raises a TypeError for states that differ in more than dtypes.
+
+    Args:
+      old: the old state, without wrappers.
+      new: the new one.
+    """
+    found = _difference(old, new, ())
+    if found is None:
+        return
+    path, came, expected = found
+    raise TypeError(
+        f"The old state is that of another optimizer. At {named(path)} it has {came}, "
+        f"and that of the new optimizer has {expected}. (The wrappers of jmp_lite are "
+        "left out.) Causes: (a) the optimizer inside of the wrappers differs in more "
+        "than numbers: take the same one; (b) a checkpoint was restored without the "
+        "structure of its optimizer: restore it into the old optimizer's init(params); "
+        "(c) params are not those of the old state."
+    )
+
+
+def _difference(old: Any, new: Any, path: Any) -> tuple[Any, str, str] | None:
+    """Returns the first place at which two states differ, and what is there."""
+    if _is_leaf(old) and _is_leaf(new):
+        is_same = _kind(old) == _kind(new)
+        return None if is_same else (path, _leaf_name(old), _leaf_name(new))
+    (old_parts, old_type), (new_parts, new_type) = map(_parts, (old, new))
+    if old_type != new_type:
+        return path, _node_name(old), _node_name(new)
+    pairs = zip(old_parts, new_parts, strict=True)
+    differences = (_difference(a, b, (*path, *key)) for (key, a), (_, b) in pairs)
+    return next(filter(None, differences), None)
+
+
+def _parts(node: Any) -> Any:
+    """Returns the children of a node with their keys, and the type of the node."""
+    if is_stored(node):
+        node = node.numbers
+    return jax.tree_util.tree_flatten_with_path(node, lambda child: child is not node)
+
+
+def _is_leaf(node: Any) -> bool:
+    return is_stored(node) or jax.tree_util.all_leaves([node])
+
+
+def _kind(leaf: Any) -> Any:
+    """Returns what two leaves have in common if one can stand for the other."""
+    if is_stored(leaf):
+        return jnp.floating, leaf.numbers.shape
+    if not is_array(leaf) and not is_number(leaf):
+        return None
+    leaf = as_array(leaf)
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    kind = next((kind for kind in kinds if is_number(leaf, kind)), leaf.dtype)
+    return kind, leaf.shape
+
+
+def _leaf_name(leaf: Any) -> str:
+    return type_of(leaf.numbers if is_stored(leaf) else leaf)
+
+
+def _node_name(node: Any) -> str:
+    if _is_leaf(node):
+        return _leaf_name(node)
+    keys = ", ".join(jax.tree_util.keystr(path) for path, _ in _parts(node)[0])
+    return f"{type(node).__name__}({keys})"
+
+
+def as_array(leaf: Any) -> Any:
+    """Returns a number, such as one of NumPy, as an array of JAX."""
+    return jnp.asarray(leaf) if is_number(leaf) else leaf
+
+
+def copied(leaf: Any, like: Any = None) -> Any:
+    """Returns a copy of an array, in the dtype of another one."""
+    if not is_array(leaf) and not is_number(leaf):
+        return leaf
+    is_cast = is_number(like) and is_number(leaf)
+    return jnp.array(leaf, like.dtype if is_cast else None, copy=True)
+
+
+def named(path: Any) -> str:
+    """Returns a key path as text."""
+    return jax.tree_util.keystr(path) or "the root"
