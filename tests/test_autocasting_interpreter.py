@@ -502,19 +502,22 @@ def test_a_mask_of_booleans_widens_nothing():
     assert ops(autocast(fun), X)["mul"] == {"bfloat16"}
 
 
-def test_a_computed_value_is_cast_once_for_all_its_uses():
-    def fun(x):
-        h = jnp.exp(x)
-        return h @ W, h @ -W, h @ W.T
+def read_by_products(x):
+    h = jnp.exp(x)
+    return h @ W, h @ -W, h @ W.T
 
-    casts = [
-        eqn
-        for eqn in live_equations(autocast(fun), X)
-        if eqn.primitive.name == "convert_element_type"
-        and eqn.invars[0].aval.shape == X.shape
-        and eqn.outvars[0].aval.dtype == jnp.bfloat16
-    ]
-    assert len(casts) == 1
+
+def added_to_16_bits(x):
+    angles = jnp.sin(x * jnp.arange(32.0).reshape(X.shape))
+    return (jnp.tanh(W[:4] @ W) + angles) @ W, (jnp.tanh(W[4:] @ W) + angles) @ W
+
+
+@pytest.mark.parametrize("fun", [read_by_products, added_to_16_bits])
+def test_a_computed_value_is_cast_once_for_all_its_uses(fun):
+    eqns = live_equations(autocast(fun), X)
+    made = [e.outvars[0] for e in eqns if e.primitive.name in ("exp", "sin")]
+    casts = [e for e in eqns if e.primitive.name == "convert_element_type"]
+    assert [e.invars[0] for e in casts if e.invars[0] in made] == made
 
 
 def test_what_an_op_reads_in_float32_for_its_derivative_is_kept_in_16_bits():
