@@ -402,12 +402,15 @@ def test_branches_that_end_differently_are_joined():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_jitted_call_takes_arguments_that_have_16_bits_themselves(dtype):
-    low = X.astype("bfloat16")
     block = jax.jit(lambda x, h, w: x @ w + h.astype(np.float32))
-    fun = lambda x, h, w: jnp.sum(block(block(x, h, w), h, w) ** 2)
+
+    def fun(x, h, w):
+        low = h.astype("bfloat16")
+        return jnp.sum(block(block(x, low, w), low, w) ** 2)
+
     for run in (lambda f: f, jax.jit):
         actual, expected = (
-            run(jax.value_and_grad(f, (0, 1, 2)))(X, low, W)
+            run(jax.value_and_grad(f, (0, 1, 2)))(X, X, W)
             for f in (autocast(fun, compute_dtype=dtype), fun)
         )
         chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)

@@ -50,6 +50,11 @@ def test_a_block_and_a_training_loss_are_clean():
     assert lints(loss, BLOCK_PARAMS, X, tokens, backward=True) == []
 
 
+def test_a_single_float32_op_between_products_is_clean():
+    """The cast of its result fuses with it."""
+    assert lints(lambda x, w: (x @ w * jnp.exp(x)) @ w, X, W) == []
+
+
 ATTENTION = nn.MultiHeadDotProductAttention(2)
 ATTENTION_PARAMS = initialized(ATTENTION, X)
 LSTM = nn.RNN(nn.LSTMCell(8))

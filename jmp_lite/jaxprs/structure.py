@@ -193,9 +193,7 @@ def retyped(aval: Aval, dtype: Any) -> Aval:
     """Returns a type with another dtype."""
     if getattr(aval, "dtype", None) == dtype:
         return aval
-    # NumPy does not know the dtype of keys.
-    made = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
-    return aval.update(dtype=made, weak_type=False)
+    return aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
 def flag_beside(aval: Aval) -> Any:
