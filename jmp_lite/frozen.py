@@ -12,7 +12,7 @@ from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.types import Eqn, PyTree
 
 
-def frozen_in(optimizer: Any, parameters: PyTree, state: PyTree) -> list[bool]:
+def find_frozen(optimizer: Any, parameters: PyTree, state: PyTree) -> list[bool]:
     """Returns whether each parameter is frozen, as by ``optax.set_to_zero``.
 
     The update of such a parameter depends on nothing: on no gradient, parameter or
@@ -33,7 +33,7 @@ def frozen_in(optimizer: Any, parameters: PyTree, state: PyTree) -> list[bool]:
       ...     {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-3)}, labels
       ... )
       >>> params = {"base": jnp.ones(4), "adapter": jnp.ones(2)}
-      >>> frozen_in(optimizer, params, optimizer.init(params))  # adapter, base
+      >>> find_frozen(optimizer, params, optimizer.init(params))  # adapter, base
       [False, True]
     """
     n_leaves = len(jax.tree.leaves(parameters))

@@ -21,7 +21,7 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
 from jmp_lite.casting.losses import with_float32_loss
-from jmp_lite.frozen import frozen_in
+from jmp_lite.frozen import find_frozen
 from jmp_lite.jaxprs.sharding import as_varying, is_sharded
 from jmp_lite.scaling.gradients import (
     filled_in,
@@ -243,11 +243,11 @@ def build_train_step(
             _check_is_mapped(axis_name)
             rng = None if rng is None else _key_of_this_device(rng, axis_name)
 
-        frozen = frozen_in(inner, params, opt_state.inner_state)
+        frozen = find_frozen(inner, params, opt_state.inner_state)
 
         def evaluate(params: Any) -> Any:
             local = _of_this_device(params, axis_name)
-            trained, loss_of_trained = _of_trained(low_loss_fn, local, frozen)
+            trained, loss_of_trained = _trained_part(low_loss_fn, local, frozen)
             # The loss is scaled in float32, and the gradients are unscaled in float32.
             grad_fn = value_and_grad(
                 loss_of_trained, opt_state.loss_scale, has_aux=True
@@ -258,7 +258,8 @@ def build_train_step(
                 trained, state.model_state, batch, rng
             )
             loss, model_state, grads = _averaged((loss, model_state, grads), axis_name)
-            grads = filled_in(grads, jax.tree.map(jnp.zeros_like, params))
+            if any(frozen):
+                grads = filled_in(grads, jax.tree.map(jnp.zeros_like, params))
             return loss, model_state, aux, rounded_gradients(grads, of_grads)
 
         loss, model_state, aux, grads = evaluate(params)
@@ -539,7 +540,7 @@ def _accepted(optimizer: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
     return {name: arg for name, arg in extra_args.items() if name in accepted}
 
 
-def _of_trained(
+def _trained_part(
     loss_fn: Callable[..., Any], params: Any, frozen: list[bool]
 ) -> tuple[Any, Callable[..., Any]]:
     """Returns the parameters that are not frozen, and the loss as their function."""
@@ -550,15 +551,17 @@ def _of_trained(
         None if is_frozen else leaf
         for leaf, is_frozen in zip(leaves, frozen, strict=True)
     ]
-    wide = with_float32_loss(loss_fn)
-    of_trained = lambda trained, *others: wide(filled_in(trained, params), *others)
-    return jax.tree.unflatten(treedef, trained), of_trained
+
+    def loss_of_trained(trained: Any, *others: Any) -> Any:
+        return with_float32_loss(loss_fn)(filled_in(trained, params), *others)
+
+    return jax.tree.unflatten(treedef, trained), loss_of_trained
 
 
 def _init_optimizer(wrapped: Any, inner: Any, params: Any) -> LossScalingState:
     opt_state = wrapped.init(params)
     _warn_of_rounding(
-        params, opt_state, frozen_in(inner, params, opt_state.inner_state)
+        params, opt_state, find_frozen(inner, params, opt_state.inner_state)
     )
 
     def is_state(node: Any) -> bool:

@@ -166,8 +166,11 @@ def test_the_lines_beside_those_of_others_run(standard_promotion):
     assert (float(scale.loss_scale), int(scale.counter)) == (2.0**11, 10)
 
 
-def test_the_page_on_semantics_explains_its_layer():
+def test_the_page_on_semantics_explains_its_layer(capsys):
     explanation = run_blocks("semantics.md")["explanation"]
+    held = "traced in float32, held in bfloat16: args[0]['embed'], and 1 more"
+    assert held in capsys.readouterr().out
+    assert held in (DOCS / "semantics.md").read_text()
     assert explanation.precision_of(op="dot_general") == "bfloat16"
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import (
@@ -35,6 +34,8 @@ from jmp_lite.scaling.loss_scale import type_of
 from jmp_lite.scaling.low_precision_state import packed
 from jmp_lite.scaling.masters import (
     check_16_bit_as_before,
+    check_any_narrower,
+    is_left_out,
     is_narrower,
     master_of,
     may_differ_by,
@@ -162,8 +163,8 @@ def _all_digits(old_state: Any, params: Any) -> Any:
     full = upcast_tree(params)
     for state in wrappers(old_state):
         if isinstance(state, MasterWeightsState):
-            cure = "pass the parameters of the old state, without casting them"
-            _check_narrower(state.masters, params, cure)
+            advice = "Pass the parameters of the old state, without casting them."
+            _check_narrower(state.masters, params, advice)
             full = _zipped(_of_master, state.masters, full, params)
         elif isinstance(state, CompensatedState):
             full = _zipped(_of_remainder, state.remainder, full, params)
@@ -235,18 +236,12 @@ def _own_tie(_: Any, remainder: Any, new: Any, param: Any, full: Any) -> Any:
     return jnp.where(may_differ_by(error, param), param, new)
 
 
-def _check_narrower(masters: Any, params: Any, cure: str) -> None:
+def _check_narrower(masters: Any, params: Any, advice: str) -> None:
     """Raises a ValueError if all parameters have as many bits as their masters."""
     pairs: list[tuple[Any, Any]] = []
     _zipped(lambda _, master, param: pairs.append((param, master)), masters, params)
-    is_part = any(map(_is_left_out, jax.tree.leaves(masters, is_leaf=_is_left_out)))
-    is_used = any(is_narrower(*pair) for pair in pairs)
-    floats = {type_of(param) for param, _ in pairs if is_floating(param)}
-    if floats and not is_used and not is_part:
-        raise ValueError(
-            "master_weights is for parameters that are narrower than their masters, "
-            f"but got only {', '.join(sorted(floats)[:3])}: {cure}."
-        )
+    if not any(map(is_left_out, jax.tree.leaves(masters, is_leaf=is_left_out))):
+        check_any_narrower(pairs, advice)
 
 
 # ------------------------------------------------------------------ the new wrappers
@@ -296,7 +291,7 @@ def _wrapped(
 _REMEMBERING = (LossScalingState, StochasticRoundingState, LowPrecisionState)
 """The states that hold more than an inner state and digits of parameters."""
 
-_CAST = "pass dtype, such as 'bfloat16', to cast them"
+_CAST = "To cast them, pass dtype, such as 'bfloat16'."
 
 
 def _paired(kind: type[Any], old_state: Any, new_state: Any) -> Iterator[Any]:
@@ -350,10 +345,10 @@ def _zipped(fun: Callable[..., Any], part: Any, first: Any, *others: Any) -> Any
     """
 
     def at(path: Any, held: Any, *leaves: Any) -> Any:
-        return leaves[0] if _is_left_out(held) else fun(path, held, *leaves)
+        return leaves[0] if is_left_out(held) else fun(path, held, *leaves)
 
     try:
-        return jax.tree.map_with_path(at, part, first, *others, is_leaf=_is_left_out)
+        return jax.tree.map_with_path(at, part, first, *others, is_leaf=is_left_out)
     except ValueError as error:
         raise TypeError(
             "A wrapper holds digits of parameters of another structure than params. "
@@ -363,7 +358,3 @@ def _zipped(fun: Callable[..., Any], part: Any, first: Any, *others: Any) -> Any
             f"\nThe wrapper's: {jax.tree.structure(part)}\nparams: "
             f"{jax.tree.structure(first)}"
         ) from error
-
-
-def _is_left_out(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)

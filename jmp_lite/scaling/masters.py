@@ -4,6 +4,7 @@ A small update is not lost: the wrapped optimizer sees parameters with all their
 and the 16-bit parameters follow.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -445,14 +446,27 @@ def _check_16_bit(params: Any, name: str) -> None:
 def _check_narrower(params: Any, masters: Any) -> None:
     """Raises a ValueError if masters have nothing to follow them."""
     leaves, is_part = _whole_or_part(params)
-    pairs = zip(leaves, jax.tree.leaves(masters), strict=False)
-    is_used = any(is_narrower(*pair) for pair in pairs)
-    if not is_part and not is_used and any(map(is_floating, leaves)):
+    if not is_part:
+        pairs = zip(leaves, jax.tree.leaves(masters), strict=False)
+        check_any_narrower(
+            list(pairs),
+            f"Causes: (a) {_NOT_ROUNDED}; (b) the parameters have 32 bits: cast them "
+            "with cast_tree, or leave the wrapper out.",
+        )
+
+
+def check_any_narrower(pairs: Sequence[tuple[Any, Any]], advice: str) -> None:
+    """Raises a ValueError if there are parameters, and none has fewer bits.
+
+    Args:
+      pairs: the parameters, each with its master.
+      advice: the end of the message.
+    """
+    floats = [param for param, _ in pairs if is_floating(param)]
+    if floats and not any(is_narrower(*pair) for pair in pairs):
         raise ValueError(
             "master_weights is for parameters that are narrower than their masters, "
-            f"but got only {_types_of(leaves)}. Causes: (a) {_NOT_ROUNDED}; (b) the "
-            "parameters have 32 bits: cast them with cast_tree, or leave the wrapper "
-            "out."
+            f"but got only {_types_of(floats)}. {advice}"
         )
 
 
@@ -464,12 +478,13 @@ _NOT_ROUNDED = (
 
 def _whole_or_part(params: Any) -> tuple[list[Any], bool]:
     """Returns the leaves, and whether optax.masked or partition has selected them."""
-
-    def is_left_out(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
     leaves = jax.tree.leaves(params, is_leaf=is_left_out)
     return leaves, any(map(is_left_out, leaves))
+
+
+def is_left_out(node: Any) -> bool:
+    """Whether a node stands for what optax.masked or optax.partition leaves out."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def _types_of(leaves: list[Any]) -> str:

@@ -27,7 +27,6 @@ class Program(NamedTuple):
       jaxpr: its jaxpr. Some 16-bit arguments may be float32 in it.
       arrays: its arguments.
       treedef: the structure of its results.
-      types: the types of the results that the function itself returns.
       as_written: the jaxpr of the function itself.
       is_unchanged: whether the rules change nothing in it.
       is_widened: whether 16-bit arguments are to be traced in float32.
@@ -38,12 +37,16 @@ class Program(NamedTuple):
     jaxpr: Jaxpr
     arrays: list[Array]
     treedef: PyTree
-    types: list[Aval]
     as_written: Jaxpr
     is_unchanged: bool
     is_widened: bool
     held: Mapping[int, Dtype]
     error: str | None = None
+
+    @property
+    def types(self) -> list[Aval]:
+        """The types of the results that the function itself returns."""
+        return [var.aval for var in structure.parts(self.as_written).outvars]
 
     @property
     def avals(self) -> list[Aval]:
@@ -55,14 +58,14 @@ class Program(NamedTuple):
 
         A scalar that is alone, or first in a tuple, is the loss.
         """
-        first = self.types[:1]
-        if not first or not is_narrow(first[0]) or first[0].shape:
-            return self.types
+        types = self.types
+        if not types or not is_narrow(types[0]) or types[0].shape:
+            return types
         traced = structure.parts(self.jaxpr).outvars[0].aval
-        return [traced, *self.types[1:]]
+        return [traced, *types[1:]]
 
-    def in_float32(self, arrays: Sequence[Array]) -> list[Array]:
-        """Returns the results, computed as traced: no less than float32."""
+    def evaluate_in_float32(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns the results, computed in the dtypes of the jaxpr."""
         given = [
             sharding.cast(array, np.float32) if i in self.held else array
             for i, array in enumerate(arrays)
@@ -89,7 +92,6 @@ def read_function(fun: Function, args: PyTree, kwargs: PyTree, rules: Rules) -> 
     traced = trace_function(fun, args, kwargs)
     parts = structure.parts(traced.jaxpr)
     is_unchanged = changes_nothing(rules, (path for _, path in equations(traced.jaxpr)))
-    types = [var.aval for var in parts.outvars]
     is_widened = not is_unchanged and rules.default is not Precision.KEEP
     held = {
         i: structure.dtype_of(var)
@@ -100,18 +102,12 @@ def read_function(fun: Function, args: PyTree, kwargs: PyTree, rules: Rules) -> 
         traced.jaxpr,
         traced.arrays,
         traced.treedef,
-        types,
         traced.jaxpr,
         is_unchanged,
         is_widened,
         held,
     )
-    if not held:
-        return program
-    wide = _in_float32(traced, held)
-    if isinstance(wide, str):
-        return program._replace(held={}, error=wide)
-    return program._replace(jaxpr=wide)
+    return _widened(program, traced) if held else program
 
 
 def is_narrow(aval: Aval) -> bool:
@@ -122,26 +118,29 @@ def is_narrow(aval: Aval) -> bool:
 _NARROW = (np.dtype("bfloat16"), np.dtype("float16"))
 
 
-def _in_float32(traced: Traced, held: Mapping[int, Dtype]) -> Jaxpr | str:
-    """Returns a function's jaxpr for float32 arguments; or why there is none."""
+def _widened(program: Program, traced: Traced) -> Program:
+    """Traces a function with float32 in place of the arguments that are to be held.
+
+    If the function is not valid for float32 arguments, the program has the error.
+    """
+    as_it_is = program._replace(held={})
     types = [
-        structure.retyped(var.aval, np.float32) if i in held else structure.type_of(var)
-        for i, var in enumerate(structure.parts(traced.jaxpr).invars)
+        structure.retyped(aval, np.float32) if i in program.held else aval
+        for i, aval in enumerate(program.avals)
     ]
     try:
         wide, treedef = traced.again(types)
     except Exception as error:  # It may be valid for 16 bits alone.
-        return f"{type(error).__name__}: {error}".split("\n")[0]
+        message = f"{type(error).__name__}: {error}".split("\n")[0]
+        return as_it_is._replace(error=message)
     if treedef != traced.treedef:
-        return "its results have another structure"
-    befores, afters = (
-        [var.aval for var in structure.parts(one).outvars]
-        for one in (traced.jaxpr, wide)
-    )
-    for before, after in zip(befores, afters, strict=True):
+        return as_it_is._replace(error="its results have another structure")
+    afters = [var.aval for var in structure.parts(wide).outvars]
+    for before, after in zip(program.types, afters, strict=True):
         if not _is_alike(before, after):
-            return f"a result is {after} instead of {before}"
-    return wide
+            message = f"a result is {after} instead of {before}"
+            return as_it_is._replace(error=message)
+    return program._replace(jaxpr=wide)
 
 
 def _is_alike(before: Aval, after: Aval) -> bool:

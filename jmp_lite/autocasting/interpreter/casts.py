@@ -70,25 +70,25 @@ class Casts:
         if value.state is None or value.state is State.LOW:
             return value.array
         if value.held is not None and value.held == self.low_dtype:
-            return self.in_16_bits(value, value.held)
+            return self.narrowed(value, value.held)
         if not value.kind.is_cast_once:
             return self.cast(self.full(value), value.saturates)
         if value.cast is None:  # Once for all uses: each would be kept for backward.
             value.cast = self.cast(self.full(value))
         return value.cast
 
-    def in_16_bits(self, value: Value, dtype: Dtype) -> Array:
+    def narrowed(self, value: Value, dtype: Dtype) -> Array:
         """Returns the array of a value in a 16-bit dtype."""
         is_low = value.state is State.LOW and dtype == self.low_dtype
         if is_low or (value.held == dtype and not value.is_shared):
             return value.array
         return sharding.cast(self.full(value), dtype)
 
-    def in_type(self, value: Value, aval: Aval) -> Any:
+    def typed(self, value: Value, aval: Aval) -> Any:
         """Returns the array of a result; in another dtype if its type has another."""
         if value.state is None or aval.dtype == np.float32:
             return self.full(value)
-        return self.in_16_bits(value, aval.dtype)
+        return self.narrowed(value, aval.dtype)
 
     def in_state(self, value: Value, state: State | None) -> Value:
         """Returns a value in another state, without its kind and its lineage."""

@@ -140,7 +140,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     def unpack(self, value: Value, form: Spec) -> tuple[Array]:
         """Returns the array of a value, cast to a spec."""
         if form.held is not None:
-            return (self.casts.in_16_bits(value, form.held),)
+            return (self.casts.narrowed(value, form.held),)
         is_low = form.state is State.LOW
         return ((self.casts.low if is_low else self.casts.full)(value),)
 

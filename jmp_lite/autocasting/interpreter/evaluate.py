@@ -71,15 +71,16 @@ def _moved(
 ) -> list[Array]:
     """Returns moves, in 16 bits, of arguments that are held in 16 bits."""
     op = params.op_of(eqn)
-    if op in ADDED_UP and op in KEEPING_NUMBERS:
+    has_sum, is_spread = op in ADDED_UP, op in KEEPING_NUMBERS
+    if has_sum and is_spread:
         # In float32, with a cast after it: its transpose in JAX is a sum.
         full = params.bind(eqn, [casts.full(value) for value in operands], casts.bound)
         return [sharding.cast(array, held) for array in full]
     arrays = [
-        value.array if value.state is None else casts.in_16_bits(value, held)
+        value.array if value.state is None else casts.narrowed(value, held)
         for value in operands
     ]
-    if op in ADDED_UP:
+    if has_sum:
         return _moved_linearly(casts, eqn, arrays, held)
     return params.bind_in(eqn, arrays, held, bound=casts.bound)
 
@@ -189,7 +190,7 @@ def _cast(
         if value.state is State.LOW and dtype == casts.low_dtype:
             return Value(value.array)
         if value.held is not None and dtype == value.held:
-            return Value(casts.in_16_bits(value, value.held), None, value.kind)
+            return Value(casts.narrowed(value, value.held), None, value.kind)
         (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
         return Value(array, None, value.kind)
     if decision.run is Run.PASS and value.has_16_bits:

@@ -66,7 +66,7 @@ class Interpreter(LoopConverter):
         self._start_memories()
         types = types or [var.aval for var in parts.outvars]
         return [
-            structure.as_typed(self.casts.in_type(value, aval), aval)
+            structure.as_typed(self.casts.typed(value, aval), aval)
             for value, aval in zip(results, types, strict=True)
         ]
 

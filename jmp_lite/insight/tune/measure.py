@@ -90,12 +90,12 @@ class Sample:
         self._measured = [*outputs, *range(len(results), len(names))]
         self._names = [names[i] for i in self._measured]
 
-        self._exact = self._run(highest.in_float32, self._arrays)
+        self._exact = self._run(highest.evaluate_in_float32, self._arrays)
         self._check_exact()
         nearby = list(self._arrays)
         for i in floats:
             nearby[i] = _in_the_last_bit(nearby[i])
-        changed = self._run(highest.in_float32, nearby)
+        changed = self._run(highest.evaluate_in_float32, nearby)
         pairs = zip(changed, self._exact, strict=True)
         self._is_judged = [_distance(a, b) <= 0.1 for a, b in pairs]
         self.not_judged = tuple(
