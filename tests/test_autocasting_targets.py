@@ -1,5 +1,7 @@
 """What a real compiler makes of a function under autocast."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ from benchmarks import models
 from benchmarks.compiled import TARGETS, compile_for, missing
 from benchmarks.models import transformer
 from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.rules.presets import get_rules
 
 pytestmark = pytest.mark.targets
 
@@ -82,8 +85,8 @@ def by_mask(logits, labels):
     return jnp.where(is_label, logits, 0).sum(-1)
 
 
-def test_a_mask_that_picks_the_label_spares_a_gradient_in_float32(target):
-    """A GPU scatters the gradient of an index into an array of float32."""
+def test_an_index_that_picks_the_label_costs_no_more_than_a_mask(target):
+    """Without the pass, a GPU scatters its gradient into an array of float32."""
 
     def compile_loss(wrap, pick):
         def loss(head, x, labels):
@@ -101,7 +104,11 @@ def test_a_mask_that_picks_the_label_spares_a_gradient_in_float32(target):
         logits = 4 * HIDDEN[0] * HEAD[1]
         return pytest.approx((moved / logits, held / logits), abs=0.01)
 
-    assert spared(autocast) == ((2, 0.5) if target == "h100" else (0, 0))
+    without = functools.partial(
+        autocast, rules=get_rules("mixed").without_pass("labels")
+    )
+    assert spared(autocast) == (0, 0)
+    assert spared(without) == ((2, 0.5) if target == "h100" else (0, 0))
     assert spared(lambda loss: loss) == (0, 0)
 
 

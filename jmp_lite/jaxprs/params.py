@@ -395,11 +395,6 @@ def inserted_zeros(eqn: Eqn) -> Sequence[int]:
     return eqn.params.get("lhs_dilation", ())
 
 
-def fills_with_number(eqn: Eqn) -> bool:
-    """Whether a gather returns a number in place of rows that are out of range."""
-    return eqn.params.get("fill_value") is not None
-
-
 def exponent_of(eqn: Eqn) -> int:
     """Returns the exponent of an ``integer_pow``."""
     return eqn.params["y"]

@@ -1,12 +1,12 @@
 """Handles arrays whose types state their sharding, or the axes over which they vary."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmp_lite.jaxprs.types import Array, Aval, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Var
 
 
 def zeros(aval: Aval, length: int | None = None) -> Any:
@@ -14,19 +14,38 @@ def zeros(aval: Aval, length: int | None = None) -> Any:
     more = () if length is None else (length,)
     zero, shape = jnp.zeros((), aval.dtype), (*more, *aval.shape)
     sharding = None
-    if _is_sharded(aval):
+    if is_type_sharded(aval):
         spec = (*(None for _ in more), *aval.sharding.spec)
         sharding = aval.sharding.update(spec=jax.P(*spec))
     array = jax.lax.broadcast(zero, shape, out_sharding=sharding)
     return as_varying(array, aval.manual_axis_type.varying)
 
 
+def spread(array: Array, axes: Sequence[int], aval: Aval) -> Any:
+    """Returns an array broadcast to the shape and the sharding of a type.
+
+    Args:
+      array: the array.
+      axes: the axis of the type that each axis of the array is, in ascending order.
+      aval: the type.
+    """
+    sharding = aval.sharding if is_type_sharded(aval) else None
+    return jax.lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
+
+
+def iota(dtype: Dtype, axis: int, aval: Aval) -> Any:
+    """Returns the positions along an axis, in the shape and the sharding of a type."""
+    sharding = aval.sharding if is_type_sharded(aval) else None
+    return jax.lax.broadcasted_iota(dtype, aval.shape, axis, out_sharding=sharding)
+
+
 def is_sharded(array: Array) -> bool:
     """Whether the type of an array states its sharding, as on an Explicit mesh."""
-    return _is_sharded(jax.typeof(array))
+    return is_type_sharded(jax.typeof(array))
 
 
-def _is_sharded(aval: Aval) -> bool:
+def is_type_sharded(aval: Aval) -> bool:
+    """Whether a type states its sharding."""
     return any(axis is not None for axis in aval.sharding.spec)
 
 

@@ -126,6 +126,10 @@ class Eqn(Protocol):
         """The settings of its trace."""
         ...
 
+    def replace(self, **changes: Any) -> "Eqn":
+        """Returns the equation with some fields changed."""
+        ...
+
 
 class Jaxpr(Protocol):
     """A jaxpr, closed or open; ``structure.parts`` returns its parts."""

@@ -31,7 +31,7 @@ from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.product import decide_format, decide_product
 from jmp_lite.autocasting.rules.match import AnyPrecision, RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules
-from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs import gathers, params, structure
 from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import (
     ADDED_UP,
@@ -90,7 +90,7 @@ def decide(
     if not has_float32_results:
         readers |= Readers.OTHER
     floats, held = operands.floats, None
-    if op in MOVING and not params.fills_with_number(eqn):
+    if op in MOVING and not gathers.fills_with_number(eqn):
         held = _dtype_of_all(floats, rules.low_dtype)
     match = rules.match(op, path)
     return (

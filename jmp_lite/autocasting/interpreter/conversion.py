@@ -32,6 +32,7 @@ from jmp_lite.autocasting.interpreter import lineages
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.passes import upcasts
+from jmp_lite.autocasting.passes.labels import LabelGathers
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import equations
@@ -89,8 +90,9 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
       at: the rules, by path.
       casts: makes and casts values.
       uses: the readers of each value.
+      labels: replaces the gathers of labels.
       records: the decisions, in order.
-      passes: the number of loops or calls that each pass has changed.
+      passes: the number of loops, calls or gathers that each pass has changed.
     """
 
     def __init__(self, rules: Rules, casts: type[Casts] = Casts) -> None:
@@ -103,6 +105,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     def _start_memories(self) -> None:
         self.at = RuleLookup(self.rules)
         self.uses = UseAnalysis(self.at)
+        self.labels = LabelGathers()
         self._memo: dict[object, tuple[Jaxpr, dict[Given, Converted]]] = {}
 
     @contextlib.contextmanager

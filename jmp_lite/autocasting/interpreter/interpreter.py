@@ -25,6 +25,7 @@ from jmp_lite.autocasting.rules.rules import requested_formats
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.evaluate import Frame
 from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Var
+from jmp_lite.ops import Precision
 
 
 class Interpreter(LoopConverter):
@@ -172,6 +173,8 @@ class _Frame(Frame[Value, Site]):
     ) -> None:
         super().__init__(converter, jaxpr, operands, site)
         self._converter = converter
+        if "labels" in converter.rules.passes:
+            self.parts = self._with_label_gathers()
         self._readers: Mapping[Var, Readers] = converter.uses.variables(
             jaxpr, site.readers, site.path
         )
@@ -186,6 +189,18 @@ class _Frame(Frame[Value, Site]):
         if value.region not in (None, self._region):
             value = self.env[atom] = self._regions.leave(atom, value)
         return value
+
+    def _with_label_gathers(self) -> structure.Parts:
+        at, labels = self._converter.at, self._converter.labels
+
+        def is_kept(eqn: Eqn) -> bool:
+            path = source.join(self.site.path, *source.scopes(eqn))
+            return at.match("gather", path).precision is Precision.KEEP
+
+        before = labels.n_replaced
+        parts = labels.replaced(self.parts, is_kept)
+        self._converter.passes["labels"] += labels.n_replaced - before
+        return parts
 
     def _count_readers(self, variables: Sequence[Var], values: Sequence[Value]) -> None:
         """Finds out which held values are shared; see ``Value``."""

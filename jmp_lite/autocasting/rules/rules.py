@@ -69,7 +69,7 @@ Scope = tuple[str, AnyPrecision]
 
 Carry = tuple[str, str]
 
-PASSES = ("rematerialize", "scan_weight_gradients", "upcasts")
+PASSES = ("labels", "rematerialize", "scan_weight_gradients", "upcasts")
 
 NORM_LAYERS: Scope = (
     # It does not match a block or a cell that is named after its norm.
@@ -100,6 +100,8 @@ class Rules:
         loops.
       passes: the rewrites of converted programs. They change no result.
 
+        - ``"labels"``: the derivative of a gather that takes one element of each row,
+          such as the label's log-probability, is a selection and no scatter.
         - ``"rematerialize"``: a scan recomputes cheap ops between products in the
           backward pass.
         - ``"scan_weight_gradients"``: the gradient of a weight that a scan uses in
