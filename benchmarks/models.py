@@ -82,6 +82,8 @@ def transformer(
     batch: tuple[int, int] = (16, 1024),
     wrap: Callable[..., Any] = lambda block: block,
     ahead: int = 0,
+    loss: Callable[[Any, Any], Any] | None = None,
+    mean: bool = True,
 ) -> Model:
     """Returns a language model.
 
@@ -96,7 +98,11 @@ def transformer(
       wrap: put around each block.
       ahead: how many places after a token the one stands that it predicts. What is
         compiled alone predicts the token itself, which costs the same.
+      loss: from float32 logits and labels to the loss of each token; by default the
+        logits' logsumexp without the label's.
+      mean: whether the mean of all tokens is returned.
     """
+    of_logits = loss or _cross_entropy
     block = Block(heads, dtype)
     norm = nn.LayerNorm(dtype=dtype)
     x = jax.ShapeDtypeStruct((*batch, width), jnp.float32)
@@ -121,7 +127,7 @@ def transformer(
     if "remat" in layout:
         apply = jax.checkpoint(apply)
 
-    def loss(params: Any, tokens: Any) -> Any:
+    def of_tokens(params: Any, tokens: Any) -> Any:
         given, labels = (
             (tokens[:, :-ahead], tokens[:, ahead:]) if ahead else [tokens] * 2
         )
@@ -133,14 +139,18 @@ def transformer(
             for p in params["blocks"]:
                 x = apply(p, x)
         x = norm.apply(params["norm"], x)
-        logits = (cast_low(x, dtype) @ cast_low(params["head"], dtype)).astype(
-            jnp.float32
-        )
-        chosen = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+        with jax.named_scope("head"):
+            logits = cast_low(x, dtype) @ cast_low(params["head"], dtype)
+        losses = of_logits(logits.astype(jnp.float32), labels)
+        return jnp.mean(losses) if mean else losses
 
     tokens = jax.ShapeDtypeStruct((batch[0], batch[1] + ahead), jnp.int32)
-    return Model(loss, shapes_of(init), tokens)
+    return Model(of_tokens, shapes_of(init), tokens)
+
+
+def _cross_entropy(logits: Any, labels: Any) -> Any:
+    chosen = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - chosen
 
 
 # ------------------------------------------------------------------------ other kinds

@@ -19,7 +19,7 @@ from jax import lax
 from jmp_lite import quantized_products
 from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME
-from jmp_lite.jaxprs import cost, params
+from jmp_lite.jaxprs import cost, params, wide_dot
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
 
@@ -80,6 +80,9 @@ class Format:
         ``Precision.lowers``.
       ops: the products that rules can request it for.
       why_these_ops: a sentence on other ops, for the error message.
+      returns_float32: whether its results are float32, and not in the compute dtype.
+      has_fewer_digits: whether operands lose digits that the compute dtype has.
+        ``tune`` finds the products that tolerate such a format.
       saved: the ``checkpoint_name`` of values that ``jax.checkpoint`` saves in addition
         to its policy.
       advice: the lints, by the code of the verdict.
@@ -96,6 +99,8 @@ class Format:
     lowers: ClassVar[bool] = True
     ops: ClassVar[tuple[str, ...]] = tuple(sorted(params.PRODUCTS))
     why_these_ops: ClassVar[str] = ""
+    returns_float32: ClassVar[bool] = False
+    has_fewer_digits: ClassVar[bool] = True
     saved: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[Mapping[str, Advice]] = MappingProxyType({})
 
@@ -133,20 +138,15 @@ class Format:
     def multiply(
         self, product: Product, operands: Sequence[Any], bound: set[object]
     ) -> Array:
-        """Returns the product, in the compute dtype.
+        """Returns the product, in the compute dtype or in float32.
 
         Args:
           product: the product.
           operands: its two operands, as ``round`` returns them, then any others.
           bound: see ``params.bind``.
         """
-        algorithm = None
-        if product.dtype == jnp.bfloat16 and _is_of_matrices(product.eqn):
-            # Without an algorithm the compiler chooses the dtype of the sum; a TPU v7x
-            # chooses bfloat16. No algorithm for float16 runs on every platform.
-            algorithm = lax.DotAlgorithmPreset.BF16_BF16_F32
         (result,) = params.bind_in(
-            product.eqn, operands, product.dtype, algorithm, bound
+            product.eqn, operands, product.dtype, _algorithm(product), bound
         )
         return result
 
@@ -155,6 +155,16 @@ LOW = Format("low")
 """The format of low products for which rules request no other."""
 
 QUALIFIES = Verdict()
+
+
+def _algorithm(product: Product) -> Any:
+    """Returns the algorithm of a product of 16-bit operands; None for the default.
+
+    Without one the compiler chooses the dtype of the sum; a TPU v7x chooses bfloat16.
+    No algorithm for float16 runs on every platform.
+    """
+    is_pinned = product.dtype == jnp.bfloat16 and _is_of_matrices(product.eqn)
+    return lax.DotAlgorithmPreset.BF16_BF16_F32 if is_pinned else None
 
 
 def _is_of_matrices(eqn: Eqn) -> bool:
@@ -174,6 +184,41 @@ def _is_of_matrices(eqn: Eqn) -> bool:
     n_copies = math.prod(eqn.invars[0].aval.shape[i] for i in batch)
     are_vectors = any(side == 1 for side in sides)
     return not are_vectors or (n_copies != 1 and len(batch) < 3)
+
+
+# -------------------------------------------------------------------------------- wide
+
+
+@dataclasses.dataclass(frozen=True)
+class WideFormat(Format):
+    """The format ``wide``: operands in the compute dtype, and a float32 result.
+
+    It is for products that float32 ops alone read, such as the logits of a language
+    model. The cotangent is cast to the compute dtype, so that all three products have
+    16-bit operands.
+    """
+
+    ops = ("dot_general",)
+    why_these_ops = "XLA for GPUs runs a convolution with a float32 result in float32."
+    returns_float32 = True
+    has_fewer_digits = False
+
+    def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
+        """Returns whether a product qualifies: only float32 ops read its result."""
+        del product, is_named
+        return QUALIFIES if is_last else Verdict(False, "read_in_16_bits")
+
+    def words(self, code: str, eqn: Eqn) -> str:
+        """Returns the code of a verdict in words."""
+        del code, eqn
+        return "an op that takes 16 bits reads it"
+
+    def multiply(
+        self, product: Product, operands: Sequence[Any], bound: set[object]
+    ) -> Array:
+        """Returns the product, in float32."""
+        del bound
+        return wide_dot.wide_dot(product.eqn, operands, _algorithm(product))
 
 
 # ------------------------------------------------------------------------------ float8
@@ -371,5 +416,8 @@ def _harmonic_mean(sizes: Sequence[int]) -> float:
 
 # ------------------------------------------------------------------------- all of them
 
-FORMATS: dict[str, Format] = {"float8": Float8Format("float8")}
+FORMATS: dict[str, Format] = {
+    "float8": Float8Format("float8"),
+    "wide": WideFormat("wide"),
+}
 """The formats that rules can request, by name."""

@@ -122,6 +122,9 @@ NOT_FOUND = {
         jnp.arange(1, 5), labels[0, 1:]
     ],
     "some of the rows": lambda x, w, labels: (x[0] @ w)[jnp.arange(3), labels[0, :3]],
+    "a row in place of another": lambda x, w, labels: (x[0] @ w)[
+        lax.select(labels[0] > 3, 0 * labels[0], jnp.arange(5)), labels[0]
+    ],
     "a row twice": lambda x, w, labels: (x[0] @ w)[
         np.array([0, 1, 2, 3, 3]), labels[0]
     ],
@@ -177,8 +180,13 @@ def test_any_axis_mode_and_dtype_of_labels_has_the_derivative_of_a_gather(
 def test_narrow_labels_index_more_rows_than_they_can_count():
     x = jax.random.normal(jax.random.key(0), (3, 300))
     labels = jnp.array([0, 200, 255], jnp.uint8)
+    dimensions = lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
     for mode in ("clip", "fill"):
-        fun = lambda x, w, y, mode=mode: at(x * w, y, mode=mode)
+        # jnp.take_along_axis casts its indices, lax.gather does not.
+        fun = lambda x, w, labels, mode=mode: lax.gather(
+            x * w, labels[:, None], dimensions, (1, 1), mode=mode
+        )
+        assert scatters(autocast(fun), x, jnp.ones(300), labels) == 0
         assert_same(fun, x, jnp.ones(300), labels)
 
 

@@ -174,7 +174,9 @@ def test_one_room_alone_reads_what_is_inside_of_equations(module):
     assert list(reads_of_equations((PACKAGE / module).read_text())) == []
 
 
-BINDING = ("structure.py", "params.py", "gathers.py", "custom_rules.py", "coming.py")
+# The files that make primitives of their own have the parameters of JAX's.
+PRIMITIVES = ("gathers.py", "wide_dot.py")
+BINDING = ("structure.py", "params.py", "custom_rules.py", "coming.py", *PRIMITIVES)
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,10 @@ def decide_format(
         is_last=readers.want_float32,
         is_named=match.source is RuleSource.SCOPE,
     )
+    is_wide = verdict.qualifies and requested.returns_float32
     return Decision(
         Run.LOW,
-        State.LOW,
+        State.HARD if is_wide else State.LOW,
         Reason.FORMAT if verdict.code else Reason.RULE,
         match=match,
         requested=requested,

@@ -26,7 +26,7 @@ from jmp_lite.autocasting.rules.match import (
 )
 from jmp_lite.autocasting.rules.serialization import fields_in_json
 from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
-from jmp_lite.formats import Float8, Float8Format, Format
+from jmp_lite.formats import FORMATS, Float8, Float8Format, Format
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.ops import (
     EDITABLE,
@@ -192,6 +192,27 @@ class Rules:
           *ops: ``"dot_general"``, the only op with a float8 form.
         """
         return self._with_ops(ops, Precision.FLOAT8)
+
+    def wide(self, *ops: str) -> "Rules":
+        """Returns rules in which these matrix products have a float32 result.
+
+        Their operands are in the compute dtype, and so are all operands of their
+        derivatives. It applies to the products that float32 ops alone read, such as the
+        logits of a loss. Others stay ``LOW``.
+
+        Args:
+          *ops: ``"dot_general"``, the only op with this form.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_lite as jmp
+          >>> rules = jmp.get_rules("mixed").wide("dot_general")
+          >>> explained = jmp.explain(lambda x, w: jnp.exp(x @ w @ w), rules)
+          >>> rows = explained(jnp.ones((2, 8)), jnp.ones((8, 8))).rows
+          >>> [row.number_format for row in rows if row.op == "dot_general"]
+          ['low', 'wide']
+        """
+        return self._with_ops(ops, FORMATS["wide"])
 
     def product(self, precision: AnyPrecision | str) -> "Rules":
         """Returns rules in which all matrix products have a precision.

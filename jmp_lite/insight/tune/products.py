@@ -25,12 +25,17 @@ from jmp_lite.ops import Precision
 
 
 def without_formats(rules: Rules) -> Rules:
-    """Returns rules without any request for a number format."""
+    """Returns rules without any request for a number format of fewer digits."""
     return dataclasses.replace(
         rules,
-        ops=tuple(one for one in rules.ops if format_of(one[1]) is None),
-        scopes=tuple(one for one in rules.scopes if format_of(one[1]) is None),
+        ops=tuple(one for one in rules.ops if not _is_searched(one[1])),
+        scopes=tuple(one for one in rules.scopes if not _is_searched(one[1])),
     )
+
+
+def _is_searched(precision: AnyPrecision) -> bool:
+    found = format_of(precision)
+    return found is not None and found.has_fewer_digits
 
 
 def searched_format(trials: Trials, rules: Rules) -> AnyPrecision | None:
@@ -39,7 +44,7 @@ def searched_format(trials: Trials, rules: Rules) -> AnyPrecision | None:
     Raises:
       ValueError: the rules request several.
     """
-    requested = list(requested_formats(rules).values())
+    requested = list(filter(_is_searched, requested_formats(rules).values()))
     if len(requested) > 1:
         raise ValueError(
             "tune searches for the products of one number format at a time, and the "
@@ -152,7 +157,7 @@ class ProductSearch:
         """
         before = 0
         for scope in self._start.scopes:
-            if scope == NORM_LAYERS or format_of(scope[1]) is not None:
+            if scope == NORM_LAYERS or _is_searched(scope[1]):
                 break
             before += 1
         rules = without_formats(self._start)
