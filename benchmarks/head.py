@@ -413,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(missing(target))
     # Flax promotes by itself where precision is written by hand.
     jax.config.update("jax_numpy_dtype_promotion", "standard")
-    small = {"vocabulary": 512, "width": 64} if options.tiny else {}
+    small: dict[str, Any] = {"vocabulary": 512, "width": 64} if options.tiny else {}
     of_small = {**small, "heads": 2, "batch": (2, 64)} if options.tiny else {}
     errors = accuracies(options.seeds, **({"rows": 64, **small}))
     print(accuracy_table(errors) + "\n", flush=True)

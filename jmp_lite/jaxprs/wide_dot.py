@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.interpreters import ad, batching, mlir
@@ -78,7 +79,7 @@ def _batch(
     contracted, batch = params["dimension_numbers"]
     is_mapped = [axis is not None for axis in axes]
     fronted = [
-        operand if axis is None else batching.moveaxis(operand, axis, 0)
+        operand if axis is None else jnp.moveaxis(operand, axis, 0)
         for operand, axis in zip(operands, axes, strict=True)
     ]
 
