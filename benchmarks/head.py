@@ -1,9 +1,10 @@
 """What the head of a language model costs: its logits, its loss and their derivative.
 
-For each loss: what the gradient of a head moves and holds, written by hand, and under
-autocast with and without the pass `labels`. For a whole model: the same with float32
-logits (the format `wide`), and how accurate they are. Programs are compiled for an H100
-and a TPU v5e; errors are computed on a CPU. Exact: no clock, no device.
+For each loss: what the gradient of a head moves and holds on an H100, written by hand,
+and under autocast with and without the pass `labels`. For a whole model, on an H100 and
+a TPU v5e: the same with float32 logits (the format `wide`), and how accurate they are.
+For other models, what the float32 ops behind the last product cost. Errors are computed
+on a CPU. Exact: no clock, no device.
 
     .venv/bin/python -m benchmarks.head --json benchmarks/results
 """
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 import jmp_lite as jmp
-from benchmarks import models
+from benchmarks import autocast, models
 from benchmarks.compiled import TARGETS, compile_for, missing
 from benchmarks.report import stamp, write
 
@@ -116,10 +117,9 @@ LOSSES: Mapping[str, Loss] = {
 
 
 class OfLoss(NamedTuple):
-    """The gradient of a head with some loss.
+    """The gradient of a head with some loss, compiled for an H100.
 
     Attributes:
-      target: what it is compiled for.
       loss: the name of the loss.
       found: how many gathers the pass `labels` has changed.
       hand: gigabytes that it moves, written by hand in bfloat16.
@@ -129,7 +129,6 @@ class OfLoss(NamedTuple):
       peak: the same under autocast.
     """
 
-    target: str
     loss: str
     found: int
     hand: float
@@ -143,7 +142,6 @@ MIXED = jmp.get_rules("mixed")
 
 
 def of_loss(
-    target: str,
     name: str,
     tokens: tuple[int, int] = (8, 1024),
     width: int = 768,
@@ -164,11 +162,10 @@ def of_loss(
         jmp.autocast(loss),
     )
     hand, without, mixed = (
-        compile_for(target, jax.grad(fun, (0, 1)), head, hidden, labels)
+        compile_for("h100", jax.grad(fun, (0, 1)), head, hidden, labels)
         for fun in functions
     )
     return OfLoss(
-        target=target,
         loss=name,
         found=jmp.explain(loss)(head, hidden, labels).passes.get("labels", 0),
         hand=hand.bytes_moved / 1e9,
@@ -347,18 +344,112 @@ def _run(fun: Any, *args: Any) -> Any:
     return jax.jit(fun, compiler_options=EXACT)(*args)
 
 
+# ----------------------------------------------------------------------- float32 tails
+
+
+class OfTail(NamedTuple):
+    """A model, and what its float32 tail costs and spares.
+
+    Attributes:
+      model: the name of the model in `benchmarks.autocast`.
+      ops: the ops of the tail that are lowered for comparison.
+      moved: bytes that the gradient moves on an H100, relative to code by hand.
+      moved_low: the same with these ops in 16 bits.
+      loss: relative error of the loss of a small model, median over seeds.
+      loss_low: the same with these ops in 16 bits.
+      error: relative error of its gradient, median over seeds.
+      error_low: the same with these ops in 16 bits.
+    """
+
+    model: str
+    ops: str
+    moved: float
+    moved_low: float
+    loss: float
+    loss_low: float
+    error: float
+    error_low: float
+
+
+TAILS: Mapping[str, Sequence[str]] = {
+    "mlp": ("add", "max", "square"),
+    "nnx": ("add", "mul", "tanh", "square"),
+    "flax gemma": ("tanh",),
+}
+
+
+def of_tail(name: str, seeds: int) -> OfTail:
+    """Compiles a model, and computes the errors of a small one."""
+    make, small = autocast.MODELS[name]
+    rules = MIXED.low(*TAILS[name])
+    hand = make(jnp.bfloat16)
+    model, small_model = make(None), make(None, **small)
+    moved = [
+        compile_for("h100", jax.grad(fun), hand.params, hand.batch).bytes_moved
+        for fun in (
+            hand.loss,
+            jmp.autocast(model.loss),
+            jmp.autocast(model.loss, rules),
+        )
+    ]
+
+    def errors(rules: jmp.Rules) -> list[float]:
+        """Returns the errors of the loss and of its gradient."""
+        found: list[tuple[float, float]] = []
+        functions = small_model.loss, jmp.autocast(small_model.loss, rules)
+        for seed in range(seeds):
+            given = autocast.fill((small_model.params, small_model.batch), seed)
+            exact, low = (_run(jax.value_and_grad(fun), *given) for fun in functions)
+            of_loss, of_gradient = map(_relative_error, low, exact)
+            found.append((of_loss, of_gradient))
+        return [statistics.median(each) for each in zip(*found, strict=True)]
+
+    (loss, error), (loss_low, error_low) = errors(MIXED), errors(rules)
+    return OfTail(
+        model=name,
+        ops=", ".join(TAILS[name]),
+        moved=moved[1] / moved[0],
+        moved_low=moved[2] / moved[0],
+        loss=loss,
+        loss_low=loss_low,
+        error=error,
+        error_low=error_low,
+    )
+
+
+def _relative_error(tree: Any, exact: Any) -> float:
+    total = lambda tree: sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(tree))
+    off = total(jax.tree.map(jnp.subtract, tree, exact))
+    return (off / total(exact)) ** 0.5
+
+
 # ------------------------------------------------------------------------------ tables
+
+
+def tails_table(rows: Sequence[OfTail]) -> str:
+    """Returns models with their tails in float32, and in 16 bits, as text."""
+    lines = [
+        f"{'':12}{'bytes / by hand':>17}{'error of the loss':>20}"
+        f"{'of the gradient':>19}  in 16 bits",
+        f"{'tail in':12}" + f"{'float32':>9}{'16 bits':>9}" * 3,
+    ]
+    lines += [
+        f"{row.model:12}{row.moved:>9.2f}{row.moved_low:>9.2f}{row.loss:>9.0e}"
+        f"{row.loss_low:>9.0e}{row.error:>9.4f}{row.error_low:>9.4f}  {row.ops}"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def losses_table(rows: Sequence[OfLoss]) -> str:
     """Returns the gradients of heads as text."""
     lines = [
-        f"{'gradient of a head':30}{'target':>6}{'found':>7}{'by hand':>9}"
-        f"{'without':>9}{'mixed':>8}{'ratio':>7}{'peak':>7}"
+        f"{'gradient of a head, GB moved':30}{'found':>7}{'by hand':>9}"
+        f"{'without':>9}{'mixed':>8}{'/ by hand':>11}{'peak':>7}"
     ]
     lines += [
-        f"{row.loss:30}{row.target:>6}{row.found or '':>7}{row.hand:>9.2f}"
-        f"{row.without:>9.2f}{row.moved:>8.2f}{row.moved / row.hand:>7.2f}"
+        f"{row.loss:30}{row.found or '':>7}{row.hand:>9.2f}"
+        f"{row.without:>9.2f}{row.moved:>8.2f}{row.moved / row.hand:>11.2f}"
         f"{row.peak / row.peak_hand:>7.2f}"
         for row in rows
     ]
@@ -403,6 +494,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compiles and computes, prints the tables, and writes them as JSON on request."""
     parser = argparse.ArgumentParser("python -m benchmarks.head")
     parser.add_argument("--losses", nargs="*", choices=LOSSES, default=[*LOSSES])
+    parser.add_argument("--tails", nargs="*", choices=TAILS, default=[*TAILS])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="small sizes")
@@ -424,15 +516,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in of_model(target, loss, **of_small)
     ]
     print(models_table(of_models) + "\n", flush=True)
-    of_losses = [
-        of_loss(target, name, **small)
-        for name in options.losses
-        for target in options.targets
-    ]
+    of_tails = [of_tail(name, options.seeds) for name in options.tails]
+    print(tails_table(of_tails) + "\n", flush=True)
+    of_losses = [of_loss(name, **small) for name in options.losses]
     print(losses_table(of_losses))
     told = stamp(seeds=options.seeds, tiny=options.tiny)
     tables = {"accuracy": errors, "models": of_models, "losses": of_losses}
-    write(options.json, "head", told, **tables)
+    write(options.json, "head", told, **tables, tails=of_tails)
 
 
 if __name__ == "__main__":
