@@ -20,6 +20,7 @@ from benchmarks import (
     float8,
     gpu,
     growth,
+    head,
     insight,
     loss_scaling,
     moments,
@@ -199,6 +200,18 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "growth.widths": lambda results: growth.width_table(
         _rows(results, "widths", growth.Width)
+    ),
+    "head.losses": lambda results: head.losses_table(
+        _rows(results, "losses", head.OfLoss)
+    ),
+    "head.models": lambda results: head.models_table(
+        _rows(results, "models", head.OfModel)
+    ),
+    "head.accuracy": lambda results: head.accuracy_table(
+        _rows(results, "accuracy", head.Accuracy)
+    ),
+    "head.tails": lambda results: head.tails_table(
+        _rows(results, "tails", head.OfTail)
     ),
     "insight.explained": lambda results: insight.explained_table(
         _rows(results, "explained", insight.Explained)
