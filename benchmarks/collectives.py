@@ -96,6 +96,50 @@ def compile_language_model(target: str, variant: str, **options: Any) -> Program
     return compile_for(target, fun, params, tokens, out_shardings=where)
 
 
+HEADS = ("rows", "vocabulary")
+WITHOUT_LABELS = jmp.get_rules("mixed").without_pass("labels")
+
+
+def compile_head(
+    target: str,
+    split: str,
+    rules: jmp.Rules | str,
+    rows: int = 8192,
+    width: int = 1024,
+    vocabulary: int = 32768,
+) -> Program:
+    """Compiles the gradient of the head of a language model for eight devices.
+
+    Args:
+      target: one of `compiled.TARGETS`.
+      split: one of `HEADS`: what is split over the devices.
+      rules: those of the loss.
+      rows: the number of tokens.
+      width: of the model.
+      vocabulary: how many tokens there are to choose from.
+    """
+    mesh, is_rows = _mesh(target), split == "rows"
+
+    def loss(head: Any, hidden: Any, labels: Any) -> Any:
+        logits = jnp.tanh(hidden) @ head
+        chosen = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+
+    of_head = P() if is_rows else P(None, "data")
+    of_rows = P("data") if is_rows else P()
+    head, hidden, labels = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in (
+            ((width, vocabulary), jnp.float32, of_head),
+            ((rows, width), jnp.float32, of_rows),
+            ((rows,), jnp.int32, of_rows),
+        )
+    )
+    grad = jax.grad(jmp.autocast(loss, rules), (0, 1))
+    where = head.sharding, hidden.sharding
+    return compile_for(target, grad, head, hidden, labels, out_shardings=where)
+
+
 def _mesh(target: str) -> Mesh:
     every = np.array(devices(target, TOPOLOGIES[target]))
     return Mesh(every, ("data",), axis_types=(AxisType.Auto,))
@@ -158,6 +202,14 @@ def main() -> None:
             program = compile_language_model(target, variant, **LANGUAGE_MODEL)
             moved = program.bytes_moved / 1e9
             print(f"{variant:26}{target:>8}{moved:>10.3f}  {_megabytes(program)}")
+
+    print(f"\nThe gradient of a head on {DEVICES} devices, by what is split")
+    for target in TARGETS:
+        for split in HEADS if not missing(target) else ():
+            for name, rules in (("mixed", "mixed"), ("without labels", WITHOUT_LABELS)):
+                program = compile_head(target, split, rules)
+                title, moved = f"{split}, {name}", program.bytes_moved / 1e9
+                print(f"{title:26}{target:>8}{moved:>10.3f}  {_megabytes(program)}")
 
 
 def _megabytes(program: Program) -> str:

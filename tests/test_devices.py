@@ -20,7 +20,14 @@ from jax.sharding import PartitionSpec as P
 from optimizers import lenient
 
 import jmp_lite as jmp
-from benchmarks.collectives import LAYOUTS, compile_language_model, compile_step
+from benchmarks.collectives import (
+    HEADS,
+    LAYOUTS,
+    WITHOUT_LABELS,
+    compile_head,
+    compile_language_model,
+    compile_step,
+)
 from benchmarks.compiled import TARGETS, missing
 
 PROCESS = pathlib.Path(__file__).with_name("two_processes.py")
@@ -207,3 +214,17 @@ def test_half_of_what_a_table_sends_in_float32_is_16_bits_where_it_is_marked():
 
     # The other half is the gradient, which is summed in float32.
     assert wide("mixed, as_low") < 0.55 * wide("mixed")
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("split", HEADS)
+def test_labels_send_nothing_more_whether_rows_or_the_vocabulary_are_split(split):
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    size = {"rows": 1024, "width": 256, "vocabulary": 8192}
+    new, old = (
+        compile_head("h100", split, rules, **size)
+        for rules in ("mixed", WITHOUT_LABELS)
+    )
+    assert new.collectives == old.collectives
+    assert new.bytes_moved < 0.95 * old.bytes_moved
