@@ -8,18 +8,17 @@ in a scope (``rules.scope("mlp", "float8")``).
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_lite import quantized_products
+from jmp_lite import quantized_products, row_products
 from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME
-from jmp_lite.jaxprs import cost, params, wide_dot
+from jmp_lite.jaxprs import cost, dots, params, wide_dot
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
 
@@ -85,7 +84,6 @@ class Format:
         ``tune`` finds the products that tolerate such a format.
       saved: the ``checkpoint_name`` of values that ``jax.checkpoint`` saves in addition
         to its policy.
-      advice: the lints, by the code of the verdict.
 
     Example:
       >>> class Coarse(Format):
@@ -102,7 +100,6 @@ class Format:
     returns_float32: ClassVar[bool] = False
     has_fewer_digits: ClassVar[bool] = True
     saved: ClassVar[tuple[str, ...]] = ()
-    advice: ClassVar[Mapping[str, Advice]] = MappingProxyType({})
 
     def dtype(self, low: Dtype) -> Dtype:
         """Returns the dtype of operands, which ``explain`` shows.
@@ -127,6 +124,10 @@ class Format:
         """Returns the code of a verdict in words, a clause without a full stop."""
         del eqn
         return code.replace("_", " ")
+
+    def advice(self, code: str) -> Advice | None:
+        """Returns the lint for products with the code of a verdict, or None."""
+        del code
 
     def round(self, array: Array) -> Any:
         """Returns an operand of a product, from an array in the compute dtype.
@@ -301,37 +302,22 @@ def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8Format(Format):
-    """The format ``float8``, with its options; see ``quantized_products``."""
+class _EightBits(Format):
+    """A format of 8 bits for products of weights that are large enough.
 
-    options: Float8 = Float8()
+    Attributes:
+      needs_bfloat16: whether the compute dtype has to be bfloat16.
+      takes_batches: whether a product may have batch axes.
+    """
 
     ops = ("dot_general",)
-    why_these_ops = "XLA has no float8 kernels for convolutions and ragged products."
-    saved = (SCALE_NAME,)
-    advice = MappingProxyType(
-        {
-            "size": Advice(
-                "float8 sizes",
-                "Float8 needs multiples of 16: pad, or choose another width",
-            ),
-            "small": Advice(
-                "small float8 product",
-                "Leave it out of the scope, or lower jmp_lite.Float8(smallest=...)",
-                is_for_scopes=True,
-            ),
-            "though_read_in_float32": Advice(
-                "last float8 product",
-                'Add rules.scope(..., "low") before the float8 scope',
-                "only float32 ops read the result of this float8 product (logits, for "
-                "example)",
-            ),
-        }
-    )
+    needs_bfloat16: ClassVar[bool] = True
+    takes_batches: ClassVar[bool] = False
 
-    def dtype(self, low: Dtype) -> Dtype:
-        """Returns the dtype of operands."""
-        return self.options.forward_dtype
+    @property
+    def smallest_mean(self) -> float:
+        """The smallest harmonic mean of the sizes of a product that qualifies."""
+        raise NotImplementedError
 
     def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
         """Returns whether a product qualifies; see ``Float8``."""
@@ -344,17 +330,17 @@ class Float8Format(Format):
         return QUALIFIES if code is None else Verdict(False, code)
 
     def _refusal(self, product: Product) -> str | None:
-        if product.dtype != jnp.bfloat16:
+        if self.needs_bfloat16 and product.dtype != jnp.bfloat16:
             return "compute_dtype"
         if not any(product.weights):
             return "no_weight"
         _, (batch, _) = params.dot_dimensions(product.eqn)
-        if batch:
+        if batch and not self.takes_batches:
             return "batch"
         sizes = cost.product_sizes(product.eqn)
         if not all(map(_fits, sizes)):
             return "size"
-        return "small" if _harmonic_mean(sizes) < self.options.smallest else None
+        return "small" if _harmonic_mean(sizes) < self.smallest_mean else None
 
     def words(self, code: str, eqn: Eqn) -> str:
         """Returns the code of a verdict in words."""
@@ -367,7 +353,61 @@ class Float8Format(Format):
             text = " x ".join(map(str, sizes.values()))
             mean = _harmonic_mean([*sizes.values()])
             return f"{text} is too small (harmonic mean {mean:.0f})"
-        return _FLOAT8_WORDS[code]
+        return _EIGHT_BIT_WORDS[code]
+
+    def advice(self, code: str) -> Advice | None:
+        """Returns the lint for products with the code of a verdict, or None."""
+        if code == "size":
+            remedy = "needs multiples of 16: pad, or choose another width"
+            return Advice(f"{self.name} sizes", f"{self.name.capitalize()} {remedy}")
+        if code == "small":
+            return Advice(
+                f"small {self.name} product",
+                "Leave it out of the scope, or lower "
+                f"{self._options_in_words}(smallest=...)",
+                is_for_scopes=True,
+            )
+        if code == "though_read_in_float32":
+            return Advice(
+                f"last {self.name} product",
+                f'Add rules.scope(..., "low") before the {self.name} scope',
+                f"only float32 ops read the result of this {self.name} product "
+                "(logits, for example)",
+            )
+        return None
+
+    @property
+    def _options_in_words(self) -> str:
+        raise NotImplementedError
+
+
+_EIGHT_BIT_WORDS = {
+    "compute_dtype": "the compute dtype is not bfloat16",
+    "no_weight": "no operand is a weight",
+    "batch": "the product has batch axes",
+    "read_in_float32": "read only by float32 ops",
+    "though_read_in_float32": "read only by float32 ops",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Format(_EightBits):
+    """The format ``float8``, with its options; see ``quantized_products``."""
+
+    options: Float8 = Float8()
+
+    why_these_ops = "XLA has no float8 kernels for convolutions and ragged products."
+    saved = (SCALE_NAME,)
+    _options_in_words = "jmp_lite.Float8"
+
+    @property
+    def smallest_mean(self) -> float:
+        """The smallest harmonic mean of the sizes of a product that qualifies."""
+        return self.options.smallest
+
+    def dtype(self, low: Dtype) -> Dtype:
+        """Returns the dtype of operands."""
+        return self.options.forward_dtype
 
     def round(self, array: Array) -> Any:
         """Returns an operand of a product, quantized."""
@@ -391,15 +431,6 @@ class Float8Format(Format):
         )
 
 
-_FLOAT8_WORDS = {
-    "compute_dtype": "the compute dtype is not bfloat16",
-    "no_weight": "no operand is a weight",
-    "batch": "the product has batch axes",
-    "read_in_float32": "read only by float32 ops",
-    "though_read_in_float32": "read only by float32 ops",
-}
-
-
 def _fits(size: object) -> bool:
     """Whether matrix units accept a size in float8. False for a symbolic size."""
     return isinstance(size, int) and size > 0 and size % 16 == 0
@@ -414,10 +445,58 @@ def _harmonic_mean(sizes: Sequence[int]) -> float:
     return len(sizes) / sum(1 / size for size in sizes)
 
 
+# -------------------------------------------------------------------------------- rows
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsFormat(_EightBits):
+    """Operands of 8 bits with one scale for each row; see ``row_products``.
+
+    Attributes:
+      forward: the dtype of operands.
+      backward: the dtype of cotangents.
+      smallest: the smallest harmonic mean of the sizes M, K and N, see ``Float8``.
+    """
+
+    forward: str = "int8"
+    backward: str = "int8"
+    smallest: float = 2000
+
+    why_these_ops = "Operands of convolutions and ragged products have no rows."
+    takes_batches = True
+    _options_in_words = "the format's own"
+
+    @property
+    def smallest_mean(self) -> float:
+        """The smallest harmonic mean of the sizes of a product that qualifies."""
+        return self.smallest
+
+    @property
+    def needs_bfloat16(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the compute dtype has to be bfloat16."""
+        return self.forward != "int8"
+
+    def dtype(self, low: Dtype) -> Dtype:
+        """Returns the dtype of operands."""
+        del low
+        return np.dtype(self.forward)
+
+    def multiply(
+        self, product: Product, operands: Sequence[Any], bound: set[object]
+    ) -> Array:
+        """Returns the product; the products of its derivative are quantized too."""
+        del bound
+        dtypes = (self.forward, self.forward, self.backward)
+        form = row_products.ByRows(*map(np.dtype, dtypes))
+        return dots.bilinear_dot(product.eqn, operands, form)
+
+
 # ------------------------------------------------------------------------- all of them
 
 FORMATS: dict[str, Format] = {
     "float8": Float8Format("float8"),
+    "float8_rows": RowsFormat("float8_rows", "float8_e4m3fn", "float8_e5m2"),
+    "int8": RowsFormat("int8", "int8", "int8"),
     "wide": WideFormat("wide"),
 }
 """The formats that rules can request, by name."""

@@ -182,6 +182,21 @@ def test_it_is_differentiated_and_mapped_in_every_way(transform):
     assert relative_error(actual, expected) < 0.05
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_function_that_is_applied_at_an_index_runs_as_traced(dtype):
+    x = jnp.arange(24.0).reshape(4, 6)
+
+    def fun(x, w):
+        h = (x @ w).at[1].apply(jnp.sin)
+        return h @ w, x.at[jnp.array([0, 2])].apply(lambda row: row * 2)
+
+    args = x.astype(dtype), jnp.eye(6, dtype=dtype)
+    results = jax.jit(autocast(fun))(*args)
+    assert relative_error(results, fun(x, jnp.eye(6))) < 0.02
+    rows = explain(fun)(*args).rows
+    assert {row.code for row in rows if row.op == "scatter"} == {"applies_function"}
+
+
 def test_collectives_over_named_axes_work():
     def mean(v):
         return lax.pmean(jnp.tanh(v @ X), "i")

@@ -252,6 +252,15 @@ SCATTERS: dict[str, Function] = {
 """Scatters with a combiner, which is traced for a dtype."""
 
 
+def applies_function(eqn: Eqn) -> bool:
+    """Whether an op applies a function to elements, as ``x.at[i].apply`` does.
+
+    The function is traced for one dtype, and other functions are known by their op.
+    """
+    jaxpr = eqn.params.get("update_jaxpr") if op_of(eqn) == "scatter" else None
+    return jaxpr is not None and bool(structure.parts(jaxpr).eqns)
+
+
 def bind_scatter(eqn: Eqn, operands: Sequence[Any]) -> Array:
     """Binds a scatter to operands of another dtype, with a combiner of that dtype."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")

@@ -33,6 +33,17 @@ def spread(array: Array, axes: Sequence[int], aval: Aval) -> Any:
     return jax.lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
 
 
+def in_order(aval: Aval, axes: Sequence[int]) -> Any:
+    """Returns the sharding of an array with the axes of a type in another order.
+
+    None if the type states no sharding.
+    """
+    if not is_type_sharded(aval):
+        return None
+    spec = aval.sharding.spec
+    return aval.sharding.update(spec=jax.P(*(spec[axis] for axis in axes)))
+
+
 def iota(dtype: Dtype, axis: int, aval: Aval) -> Any:
     """Returns the positions along an axis, in the shape and the sharding of a type."""
     sharding = aval.sharding if is_type_sharded(aval) else None

@@ -5,11 +5,11 @@ one casts the cotangent to the dtype of the operands. A ``custom_jvp`` does not 
 the second derivative of a loop transposes the product itself.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.interpreters import ad, batching, mlir
@@ -17,6 +17,7 @@ from jax._src.lax.lax import dot_general_p
 from jax.extend import core
 
 from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs.dots import map_product
 from jmp_lite.jaxprs.types import Array, Eqn
 
 
@@ -69,37 +70,6 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     return found
 
 
-def _batch(
-    operands: Sequence[Array], axes: Sequence[int | None], **params: Any
-) -> tuple[Array, int]:
-    """Maps over one operand, or over both: the new axis is free, or a batch axis."""
-    if params["out_sharding"] is not None:
-        product = lambda *arrays: dot_general_p.bind(*arrays, **params)
-        return jax.vmap(product, axes)(*operands), 0
-    contracted, batch = params["dimension_numbers"]
-    is_mapped = [axis is not None for axis in axes]
-    fronted = [
-        operand if axis is None else jnp.moveaxis(operand, axis, 0)
-        for operand, axis in zip(operands, axes, strict=True)
-    ]
-
-    def moved(dims: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        pairs = zip(dims, is_mapped, strict=True)
-        return [tuple(d + mapped for d in each) for each, mapped in pairs]
-
-    batch, contracted = moved(batch), moved(contracted)
-    n_batch, at = len(batch[0]), 0
-    if all(is_mapped):
-        batch = [(0, *each) for each in batch]
-    elif is_mapped[0]:
-        at = n_batch
-    else:
-        at = fronted[0].ndim - len(contracted[0])
-    dimensions = tuple(contracted), tuple(batch)
-    new = {**params, "dimension_numbers": dimensions}
-    return _wide_dot.bind(*fronted, **new), at
-
-
 _wide_dot = core.Primitive("dot_general")
 _wide_dot.def_impl(dot_general_p.bind)
 _wide_dot.def_effectful_abstract_eval(dot_general_p.abstract_eval)
@@ -108,4 +78,4 @@ mlir.register_lowering(
 )
 ad.primitive_jvps[_wide_dot] = _jvp
 ad.primitive_transposes[_wide_dot] = _transpose
-batching.primitive_batchers[_wide_dot] = _batch
+batching.primitive_batchers[_wide_dot] = functools.partial(map_product, _wide_dot)

@@ -2554,4 +2554,11 @@ FAULTS = (
         "tune takes a wide product for one that it may lower",
         "test_formats_wide.py::test_tune_keeps_it_beside_the_format_that_it_searches_for",
     ),
+    Fault(
+        "jaxprs/params.py",
+        "    return jaxpr is not None and bool(structure.parts(jaxpr).eqns)\n",
+        "    return False\n",
+        "a function that is applied at an index is bound for another dtype",
+        "test_autocasting_functions.py::test_a_function_that_is_applied_at_an_index_runs_as_traced",
+    ),
 )

@@ -42,6 +42,7 @@ class Reason(enum.Enum):
     NOT_FLOAT32 = enum.auto()
     EFFECTS = enum.auto()
     OTHER_FLOATS = enum.auto()
+    APPLIES_FUNCTION = enum.auto()
     PASSES_ON = enum.auto()
     POSITION = enum.auto()
     # Its operands and its readers decide.

@@ -85,6 +85,8 @@ def decide(
         return _NOT_FLOAT32
     if not params.has_only_axis_effects(eqn):
         return Decision(Run.AS_TRACED, State.HARD, Reason.EFFECTS)
+    if params.applies_function(eqn):
+        return Decision(Run.AS_TRACED, State.HARD, Reason.APPLIES_FUNCTION)
     if _has_other_floats(eqn, rules.low_dtype):
         return Decision(Run.AS_TRACED, State.HARD, Reason.OTHER_FLOATS)
     if not has_float32_results:

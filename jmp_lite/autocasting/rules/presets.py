@@ -25,6 +25,7 @@ def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
 
         - ``"mixed"``: products in 16 bits, sensitive ops in float32.
         - ``"float8"``: ``"mixed"`` with matrix products in float8, see ``Float8``.
+        - ``"int8"``: ``"mixed"`` with matrix products in int8, for TPUs before v7.
         - ``"O0"`` to ``"O3"``: MindSpore's levels.
         - ``"torch"``: PyTorch's op lists.
         - Ascend's modes ``"must_keep_origin_dtype"``, ``"allow_fp32_to_fp16"``,
@@ -100,6 +101,7 @@ PRESETS: Mapping[str, Rules] = MappingProxyType(
     {
         "mixed": _MIXED,
         "float8": _MIXED.product("float8"),
+        "int8": _MIXED.product("int8"),
         "O0": _O0,
         "O1": Rules(default=Precision.FULL),
         "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),

@@ -272,7 +272,7 @@ def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
         if requested == LOW:
             continue
         found.setdefault(requested.name, Counter())[verdict] += 1
-        advice = requested.advice.get(verdict.code)
+        advice = requested.advice(verdict.code)
         is_named = decision.match and decision.match.source is RuleSource.SCOPE
         if advice and (is_named or not advice.is_for_scopes):
             message = advice.message or seen.row.reason

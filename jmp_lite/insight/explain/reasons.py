@@ -20,6 +20,7 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.NOT_FLOAT32: "no float32 operand or result",
         Reason.EFFECTS: "KEEP: has side effects",
         Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
+        Reason.APPLIES_FUNCTION: "KEEP: it applies a function to elements",
         Reason.PASSES_ON: "returns its operands",
         Reason.POSITION: "the operand may be a position or a phase",
         Reason.MOVES_16_BITS: "moves a 16-bit argument",

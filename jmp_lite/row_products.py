@@ -1,0 +1,98 @@
+"""Matrix products of operands that are quantized by rows.
+
+Each row of an operand has a scale: the numbers that are multiplied with one column of
+the other operand. The scales are multiplied with the result. An operand is quantized
+along the axes that a product contracts, so each product of the backward pass quantizes
+its operands anew, from 16 bits.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.casting.quantize import power_of_two_for
+from jmp_lite.jaxprs.dots import Dimensions
+from jmp_lite.jaxprs.types import Array, Dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRows:
+    """A product of operands that are quantized by rows, see ``jaxprs.dots.Form``.
+
+    Attributes:
+      lhs: the dtype of the left operand, of 8 bits.
+      rhs: the dtype of the right operand.
+      cotangent: the dtype of the cotangent of the result.
+      is_backward: whether it is a product of the backward pass.
+    """
+
+    lhs: Dtype
+    rhs: Dtype
+    cotangent: Dtype
+    is_backward: bool = False
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype in which operands are multiplied."""
+        return self.lhs
+
+    def transposed(self, side: int) -> "ByRows":
+        """Returns the form of the product that is the cotangent of an operand."""
+        other = self.rhs if side == 0 else self.lhs
+        return ByRows(self.cotangent, other, self.cotangent, is_backward=True)
+
+    def multiply(self, lhs: Array, rhs: Array, dimensions: Dimensions) -> Array:
+        """Returns the product, in the dtype of its operands."""
+        left, right = dimensions.contracted
+        numbers, scales = _quantized(lhs, left, self.lhs)
+        others, other_scales = _quantized(rhs, right, self.rhs)
+        is_integer = np.issubdtype(self.lhs, np.integer)
+        # By default a float8 kernel accumulates with fewer digits than float32.
+        is_precise = self.is_backward and not is_integer
+        product = lax.dot_general(
+            numbers,
+            others,
+            tuple(dimensions),
+            lax.Precision.HIGHEST if is_precise else None,
+            preferred_element_type=np.dtype("int32") if is_integer else lhs.dtype,
+        )
+        result = product.astype(np.float32)
+        result *= _beside(scales, dimensions, 0, product.ndim)
+        result *= _beside(other_scales, dimensions, 1, product.ndim)
+        return result.astype(lhs.dtype)
+
+
+def _quantized(
+    array: Array, contracted: tuple[int, ...], dtype: Dtype
+) -> tuple[Array, Array]:
+    """Returns an array in a dtype of 8 bits, and the scale of each row.
+
+    A row that is not finite has the scale NaN, so that no infinity becomes a finite
+    number. A row of zeros has the scale 1.
+    """
+    largest = jnp.max(jnp.abs(array), contracted, keepdims=True, initial=0)
+    if not np.issubdtype(dtype, np.integer):
+        scale = power_of_two_for(largest, float(jnp.finfo(dtype).max))
+        # Exact: a power of two.
+        return (array / scale.astype(array.dtype)).astype(dtype), scale
+    # No power of two: it would leave one of seven bits unused in half of all rows.
+    scale = largest.astype(np.float32) / np.iinfo(dtype).max
+    is_finite = jnp.isfinite(scale)
+    divisor = jnp.where((scale == 0) | ~is_finite, 1, scale)
+    numbers = lax.round(array / divisor, lax.RoundingMethod.TO_NEAREST_EVEN)
+    numbers = jnp.where(is_finite, numbers, 0).astype(dtype)
+    return numbers, jnp.where(is_finite, divisor, jnp.nan)
+
+
+def _beside(scales: Array, dimensions: Dimensions, side: int, rank: int) -> Array:
+    """Returns the scales of an operand with the axes of the result."""
+    batch, free = dimensions.batch[side], dimensions.free(side, scales.ndim)
+    order = [*batch, *free, *dimensions.contracted[side]]
+    kept = lax.transpose(scales, order)
+    shape = kept.shape[: len(batch) + len(free)]
+    if side == 0:
+        return kept.reshape(*shape, *[1] * (rank - len(shape)))
+    ones = [1] * (rank - len(shape))
+    return kept.reshape(*shape[: len(batch)], *ones, *shape[len(batch) :])
