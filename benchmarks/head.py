@@ -429,12 +429,13 @@ def _relative_error(tree: Any, exact: Any) -> float:
 def tails_table(rows: Sequence[OfTail]) -> str:
     """Returns models with their tails in float32, and in 16 bits, as text."""
     lines = [
-        f"{'':12}{'bytes / by hand':>17}{'error of the loss':>20}"
-        f"{'of the gradient':>19}  in 16 bits",
-        f"{'tail in':12}" + f"{'float32':>9}{'16 bits':>9}" * 3,
+        f"{'':12}{'bytes / by hand':>16}{'error: loss':>18}{'gradient':>18}"
+        "  in 16 bits",
+        f"{'tail in':12}{'float32':>8}{'16 bits':>8}"
+        + f"{'float32':>9}{'16 bits':>9}" * 2,
     ]
     lines += [
-        f"{row.model:12}{row.moved:>9.2f}{row.moved_low:>9.2f}{row.loss:>9.0e}"
+        f"{row.model:12}{row.moved:>8.2f}{row.moved_low:>8.2f}{row.loss:>9.0e}"
         f"{row.loss_low:>9.0e}{row.error:>9.4f}{row.error_low:>9.4f}  {row.ops}"
         for row in rows
     ]
