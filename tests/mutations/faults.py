@@ -2527,10 +2527,10 @@ FAULTS = (
         "test_formats_wide.py::test_logits_are_float32_and_all_operands_have_16_bits",
     ),
     Fault(
-        "jaxprs/wide_dot.py",
-        "        at = fronted[0].ndim - len(contracted[0])\n",
-        "        at = n_batch\n",
-        "a wide product that is mapped over its weights moves the wrong axis",
+        "jaxprs/dots.py",
+        "        at = len(dimensions.batch[0]) if left else rank - n_contracted\n",
+        "        at = len(dimensions.batch[0])\n",
+        "a product that is mapped over its weights has the new axis in the wrong place",
         "test_formats_wide.py::test_it_can_be_mapped_over_any_axes",
     ),
     Fault(
