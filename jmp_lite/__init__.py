@@ -26,7 +26,7 @@ from jmp_lite.casting.dtypes import (
     half_dtype,
 )
 from jmp_lite.casting.policy import Policy, get_policy
-from jmp_lite.formats import Float8
+from jmp_lite.formats import Float8, Format, get_format
 from jmp_lite.insight.compare.comparison import Comparison, OpError, compare
 from jmp_lite.insight.explain.explanation import Explanation, explain
 from jmp_lite.insight.report import (
@@ -84,6 +84,7 @@ __all__ = [
     "DynamicLossScale",
     "Explanation",
     "Float8",
+    "Format",
     "LossScale",
     "LossScaleError",
     "LossScalingState",
@@ -120,6 +121,7 @@ __all__ = [
     "explain",
     "first_nonfinite",
     "full_precision",
+    "get_format",
     "get_loss_scale",
     "get_policy",
     "get_rules",

@@ -1,14 +1,14 @@
 """The number formats of matrix products: which products have one, and how they run.
 
-A format is a record, an instance of ``Format``. To add one, write a subclass of
-``Format`` and an entry in ``FORMATS``; nothing else in the package has to change. Rules
-then request it by its name, for all products (``rules.product("float8")``) or for those
-in a scope (``rules.scope("mlp", "float8")``).
+A format is a record, an instance of ``NumberFormat``. To add one, write a subclass and
+an entry in ``FORMATS``; nothing else in the package has to change. Rules then request
+it by its name, for all products (``rules.product("float8")``) or for those in a scope
+(``rules.scope("mlp", "float8")``).
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from jmp_lite import quantized_products, row_products
 from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME
-from jmp_lite.jaxprs import cost, dots, params, wide_dot
+from jmp_lite.jaxprs import cost, dots, params, sharding, wide_dot
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
 
@@ -42,8 +42,8 @@ class Verdict(NamedTuple):
 
     Attributes:
       qualifies: whether it does; one that does not is ``low``.
-      code: the reason; ``Format.words`` has its words. Empty if there is nothing to
-        say, because the rule alone decides.
+      code: the reason; ``NumberFormat.words`` has its words. Empty if the rule alone
+        decides.
     """
 
     qualifies: bool = True
@@ -67,7 +67,7 @@ class Advice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
+class NumberFormat:
     """A number format of matrix products.
 
     This class itself is ``low``: operands and result are in the compute dtype, and
@@ -79,14 +79,13 @@ class Format:
         ``Precision.lowers``.
       ops: the products that rules can request it for.
       why_these_ops: a sentence on other ops, for the error message.
-      returns_float32: whether its results are float32, and not in the compute dtype.
       has_fewer_digits: whether operands lose digits that the compute dtype has.
         ``tune`` finds the products that tolerate such a format.
       saved: the ``checkpoint_name`` of values that ``jax.checkpoint`` saves in addition
         to its policy.
 
     Example:
-      >>> class Coarse(Format):
+      >>> class Coarse(NumberFormat):
       ...     def round(self, array):
       ...         return lax.reduce_precision(array, exponent_bits=5, mantissa_bits=4)
       >>> Coarse("coarse").judge(Product(None, None, ()), True, False).qualifies
@@ -97,9 +96,18 @@ class Format:
     lowers: ClassVar[bool] = True
     ops: ClassVar[tuple[str, ...]] = tuple(sorted(params.PRODUCTS))
     why_these_ops: ClassVar[str] = ""
-    returns_float32: ClassVar[bool] = False
     has_fewer_digits: ClassVar[bool] = True
     saved: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def takes_float32(self) -> bool:
+        """Whether ``round`` gets operands in float32, and not in the compute dtype."""
+        return False
+
+    @property
+    def returns_float32(self) -> bool:
+        """Whether its results are float32, and not in the compute dtype."""
+        return False
 
     def dtype(self, low: Dtype) -> Dtype:
         """Returns the dtype of operands, which ``explain`` shows.
@@ -152,7 +160,7 @@ class Format:
         return result
 
 
-LOW = Format("low")
+LOW = NumberFormat("low")
 """The format of low products for which rules request no other."""
 
 QUALIFIES = Verdict()
@@ -191,7 +199,7 @@ def _is_of_matrices(eqn: Eqn) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class WideFormat(Format):
+class WideFormat(NumberFormat):
     """The format ``wide``: operands in the compute dtype, and a float32 result.
 
     It is for products that float32 ops alone read, such as the logits of a language
@@ -201,8 +209,12 @@ class WideFormat(Format):
 
     ops = ("dot_general",)
     why_these_ops = "XLA for GPUs runs a convolution with a float32 result in float32."
-    returns_float32 = True
     has_fewer_digits = False
+
+    @property
+    def returns_float32(self) -> bool:
+        """Its results are float32."""
+        return True
 
     def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
         """Returns whether a product qualifies: only float32 ops read its result."""
@@ -302,17 +314,22 @@ def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _EightBits(Format):
+class _EightBits(NumberFormat):
     """A format of 8 bits for products of weights that are large enough.
 
     Attributes:
-      needs_bfloat16: whether the compute dtype has to be bfloat16.
       takes_batches: whether a product may have batch axes.
+      options_in_words: what makes its options, for a message.
     """
 
     ops = ("dot_general",)
-    needs_bfloat16: ClassVar[bool] = True
     takes_batches: ClassVar[bool] = False
+    options_in_words: ClassVar[str]
+
+    @property
+    def needs_bfloat16(self) -> bool:
+        """Whether the compute dtype has to be bfloat16."""
+        return True
 
     @property
     def smallest_mean(self) -> float:
@@ -364,7 +381,7 @@ class _EightBits(Format):
             return Advice(
                 f"small {self.name} product",
                 "Leave it out of the scope, or lower "
-                f"{self._options_in_words}(smallest=...)",
+                f"{self.options_in_words}smallest=...)",
                 is_for_scopes=True,
             )
         if code == "though_read_in_float32":
@@ -375,10 +392,6 @@ class _EightBits(Format):
                 "(logits, for example)",
             )
         return None
-
-    @property
-    def _options_in_words(self) -> str:
-        raise NotImplementedError
 
 
 _EIGHT_BIT_WORDS = {
@@ -398,7 +411,7 @@ class Float8Format(_EightBits):
 
     why_these_ops = "XLA has no float8 kernels for convolutions and ragged products."
     saved = (SCALE_NAME,)
-    _options_in_words = "jmp_lite.Float8"
+    options_in_words = "jmp_lite.Float8("
 
     @property
     def smallest_mean(self) -> float:
@@ -464,7 +477,7 @@ class RowsFormat(_EightBits):
 
     why_these_ops = "Operands of convolutions and ragged products have no rows."
     takes_batches = True
-    _options_in_words = "the format's own"
+    options_in_words = "jmp_lite.get_format(..., "
 
     @property
     def smallest_mean(self) -> float:
@@ -472,7 +485,7 @@ class RowsFormat(_EightBits):
         return self.smallest
 
     @property
-    def needs_bfloat16(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def needs_bfloat16(self) -> bool:
         """Whether the compute dtype has to be bfloat16."""
         return self.forward != "int8"
 
@@ -486,17 +499,149 @@ class RowsFormat(_EightBits):
     ) -> Array:
         """Returns the product; the products of its derivative are quantized too."""
         del bound
-        dtypes = (self.forward, self.forward, self.backward)
-        form = row_products.ByRows(*map(np.dtype, dtypes))
+        forward, backward = np.dtype(self.forward), np.dtype(self.backward)
+        form = row_products.ByRows(forward, forward, backward)
         return dots.bilinear_dot(product.eqn, operands, form)
+
+
+# --------------------------------------------------------------------------------- own
+
+
+@dataclasses.dataclass(frozen=True)
+class Format(NumberFormat):
+    """Your own number format: a function in place of ``lax.dot_general``.
+
+    Rules take it for all matrix products (``rules.product(format)``) or for those in a
+    scope (``rules.scope(pattern, format)``).
+
+    Attributes:
+      name: its name, which ``explain`` shows.
+      dot_general: a function with the signature of ``lax.dot_general``: two operands
+        and dimension numbers, ``precision`` and ``preferred_element_type`` by keyword.
+        Flax's ``dot_general=``, AQT and Qwix have such functions. Autocast does not
+        convert what is inside, and keeps its derivative rules.
+      operands: the dtype of its operands: ``"low"`` for the compute dtype, or
+        ``"float32"``.
+      result: the dtype to which its result is cast: ``"low"`` or ``"float32"``.
+
+    Raises:
+      TypeError: ``dot_general`` is not a function.
+      ValueError: a dtype is neither ``"low"`` nor ``"float32"``; the name is empty or
+        that of a format of this library; in a call, the result has another shape.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax import lax
+      >>> import jmp_lite as jmp
+      >>> def coarse(lhs, rhs, dimensions, precision=None, preferred_element_type=None):
+      ...     lhs = lax.reduce_precision(lhs, exponent_bits=8, mantissa_bits=3)
+      ...     return lax.dot_general(lhs, rhs, dimensions)
+      >>> rules = jmp.get_rules("mixed").product(jmp.Format("coarse", coarse))
+      >>> x = jnp.ones((8, 8))
+      >>> jmp.explain(lambda x: x @ x, rules)(x).rows[0].number_format
+      'coarse'
+    """
+
+    dot_general: Callable[..., Any]
+    operands: str = "low"
+    result: str = "low"
+
+    ops = ("dot_general",)
+    why_these_ops = "Its function has the signature of lax.dot_general."
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                "Expected the name of a format as letters, digits and underscores, got "
+                f"{self.name!r}."
+            )
+        if self.name.lower() in (*FORMATS, *_PRECISIONS):
+            raise ValueError(f"{self.name!r} is taken by this library: choose another.")
+        if not callable(self.dot_general):
+            raise TypeError(
+                "Expected dot_general as a function with the signature of "
+                f"lax.dot_general, got {self.dot_general!r}."
+            )
+        for field in ("operands", "result"):
+            if getattr(self, field) not in ("low", "float32"):
+                raise unknown_name(
+                    f"dtype for {field}", str(getattr(self, field)), ["low", "float32"]
+                )
+
+    @property
+    def takes_float32(self) -> bool:
+        """Whether its operands are float32."""
+        return self.operands == "float32"
+
+    @property
+    def returns_float32(self) -> bool:
+        """Whether its results are float32."""
+        return self.result == "float32"
+
+    def dtype(self, low: Dtype) -> Dtype:
+        """Returns the dtype of operands."""
+        return np.dtype("float32") if self.takes_float32 else low
+
+    def multiply(
+        self, product: Product, operands: Sequence[Any], bound: set[object]
+    ) -> Array:
+        """Returns what the function makes of the operands."""
+        del bound
+        dtype = np.dtype("float32") if self.returns_float32 else product.dtype
+        result = self.dot_general(
+            *operands,
+            params.dot_dimensions(product.eqn),
+            precision=None,
+            preferred_element_type=dtype,
+        )
+        expected = product.eqn.outvars[0].aval.shape
+        if getattr(result, "shape", None) != expected:
+            raise ValueError(
+                f"Expected the format {self.name!r} to return an array of shape "
+                f"{expected}, as lax.dot_general does, got "
+                f"{getattr(result, 'shape', result)}."
+            )
+        return sharding.cast(result, dtype)
+
+
+_PRECISIONS = ("low", "full", "follow", "widest", "keep", "full_inside")
+"""The names of precisions, which no format may have."""
 
 
 # ------------------------------------------------------------------------- all of them
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, NumberFormat] = {
     "float8": Float8Format("float8"),
     "float8_rows": RowsFormat("float8_rows", "float8_e4m3fn", "float8_e5m2"),
     "int8": RowsFormat("int8", "int8", "int8"),
     "wide": WideFormat("wide"),
 }
 """The formats that rules can request, by name."""
+
+
+def get_format(name: str, **options: Any) -> NumberFormat:
+    """Returns a number format of products with other options.
+
+    Args:
+      name: ``"int8"``, ``"float8_rows"``, ...
+      **options: its options. Formats of 8 bits by rows have ``smallest``, the smallest
+        harmonic mean of the sizes M, K and N of a product that qualifies.
+
+    Raises:
+      ValueError: the name or an option is unknown.
+
+    Example:
+      >>> import jmp_lite as jmp
+      >>> small_too = jmp.get_format("int8", smallest=0)
+      >>> rules = jmp.get_rules("mixed").scope("mlp", small_too)
+      >>> jmp.Rules.from_json(rules.to_json()) == rules
+      True
+    """
+    known = FORMATS.get(name)
+    if known is None:
+        raise unknown_name("format", str(name), FORMATS)
+    names = [field.name for field in dataclasses.fields(known) if field.name != "name"]
+    for option in options:
+        if option not in names:
+            raise unknown_name(f"option of {name}", option, names)
+    return dataclasses.replace(known, **options)

@@ -7,6 +7,7 @@ its operands anew, from 16 bits.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +44,9 @@ class ByRows:
         other = self.rhs if side == 0 else self.lhs
         return ByRows(self.cotangent, other, self.cotangent, is_backward=True)
 
-    def multiply(self, lhs: Array, rhs: Array, dimensions: Dimensions) -> Array:
+    def multiply(
+        self, lhs: Array, rhs: Array, dimensions: Dimensions, out_sharding: Any
+    ) -> Array:
         """Returns the product, in the dtype of its operands."""
         left, right = dimensions.contracted
         numbers, scales = _quantized(lhs, left, self.lhs)
@@ -54,9 +57,10 @@ class ByRows:
         product = lax.dot_general(
             numbers,
             others,
-            tuple(dimensions),
+            (dimensions.contracted, dimensions.batch),
             lax.Precision.HIGHEST if is_precise else None,
             preferred_element_type=np.dtype("int32") if is_integer else lhs.dtype,
+            out_sharding=out_sharding,
         )
         result = product.astype(np.float32)
         result *= _beside(scales, dimensions, 0, product.ndim)
@@ -81,7 +85,8 @@ def _quantized(
     scale = largest.astype(np.float32) / np.iinfo(dtype).max
     is_finite = jnp.isfinite(scale)
     divisor = jnp.where((scale == 0) | ~is_finite, 1, scale)
-    numbers = lax.round(array / divisor, lax.RoundingMethod.TO_NEAREST_EVEN)
+    ratio = array.astype(np.float32) / divisor
+    numbers = lax.round(ratio, lax.RoundingMethod.TO_NEAREST_EVEN)
     numbers = jnp.where(is_finite, numbers, 0).astype(dtype)
     return numbers, jnp.where(is_finite, divisor, jnp.nan)
 
@@ -90,9 +95,8 @@ def _beside(scales: Array, dimensions: Dimensions, side: int, rank: int) -> Arra
     """Returns the scales of an operand with the axes of the result."""
     batch, free = dimensions.batch[side], dimensions.free(side, scales.ndim)
     order = [*batch, *free, *dimensions.contracted[side]]
-    kept = lax.transpose(scales, order)
-    shape = kept.shape[: len(batch) + len(free)]
-    if side == 0:
-        return kept.reshape(*shape, *[1] * (rank - len(shape)))
-    ones = [1] * (rank - len(shape))
-    return kept.reshape(*shape[: len(batch)], *ones, *shape[len(batch) :])
+    n_kept = len(batch) + len(free)
+    contracted = range(n_kept, scales.ndim)
+    kept = lax.squeeze(lax.transpose(scales, order), contracted)
+    first = n_kept if side == 0 else len(batch)
+    return lax.expand_dims(kept, range(first, first + rank - n_kept))

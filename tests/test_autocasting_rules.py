@@ -266,7 +266,7 @@ BAD_EDITS = {
     ),
     "a preset": (
         lambda r: get_rules("mixd"),
-        "Unknown preset 'mixd'.*mean 'mixed'.*one of mixed, float8, O0",
+        "Unknown preset 'mixd'.*mean 'mixed'.*one of mixed, float8, int8, O0",
     ),
     "a level": (lambda r: get_rules("O4"), "Unknown preset 'O4'.*O0, O1, O2, O3"),
     "8 bits to compute in": (

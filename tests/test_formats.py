@@ -17,7 +17,7 @@ from jmp_lite import formats
 from jmp_lite.autocasting.rules.presets import PRESETS
 
 ADDITION = '''
-class Toy(Format):
+class Toy(NumberFormat):
     """Operands of ten bits: a sign, five bits of exponent, four of mantissa."""
 
     def judge(self, product, is_last, is_named):

@@ -17,7 +17,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 # Each room imports from itself and those before it in this list ...
 ORDER = (
-    *("casting", "jaxprs", "ops", "quantized_products", "formats"),
+    *("casting", "jaxprs", "ops", "quantized_products", "row_products", "formats"),
     *("autocasting", "insight", "scaling", "train", "linen", "nnx"),
 )
 # ... except for these.
@@ -175,7 +175,7 @@ def test_one_room_alone_reads_what_is_inside_of_equations(module):
 
 
 # The files that make primitives of their own have the parameters of JAX's.
-PRIMITIVES = ("gathers.py", "wide_dot.py")
+PRIMITIVES = ("dots.py", "gathers.py", "wide_dot.py")
 BINDING = ("structure.py", "params.py", "custom_rules.py", "coming.py", *PRIMITIVES)
 
 

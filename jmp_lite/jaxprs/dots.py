@@ -123,8 +123,17 @@ class Form(Protocol):
         """The dtype in which operands are multiplied."""
         ...
 
-    def multiply(self, lhs: Array, rhs: Array, dimensions: Dimensions) -> Array:
-        """Returns the product, in the dtype of its operands."""
+    def multiply(
+        self, lhs: Array, rhs: Array, dimensions: Dimensions, out_sharding: Any
+    ) -> Array:
+        """Returns the product, in the dtype of its operands.
+
+        Args:
+          lhs: the left operand.
+          rhs: the right operand.
+          dimensions: their axes.
+          out_sharding: the sharding of the result, as for ``dot_general``.
+        """
         ...
 
     def transposed(self, side: int) -> "Form":
@@ -155,7 +164,7 @@ def dimensions_of(params: Any) -> Dimensions:
 
 
 def _multiply(lhs: Array, rhs: Array, *, form: Form, **params: Any) -> Array:
-    return form.multiply(lhs, rhs, dimensions_of(params))
+    return form.multiply(lhs, rhs, dimensions_of(params), params["out_sharding"])
 
 
 def _type(lhs: Any, rhs: Any, *, form: Form, **params: Any) -> Any:

@@ -36,9 +36,9 @@ def spread(array: Array, axes: Sequence[int], aval: Aval) -> Any:
 def in_order(aval: Aval, axes: Sequence[int]) -> Any:
     """Returns the sharding of an array with the axes of a type in another order.
 
-    None if the type states no sharding.
+    None if there is no mesh.
     """
-    if not is_type_sharded(aval):
+    if aval.sharding.mesh.empty:
         return None
     spec = aval.sharding.spec
     return aval.sharding.update(spec=jax.P(*(spec[axis] for axis in axes)))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, State
 from jmp_lite.autocasting.rules.match import RuleMatch
-from jmp_lite.formats import LOW, QUALIFIES, Format, Verdict
+from jmp_lite.formats import LOW, QUALIFIES, NumberFormat, Verdict
 from jmp_lite.jaxprs.types import Dtype, Eqn
 
 
@@ -121,12 +121,12 @@ class Decision:
     leader: Operand | None = None
     match: RuleMatch | None = None
     within: str = ""
-    requested: Format = LOW
+    requested: NumberFormat = LOW
     verdict: Verdict = QUALIFIES
     held: Dtype | None = None
 
     @property
-    def number_format(self) -> Format:
+    def number_format(self) -> NumberFormat:
         """The number format of a low product."""
         return self.requested if self.verdict.qualifies else LOW
 

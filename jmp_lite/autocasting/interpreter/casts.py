@@ -18,7 +18,7 @@ from jmp_lite.autocasting.decide.facts import (
 )
 from jmp_lite.autocasting.decide.given import Given
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.formats import Format
+from jmp_lite.formats import NumberFormat
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Literal, Var
 
@@ -95,12 +95,13 @@ class Casts:
         array = self.low(value) if state is State.LOW else self.full(value)
         return Value(array, state, origin=value.origin)
 
-    def rounded(self, value: Value, number_format: Format) -> Any:
+    def rounded(self, value: Value, number_format: NumberFormat) -> Any:
         """Returns a value as an operand of a product in a number format."""
+        cast = self.full if number_format.takes_float32 else self.low
         if not value.kind.is_cast_once:
-            return number_format.round(self.low(value))
+            return number_format.round(cast(value))
         if number_format not in value.rounded:  # Once for all uses, as its cast.
-            value.rounded[number_format] = number_format.round(self.low(value))
+            value.rounded[number_format] = number_format.round(cast(value))
         return value.rounded[number_format]
 
     def cast(self, array: Array, saturates: bool = False) -> Array:

@@ -14,7 +14,7 @@ from jmp_lite.autocasting.decide.facts import Kind, Origin, State
 from jmp_lite.autocasting.decide.result import kind_of_result, state_of_result
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.formats import Format, Product
+from jmp_lite.formats import NumberFormat, Product
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Var
@@ -157,7 +157,7 @@ def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
 
 
 def _product(
-    casts: Casts, eqn: Eqn, operands: Sequence[Value], number_format: Format
+    casts: Casts, eqn: Eqn, operands: Sequence[Value], number_format: NumberFormat
 ) -> Array:
     weights = tuple(value.kind is Kind.GIVEN for value in operands)
     rounded = [casts.rounded(value, number_format) for value in operands[:2]]

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, Spec, State
-from jmp_lite.formats import Format
+from jmp_lite.formats import NumberFormat
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
@@ -41,7 +41,7 @@ class Value:
     cast: Any = None
     raised: Any = None
     is_shared: bool = False
-    rounded: dict[Format, Any] = dataclasses.field(default_factory=dict)
+    rounded: dict[NumberFormat, Any] = dataclasses.field(default_factory=dict)
     origin: Origin = None
     lineage: Lineage | None = None
     root: object = None

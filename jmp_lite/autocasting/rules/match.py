@@ -1,14 +1,16 @@
 """The rule that decides an op at a path, and the precision that it names."""
 
+import dataclasses
 import enum
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from jmp_lite import formats
 from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
-from jmp_lite.formats import Format
+from jmp_lite.formats import NumberFormat
 from jmp_lite.ops import Precision
 
-AnyPrecision: TypeAlias = Precision | Format
+AnyPrecision: TypeAlias = Precision | NumberFormat
 """What a rule names: a precision, or a number format without a ``Precision``."""
 
 
@@ -43,22 +45,51 @@ class RuleMatch(NamedTuple):
     name: str
 
 
-def format_of(precision: AnyPrecision) -> Format | None:
+def format_of(precision: AnyPrecision) -> NumberFormat | None:
     """Returns the number format of products that a precision is, or None."""
-    if isinstance(precision, Format):
+    if isinstance(precision, NumberFormat):
         return precision
     return formats.FORMATS.get(precision.value)
 
 
 def name_of(precision: AnyPrecision) -> str:
     """Returns the name of a precision, in lower case as in rules."""
-    return precision.name if isinstance(precision, Format) else precision.value
+    return precision.name if isinstance(precision, NumberFormat) else precision.value
 
 
-def parse_precision(precision: AnyPrecision | str) -> AnyPrecision:
+def in_json(precision: AnyPrecision) -> Any:
+    """Returns a precision for JSON: its name, and options of its own.
+
+    Raises:
+      ValueError: JSON cannot describe the format.
+    """
+    if not isinstance(precision, NumberFormat):
+        return precision.value
+    known = formats.FORMATS.get(precision.name)
+    if type(known) is not type(precision):
+        raise ValueError(
+            f"The format {precision.name!r} cannot be written as JSON, because it is "
+            "not one of this library's. Write the rules without it, and add it to "
+            "those that you read: rules.scope(pattern, format)."
+        )
+    names = [field.name for field in dataclasses.fields(precision)]
+    options = {
+        name: getattr(precision, name)
+        for name in names
+        if getattr(precision, name) != getattr(known, name)
+    }
+    return {"format": precision.name, **options} if options else precision.name
+
+
+def parse_precision(
+    precision: "AnyPrecision | str | Mapping[str, Any]",
+) -> AnyPrecision:
     """Returns the precision for a name, in upper or lower case."""
     if isinstance(precision, AnyPrecision):
         return precision
+    if isinstance(precision, Mapping):  # As ``in_json`` writes it.
+        options = {**precision}
+        return formats.get_format(options.pop("format", ""), **options)
     members = {member.value: member for member in Precision}
     names: dict[str, AnyPrecision] = {**formats.FORMATS, **members}
     name = str(precision).lower()

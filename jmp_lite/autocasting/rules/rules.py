@@ -21,12 +21,13 @@ from jmp_lite.autocasting.rules.match import (
     RuleMatch,
     RuleSource,
     format_of,
+    in_json,
     name_of,
     parse_precision,
 )
 from jmp_lite.autocasting.rules.serialization import fields_in_json
 from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
-from jmp_lite.formats import FORMATS, Float8, Float8Format, Format
+from jmp_lite.formats import FORMATS, Float8, Float8Format, NumberFormat
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.ops import (
     EDITABLE,
@@ -373,9 +374,9 @@ class Rules:
         return json.dumps(
             {
                 "compute_dtype": _name_of(self.compute_dtype),
-                "ops": {op: name_of(precision) for op, precision in self.ops},
-                "default": name_of(self.default),
-                "scopes": [[pattern, name_of(p)] for pattern, p in self.scopes],
+                "ops": {op: in_json(precision) for op, precision in self.ops},
+                "default": in_json(self.default),
+                "scopes": [[pattern, in_json(p)] for pattern, p in self.scopes],
                 "carries": [list(carry) for carry in self.carries],
                 "passes": list(self.passes),
                 "float8_format": dataclasses.asdict(self.float8_format),
@@ -452,14 +453,14 @@ def _leaves_ops(rules: Rules, precision: Precision) -> bool:
     return follow or not _BY_TABLE[precision] <= named
 
 
-def format_in(rules: Rules, precision: AnyPrecision) -> Format | None:
+def format_in(rules: Rules, precision: AnyPrecision) -> NumberFormat | None:
     """Returns the number format that a precision is, with the options of the rules."""
     if precision is Precision.FLOAT8:
         return Float8Format("float8", rules.float8_format)
     return format_of(precision)
 
 
-def requested_formats(rules: Rules) -> Mapping[Format, AnyPrecision]:
+def requested_formats(rules: Rules) -> Mapping[NumberFormat, AnyPrecision]:
     """Returns the number formats that rules request, and how the rules name them."""
     precisions = [precision for _, precision in (*rules.ops, *rules.scopes)]
     found = ((format_in(rules, precision), precision) for precision in precisions)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jmp_lite.autocasting.rules.match import AnyPrecision, name_of
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
-from jmp_lite.formats import Format
+from jmp_lite.formats import NumberFormat
 from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.tune.candidates import NUMBER, without_numbers
 from jmp_lite.insight.tune.measure import Error, in_words
@@ -176,7 +176,7 @@ def _names(names: Sequence[str]) -> str:
 
 def _plain(value: Any) -> Any:
     """Returns a value with JSON types only."""
-    if isinstance(value, Precision | Format):
+    if isinstance(value, Precision | NumberFormat):
         return name_of(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

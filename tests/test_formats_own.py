@@ -1,0 +1,206 @@
+"""Your own number format: a function in place of ``lax.dot_general``."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import equations, relative_error
+from jax import lax
+from weight_products import LAYERS, PROGRAMS, SMALL, V, W, X, net
+
+import jmp_lite as jmp
+from jmp_lite.formats import FORMATS
+
+MIXED = jmp.get_rules("mixed")
+
+
+def coarse(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
+    """Multiplies operands of a few bits."""
+    assert precision is None
+    lhs, rhs = (lax.reduce_precision(x, 8, 3) for x in (lhs, rhs))
+    return lax.dot_general(
+        lhs, rhs, dimension_numbers, preferred_element_type=preferred_element_type
+    )
+
+
+COARSE = jmp.Format("coarse", coarse)
+RULES = MIXED.product(COARSE)
+
+
+def rows_of(fun, rules, *args):
+    rows = jmp.explain(fun, rules)(*args).rows
+    return [row for row in rows if row.op == "dot_general"]
+
+
+def test_it_is_for_all_products_or_for_a_scope_and_explain_shows_it():
+    for rules, found in (
+        (RULES, ["coarse", "coarse"]),
+        (MIXED.scope("first", COARSE), ["coarse", "low"]),
+    ):
+
+        def fun(x, w, v):
+            with jax.named_scope("first"):
+                x = jnp.tanh(x @ w)
+            return x @ v
+
+        rows = rows_of(fun, rules, X, W, V)
+        assert [row.number_format for row in rows] == found
+        assert {row.precision for row in rows} == {"bfloat16"}
+        text = str(jmp.explain(fun, rules)(X, W, V))
+        assert text.count("bfloat16, coarse") == found.count("coarse")
+        assert "COARSE: " in text
+        low, own = (jax.jit(jmp.autocast(fun, r))(X, W, V) for r in ("mixed", rules))
+        assert 0.01 < relative_error(own, low) < 0.1
+
+
+def seen_by(**options):
+    """Returns the operands and the result that a format sees."""
+    seen = []
+
+    def recording(lhs, rhs, *args, preferred_element_type, **kwargs):
+        seen.append((lhs.dtype.name, rhs.dtype.name, preferred_element_type.name))
+        return lax.dot_general(lhs, rhs, *args, **kwargs)
+
+    rules = MIXED.product(jmp.Format("recording", recording, **options))
+    row = rows_of(lambda x, w: jnp.exp(x @ w), rules, X, W)[0]
+    return seen[0], row.precision, row.bytes_run / row.bytes_traced
+
+
+def test_its_operands_and_its_result_are_low_unless_it_says_float32():
+    low, full = "bfloat16", "float32"
+    assert seen_by() == ((low, low, low), low, 0.5)
+    assert seen_by(operands="float32") == ((full, full, low), full, 0.5)
+    assert seen_by(result="float32") == ((low, low, full), low, 1.0)
+    both = seen_by(operands="float32", result="float32")
+    assert both == ((full, full, full), full, 1.0)
+
+
+def test_its_own_derivative_stays_and_it_is_not_converted_inside():
+    @jax.custom_vjp
+    def product(lhs, rhs):
+        return jnp.sum(jnp.exp(lhs[:, :, None] + 0 * rhs[None]), 1)
+
+    def forward(lhs, rhs):
+        return product(lhs, rhs), (lhs, rhs)
+
+    def backward(residuals, _):
+        return jax.tree.map(lambda x: jnp.full_like(x, 7), residuals)
+
+    product.defvjp(forward, backward)
+
+    def own(lhs, rhs, *_, **__):
+        return product(lhs, rhs)
+
+    low = jmp.autocast(lambda x, w: x @ w, MIXED.product(jmp.Format("own", own)))
+    eqns = list(equations(jax.make_jaxpr(low)(X, W).jaxpr))
+    (exp,) = (e for e in eqns if e.primitive.name == "exp")
+    assert exp.outvars[0].aval.dtype == jnp.bfloat16
+    grads = jax.grad(lambda *args: jnp.sum(low(*args)), (0, 1))(X, W)
+    assert all(np.all(grad == 7) for grad in grads)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_flow_through_it_in_every_program(name):
+    fun = PROGRAMS[name]
+    exact, own = (
+        jax.jit(jax.grad(f, (0, 1)))(SMALL, LAYERS)
+        for f in (fun, jmp.autocast(fun, RULES))
+    )
+    assert relative_error(own, exact) < 0.2
+    mapped = jax.vmap(jmp.autocast(fun, RULES), (0, None))(
+        jnp.stack([SMALL] * 2), LAYERS
+    )
+    np.testing.assert_allclose(*mapped, rtol=1e-5)
+
+
+def test_a_model_that_knows_nothing_of_it_has_it():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(48, name="head")(nn.gelu(nn.Dense(64, name="up")(x)))
+
+    params = Model().init(jax.random.key(0), X)
+    rules = MIXED.scope("up", COARSE)
+    rows = rows_of(Model().apply, rules, params, X)
+    assert [(row.scope, row.number_format) for row in rows] == [
+        ("Model/up", "coarse"),
+        ("Model/head", "low"),
+    ]
+    theirs = nn.Dense(64, dot_general=coarse, dtype="bfloat16", name="up")
+    own = jmp.autocast(lambda p, x: nn.Dense(64, name="up").apply(p, x), RULES)
+    up = {"params": params["params"]["up"]}
+    with jax.numpy_dtype_promotion("standard"):
+        expected = theirs.apply(up, X)
+    np.testing.assert_allclose(own(up, X), expected, rtol=0.02, atol=0.02)
+
+
+def test_rules_with_it_are_values_and_cannot_go_to_json():
+    assert hash(RULES) == hash(MIXED.product(jmp.Format("coarse", coarse)))
+    assert MIXED.product(jmp.Format("coarse", coarse)) == RULES
+    assert MIXED.product(jmp.Format("coarse", lax.dot_general)) != RULES
+    message = r"'coarse' cannot be written as JSON.*rules.scope\(pattern, format\)"
+    for rules in (RULES, MIXED.scope("mlp", COARSE)):
+        with pytest.raises(ValueError, match=message):
+            rules.to_json()
+
+
+def test_marks_and_rules_for_scopes_come_before_it():
+    def fun(x, w, v):
+        with jmp.full_precision():
+            x = jnp.tanh(x @ w)
+        with jax.named_scope("low"):
+            return x @ v
+
+    rows = rows_of(fun, RULES.scope("low", "low"), X, W, V)
+    assert [row.precision for row in rows] == ["float32", "bfloat16"]
+    assert [row.number_format for row in rows] == ["", "low"]
+    assert rows_of(jmp.autocast(net, "O0"), RULES, X, W, V)[0].number_format == ""
+
+
+def test_compare_and_tune_take_it():
+    comparison = jmp.compare(net, RULES)(X, W, V)
+    assert comparison.errors["result"] > 2 * jmp.compare(net)(X, W, V).errors["result"]
+    quiet = lambda line: None
+    error = jmp.tune(net, (X, W, V), 1.0, RULES, progress=quiet).report.error.largest
+    found = jmp.tune(net, (X, W, V), error / 4, RULES, progress=quiet)
+    formats = [row.number_format for row in rows_of(net, found, X, W, V)]
+    assert formats == ["low", "low"]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: jmp.Format("", coarse), ValueError, "letters, digits and underscor"),
+        (lambda: jmp.Format("a b", coarse), ValueError, "got 'a b'"),
+        (lambda: jmp.Format("int8", coarse), ValueError, "taken by this library"),
+        (lambda: jmp.Format("full", coarse), ValueError, "taken by this library"),
+        (lambda: jmp.Format("own", "aqt"), TypeError, "a function.*got 'aqt'"),
+        (lambda: jmp.Format("own", coarse, "half"), ValueError, "one of low, float32"),
+        (lambda: jmp.Format("own", coarse, result="f32"), ValueError, "for result 'f3"),
+        (lambda: MIXED._with_ops(["exp"], COARSE), ValueError, "'exp' cannot be COAR"),
+        (lambda: jmp.get_format("int7"), ValueError, "'int7'.*Did you mean 'int8'"),
+        (
+            lambda: jmp.get_format("int8", smalest=0),
+            ValueError,
+            "option of int8 'smalest'.*'smallest'",
+        ),
+        (lambda: jmp.get_format("coarse"), ValueError, "Unknown format 'coarse'"),
+    ],
+)
+def test_a_bad_format_gets_an_error_that_says_what_to_write(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("bad", [lambda *a, **k: jnp.ones(3), lambda *a, **k: None])
+def test_a_result_of_another_shape_is_an_error_that_names_the_format(bad):
+    rules = MIXED.product(jmp.Format("bad", bad))
+    with pytest.raises(ValueError, match=r"format 'bad' to return.*\(32, 64\)"):
+        jmp.autocast(lambda x, w: x @ w, rules)(X, W)
+
+
+def test_its_name_is_not_one_of_the_library_s():
+    assert "coarse" not in FORMATS
+    with pytest.raises(ValueError, match="Unknown precision 'coarse'"):
+        MIXED.scope("mlp", "coarse")

@@ -1,0 +1,101 @@
+"""Programs of products with weights, and derivatives, for tests of number formats."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (32, 48))
+W = jax.random.normal(KEYS[1], (48, 64)) / 7
+V = jax.random.normal(KEYS[2], (64, 48)) / 8
+LAYERS = jnp.stack([W[:, :48], W[:, 16:], V[:48]])
+
+
+def net(x, w, v):
+    return jnp.tanh(x @ w) @ v
+
+
+def block(x, w, v):
+    """A product whose result a later product reads, and one that a norm reads."""
+    return jnp.sum(jnp.tanh(net(x, w, v) @ w) ** 2)
+
+
+def layers(x, ws):
+    """A stack of layers, and a head that is no later product's operand."""
+    body = lambda h, w: (jnp.tanh(h @ w), None)
+    return jnp.sum((lax.scan(body, x, ws)[0] @ ws[0]) ** 2)
+
+
+def again(policy):
+    def fun(x, ws):
+        body = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None), policy=policy)
+        return jnp.sum((lax.scan(body, x, ws)[0] @ ws[0]) ** 2)
+
+    return fun
+
+
+def written_out(x, ws):
+    for w in ws:
+        x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, w)
+    return jnp.sum((x @ ws[0]) ** 2)
+
+
+def branching(x, ws):
+    h = lax.cond(x[0, 0] > 9, lambda w: x @ w, lambda w: jnp.tanh(x @ w), ws[0])
+    return jnp.sum((h @ ws[1]) ** 2)
+
+
+def looping(x, ws):
+    """A while loop has no derivative backward, and one forward."""
+    body = lambda i, h: jnp.tanh(h @ ws[i])
+    n = jnp.where(x[0, 0] > 9, 1, 2)
+    return jnp.sum((lax.fori_loop(0, n, body, x) @ ws[0]) ** 2)
+
+
+@jax.custom_vjp
+def clipped(h):
+    return h
+
+
+clipped.defvjp(lambda h: (h, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+def with_a_custom_rule(x, ws):
+    return jnp.sum((clipped(jnp.tanh(clipped(x @ ws[0]) @ ws[1])) @ ws[2]) ** 2)
+
+
+def mapped_inside(x, ws):
+    one = lambda row: jnp.tanh(jnp.tanh(row @ ws[0]) @ ws[1])
+    return jnp.sum((jax.vmap(one)(x) @ ws[2]) ** 2)
+
+
+PROGRAMS = {
+    "a scan": layers,
+    "remat in a scan": again(None),
+    "remat, products kept": again(jax.checkpoint_policies.dots_saveable),
+    "remat, all kept": again(jax.checkpoint_policies.everything_saveable),
+    "remat, written out": written_out,
+    "a branch": branching,
+    "a custom rule": with_a_custom_rule,
+    "vmap inside": mapped_inside,
+}
+SMALL = X @ W[:, :48] / 4
+DIRECTION = jax.random.normal(KEYS[3], SMALL.shape)
+
+TRANSFORMS = {
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "jvp": lambda f: lambda x, ws: jax.jvp(f, (x, ws), (DIRECTION, ws)),
+    "vmap of grad": lambda f: jax.vmap(
+        lambda x, ws: jax.grad(f, 1)(x, ws), in_axes=(0, None)
+    ),
+    "grad of vmap": lambda f: jax.grad(
+        lambda x, ws: jnp.sum(jax.vmap(f, in_axes=(0, None))(x, ws)), 1
+    ),
+    "forward over reverse": lambda f: (
+        lambda x, ws: jax.jvp(lambda x: jax.grad(f, 1)(x, ws), (x,), (DIRECTION,))
+    ),
+    "reverse over reverse": lambda f: jax.grad(
+        lambda x, ws: jnp.sum(jax.grad(f, 1)(x, ws) ** 2)
+    ),
+    "linearize": lambda f: lambda x, ws: jax.linearize(f, x, ws)[1](DIRECTION, ws),
+}
