@@ -204,3 +204,39 @@ def test_its_name_is_not_one_of_the_library_s():
     assert "coarse" not in FORMATS
     with pytest.raises(ValueError, match="Unknown precision 'coarse'"):
         MIXED.scope("mlp", "coarse")
+
+
+def aqt_product():
+    config = pytest.importorskip("aqt.jax.v2.config")
+
+    def product(lhs, rhs, dimension_numbers, **_):
+        every = config.fully_quantized(
+            fwd_bits=8, bwd_bits=8, use_stochastic_rounding=False
+        )
+        return config.set_context(every, None, None)(lhs, rhs, dimension_numbers)
+
+    return product
+
+
+def qwix_product():
+    qwix = pytest.importorskip("qwix._src.core.dot_general_qt")
+    names = ("lhs_qtype", "rhs_qtype", "dlhs_grad_qtype", "drhs_grad_qtype")
+    config = qwix.DotGeneralQtConfig(**dict.fromkeys(names, jnp.int8))
+    return lambda lhs, rhs, dims, **_: qwix.dot_general_qt(lhs, rhs, dims, config)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("make", [aqt_product, qwix_product])
+def test_products_of_other_libraries_run_in_a_model_that_knows_nothing_of_them(make):
+    """With aqtp 0.9.0 and qwix 0.1.8, for example."""
+    rules = MIXED.product(jmp.Format("theirs", make()))
+    low, loss = jmp.autocast(net, rules), lambda f: lambda *a: jnp.sum(f(*a) ** 2)
+    exact, found = (jax.jit(jax.grad(loss(f), (0, 1, 2)))(X, W, V) for f in (net, low))
+    assert relative_error(found, exact) < 0.05
+    eqns = equations(jax.make_jaxpr(jax.grad(loss(low), (0, 1, 2)))(X, W, V).jaxpr)
+    dtypes = [
+        {var.aval.dtype.name for var in eqn.invars[:2]}
+        for eqn in eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert dtypes.count({"int8"}) == 6
