@@ -76,6 +76,17 @@ def test_its_operands_and_its_result_are_low_unless_it_says_float32():
     assert both == ((full, full, full), full, 1.0)
 
 
+def test_a_result_is_cast_to_the_dtype_that_the_format_says():
+    exact = lambda lhs, rhs, dims, **_: lax.dot_general(
+        lhs.astype("float32"), rhs.astype("float32"), dims
+    )
+    for result in ("low", "float32"):
+        rules = MIXED.product(jmp.Format("exact", exact, result=result))
+        out = jax.jit(jmp.autocast(lambda x, w: x @ w, rules))(X, W)
+        is_rounded = bool(jnp.all(out == out.astype("bfloat16").astype("float32")))
+        assert is_rounded == (result == "low")
+
+
 def test_its_own_derivative_stays_and_it_is_not_converted_inside():
     @jax.custom_vjp
     def product(lhs, rhs):

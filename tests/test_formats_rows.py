@@ -216,6 +216,13 @@ def test_rows_of_zeros_and_rows_of_tiny_numbers_keep_their_digits(name):
         assert relative_error(found[i], exact[i]) < ERROR[name]
 
 
+@BOTH
+def test_a_row_of_zeros_divides_nothing_by_zero(name):
+    with jax.debug_nans(True):
+        out = autocast(lambda x, w, v: jnp.abs(x @ w) @ v, name)(0 * X, W, V)
+    np.testing.assert_array_equal(out, 0)
+
+
 # ----------------------------------------------------------------------------- insight
 
 
