@@ -139,9 +139,44 @@ _V5E = Target(
         ("f32", "highest"): 197e12 / 6,
     },
 )
-_TARGETS = {"h100": H100, "v5e": _V5E, "b200": _B200}
+# From their data sheets, for one chip.
+_V6E = Target(
+    topology="v6e:2x2",
+    needs=_V5E.needs,
+    compiler_options={},
+    bandwidth=1640e9,
+    flops=_V5E.flops
+    | {
+        ("s8", "default"): 1836e12,
+        ("bf16", "default"): 918e12,
+        ("f16", "default"): 918e12,
+        ("f32", "default"): 918e12,
+        ("f32", "high"): 918e12 / 3,
+        ("f32", "highest"): 918e12 / 6,
+    },
+)
+_TPU7X = Target(
+    topology="tpu7x:2x2x1",
+    needs=_V5E.needs,
+    compiler_options={},
+    bandwidth=7380e9,
+    flops={
+        ("f8", "default"): 4614e12,
+        ("s8", "default"): 4614e12,
+        ("bf16", "default"): 2307e12,
+        ("f16", "default"): 2307e12,
+        ("f32", "default"): 2307e12,
+        ("f32", "high"): 2307e12 / 3,
+        ("f32", "highest"): 2307e12 / 6,
+    },
+)
+_TARGETS = {"h100": H100, "v5e": _V5E, "b200": _B200, "v6e": _V6E, "tpu7x": _TPU7X}
 TARGETS = ("h100", "v5e")
-"""Those that every table has a column of; "b200" is compiled for where it is named."""
+"""Those that every table has a column of; others are compiled for where named."""
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_NO_ESTIMATE = 10**12
 
 
 @dataclass(frozen=True)
@@ -175,6 +210,16 @@ class Program:
     def unknown_loops(self) -> tuple[str, ...]:
         """The loops whose number of trips depends on values."""
         return unknown_loops(self.module)
+
+    @property
+    def cycles(self) -> int:
+        """The cycles of all instructions, as the compiler for TPUs estimates them.
+
+        It has no estimate of a few instructions, and writes a huge number instead.
+        Those count as nothing.
+        """
+        found = map(int, _CYCLES.findall(self.text))
+        return sum(cycles for cycles in found if cycles < _NO_ESTIMATE)
 
     @property
     def peak_memory(self) -> int:

@@ -285,12 +285,7 @@ class Float8:
     def __post_init__(self) -> None:
         _check_format("forward", self.forward, _FORWARD)
         _check_format("backward", self.backward, _BACKWARD)
-        smallest: Any = self.smallest
-        is_number = isinstance(smallest, int | float) and smallest >= 0
-        if not is_number or isinstance(smallest, bool):
-            raise ValueError(
-                f"Expected a number of at least 0 for smallest, got {self.smallest!r}."
-            )
+        _check_smallest(self.smallest)
 
     @property
     def forward_dtype(self) -> np.dtype[Any]:
@@ -306,6 +301,14 @@ class Float8:
 _FORWARD = ("e4m3fn", "e4m3fnuz")
 
 _BACKWARD = ("e5m2", "e5m2fnuz", *_FORWARD)
+
+
+def _check_smallest(smallest: Any) -> None:
+    is_number = isinstance(smallest, int | float) and smallest >= 0
+    if not is_number or isinstance(smallest, bool):
+        raise ValueError(
+            f"Expected a number of at least 0 for smallest, got {smallest!r}."
+        )
 
 
 def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
@@ -471,13 +474,22 @@ class RowsFormat(_EightBits):
       smallest: the smallest harmonic mean of the sizes M, K and N, see ``Float8``.
     """
 
-    forward: str = "int8"
-    backward: str = "int8"
-    smallest: float = 2000
+    forward: str
+    backward: str
+    smallest: float
 
     why_these_ops = "Operands of convolutions and ragged products have no rows."
     takes_batches = True
     options_in_words = "jmp_lite.get_format(..., "
+
+    def __post_init__(self) -> None:
+        is_int8 = self.name == "int8"
+        for field, accepted in (("forward", _FORWARD), ("backward", _BACKWARD)):
+            names = ["int8"] if is_int8 else [f"float8_{each}" for each in accepted]
+            if getattr(self, field) not in names:
+                given = str(getattr(self, field))
+                raise unknown_name(f"{field} dtype of {self.name}", given, names)
+        _check_smallest(self.smallest)
 
     @property
     def smallest_mean(self) -> float:
@@ -612,8 +624,12 @@ _PRECISIONS = ("low", "full", "follow", "widest", "keep", "full_inside")
 
 FORMATS: dict[str, NumberFormat] = {
     "float8": Float8Format("float8"),
-    "float8_rows": RowsFormat("float8_rows", "float8_e4m3fn", "float8_e5m2"),
-    "int8": RowsFormat("int8", "int8", "int8"),
+    # Below these sizes, quantization costs what the product gains: on an H100 for
+    # float8, and on a TPU v5e for int8.
+    "float8_rows": RowsFormat(
+        "float8_rows", "float8_e4m3fn", "float8_e5m2", smallest=3000
+    ),
+    "int8": RowsFormat("int8", "int8", "int8", smallest=4000),
     "wide": WideFormat("wide"),
 }
 """The formats that rules can request, by name."""

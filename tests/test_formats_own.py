@@ -197,6 +197,21 @@ def test_compare_and_tune_take_it():
             "option of int8 'smalest'.*'smallest'",
         ),
         (lambda: jmp.get_format("coarse"), ValueError, "Unknown format 'coarse'"),
+        (
+            lambda: jmp.get_format("int8", smallest="all"),
+            ValueError,
+            "at least 0 for smallest, got 'all'",
+        ),
+        (
+            lambda: jmp.get_format("float8_rows", backward="int8"),
+            ValueError,
+            "backward dtype of float8_rows 'int8'.*float8_e5m2",
+        ),
+        (
+            lambda: jmp.get_format("int8", forward="int4"),
+            ValueError,
+            "forward dtype of int8 'int4'",
+        ),
     ],
 )
 def test_a_bad_format_gets_an_error_that_says_what_to_write(make, error, message):

@@ -1,0 +1,124 @@
+"""Which number format of matrix products gains how much on which chip.
+
+The gradient of two residual MLP blocks and a head, for 8,192 tokens, compiled for each
+chip with each format, beside 16 bits. For GPUs it is the least time of the kernels, for
+TPUs the cycles that the compiler estimates. Exact: no clock, no device. Nobody has
+timed these programs.
+
+    .venv/bin/python -m benchmarks.formats --json benchmarks/results
+"""
+
+import argparse
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jmp_lite as jmp
+from benchmarks.compiled import Program, compile_for, missing
+from benchmarks.float8 import mlp
+from benchmarks.report import stamp, write
+
+CHIPS = ("h100", "b200", "v5e", "v6e", "tpu7x")
+WIDTHS = (2048, 4096)
+TOKENS = 8192
+MIXED = jmp.get_rules("mixed")
+FORMATS = {
+    "mixed": MIXED,
+    "float8": dataclasses.replace(
+        MIXED.product("float8"), float8_format=jmp.Float8(smallest=0)
+    ),
+    **{
+        name: MIXED.product(jmp.get_format(name, smallest=0))
+        for name in ("float8_rows", "int8")
+    },
+}
+
+
+class OnChip(NamedTuple):
+    """A gradient on a chip.
+
+    Attributes:
+      chip: what it is compiled for.
+      width: of the blocks.
+      number_format: the format of the products of the blocks.
+      cost: milliseconds that a GPU takes at least; for a TPU, millions of cycles that
+        its compiler estimates.
+      moved: gigabytes that it moves.
+      peak: gigabytes that it holds at most.
+    """
+
+    chip: str
+    width: int
+    number_format: str
+    cost: float
+    moved: float
+    peak: float
+
+
+def compile_gradient(chip: str, width: int, name: str, tokens: int = TOKENS) -> Program:
+    """Compiles the gradient of two blocks and a head with one format."""
+    shapes = (width, 4 * width), (4 * width, width)
+    block = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    head = jax.ShapeDtypeStruct((width, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    loss = jmp.autocast(mlp(jnp.dot), FORMATS[name])
+    return compile_for(chip, jax.grad(loss, (0, 1)), [block] * 2, head, x)
+
+
+def measure(chip: str, width: int, name: str, tokens: int = TOKENS) -> OnChip:
+    """Returns what the gradient costs with one format."""
+    program = compile_gradient(chip, width, name, tokens)
+    is_gpu = chip in ("h100", "b200")
+    return OnChip(
+        chip=chip,
+        width=width,
+        number_format=name,
+        cost=program.roofline_seconds * 1e3 if is_gpu else program.cycles / 1e6,
+        moved=program.bytes_moved / 1e9,
+        peak=program.peak_memory / 1e9,
+    )
+
+
+def table(rows: Sequence[OnChip]) -> str:
+    """Returns the cost of each format on each chip, relative to 16 bits, as text."""
+    found = {(row.chip, row.width, row.number_format): row for row in rows}
+    names = [name for name in FORMATS if name != "mixed"]
+    head = "".join(f"{name:>13}" for name in names)
+    lines = [f"{'chip':8}{'width':>6}{'16 bits':>18}{head}  relative to 16 bits"]
+    for chip, width in dict.fromkeys((row.chip, row.width) for row in rows):
+        base = found[chip, width, "mixed"]
+        unit = "ms" if chip in ("h100", "b200") else "M cycles"
+        ratios = "".join(
+            f"{found[chip, width, name].cost / base.cost:>13.2f}" for name in names
+        )
+        lines.append(f"{chip:8}{width:>6}{base.cost:>9.1f} {unit:8}{ratios}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compiles, prints the table, and writes it as JSON on request."""
+    parser = argparse.ArgumentParser("python -m benchmarks.formats")
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=[*CHIPS])
+    parser.add_argument("--widths", nargs="+", type=int, default=[*WIDTHS])
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
+    options = parser.parse_args(argv)
+    for chip in options.chips:
+        if missing(chip):
+            raise SystemExit(missing(chip))
+    rows = [
+        measure(chip, width, name, options.tokens)
+        for chip in options.chips
+        for width in options.widths
+        for name in FORMATS
+    ]
+    print(table(rows))
+    write(options.json, "formats", stamp(tokens=options.tokens), rows=rows)
+
+
+if __name__ == "__main__":
+    main()
