@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
-BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep
+BENCHMARKS ?= autocast head formats loss_scaling moments steps insight accuracy sweep
 
 .PHONY: help demo test test-benchmarks slow targets mutants notebooks docs benchmarks
 .PHONY: lint format types clean thirdparty jax-tests
