@@ -18,7 +18,7 @@ from jax import lax
 from jmp_lite import quantized_products, row_products
 from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME
-from jmp_lite.jaxprs import cost, dots, params, sharding, wide_dot
+from jmp_lite.jaxprs import cost, dots, params, sharding, structure, wide_dot
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
 
@@ -160,10 +160,16 @@ class NumberFormat:
         return result
 
 
+def _are_floats(eqn: Eqn) -> bool:
+    return all(map(structure.is_float, eqn.invars[:2]))
+
+
 LOW = NumberFormat("low")
 """The format of low products for which rules request no other."""
 
 QUALIFIES = Verdict()
+
+_INTEGERS = Verdict(False, "an_operand_has_integers")
 
 
 def _algorithm(product: Product) -> Any:
@@ -218,13 +224,16 @@ class WideFormat(NumberFormat):
 
     def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
         """Returns whether a product qualifies: only float32 ops read its result."""
-        del product, is_named
+        del is_named
+        if not _are_floats(product.eqn):
+            return _INTEGERS
         return QUALIFIES if is_last else Verdict(False, "read_in_16_bits")
 
     def words(self, code: str, eqn: Eqn) -> str:
         """Returns the code of a verdict in words."""
-        del code, eqn
-        return "an op that takes 16 bits reads it"
+        if code == "read_in_16_bits":
+            return "an op that takes 16 bits reads it"
+        return super().words(code, eqn)
 
     def multiply(
         self, product: Product, operands: Sequence[Any], bound: set[object]
@@ -350,6 +359,8 @@ class _EightBits(NumberFormat):
         return QUALIFIES if code is None else Verdict(False, code)
 
     def _refusal(self, product: Product) -> str | None:
+        if not _are_floats(product.eqn):
+            return _INTEGERS.code
         if self.needs_bfloat16 and product.dtype != jnp.bfloat16:
             return "compute_dtype"
         if not any(product.weights):
@@ -373,7 +384,7 @@ class _EightBits(NumberFormat):
             text = " x ".join(map(str, sizes.values()))
             mean = _harmonic_mean([*sizes.values()])
             return f"{text} is too small (harmonic mean {mean:.0f})"
-        return _EIGHT_BIT_WORDS[code]
+        return _EIGHT_BIT_WORDS.get(code) or super().words(code, eqn)
 
     def advice(self, code: str) -> Advice | None:
         """Returns the lint for products with the code of a verdict, or None."""
@@ -529,7 +540,8 @@ class Format(NumberFormat):
     Attributes:
       name: its name, which ``explain`` shows.
       dot_general: a function with the signature of ``lax.dot_general``: two operands
-        and dimension numbers, ``precision`` and ``preferred_element_type`` by keyword.
+        and dimension numbers; ``precision``, ``preferred_element_type`` and, on a mesh
+        with explicit axes, ``out_sharding`` by keyword.
         Flax's ``dot_general=``, AQT and Qwix have such functions. Autocast does not
         convert what is inside, and keeps its derivative rules.
       operands: the dtype of its operands: ``"low"`` for the compute dtype, or
@@ -574,6 +586,13 @@ class Format(NumberFormat):
                 "Expected dot_general as a function with the signature of "
                 f"lax.dot_general, got {self.dot_general!r}."
             )
+        try:
+            hash(self.dot_general)
+        except TypeError:
+            raise TypeError(
+                "Expected dot_general as a function that can be hashed, since rules "
+                f"can, got {self.dot_general!r}."
+            ) from None
         for field in ("operands", "result"):
             if getattr(self, field) not in ("low", "float32"):
                 raise unknown_name(
@@ -594,18 +613,20 @@ class Format(NumberFormat):
         """Returns the dtype of operands."""
         return np.dtype("float32") if self.takes_float32 else low
 
+    def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
+        """Returns whether a product qualifies: its operands are floats."""
+        del is_last, is_named
+        return QUALIFIES if _are_floats(product.eqn) else _INTEGERS
+
     def multiply(
         self, product: Product, operands: Sequence[Any], bound: set[object]
     ) -> Array:
         """Returns what the function makes of the operands."""
         del bound
         dtype = np.dtype("float32") if self.returns_float32 else product.dtype
-        result = self.dot_general(
-            *operands,
-            params.dot_dimensions(product.eqn),
-            precision=None,
-            preferred_element_type=dtype,
-        )
+        options = params.dot_options(product.eqn, dtype)
+        dimensions = params.dot_dimensions(product.eqn)
+        result = self.dot_general(*operands, dimensions, **options)
         expected = product.eqn.outvars[0].aval.shape
         if getattr(result, "shape", None) != expected:
             raise ValueError(
@@ -656,7 +677,14 @@ def get_format(name: str, **options: Any) -> NumberFormat:
     known = FORMATS.get(name)
     if known is None:
         raise unknown_name("format", str(name), FORMATS)
+    if name == "float8":
+        raise ValueError(
+            "The options of float8 are part of the rules: "
+            "Rules(float8_format=jmp_lite.Float8(...))."
+        )
     names = [field.name for field in dataclasses.fields(known) if field.name != "name"]
+    if options and not names:
+        raise ValueError(f"The format {name!r} has no options, got {[*options]}.")
     for option in options:
         if option not in names:
             raise unknown_name(f"option of {name}", option, names)

@@ -7,6 +7,7 @@ its operands anew, from 16 bits.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,9 +50,12 @@ class ByRows:
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
         left, right = dimensions.contracted
-        numbers, scales = _quantized(lhs, left, self.lhs)
-        others, other_scales = _quantized(rhs, right, self.rhs)
         is_integer = np.issubdtype(self.lhs, np.integer)
+        n_terms = math.prod(lhs.shape[axis] for axis in left)
+        # A sum of this many products is at most the largest int32.
+        largest = min(127, math.isqrt(np.iinfo(np.int32).max // max(n_terms, 1)))
+        numbers, scales = _quantized(lhs, left, self.lhs, largest)
+        others, other_scales = _quantized(rhs, right, self.rhs, largest)
         # By default a float8 kernel accumulates with fewer digits than float32.
         is_precise = self.is_backward and not is_integer
         product = lax.dot_general(
@@ -69,10 +73,11 @@ class ByRows:
 
 
 def _quantized(
-    array: Array, contracted: tuple[int, ...], dtype: Dtype
+    array: Array, contracted: tuple[int, ...], dtype: Dtype, limit: int
 ) -> tuple[Array, Array]:
     """Returns an array in a dtype of 8 bits, and the scale of each row.
 
+    The largest integer of a row is ``limit``.
     A row that is not finite has the scale NaN, so that no infinity becomes a finite
     number. A row of zeros has the scale 1.
     """
@@ -82,7 +87,7 @@ def _quantized(
         # Exact: a power of two.
         return (array / scale.astype(array.dtype)).astype(dtype), scale
     # No power of two: it would leave one of seven bits unused in half of all rows.
-    scale = largest.astype(np.float32) / np.iinfo(dtype).max
+    scale = largest.astype(np.float32) / limit
     is_finite = jnp.isfinite(scale)
     divisor = jnp.where((scale == 0) | ~is_finite, 1, scale)
     ratio = array.astype(np.float32) / divisor

@@ -134,6 +134,16 @@ NOT_FOUND = {
     "labels of one row": lambda x, w, labels: jax.vmap(
         lambda label: (x[0, 0] @ w)[label]
     )(labels[0]),
+    "one row for all labels": lambda x, w, labels: (x[0] @ w)[jnp.arange(1), labels[0]],
+    "a count that wraps": lambda x, w, labels: jnp.tile(x[0] @ w, (60, 1))[
+        jnp.arange(300).astype("uint8"), jnp.tile(labels[0], 60)
+    ],
+    "a constant that wraps": lambda x, w, labels: jnp.tile(x[0] @ w, (60, 1))[
+        np.arange(300).astype("uint8"), jnp.tile(labels[0], 60)
+    ],
+    "a count that is rounded": lambda x, w, labels: jnp.tile(x[0] @ w, (60, 1))[
+        jnp.arange(300.0).astype("bfloat16").astype(int), jnp.tile(labels[0], 60)
+    ],
     "a window": lambda x, w, labels: jax.vmap(
         lambda q, a: lax.dynamic_slice(q, (a,), (2,))
     )(x[0] @ w, labels[0]),
@@ -300,6 +310,13 @@ def test_a_batch_of_any_size_is_exported_with_its_gradient():
     )
     exported = export.export(jax.jit(jax.grad(loss)))(*args)
     assert "scatter" not in exported.mlir_module()
+    clipped = autocast(
+        lambda x, labels: jnp.sum(jax.vmap(lambda r, i: r[i])(x, labels))
+    )
+    again = export.export(jax.jit(jax.grad(clipped)))(*args)
+    np.testing.assert_array_equal(
+        again.call(X[0], LABELS[0] + 3), jax.grad(clipped)(X[0], LABELS[0] + 3)
+    )
     x, labels = X[0], LABELS[0]
     np.testing.assert_allclose(
         exported.call(x, labels), jax.grad(loss)(x, labels), rtol=1e-6
@@ -357,3 +374,15 @@ def test_the_pass_changes_no_decision():
     assert (new.passes["labels"], "labels" in old.passes) == (1, False)
     assert new.diff(old).changed == ()
     assert new.totals == old.totals
+
+
+def test_a_count_along_the_axis_of_index_vectors_is_no_row():
+    dimensions = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+
+    def fun(x, labels):
+        zeros = lax.broadcasted_iota(jnp.int32, (1, 1), 1)
+        indices = lax.concatenate([zeros, labels[:, None]], 1)
+        return lax.gather(jnp.sin(x), indices, dimensions, (1, 1))
+
+    x, labels = X[0, :1], jnp.array([3])
+    np.testing.assert_array_equal(autocast(fun)(x, labels), fun(x, labels))

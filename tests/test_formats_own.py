@@ -24,6 +24,13 @@ def coarse(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=N
     )
 
 
+class _Unhashable:
+    __hash__ = None
+
+    def __call__(self, *args, **kwargs):
+        return coarse(*args, **kwargs)
+
+
 COARSE = jmp.Format("coarse", coarse)
 RULES = MIXED.product(COARSE)
 
@@ -197,6 +204,9 @@ def test_compare_and_tune_take_it():
             "option of int8 'smalest'.*'smallest'",
         ),
         (lambda: jmp.get_format("coarse"), ValueError, "Unknown format 'coarse'"),
+        (lambda: jmp.get_format("float8"), ValueError, r"Rules\(float8_format="),
+        (lambda: jmp.get_format("wide", small=3), ValueError, "'wide' has no options"),
+        (lambda: jmp.Format("own", _Unhashable()), TypeError, "that can be hashed"),
         (
             lambda: jmp.get_format("int8", smallest="all"),
             ValueError,
@@ -230,6 +240,23 @@ def test_its_name_is_not_one_of_the_library_s():
     assert "coarse" not in FORMATS
     with pytest.raises(ValueError, match="Unknown precision 'coarse'"):
         MIXED.scope("mlp", "coarse")
+
+
+def test_it_is_asked_for_the_sharding_of_its_result():
+    kind = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    spec = jax.P("data", None)
+
+    def fun(x, w):
+        return jnp.einsum("bi,io->bo", x, w, out_sharding=spec)
+
+    rules = MIXED.product(jmp.Format("own", lax.dot_general))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P(None, "data")))
+        w = jax.device_put(W, jax.NamedSharding(mesh, jax.P("data", None)))
+        results = [jax.jit(jmp.autocast(fun, r))(x, w) for r in ("mixed", rules)]
+    assert results[1].sharding.spec == spec
+    np.testing.assert_allclose(*results, rtol=0.02, atol=0.02)
 
 
 def aqt_product():

@@ -223,6 +223,32 @@ def test_a_row_of_zeros_divides_nothing_by_zero(name):
     np.testing.assert_array_equal(out, 0)
 
 
+@BOTH
+def test_sums_of_many_terms_do_not_overflow(name):
+    x, ones = jnp.ones((196_608, 16)), jnp.ones((16, 16))
+    mean = lambda w: jnp.mean(autocast(lambda x, w: jnp.tanh(x @ w) @ ones, name)(x, w))
+    grad = jax.jit(jax.grad(mean))(jnp.zeros((16, 16)))
+    np.testing.assert_allclose(grad, 1.0, rtol=0.1)
+
+
+@pytest.mark.parametrize("format_", [*NAMES, "wide", "own"])
+def test_a_product_with_integers_is_low(format_):
+    own = jmp.Format("own", lax.dot_general)
+    chosen = {**EVERY_SIZE, "own": own}.get(format_, format_)
+    rules = jmp.get_rules("mixed").scope("", chosen)
+    integers = jnp.arange(256).reshape(16, 16) % 3
+
+    def fun(x):
+        dims = (((1,), (0,)), ((), ()))
+        return lax.dot_general(integers, x, dims, preferred_element_type=jnp.float32)
+
+    (row,) = (r for r in jmp.explain(fun, rules)(X[:16, :16]).rows if r.flops)
+    code = f"{format_}_an_operand_has_integers"
+    assert (row.number_format, row.code) == ("low", code)
+    results = [jmp.autocast(fun, r)(X[:16, :16]) for r in (rules, "mixed")]
+    np.testing.assert_array_equal(*results)
+
+
 # ----------------------------------------------------------------------------- insight
 
 

@@ -233,3 +233,16 @@ def test_it_can_be_mapped_over_any_axes(dims, axes):
             jax.tree.map(lambda a, b: a.shape == b.shape, found, expected)
         )
         assert relative_error(found, expected) < 0.02
+
+
+@pytest.mark.parametrize("dims", ["ji,ajb->iab", "ajb,ji->iab"])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_cpu_multiplies_any_axes(dims, is_jitted):
+    shapes = {"ji": (4, 4), "ajb": (3, 4, 5)}
+    args = [jnp.ones(shapes[names]) for names in dims.split("->")[0].split(",")]
+    fun = lambda a, b: jnp.exp(jnp.einsum(dims, a, b) / 4)
+    low = jmp.autocast(fun, WIDE)
+    assert formats_of(fun, WIDE, *args) == ["wide"]
+    np.testing.assert_allclose(
+        (jax.jit(low) if is_jitted else low)(*args), fun(*args), rtol=1e-5
+    )

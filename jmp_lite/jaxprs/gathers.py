@@ -21,7 +21,7 @@ from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.slicing import gather_p
 from jax.extend import core
 
-from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs import cost, sharding, structure
 from jmp_lite.jaxprs.types import Array, Eqn, Var
 
 
@@ -117,6 +117,7 @@ def _rows(
         size = operand.aval.shape[axis]
         is_row = counted is not None and column.aval.shape[counted] == size
         is_row = is_row and axis in dimensions.collapsed_slice_dims
+        is_row = is_row and counted != rank - 1
         if counted is not None and is_row and counted not in pairs.values():
             pairs[axis] = counted
         else:
@@ -160,6 +161,15 @@ class Definitions:
 
     def counted_axis(self, atom: Var) -> int | None:
         """Returns the axis along which a variable counts 0, 1, 2, ..., or None."""
+        axis = self._counted_axis(atom)
+        if axis is None or not structure.is_integer(atom):
+            return None
+        # A narrower dtype wraps around.
+        most = np.iinfo(structure.dtype_of(atom)).max
+        return axis if cost.is_at_most(atom.aval.shape[axis] - 1, most) else None
+
+    def _counted_axis(self, atom: Var) -> int | None:
+        """Returns it for a variable, whatever its dtype is."""
         if structure.is_literal(atom):
             return None
         if atom in self._constants:
@@ -169,22 +179,27 @@ class Definitions:
         if eqn is None:
             return None
         if op == "iota":
-            return eqn.params["dimension"] if structure.is_integer(atom) else None
+            return eqn.params["dimension"]
         if op == "convert_element_type":
             return self.counted_axis(eqn.invars[0])
         if op == "select_n" and self._is_negative(*eqn.invars[:2]):
             # ``x[arange(n)]`` adds n to the negative numbers, of which there are none.
             return self.counted_axis(eqn.invars[1])
         if op == "broadcast_in_dim":
-            axis = self.counted_axis(eqn.invars[0])
-            return None if axis is None else eqn.params["broadcast_dimensions"][axis]
+            (operand, *_), axis = eqn.invars, self.counted_axis(eqn.invars[0])
+            if axis is None:
+                return None
+            new = eqn.params["broadcast_dimensions"][axis]
+            return new if operand.aval.shape[axis] == atom.aval.shape[new] else None
         return None
 
     def _is_negative(self, predicate: Var, number: Var) -> bool:
         """Whether a predicate is ``number < 0``, for numbers that count."""
         if predicate in self._constants:
             found = self._constants[predicate]
-            return not structure.is_tracer(found) and not np.any(np.asarray(found))
+            is_here = getattr(found, "is_fully_addressable", True)
+            is_known = is_here and not structure.is_tracer(found)
+            return is_known and not np.any(np.asarray(found))
         eqn = self.maker(predicate, "lt")
         if eqn is None or eqn.invars[0] is not number:
             return False
@@ -193,13 +208,16 @@ class Definitions:
 
 
 def _counted_axis(constant: Any) -> int | None:
-    if structure.is_tracer(constant) or not jnp.issubdtype(constant.dtype, jnp.integer):
+    is_here = getattr(constant, "is_fully_addressable", True)
+    if structure.is_tracer(constant) or not is_here:
+        return None
+    if not jnp.issubdtype(constant.dtype, jnp.integer):
         return None
     numbers = np.asarray(constant)
     long = [axis for axis, size in enumerate(numbers.shape) if size > 1]
     if len(long) != 1:
         return None
-    counted = np.arange(numbers.size, dtype=numbers.dtype)
+    counted = np.arange(numbers.size)
     return long[0] if np.array_equal(numbers.ravel(), counted) else None
 
 
@@ -264,7 +282,8 @@ def _transpose(
     labels = lax.squeeze(indices, [indices.ndim - 1])
     if params["mode"] == lax.GatherScatterMode.CLIP:
         labels = lax.convert_element_type(labels, _index_dtype(labels))
-        labels = lax.clamp(labels.dtype.type(0), labels, labels.dtype.type(size - 1))
+        last = jnp.asarray(size - 1, labels.dtype)  # It may be symbolic.
+        labels = lax.clamp(labels.dtype.type(0), labels, last)
     labels = lax.convert_element_type(labels, _index_dtype(labels))
     counted = sharding.iota(labels.dtype, places.label, like)
     here = lax.eq(counted, _spread(labels, places.of_indices, like))

@@ -394,6 +394,19 @@ def dot_dimensions(eqn: Eqn) -> Any:
     return eqn.params["dimension_numbers"]
 
 
+def dot_options(eqn: Eqn, dtype: Any) -> dict[str, Any]:
+    """Returns the options of a dot_general, for a function in its place.
+
+    Args:
+      eqn: the equation.
+      dtype: the dtype of the result.
+    """
+    options: dict[str, Any] = {"precision": None, "preferred_element_type": dtype}
+    if (out_sharding := eqn.params.get("out_sharding")) is not None:
+        options["out_sharding"] = out_sharding
+    return options
+
+
 def conv_axes(eqn: Eqn) -> Any:
     """Returns the dimension numbers of a convolution."""
     return eqn.params["dimension_numbers"]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax._src import dispatch
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.lax import dot_general_p
 from jax.extend import core
@@ -70,11 +71,20 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     return found
 
 
+def _in_float32(lhs: Array, rhs: Array, **params: Any) -> Any:
+    full = (operand.astype(np.float32) for operand in (lhs, rhs))
+    return dot_general_p.bind(*full, **{**params, "precision": None})
+
+
 _wide_dot = core.Primitive("dot_general")
-_wide_dot.def_impl(dot_general_p.bind)
+_wide_dot.def_impl(functools.partial(dispatch.apply_primitive, _wide_dot))
 _wide_dot.def_effectful_abstract_eval(dot_general_p.abstract_eval)
 mlir.register_lowering(
     _wide_dot, mlir.lower_fun(dot_general_p.bind, multiple_results=False)
+)
+# XLA for CPUs lacks some of these products. Products of float32 are the same numbers.
+mlir.register_lowering(
+    _wide_dot, mlir.lower_fun(_in_float32, multiple_results=False), platform="cpu"
 )
 ad.primitive_jvps[_wide_dot] = _jvp
 ad.primitive_transposes[_wide_dot] = _transpose
