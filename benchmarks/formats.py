@@ -88,7 +88,7 @@ def table(rows: Sequence[OnChip]) -> str:
     found = {(row.chip, row.width, row.number_format): row for row in rows}
     names = [name for name in FORMATS if name != "mixed"]
     head = "".join(f"{name:>13}" for name in names)
-    lines = [f"{'chip':8}{'width':>6}{'16 bits':>18}{head}  relative to 16 bits"]
+    lines = [f"{'chip':8}{'width':>6}{'16 bits':>18}{head}"]
     for chip, width in dict.fromkeys((row.chip, row.width) for row in rows):
         base = found[chip, width, "mixed"]
         unit = "ms" if chip in ("h100", "b200") else "M cycles"

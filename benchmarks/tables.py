@@ -18,6 +18,7 @@ from benchmarks import (
     accuracy,
     autocast,
     float8,
+    formats,
     gpu,
     growth,
     head,
@@ -39,6 +40,7 @@ TEXTS = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "float8.md",
+    ROOT / "docs" / "formats.md",
     ROOT / "docs" / "memory.md",
     ROOT / "docs" / "compatibility.md",
 )
@@ -194,6 +196,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "float8.trained": lambda results: float8.trained_table(
         _rows(results, "trained", float8.Trained)
     ),
+    "formats": lambda results: formats.table(_rows(results, "rows", formats.OnChip)),
     "gpu": _gpu,
     "growth.depths": lambda results: growth.depth_table(
         _rows(results, "depths", growth.Depth)
