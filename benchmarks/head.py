@@ -521,9 +521,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(tails_table(of_tails) + "\n", flush=True)
     of_losses = [of_loss(name, **small) for name in options.losses]
     print(losses_table(of_losses))
-    told = stamp(seeds=options.seeds, tiny=options.tiny)
+    about = stamp(seeds=options.seeds, tiny=options.tiny)
     tables = {"accuracy": errors, "models": of_models, "losses": of_losses}
-    write(options.json, "head", told, **tables, tails=of_tails)
+    write(options.json, "head", about, **tables, tails=of_tails)
 
 
 if __name__ == "__main__":

@@ -204,18 +204,17 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "growth.widths": lambda results: growth.width_table(
         _rows(results, "widths", growth.Width)
     ),
-    "head.losses": lambda results: head.losses_table(
-        _rows(results, "losses", head.OfLoss)
-    ),
-    "head.models": lambda results: head.models_table(
-        _rows(results, "models", head.OfModel)
-    ),
-    "head.accuracy": lambda results: head.accuracy_table(
-        _rows(results, "accuracy", head.Accuracy)
-    ),
-    "head.tails": lambda results: head.tails_table(
-        _rows(results, "tails", head.OfTail)
-    ),
+    **{
+        f"head.{name}": lambda results, name=name, row=row, table=table: table(
+            _rows(results, name, row)
+        )
+        for name, row, table in (
+            ("accuracy", head.Accuracy, head.accuracy_table),
+            ("losses", head.OfLoss, head.losses_table),
+            ("models", head.OfModel, head.models_table),
+            ("tails", head.OfTail, head.tails_table),
+        )
+    },
     "insight.explained": lambda results: insight.explained_table(
         _rows(results, "explained", insight.Explained)
     ),

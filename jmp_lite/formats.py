@@ -6,6 +6,7 @@ it by its name, for all products (``rules.product("float8")``) or for those in a
 (``rules.scope("mlp", "float8")``).
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME
 from jmp_lite.jaxprs import cost, dots, params, sharding, structure, wide_dot
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
+from jmp_lite.ops import Precision
 
 
 class Product(NamedTuple):
@@ -136,6 +138,7 @@ class NumberFormat:
     def advice(self, code: str) -> Advice | None:
         """Returns the lint for products with the code of a verdict, or None."""
         del code
+        return None
 
     def round(self, array: Array) -> Any:
         """Returns an operand of a product, from an array in the compute dtype.
@@ -214,7 +217,10 @@ class WideFormat(NumberFormat):
     """
 
     ops = ("dot_general",)
-    why_these_ops = "XLA for GPUs runs a convolution with a float32 result in float32."
+    why_these_ops = (
+        "It is a form of matrix products; XLA for GPUs runs a convolution with a "
+        "float32 result in float32."
+    )
     has_fewer_digits = False
 
     @property
@@ -326,7 +332,7 @@ def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _EightBits(NumberFormat):
+class _EightBits(NumberFormat, abc.ABC):
     """A format of 8 bits for products of weights that are large enough.
 
     Attributes:
@@ -344,12 +350,16 @@ class _EightBits(NumberFormat):
         return True
 
     @property
+    @abc.abstractmethod
     def smallest_mean(self) -> float:
         """The smallest harmonic mean of the sizes of a product that qualifies."""
-        raise NotImplementedError
 
     def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
-        """Returns whether a product qualifies; see ``Float8``."""
+        """Returns whether a product qualifies.
+
+        ``Float8`` lists the conditions. A subclass may take other compute dtypes, and
+        products with batch axes.
+        """
         code = self._refusal(product)
         if code is None and is_last:
             # A scope names this product, while an op rule names all of them.
@@ -540,10 +550,10 @@ class Format(NumberFormat):
     Attributes:
       name: its name, which ``explain`` shows.
       dot_general: a function with the signature of ``lax.dot_general``: two operands
-        and dimension numbers; ``precision``, ``preferred_element_type`` and, on a mesh
-        with explicit axes, ``out_sharding`` by keyword.
-        Flax's ``dot_general=``, AQT and Qwix have such functions. Autocast does not
-        convert what is inside, and keeps its derivative rules.
+        and dimension numbers; ``precision`` and ``preferred_element_type`` by keyword,
+        and ``out_sharding`` if the product requests one. Flax's ``dot_general=``, AQT
+        and Qwix have such functions. Autocast does not convert what is inside, and
+        keeps its derivative rules.
       operands: the dtype of its operands: ``"low"`` for the compute dtype, or
         ``"float32"``.
       result: the dtype to which its result is cast: ``"low"`` or ``"float32"``.
@@ -579,7 +589,7 @@ class Format(NumberFormat):
                 "Expected the name of a format as letters, digits and underscores, got "
                 f"{self.name!r}."
             )
-        if self.name.lower() in (*FORMATS, *_PRECISIONS):
+        if self.name.lower() in {*FORMATS, *(one.value for one in Precision)}:
             raise ValueError(f"{self.name!r} is taken by this library: choose another.")
         if not callable(self.dot_general):
             raise TypeError(
@@ -635,10 +645,6 @@ class Format(NumberFormat):
                 f"{getattr(result, 'shape', result)}."
             )
         return sharding.cast(result, dtype)
-
-
-_PRECISIONS = ("low", "full", "follow", "widest", "keep", "full_inside")
-"""The names of precisions, which no format may have."""
 
 
 # ------------------------------------------------------------------------- all of them

@@ -1,9 +1,9 @@
 """Matrix products of operands that are quantized by rows.
 
-Each row of an operand has a scale: the numbers that are multiplied with one column of
-the other operand. The scales are multiplied with the result. An operand is quantized
-along the axes that a product contracts, so each product of the backward pass quantizes
-its operands anew, from 16 bits.
+A row consists of the numbers of an operand that are multiplied with one column of the
+other operand, and added up. Each row has a scale, and the result is multiplied with the
+scales. The products of the backward pass contract other axes, so they have other rows:
+they quantize their operands anew, from 16 bits.
 """
 
 import dataclasses
@@ -77,16 +77,21 @@ def _quantized(
 ) -> tuple[Array, Array]:
     """Returns an array in a dtype of 8 bits, and the scale of each row.
 
-    The largest integer of a row is ``limit``.
     A row that is not finite has the scale NaN, so that no infinity becomes a finite
     number. A row of zeros has the scale 1.
+
+    Args:
+      array: the array.
+      contracted: the axes along which its rows lie.
+      dtype: the dtype.
+      limit: the largest magnitude of an integer.
     """
     largest = jnp.max(jnp.abs(array), contracted, keepdims=True, initial=0)
     if not np.issubdtype(dtype, np.integer):
         scale = power_of_two_for(largest, float(jnp.finfo(dtype).max))
         # Exact: a power of two.
         return (array / scale.astype(array.dtype)).astype(dtype), scale
-    # No power of two: it would leave one of seven bits unused in half of all rows.
+    # No power of two: it would leave up to one of seven bits unused.
     scale = largest.astype(np.float32) / limit
     is_finite = jnp.isfinite(scale)
     divisor = jnp.where((scale == 0) | ~is_finite, 1, scale)

@@ -107,7 +107,6 @@ def test_the_derivative_is_no_scatter_and_no_bit_changes(name):
     assert jmp.explain(fun)(*args).passes["labels"] == 1
 
 
-TABLE = jax.random.normal(jax.random.key(3), (7, 7))
 NOT_FOUND = {
     "rows of a table": lambda x, w, labels: (x[0, 0] * w)[labels],
     "a take": lambda x, w, labels: jnp.take(x[0] @ w, labels % 5, 0),

@@ -73,6 +73,6 @@ def test_the_pass_spares_bytes_where_it_finds_a_gather(tmp_path):
     options = ["--tiny", "--seeds", "1", "--targets", "h100"]
     options += ["--losses", "focal loss", "--tails", "--json", str(tmp_path)]
     head.main(options)
-    told = json.loads((tmp_path / "head.json").read_text())
-    assert [row["loss"] for row in told["losses"]] == ["focal loss"]
-    assert len(told["models"]) == 2 * (1 + len(head.RULES))
+    written = json.loads((tmp_path / "head.json").read_text())
+    assert [row["loss"] for row in written["losses"]] == ["focal loss"]
+    assert len(written["models"]) == 2 * (1 + len(head.RULES))

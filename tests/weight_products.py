@@ -99,3 +99,12 @@ TRANSFORMS = {
     ),
     "linearize": lambda f: lambda x, ws: jax.linearize(f, x, ws)[1](DIRECTION, ws),
 }
+
+
+def not_defined(program, transform):
+    """Returns why a derivative of a program is not defined; None if it is."""
+    if "custom rule" in program and transform in ("jvp", "linearize"):
+        return "custom_vjp has no forward mode, and JAX says so"
+    if "custom rule" in program and "over" in transform:
+        return "the derivative of a clipped gradient is not continuous"
+    return None

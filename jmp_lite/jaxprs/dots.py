@@ -1,12 +1,13 @@
-"""The axes of products, and a product that is bilinear in whatever way it is computed.
+"""The axes of products, and ``bilinear_dot``, a product in another form.
 
 ``bilinear_dot`` is for products of rounded operands. Its derivative with respect to an
-operand is the product with the tangent in its place, and the transpose of that is the
-product with the cotangent. So derivatives of any order consist of such products.
+operand is the same kind of product, with the tangent in place of the operand. The
+transpose of that is the same kind of product with the cotangent. So all derivatives, of
+any order, consist of such products.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -112,6 +113,42 @@ def transposed(dimensions: Dimensions, side: int, ranks: Sequence[int]) -> Trans
     return Transposed(new, [*batch, *kept, *(mine for _, mine in sorted(pairs))])
 
 
+# --------------------------------------------------------- rules of bilinear primitives
+
+
+def tangents_of_product(
+    product: Callable[[Any, Any], Any],
+    primals: Sequence[Array],
+    tangents: Sequence[Any],
+) -> list[Any]:
+    """Returns the products with the tangent of one operand; zeros have none."""
+    (lhs, rhs), (of_lhs, of_rhs) = primals, tangents
+    terms: list[Any] = []
+    if not structure.is_zero(of_lhs):
+        terms.append(product(of_lhs, rhs))
+    if not structure.is_zero(of_rhs):
+        terms.append(product(lhs, of_rhs))
+    return terms
+
+
+def cotangents_of_product(
+    cotangent: Any, operands: Sequence[Any], pull: Callable[[int, Any], Any]
+) -> list[Any]:
+    """Returns the cotangents of both operands, of which one is unknown.
+
+    Args:
+      cotangent: the cotangent of the result.
+      operands: the operands.
+      pull: returns the cotangent of the unknown operand, given its side and its type.
+    """
+    side = 0 if ad.is_undefined_primal(operands[0]) else 1
+    aval = operands[side].aval
+    is_zero = structure.is_zero(cotangent)
+    found: list[Any] = [None, None]
+    found[side] = type(cotangent)(aval) if is_zero else pull(side, aval)
+    return found
+
+
 # ---------------------------------------------------------------------------- bilinear
 
 
@@ -175,33 +212,25 @@ def _type(lhs: Any, rhs: Any, *, form: Form, **params: Any) -> Any:
 def _jvp(
     primals: Sequence[Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[Array, Any]:
-    terms: list[Any] = []
-    for side in (0, 1):
-        if not structure.is_zero(tangents[side]):
-            operands = [*primals]
-            operands[side] = tangents[side]
-            terms.append(_bilinear_dot.bind(*operands, **params))
-    return _bilinear_dot.bind(*primals, **params), functools.reduce(lax.add, terms)
+    product = functools.partial(_bilinear_dot.bind, **params)
+    terms = tangents_of_product(product, primals, tangents)
+    return product(*primals), functools.reduce(lax.add, terms)
 
 
 def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
-    """Returns the cotangent of the operand that is not known."""
-    side = 0 if ad.is_undefined_primal(operands[0]) else 1
-    other, aval = operands[1 - side], operands[side].aval
-    found: list[Any] = [None, None]
-    if structure.is_zero(cotangent):
-        found[side] = type(cotangent)(aval)
-        return found
-    ranks = [len(aval.shape), other.ndim] if side == 0 else [other.ndim, aval.ndim]
-    product = transposed(dimensions_of(params), side, ranks)
-    changed = {
-        "dimension_numbers": tuple(product.dimensions),
-        "out_sharding": sharding.in_order(aval, product.axes),
-        "form": params["form"].transposed(side),
-    }
-    made = _bilinear_dot.bind(cotangent, other, **{**params, **changed})
-    found[side] = lax.transpose(made, np.argsort(product.axes))
-    return found
+    def pull(side: int, aval: Any) -> Any:
+        other = operands[1 - side]
+        ranks = [aval.ndim, other.ndim] if side == 0 else [other.ndim, aval.ndim]
+        product = transposed(dimensions_of(params), side, ranks)
+        changed = {
+            "dimension_numbers": tuple(product.dimensions),
+            "out_sharding": sharding.in_order(aval, product.axes),
+            "form": params["form"].transposed(side),
+        }
+        made = _bilinear_dot.bind(cotangent, other, **{**params, **changed})
+        return lax.transpose(made, np.argsort(product.axes))
+
+    return cotangents_of_product(cotangent, operands, pull)
 
 
 def map_product(

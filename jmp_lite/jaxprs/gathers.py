@@ -169,15 +169,15 @@ class Definitions:
         return axis if cost.is_at_most(atom.aval.shape[axis] - 1, most) else None
 
     def _counted_axis(self, atom: Var) -> int | None:
-        """Returns it for a variable, whatever its dtype is."""
+        """Returns the axis, whatever the dtype of the variable is."""
         if structure.is_literal(atom):
             return None
         if atom in self._constants:
-            return _counted_axis(self._constants[atom])
+            return _axis_of_constant(self._constants[atom])
         eqn = self._makers.get(atom)
-        op = None if eqn is None else eqn.primitive.name
         if eqn is None:
             return None
+        op = eqn.primitive.name
         if op == "iota":
             return eqn.params["dimension"]
         if op == "convert_element_type":
@@ -196,10 +196,8 @@ class Definitions:
     def _is_negative(self, predicate: Var, number: Var) -> bool:
         """Whether a predicate is ``number < 0``, for numbers that count."""
         if predicate in self._constants:
-            found = self._constants[predicate]
-            is_here = getattr(found, "is_fully_addressable", True)
-            is_known = is_here and not structure.is_tracer(found)
-            return is_known and not np.any(np.asarray(found))
+            known = _numbers(self._constants[predicate])
+            return known is not None and not known.any()
         eqn = self.maker(predicate, "lt")
         if eqn is None or eqn.invars[0] is not number:
             return False
@@ -207,13 +205,18 @@ class Definitions:
         return structure.is_literal(zero) and zero.val == 0
 
 
-def _counted_axis(constant: Any) -> int | None:
+def _numbers(constant: Any) -> np.ndarray[Any, Any] | None:
+    """Returns the numbers of a constant; None if this process does not have them."""
     is_here = getattr(constant, "is_fully_addressable", True)
-    if structure.is_tracer(constant) or not is_here:
+    is_known = is_here and not structure.is_tracer(constant)
+    return np.asarray(constant) if is_known else None
+
+
+def _axis_of_constant(constant: Any) -> int | None:
+    """Returns the axis along which a constant counts 0, 1, 2, ..., or None."""
+    numbers = _numbers(constant)
+    if numbers is None or not np.issubdtype(numbers.dtype, np.integer):
         return None
-    if not jnp.issubdtype(constant.dtype, jnp.integer):
-        return None
-    numbers = np.asarray(constant)
     long = [axis for axis, size in enumerate(numbers.shape) if size > 1]
     if len(long) != 1:
         return None
@@ -280,11 +283,10 @@ def _transpose(
     places = _places(params["dimension_numbers"], len(like.shape), indices.ndim)
     size = like.shape[places.label]
     labels = lax.squeeze(indices, [indices.ndim - 1])
+    labels = lax.convert_element_type(labels, _index_dtype(labels))
     if params["mode"] == lax.GatherScatterMode.CLIP:
-        labels = lax.convert_element_type(labels, _index_dtype(labels))
         last = jnp.asarray(size - 1, labels.dtype)  # It may be symbolic.
         labels = lax.clamp(labels.dtype.type(0), labels, last)
-    labels = lax.convert_element_type(labels, _index_dtype(labels))
     counted = sharding.iota(labels.dtype, places.label, like)
     here = lax.eq(counted, _spread(labels, places.of_indices, like))
     spread = _spread(cotangent, places.of_result, like)
@@ -302,7 +304,8 @@ def _batch(
 ) -> tuple[Array, int]:
     """Maps over the operand and the indices.
 
-    If the operand is the same for all indices, its elements may be read more than once.
+    Indices that are mapped alone share one operand, and may read an element twice. They
+    get JAX's own gather.
     """
     if axes[0] is None:
         gather = functools.partial(gather_p.bind, **params)
@@ -332,7 +335,7 @@ def _batch(
 
 
 class _Gather:
-    """A gather whose derivative is a ``_linear_gather``, in place of its primitive."""
+    """The primitive of a gather whose derivative is a ``_linear_gather``."""
 
     name = "gather"
     multiple_results = False

@@ -17,8 +17,12 @@ from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.lax import dot_general_p
 from jax.extend import core
 
-from jmp_lite.jaxprs import sharding, structure
-from jmp_lite.jaxprs.dots import map_product
+from jmp_lite.jaxprs import sharding
+from jmp_lite.jaxprs.dots import (
+    cotangents_of_product,
+    map_product,
+    tangents_of_product,
+)
 from jmp_lite.jaxprs.types import Array, Eqn
 
 
@@ -40,35 +44,25 @@ def wide_dot(eqn: Eqn, operands: Sequence[Array], precision: Any) -> Array:
 def _jvp(
     primals: Sequence[Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[Array, Any]:
-    tangent = None
     low = {**params, "preferred_element_type": primals[0].dtype}
-    for side in (0, 1):
-        if structure.is_zero(tangents[side]):
-            continue
-        operands = [*primals]
-        operands[side] = tangents[side]
-        term = sharding.cast(dot_general_p.bind(*operands, **low), np.float32)
-        tangent = term if tangent is None else lax.add(tangent, term)
-    return _wide_dot.bind(*primals, **params), tangent
+    product = functools.partial(dot_general_p.bind, **low)
+    terms = tangents_of_product(product, primals, tangents)
+    full = (sharding.cast(term, np.float32) for term in terms)
+    return _wide_dot.bind(*primals, **params), functools.reduce(lax.add, full)
 
 
 def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
-    """Returns the cotangent of the operand in which the product is linear."""
-    found: list[Any] = [None, None]
-    side = 0 if ad.is_undefined_primal(operands[0]) else 1
-    aval, low = operands[side].aval, {**params}
-    if structure.is_zero(cotangent):
-        found[side] = type(cotangent)(aval)
+    def pull(side: int, aval: Any) -> Any:
+        def product(operand: Array) -> Array:
+            every = [operand, operands[1]] if side == 0 else [operands[0], operand]
+            low = {**params, "preferred_element_type": aval.dtype}
+            return dot_general_p.bind(*every, **low)
+
+        transpose = jax.linear_transpose(product, aval)
+        (found,) = transpose(sharding.cast(cotangent, aval.dtype))
         return found
-    low["preferred_element_type"] = aval.dtype
 
-    def product(operand: Array) -> Array:
-        every = [operand, operands[1]] if side == 0 else [operands[0], operand]
-        return dot_general_p.bind(*every, **low)
-
-    pull = jax.linear_transpose(product, aval)
-    (found[side],) = pull(sharding.cast(cotangent, aval.dtype))
-    return found
+    return cotangents_of_product(cotangent, operands, pull)
 
 
 def _in_float32(lhs: Array, rhs: Array, **params: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Rewrites of a loop's body that change no result."""
+"""Rewrites of a converted program that change no result."""

@@ -89,7 +89,12 @@ def parse_precision(
         return precision
     if isinstance(precision, Mapping):  # As ``in_json`` writes it.
         options = {**precision}
-        return formats.get_format(options.pop("format", ""), **options)
+        if "format" not in options:
+            raise ValueError(
+                'Expected a number format as {"format": its name, ...}, got '
+                f"{options!r}."
+            )
+        return formats.get_format(options.pop("format"), **options)
     members = {member.value: member for member in Precision}
     names: dict[str, AnyPrecision] = {**formats.FORMATS, **members}
     name = str(precision).lower()

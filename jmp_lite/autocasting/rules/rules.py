@@ -417,9 +417,12 @@ class Rules:
     def _with_ops(self, ops: Iterable[str], precision: AnyPrecision) -> "Rules":
         for op in ops:
             if not isinstance(op, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                example = "'exp', 'log'"
+                if requested := format_of(precision):
+                    example = ", ".join(map(repr, requested.ops))
                 raise TypeError(
                     "Expected the names of ops as arguments, such as "
-                    f"rules.{name_of(precision)}('exp', 'log'), got {op!r}."
+                    f"rules.{name_of(precision)}({example}), got {op!r}."
                 )
         changed = {**self._ops, **dict.fromkeys(ops, precision)}
         return self._with(ops=tuple(changed.items()))

@@ -16,7 +16,7 @@ from jmp_lite.insight.explain.provenance import Dequantized
 from jmp_lite.insight.explain.rows import Row, bytes_of, equations, precision_as_traced
 from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
-from jmp_lite.jaxprs import cost, params, source, structure
+from jmp_lite.jaxprs import cost, dots, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
@@ -167,12 +167,15 @@ def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
 
 def _row_as_it_runs(eqn: Eqn, quantized: Dtype | None) -> Row:
     n_bytes = sum(map(bytes_of, eqn.outvars))
+    how = "runs in the dtype of its operands"
+    if dots.form_of(eqn) is not None:
+        how = "rounds its 16-bit operands"
     return Row(
         scope="",
         op=params.op_of(eqn),
         precision=precision_as_traced(eqn) if quantized is None else quantized.name,
         code="backward",
-        reason="backward pass: runs in the dtype of its operands",
+        reason=f"backward pass: {how}",
         source="",
         shapes=tuple(var.aval.str_short() for var in eqn.outvars),
         times=1,
