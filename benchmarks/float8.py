@@ -25,8 +25,8 @@ from benchmarks import accuracy, collectives, models
 from benchmarks.autocast import fill
 from benchmarks.compiled import Program, compile_for, missing
 from benchmarks.report import stamp, write
-from jmp_lite.quantized_products import apart, quantize_operand
-from jmp_lite.quantized_products import product as quantized_product
+from jmp_lite.formats.float8 import Scaled, apart, quantize_operand
+from jmp_lite.jaxprs.dots import bilinear_dot
 
 EVERY_SIZE = accuracy.VARIANTS["float8"].rules
 TOKENS = 8192
@@ -211,7 +211,8 @@ def stack_quantized_first(blocks: Any, head: Any, x: Any) -> Any:
 
     def product(x: Any, weight: Any) -> Any:
         lhs = apart(quantize_operand(x, E4M3), weight)
-        return quantized_product(lhs, weight, (((1,), (0,)), ((), ())), E5M2)
+        axes = ((1,), (0,)), ((), ())
+        return bilinear_dot(lhs, weight, Scaled(E4M3, E4M3, E5M2), axes)
 
     return stack(product)(operands, head, x.astype(jnp.bfloat16))
 

@@ -26,7 +26,9 @@ from jmp_lite.casting.dtypes import (
     half_dtype,
 )
 from jmp_lite.casting.policy import Policy, get_policy
-from jmp_lite.formats import Float8, Format, get_format
+from jmp_lite.formats.float8 import Float8
+from jmp_lite.formats.own import Format
+from jmp_lite.formats.table import get_format
 from jmp_lite.insight.compare.comparison import Comparison, OpError, compare
 from jmp_lite.insight.explain.explanation import Explanation, explain
 from jmp_lite.insight.report import (

@@ -31,7 +31,8 @@ from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import as_full, as_low, full_precision
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
-from jmp_lite.formats import FORMATS, Product
+from jmp_lite.formats.number_format import Product
+from jmp_lite.formats.table import FORMATS
 from jmp_lite.insight.explain.explanation import Explanation, explain
 from jmp_lite.insight.explain.reasons import code_of, reason_in_words
 from jmp_lite.insight.explain.rows import Row

@@ -1,4 +1,4 @@
-"""A number format of products is one class and one entry in ``jmp_lite/formats.py``."""
+"""A number format of products is one file in ``jmp_lite/formats``, and one entry."""
 
 import copy
 import dataclasses
@@ -13,10 +13,12 @@ from helpers import equations
 from jax import lax
 
 import jmp_lite as jmp
-from jmp_lite import formats
 from jmp_lite.autocasting.rules.presets import PRESETS
+from jmp_lite.formats import number_format
+from jmp_lite.formats.table import FORMATS
 
 ADDITION = '''
+@dataclasses.dataclass(frozen=True)
 class Toy(NumberFormat):
     """Operands of ten bits: a sign, five bits of exponent, four of mantissa."""
 
@@ -29,11 +31,8 @@ class Toy(NumberFormat):
 
     def round(self, array):
         return lax.reduce_precision(array, exponent_bits=5, mantissa_bits=4)
-
-
-FORMATS["toy"] = Toy("toy")
 '''
-"""All that the package needs for a format, at the end of ``formats.py``."""
+"""A format's file."""
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (24, 16))
@@ -43,10 +42,10 @@ WEIGHTS = jnp.stack([W, W.T, W[::-1]])
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
-    monkeypatch.setattr(formats, "Toy", None, raising=False)
-    exec(ADDITION, vars(formats))
-    return formats.FORMATS["toy"]
+    monkeypatch.setattr(number_format, "Toy", None, raising=False)
+    exec(ADDITION, vars(number_format))
+    monkeypatch.setitem(FORMATS, "toy", number_format.Toy("toy"))
+    return FORMATS["toy"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from jax import lax
 from weight_products import LAYERS, PROGRAMS, SMALL, V, W, X, net
 
 import jmp_lite as jmp
-from jmp_lite.formats import FORMATS
+from jmp_lite.formats.table import FORMATS
 
 MIXED = jmp.get_rules("mixed")
 

@@ -28,7 +28,7 @@ from weight_products import (
 )
 
 import jmp_lite as jmp
-from jmp_lite.formats import FORMATS
+from jmp_lite.formats.table import FORMATS
 
 NAMES = ("int8", "float8_rows")
 EVERY_SIZE = {name: jmp.get_format(name, smallest=0) for name in NAMES}

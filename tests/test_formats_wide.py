@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
-from jmp_lite.formats import FORMATS
+from jmp_lite.formats.table import FORMATS
 
 MIXED = jmp.get_rules("mixed")
 WIDE = MIXED.wide("dot_general")

@@ -4,20 +4,25 @@
 operand is the same kind of product, with the tangent in place of the operand. The
 transpose of that is the same kind of product with the cotangent. So all derivatives, of
 any order, consist of such products.
+
+An operand may be rounded before the product. Then the product saves the rounded numbers
+for the backward pass, and other products can read them too.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import dispatch
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.lax import dot_general_p
 from jax.extend import core
 
-from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs import primitives, sharding, structure
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
@@ -113,12 +118,30 @@ def transposed(dimensions: Dimensions, side: int, ranks: Sequence[int]) -> Trans
     return Transposed(new, [*batch, *kept, *(mine for _, mine in sorted(pairs))])
 
 
+def beside(scales: Array, dimensions: Dimensions, side: int, rank: int) -> Array:
+    """Returns what multiplies the rows of an operand with the axes of the result.
+
+    Args:
+      scales: an array with the axes of the operand; contracted ones have size 1.
+      dimensions: the axes of the product.
+      side: 0 for the left operand, 1 for the right one.
+      rank: the number of axes of the result.
+    """
+    batch, free = dimensions.batch[side], dimensions.free(side, scales.ndim)
+    order = [*batch, *free, *dimensions.contracted[side]]
+    n_kept = len(batch) + len(free)
+    contracted = range(n_kept, scales.ndim)
+    kept = lax.squeeze(lax.transpose(scales, order), contracted)
+    first = n_kept if side == 0 else len(batch)
+    return lax.expand_dims(kept, range(first, first + rank - n_kept))
+
+
 # --------------------------------------------------------- rules of bilinear primitives
 
 
 def tangents_of_product(
     product: Callable[[Any, Any], Any],
-    primals: Sequence[Array],
+    primals: Sequence[Any],
     tangents: Sequence[Any],
 ) -> list[Any]:
     """Returns the products with the tangent of one operand; zeros have none."""
@@ -152,16 +175,36 @@ def cotangents_of_product(
 # ---------------------------------------------------------------------------- bilinear
 
 
+class Operand(NamedTuple):
+    """An operand of a ``bilinear_dot``.
+
+    Attributes:
+      array: the operand. If it has parts, zeros in its shape and dtype, which no
+        compiled program reads; their tangent is that of the operand.
+      parts: what a form has made of the operand, such as rounded numbers and a scale:
+        arrays without a derivative. Under ``vmap`` all have the same new leading axes.
+        Empty for an operand that the form has not rounded.
+    """
+
+    array: Array
+    parts: tuple[Array, ...] = ()
+
+
 class Form(Protocol):
     """How a product is computed; a hashable value."""
 
     @property
-    def dtype(self) -> Dtype:
-        """The dtype in which operands are multiplied."""
+    def dtype(self) -> Dtype | None:
+        """The dtype in which operands are multiplied; None for that of operands."""
         ...
 
     def multiply(
-        self, lhs: Array, rhs: Array, dimensions: Dimensions, out_sharding: Any
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        dimensions: Dimensions,
+        out_sharding: Any,
+        is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands.
 
@@ -170,29 +213,72 @@ class Form(Protocol):
           rhs: the right operand.
           dimensions: their axes.
           out_sharding: the sharding of the result, as for ``dot_general``.
+          is_tpu: whether it is lowered for a TPU.
         """
+        ...
+
+    def of_tangent(self) -> "Form":
+        """Returns the form of the product with the tangent of an operand."""
         ...
 
     def transposed(self, side: int) -> "Form":
         """Returns the form of the product that is the cotangent of an operand."""
         ...
 
+    def received(self, cotangent: Array) -> Operand:
+        """Returns the cotangent of the result as an operand."""
+        ...
 
-def bilinear_dot(eqn: Eqn, operands: Sequence[Array], form: Form) -> Array:
-    """Returns a ``dot_general`` in another form.
+
+def rounded(array: Array, parts: Sequence[Array]) -> Operand:
+    """Returns an operand that has an array's derivative, and numbers of its own."""
+    return Operand(_tangent_of.bind(array), tuple(parts))
+
+
+def bilinear_dot(
+    lhs: Operand,
+    rhs: Operand,
+    form: Form,
+    dimensions: Any,
+    out_sharding: Any = None,
+) -> Array:
+    """Returns a product of matrices in a form, in the dtype of its operands.
 
     Args:
-      eqn: an equation with its axes.
-      operands: its two operands, in one 16-bit dtype.
+      lhs: the left operand, in 16 bits.
+      rhs: the right operand, in the same dtype.
       form: computes the product.
+      dimensions: the dimension numbers of ``dot_general``.
+      out_sharding: the sharding of the result, as for ``dot_general``.
     """
-    changed = {"precision": None, "preferred_element_type": operands[0].dtype}
-    return _bilinear_dot.bind(*operands, **{**eqn.params, **changed}, form=form)
+    return _bind(
+        lhs,
+        rhs,
+        form,
+        {
+            "dimension_numbers": dimensions,
+            "out_sharding": out_sharding,
+            "precision": None,
+            "preferred_element_type": lhs.array.dtype,
+        },
+    )
 
 
-def form_of(eqn: Eqn) -> Form | None:
-    """Returns the form of a ``bilinear_dot``; None for any other equation."""
-    return eqn.params.get("form") if eqn.primitive is _bilinear_dot else None
+def dtype_of(eqn: Eqn) -> Dtype | None:
+    """Returns the dtype in which a form multiplies operands; None for other equations.
+
+    None also for a product of 16-bit operands.
+    """
+    return eqn.params["form"].dtype if eqn.primitive is _bilinear_dot else None
+
+
+def are_tangents(eqn: Eqn) -> list[bool]:
+    """Returns for each operand of an equation whether it only carries a tangent."""
+    if eqn.primitive is not _bilinear_dot:
+        return [eqn.primitive is _tangent_of] * len(eqn.invars)
+    arrays = range(2, len(eqn.invars))
+    lhs, rhs = _operands([0, 1, *arrays], eqn.params["n_parts"])
+    return [bool(lhs.parts), bool(rhs.parts), *(False for _ in arrays)]
 
 
 def dimensions_of(params: Any) -> Dimensions:
@@ -200,43 +286,99 @@ def dimensions_of(params: Any) -> Dimensions:
     return Dimensions(*params["dimension_numbers"])
 
 
-def _multiply(lhs: Array, rhs: Array, *, form: Form, **params: Any) -> Array:
-    return form.multiply(lhs, rhs, dimensions_of(params), params["out_sharding"])
+def _bind(lhs: Operand, rhs: Operand, form: Form, params: Any) -> Array:
+    arrays = lhs.array, rhs.array, *lhs.parts, *rhs.parts
+    changed = {"form": form, "n_parts": len(lhs.parts)}
+    return _bilinear_dot.bind(*arrays, **{**params, **changed})
 
 
-def _type(lhs: Any, rhs: Any, *, form: Form, **params: Any) -> Any:
-    del form
+def _operands(arrays: Sequence[Any], n_parts: int) -> tuple[Operand, Operand]:
+    lhs, rhs, *parts = arrays
+    return Operand(lhs, (*parts[:n_parts],)), Operand(rhs, (*parts[n_parts:],))
+
+
+def _multiply(
+    *arrays: Array, form: Form, n_parts: int, is_tpu: bool, **params: Any
+) -> Array:
+    lhs, rhs = _operands(arrays, n_parts)
+    dimensions, out_sharding = dimensions_of(params), params["out_sharding"]
+    return form.multiply(lhs, rhs, dimensions, out_sharding, is_tpu)
+
+
+def _type(lhs: Any, rhs: Any, *parts: Any, form: Form, n_parts: int, **params: Any):
+    del parts, form, n_parts
     return dot_general_p.abstract_eval(lhs, rhs, **params)
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+    primals: Sequence[Array],
+    tangents: Sequence[Any],
+    *,
+    form: Form,
+    n_parts: int,
+    **params: Any,
 ) -> tuple[Array, Any]:
-    product = functools.partial(_bilinear_dot.bind, **params)
-    terms = tangents_of_product(product, primals, tangents)
-    return product(*primals), functools.reduce(lax.add, terms)
+    def product(lhs: Operand | Array, rhs: Operand | Array) -> Array:
+        lhs, rhs = (
+            each if isinstance(each, Operand) else Operand(each) for each in (lhs, rhs)
+        )
+        return _bind(lhs, rhs, form.of_tangent(), params)
+
+    operands = _operands(primals, n_parts)
+    terms = tangents_of_product(product, operands, tangents[:2])
+    return _bind(*operands, form, params), functools.reduce(lax.add, terms)
 
 
-def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+def _transpose(
+    cotangent: Any, *arrays: Any, form: Form, n_parts: int, **params: Any
+) -> list[Any]:
+    operands = _operands(arrays, n_parts)
+
     def pull(side: int, aval: Any) -> Any:
         other = operands[1 - side]
-        ranks = [aval.ndim, other.ndim] if side == 0 else [other.ndim, aval.ndim]
-        product = transposed(dimensions_of(params), side, ranks)
-        changed = {
-            "dimension_numbers": tuple(product.dimensions),
-            "out_sharding": sharding.in_order(aval, product.axes),
-            "form": params["form"].transposed(side),
-        }
-        made = _bilinear_dot.bind(cotangent, other, **{**params, **changed})
+        ranks = [aval.ndim, other.array.ndim]
+        dimensions = dimensions_of(params)
+        product = transposed(dimensions, side, ranks if side == 0 else ranks[::-1])
+        made = bilinear_dot(
+            form.received(cotangent),
+            other,
+            form.transposed(side),
+            tuple(product.dimensions),
+            sharding.in_order(aval, product.axes),
+        )
         return lax.transpose(made, np.argsort(product.axes))
 
-    return cotangents_of_product(cotangent, operands, pull)
+    of_operands = cotangents_of_product(cotangent, arrays[:2], pull)
+    return of_operands + [None] * (len(arrays) - 2)
+
+
+def _map(
+    arrays: Sequence[Array], axes: Sequence[int | None], *, n_parts: int, **params: Any
+) -> tuple[Array, int]:
+    groups = zip(_operands(arrays, n_parts), _operands(axes, n_parts), strict=True)
+    (lhs, rhs), mapped = zip(*(_in_front(*group) for group in groups), strict=True)
+    new = [0 if is_mapped else None for is_mapped in mapped]
+    ends = lhs.array, rhs.array
+    parts = *lhs.parts, *rhs.parts
+    return map_product(_bilinear_dot, ends, new, *parts, n_parts=n_parts, **params)
+
+
+def _in_front(operand: Operand, axes: Any) -> tuple[Operand, bool]:
+    """Returns an operand with the mapped axis in front of all its arrays, if any."""
+    arrays = operand.array, *operand.parts
+    pairs = [*zip(arrays, (axes.array, *axes.parts), strict=True)]
+    sizes = [array.shape[axis] for array, axis in pairs if axis is not None]
+    if not sizes:
+        return operand, False
+    array, *parts = (batching.bdim_at_front(*pair, sizes[0]) for pair in pairs)
+    return Operand(array, tuple(parts)), True
 
 
 def map_product(
     primitive: Any,
     operands: Sequence[Array],
     axes: Sequence[int | None],
+    *others: Array,
     **params: Any,
 ) -> tuple[Array, int]:
     """Maps a product over one operand or both, and returns the new axis of its result.
@@ -245,6 +387,7 @@ def map_product(
       primitive: the product.
       operands: its operands.
       axes: the mapped axis of each operand; None if it is not mapped.
+      *others: what else the primitive takes, as it takes it.
       **params: the parameters of the product.
     """
     is_mapped = [axis is not None for axis in axes]
@@ -255,15 +398,27 @@ def map_product(
     rank = in_front[0].ndim - is_mapped[0]
     dimensions, at = batched(dimensions_of(params), is_mapped, rank)
     changed = {"dimension_numbers": tuple(dimensions), "out_sharding": None}
-    return primitive.bind(*in_front, **{**params, **changed}), at
+    return primitive.bind(*in_front, *others, **{**params, **changed}), at
 
 
 _bilinear_dot = core.Primitive("dot_general")
-_bilinear_dot.def_impl(_multiply)
+_bilinear_dot.def_impl(functools.partial(dispatch.apply_primitive, _bilinear_dot))
 _bilinear_dot.def_effectful_abstract_eval(_type)
-mlir.register_lowering(_bilinear_dot, mlir.lower_fun(_multiply, multiple_results=False))
+for _platform in (None, "tpu"):
+    # The form fits the chip for which a program is lowered, not the one where it is
+    # traced: an exported program may be for several.
+    _lowered = functools.partial(_multiply, is_tpu=_platform == "tpu")
+    mlir.register_lowering(
+        _bilinear_dot, mlir.lower_fun(_lowered, multiple_results=False), _platform
+    )
 ad.primitive_jvps[_bilinear_dot] = _jvp
 ad.primitive_transposes[_bilinear_dot] = _transpose
-batching.primitive_batchers[_bilinear_dot] = functools.partial(
-    map_product, _bilinear_dot
+batching.primitive_batchers[_bilinear_dot] = _map
+
+TANGENT_OF = "tangent_of"
+"""A primitive that does not read the numbers of its operand."""
+
+_tangent_of = primitives.primitive(
+    TANGENT_OF, lambda array: sharding.zeros(jax.typeof(array))
 )
+primitives.pass_last_tangent(_tangent_of)

@@ -394,6 +394,11 @@ def dot_dimensions(eqn: Eqn) -> Any:
     return eqn.params["dimension_numbers"]
 
 
+def dot_axes(eqn: Eqn) -> tuple[Any, Any]:
+    """Returns the dimension numbers of a dot_general, and its output sharding."""
+    return dot_dimensions(eqn), eqn.params.get("out_sharding")
+
+
 def dot_options(eqn: Eqn, dtype: Any) -> dict[str, Any]:
     """Returns the options of a dot_general, for a function in its place.
 
@@ -402,7 +407,8 @@ def dot_options(eqn: Eqn, dtype: Any) -> dict[str, Any]:
       dtype: the dtype of the result.
     """
     options: dict[str, Any] = {"precision": None, "preferred_element_type": dtype}
-    if (out_sharding := eqn.params.get("out_sharding")) is not None:
+    _, out_sharding = dot_axes(eqn)
+    if out_sharding is not None:
         options["out_sharding"] = out_sharding
     return options
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, State
 from jmp_lite.autocasting.rules.match import RuleMatch
-from jmp_lite.formats import LOW, QUALIFIES, NumberFormat, Verdict
+from jmp_lite.formats.number_format import LOW, QUALIFIES, NumberFormat, Verdict
 from jmp_lite.jaxprs.types import Dtype, Eqn
 
 

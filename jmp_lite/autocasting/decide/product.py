@@ -13,7 +13,7 @@ from jmp_lite.autocasting.decide.facts import Kind, Readers, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import asks_for_low, format_in
-from jmp_lite.formats import Product
+from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn

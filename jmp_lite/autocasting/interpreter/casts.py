@@ -18,7 +18,7 @@ from jmp_lite.autocasting.decide.facts import (
 )
 from jmp_lite.autocasting.decide.given import Given
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.formats import NumberFormat
+from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Literal, Var
 

@@ -14,7 +14,7 @@ from jmp_lite.autocasting.decide.facts import Kind, Origin, State
 from jmp_lite.autocasting.decide.result import kind_of_result, state_of_result
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.values import Value
-from jmp_lite.formats import NumberFormat, Product
+from jmp_lite.formats.number_format import NumberFormat, Product
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Var

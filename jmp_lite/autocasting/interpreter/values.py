@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, Spec, State
-from jmp_lite.formats import NumberFormat
+from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.jaxprs.types import Array, Dtype
 
 

@@ -5,9 +5,10 @@ import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from jmp_lite import formats
 from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
-from jmp_lite.formats import NumberFormat
+from jmp_lite.formats.number_format import NumberFormat
+from jmp_lite.formats.own import Format, OwnFormat
+from jmp_lite.formats.table import FORMATS, get_format
 from jmp_lite.ops import Precision
 
 AnyPrecision: TypeAlias = Precision | NumberFormat
@@ -49,7 +50,7 @@ def format_of(precision: AnyPrecision) -> NumberFormat | None:
     """Returns the number format of products that a precision is, or None."""
     if isinstance(precision, NumberFormat):
         return precision
-    return formats.FORMATS.get(precision.value)
+    return FORMATS.get(precision.value)
 
 
 def name_of(precision: AnyPrecision) -> str:
@@ -65,7 +66,7 @@ def in_json(precision: AnyPrecision) -> Any:
     """
     if not isinstance(precision, NumberFormat):
         return precision.value
-    known = formats.FORMATS.get(precision.name)
+    known = FORMATS.get(precision.name)
     if type(known) is not type(precision):
         raise ValueError(
             f"The format {precision.name!r} cannot be written as JSON, because it is "
@@ -82,11 +83,13 @@ def in_json(precision: AnyPrecision) -> Any:
 
 
 def parse_precision(
-    precision: "AnyPrecision | str | Mapping[str, Any]",
+    precision: "AnyPrecision | Format | str | Mapping[str, Any]",
 ) -> AnyPrecision:
     """Returns the precision for a name, in upper or lower case."""
     if isinstance(precision, AnyPrecision):
         return precision
+    if isinstance(precision, Format):
+        return OwnFormat(precision.name, precision)
     if isinstance(precision, Mapping):  # As ``in_json`` writes it.
         options = {**precision}
         if "format" not in options:
@@ -94,9 +97,9 @@ def parse_precision(
                 'Expected a number format as {"format": its name, ...}, got '
                 f"{options!r}."
             )
-        return formats.get_format(options.pop("format"), **options)
+        return get_format(options.pop("format"), **options)
     members = {member.value: member for member in Precision}
-    names: dict[str, AnyPrecision] = {**formats.FORMATS, **members}
+    names: dict[str, AnyPrecision] = {**FORMATS, **members}
     name = str(precision).lower()
     if name not in names and name in dtype_names():
         bits = parse_dtype(name).itemsize * 8

@@ -27,7 +27,10 @@ from jmp_lite.autocasting.rules.match import (
 )
 from jmp_lite.autocasting.rules.serialization import fields_in_json
 from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
-from jmp_lite.formats import FORMATS, Float8, Float8Format, NumberFormat
+from jmp_lite.formats.float8 import Float8, Float8Format
+from jmp_lite.formats.number_format import NumberFormat
+from jmp_lite.formats.own import Format
+from jmp_lite.formats.table import FORMATS
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.ops import (
     EDITABLE,
@@ -215,7 +218,7 @@ class Rules:
         """
         return self._with_ops(ops, FORMATS["wide"])
 
-    def product(self, precision: AnyPrecision | str) -> "Rules":
+    def product(self, precision: AnyPrecision | Format | str) -> "Rules":
         """Returns rules in which all matrix products have a precision.
 
         Args:
@@ -234,7 +237,7 @@ class Rules:
         requested = format_of(precision)
         return self._with_ops(requested.ops if requested else PRODUCTS, precision)
 
-    def scope(self, pattern: str, precision: AnyPrecision | str) -> "Rules":
+    def scope(self, pattern: str, precision: AnyPrecision | Format | str) -> "Rules":
         """Returns rules with one more scope, after your scopes and before the preset's.
 
         Args:

@@ -12,15 +12,13 @@ from typing import NamedTuple
 import jax
 
 from jmp_lite.autocasting.rules.rules import of_the_user
-from jmp_lite.insight.explain.provenance import Dequantized
 from jmp_lite.insight.explain.rows import Row, bytes_of, equations, precision_as_traced
 from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import cost, dots, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
-from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Jaxpr, PyTree
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
-from jmp_lite.quantized_products import DEQUANTIZE, TANGENT_OF
 
 
 class Backward(NamedTuple):
@@ -102,10 +100,10 @@ class _Uses(BackwardAnalysis[_Use]):
     def through(self, eqn: Eqn, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
         """Returns what an op uses its operands for."""
         del facts, path
-        uses = [_Use.NUMBERS] * len(eqn.invars)
-        if params.op_of(eqn) in (TANGENT_OF, DEQUANTIZE):
-            uses[-1] = _Use.TANGENT
-        return uses
+        return [
+            _Use.TANGENT if is_tangent else _Use.NUMBERS
+            for is_tangent in dots.are_tangents(eqn)
+        ]
 
 
 def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
@@ -150,13 +148,11 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
 
 def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
     made: dict[int, Row] = {}
-    products = Dequantized()
-    products.follow(jaxpr)
     for eqn, place in equations(jaxpr, Place()):
         if params.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
             continue
         if id(eqn) not in made:
-            made[id(eqn)] = _row_as_it_runs(eqn, products.formats.get(id(eqn)))
+            made[id(eqn)] = _row_as_it_runs(eqn)
         scope = source.join(place.path, *source.scopes(eqn))
         yield made[id(eqn)]._replace(
             scope=of_the_user(scope),
@@ -165,15 +161,15 @@ def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
         )
 
 
-def _row_as_it_runs(eqn: Eqn, quantized: Dtype | None) -> Row:
+def _row_as_it_runs(eqn: Eqn) -> Row:
     n_bytes = sum(map(bytes_of, eqn.outvars))
     how = "runs in the dtype of its operands"
-    if dots.form_of(eqn) is not None:
-        how = "rounds its 16-bit operands"
+    if dots.dtype_of(eqn) is not None:
+        how = "multiplies rounded operands"
     return Row(
         scope="",
         op=params.op_of(eqn),
-        precision=precision_as_traced(eqn) if quantized is None else quantized.name,
+        precision=precision_as_traced(eqn),
         code="backward",
         reason=f"backward pass: {how}",
         source="",

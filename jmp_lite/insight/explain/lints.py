@@ -19,7 +19,7 @@ from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.interpreter.arguments import Program, is_narrow
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
-from jmp_lite.formats import LOW, Verdict
+from jmp_lite.formats.number_format import LOW, Verdict
 from jmp_lite.insight.explain import provenance
 from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
 from jmp_lite.insight.explain.rows import Seen, counted, equations, is_decided_inside

@@ -5,15 +5,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite import ops
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Fact, ForwardAnywhere
 from jmp_lite.jaxprs.params import PRODUCTS
-from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
-from jmp_lite.quantized_products import DEQUANTIZE
+from jmp_lite.jaxprs.types import Eqn, Jaxpr
 
 
 class Following(ForwardAnywhere[Fact]):
@@ -76,44 +74,6 @@ class Addends(ForwardAnywhere[From]):
 
 
 _MOVING_ONCE = ops.MOVING - ops.ADDED_UP
-
-
-class Dequantized(Following[Dtype | None]):
-    """Finds the products whose operands are both dequantized.
-
-    A fact is the dtype that a value was quantized to; None for other values.
-
-    Attributes:
-      formats: for each such product, by id, the dtype of its operands. If they differ,
-        it is the dtype with the larger range, which is that of the cotangent.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.formats: dict[int, Dtype] = {}
-
-    def nothing(self) -> Dtype | None:
-        """A number is not quantized."""
-        return None
-
-    def join(self, one: Dtype | None, other: Dtype | None) -> Dtype | None:
-        """Returns the dtype that both values were quantized to."""
-        return one if one == other else None
-
-    def through(
-        self, eqn: Eqn, facts: Sequence[Dtype | None], path: str
-    ) -> Sequence[Dtype | None]:
-        """Returns the dtype that the results of an op were quantized to."""
-        del path
-        op, found = params.op_of(eqn), None
-        if op == DEQUANTIZE:
-            found = structure.dtype_of(eqn.invars[0])
-        elif op in _MOVING_ONCE:
-            found = facts[0]
-        elif op in PRODUCTS and facts[0] is not None and facts[1] is not None:
-            both = (facts[0], facts[1])
-            self.formats[id(eqn)] = max(both, key=lambda d: float(jnp.finfo(d).max))
-        return [found] * len(eqn.outvars)
 
 
 class Made(NamedTuple):

@@ -26,7 +26,7 @@ from jmp_lite.autocasting.rules.rules import (
     LOW_SCOPE,
     Rules,
 )
-from jmp_lite.formats import LOW
+from jmp_lite.formats.number_format import LOW
 from jmp_lite.insight.explain import reasons
 from jmp_lite.insight.places import Place, short
 from jmp_lite.jaxprs import cost, dots, params, source, structure
@@ -280,8 +280,8 @@ def _number_format(eqn: Eqn, decision: Decision) -> str:
 
 def precision_as_traced(eqn: Eqn) -> str:
     """Returns the widest float of an equation; for a product, of its operands."""
-    if form := dots.form_of(eqn):
-        return form.dtype.name
+    if (dtype := dots.dtype_of(eqn)) is not None:
+        return dtype.name
     atoms = eqn.invars[:2] if params.op_of(eqn) in PRODUCTS else ()
     atoms = atoms or (*eqn.invars, *eqn.outvars)
     floats = [structure.dtype_of(atom) for atom in atoms if structure.is_float(atom)]

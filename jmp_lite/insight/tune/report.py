@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jmp_lite.autocasting.rules.match import AnyPrecision, name_of
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
-from jmp_lite.formats import NumberFormat
+from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.tune.candidates import NUMBER, without_numbers
 from jmp_lite.insight.tune.measure import Error, in_words

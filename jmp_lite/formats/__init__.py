@@ -1,0 +1,1 @@
+"""The number formats of matrix products, one file each."""

@@ -1,0 +1,145 @@
+"""What formats of 8 bits have in common: which products are worth it."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from jmp_lite.formats.number_format import (
+    INTEGERS,
+    QUALIFIES,
+    Advice,
+    NumberFormat,
+    Product,
+    Verdict,
+    are_floats,
+)
+from jmp_lite.jaxprs import cost, params
+from jmp_lite.jaxprs.types import Eqn
+
+FORWARD = ("e4m3fn", "e4m3fnuz")
+"""The float8 dtypes of operands, without ``float8_``."""
+
+BACKWARD = ("e5m2", "e5m2fnuz", *FORWARD)
+"""Those of cotangents."""
+
+
+def check_smallest(smallest: Any) -> None:
+    """Raises a ValueError if the smallest mean is not a number of at least 0."""
+    is_number = isinstance(smallest, int | float) and smallest >= 0
+    if not is_number or isinstance(smallest, bool):
+        raise ValueError(
+            f"Expected a number of at least 0 for smallest, got {smallest!r}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBits(NumberFormat, abc.ABC):
+    """A format of 8 bits for products of weights that are large enough.
+
+    Attributes:
+      takes_batches: whether a product may have batch axes.
+      options_in_words: what makes its options, for a message.
+    """
+
+    ops = ("dot_general",)
+    takes_batches: ClassVar[bool] = False
+    options_in_words: ClassVar[str]
+
+    @property
+    def needs_bfloat16(self) -> bool:
+        """Whether the compute dtype has to be bfloat16."""
+        return True
+
+    @property
+    @abc.abstractmethod
+    def smallest_mean(self) -> float:
+        """The smallest harmonic mean of the sizes of a product that qualifies."""
+
+    def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
+        """Returns whether a product qualifies.
+
+        ``Float8`` lists the conditions. A subclass may take other compute dtypes, and
+        products with batch axes.
+        """
+        code = self._refusal(product)
+        if code is None and is_last:
+            # A scope names this product, while an op rule names all of them.
+            if is_named:
+                return Verdict(True, "though_read_in_float32")
+            code = "read_in_float32"
+        return QUALIFIES if code is None else Verdict(False, code)
+
+    def _refusal(self, product: Product) -> str | None:
+        if not are_floats(product.eqn):
+            return INTEGERS.code
+        if self.needs_bfloat16 and product.dtype != jnp.bfloat16:
+            return "compute_dtype"
+        if not any(product.weights):
+            return "no_weight"
+        _, (batch, _) = params.dot_dimensions(product.eqn)
+        if batch and not self.takes_batches:
+            return "batch"
+        sizes = cost.product_sizes(product.eqn)
+        if not all(map(_fits, sizes)):
+            return "size"
+        return "small" if _harmonic_mean(sizes) < self.smallest_mean else None
+
+    def words(self, code: str, eqn: Eqn) -> str:
+        """Returns the code of a verdict in words."""
+        sizes = dict(zip("MNK", cost.product_sizes(eqn), strict=True))
+        if code == "size":
+            name, size = next(item for item in sizes.items() if not _fits(item[1]))
+            verb = "is not" if isinstance(size, int) else "may not be"
+            return f"{name} = {size} {verb} a multiple of 16"
+        if code == "small":
+            text = " x ".join(map(str, sizes.values()))
+            mean = _harmonic_mean([*sizes.values()])
+            return f"{text} is too small (harmonic mean {mean:.0f})"
+        return _EIGHT_BIT_WORDS.get(code) or super().words(code, eqn)
+
+    def advice(self, code: str) -> Advice | None:
+        """Returns the lint for products with the code of a verdict, or None."""
+        if code == "size":
+            remedy = "needs multiples of 16: pad, or choose another width"
+            return Advice(f"{self.name} sizes", f"{self.name.capitalize()} {remedy}")
+        if code == "small":
+            return Advice(
+                f"small {self.name} product",
+                "Leave it out of the scope, or lower "
+                f"{self.options_in_words}smallest=...)",
+                is_for_scopes=True,
+            )
+        if code == "though_read_in_float32":
+            return Advice(
+                f"last {self.name} product",
+                f'Add rules.scope(..., "low") before the {self.name} scope',
+                f"only float32 ops read the result of this {self.name} product "
+                "(logits, for example)",
+            )
+        return None
+
+
+_EIGHT_BIT_WORDS = {
+    "compute_dtype": "the compute dtype is not bfloat16",
+    "no_weight": "no operand is a weight",
+    "batch": "the product has batch axes",
+    "read_in_float32": "read only by float32 ops",
+    "though_read_in_float32": "read only by float32 ops",
+}
+
+
+def _fits(size: object) -> bool:
+    """Whether matrix units accept a size in float8. False for a symbolic size."""
+    return isinstance(size, int) and size > 0 and size % 16 == 0
+
+
+def _harmonic_mean(sizes: Sequence[int]) -> float:
+    """Returns the harmonic mean of sizes.
+
+    For the sizes of a product, it is three times the multiplications divided by the
+    elements of operands and result: the ratio of arithmetic to memory traffic.
+    """
+    return len(sizes) / sum(1 / size for size in sizes)

@@ -1,0 +1,174 @@
+"""Formats of 8 bits with one scale for each row: ``int8`` and ``float8_rows``.
+
+A row consists of the numbers of an operand that are multiplied with one column of the
+other operand, and added up. Each row has a scale, and the result is multiplied with the
+scales. The products of the backward pass contract other axes, so they have other rows:
+they quantize their operands anew, from 16 bits.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.casting.dtypes import unknown_name
+from jmp_lite.casting.quantize import power_of_two_for
+from jmp_lite.formats.eight_bits import BACKWARD, FORWARD, EightBits, check_smallest
+from jmp_lite.formats.number_format import Product
+from jmp_lite.jaxprs import dots, params
+from jmp_lite.jaxprs.dots import Dimensions, Operand
+from jmp_lite.jaxprs.types import Array, Dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsFormat(EightBits):
+    """Operands of 8 bits with one scale for each row; see ``ByRows``.
+
+    Attributes:
+      forward: the dtype of operands.
+      backward: the dtype of cotangents.
+      smallest: the smallest harmonic mean of the sizes M, K and N, see ``Float8``.
+    """
+
+    forward: str
+    backward: str
+    smallest: float
+
+    why_these_ops = "Operands of convolutions and ragged products have no rows."
+    takes_batches = True
+    options_in_words = "jmp_lite.get_format(..., "
+
+    def __post_init__(self) -> None:
+        is_int8 = self.name == "int8"
+        for field, accepted in (("forward", FORWARD), ("backward", BACKWARD)):
+            names = ["int8"] if is_int8 else [f"float8_{each}" for each in accepted]
+            if getattr(self, field) not in names:
+                given = str(getattr(self, field))
+                raise unknown_name(f"{field} dtype of {self.name}", given, names)
+        check_smallest(self.smallest)
+
+    @property
+    def smallest_mean(self) -> float:
+        """The smallest harmonic mean of the sizes of a product that qualifies."""
+        return self.smallest
+
+    @property
+    def needs_bfloat16(self) -> bool:
+        """Whether the compute dtype has to be bfloat16."""
+        return self.forward != "int8"
+
+    def dtype(self, low: Dtype) -> Dtype:
+        """Returns the dtype of operands."""
+        del low
+        return np.dtype(self.forward)
+
+    def multiply(
+        self, product: Product, operands: Sequence[Any], bound: set[object]
+    ) -> Array:
+        """Returns the product; the products of its derivative are quantized too."""
+        del bound
+        forward, backward = np.dtype(self.forward), np.dtype(self.backward)
+        lhs, rhs = map(Operand, operands)
+        form = ByRows(forward, forward, backward)
+        return dots.bilinear_dot(lhs, rhs, form, *params.dot_axes(product.eqn))
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRows:
+    """A product of operands that are quantized by rows, see ``dots.Form``.
+
+    Attributes:
+      lhs: the dtype of the left operand, of 8 bits.
+      rhs: the dtype of the right operand.
+      cotangent: the dtype of the cotangent of the result.
+      is_backward: whether it is a product of the backward pass.
+    """
+
+    lhs: Dtype
+    rhs: Dtype
+    cotangent: Dtype
+    is_backward: bool = False
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype in which operands are multiplied."""
+        return self.lhs
+
+    def of_tangent(self) -> "ByRows":
+        """Returns the form of the product with the tangent of an operand: the same."""
+        return self
+
+    def transposed(self, side: int) -> "ByRows":
+        """Returns the form of the product that is the cotangent of an operand."""
+        other = self.rhs if side == 0 else self.lhs
+        return ByRows(self.cotangent, other, self.cotangent, is_backward=True)
+
+    def received(self, cotangent: Array) -> Operand:
+        """Returns a cotangent as an operand; each product rounds its own rows."""
+        return Operand(cotangent)
+
+    def multiply(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        dimensions: Dimensions,
+        out_sharding: Any,
+        is_tpu: bool,
+    ) -> Array:
+        """Returns the product, in the dtype of its operands."""
+        del is_tpu
+        left, right = dimensions.contracted
+        dtype = lhs.array.dtype
+        is_integer = np.issubdtype(self.lhs, np.integer)
+        n_terms = math.prod(lhs.array.shape[axis] for axis in left)
+        # A sum of this many products is at most the largest int32.
+        largest = min(127, math.isqrt(np.iinfo(np.int32).max // max(n_terms, 1)))
+        numbers, scales = _quantized(lhs.array, left, self.lhs, largest)
+        others, other_scales = _quantized(rhs.array, right, self.rhs, largest)
+        # By default a float8 kernel accumulates with fewer digits than float32.
+        is_precise = self.is_backward and not is_integer
+        product = lax.dot_general(
+            numbers,
+            others,
+            (dimensions.contracted, dimensions.batch),
+            lax.Precision.HIGHEST if is_precise else None,
+            preferred_element_type=np.dtype("int32") if is_integer else dtype,
+            out_sharding=out_sharding,
+        )
+        result = product.astype(np.float32)
+        result *= dots.beside(scales, dimensions, 0, product.ndim)
+        result *= dots.beside(other_scales, dimensions, 1, product.ndim)
+        return result.astype(dtype)
+
+
+def _quantized(
+    array: Array, contracted: tuple[int, ...], dtype: Dtype, limit: int
+) -> tuple[Array, Array]:
+    """Returns an array in a dtype of 8 bits, and the scale of each row.
+
+    A row that is not finite has the scale NaN, so that no infinity becomes a finite
+    number. A row of zeros has the scale 1.
+
+    Args:
+      array: the array.
+      contracted: the axes along which its rows lie.
+      dtype: the dtype.
+      limit: the largest magnitude of an integer.
+    """
+    largest = jnp.max(jnp.abs(array), contracted, keepdims=True, initial=0)
+    if not np.issubdtype(dtype, np.integer):
+        scale = power_of_two_for(largest, float(jnp.finfo(dtype).max))
+        # Exact: a power of two.
+        return (array / scale.astype(array.dtype)).astype(dtype), scale
+    # No power of two: it would leave up to one of seven bits unused.
+    scale = largest.astype(np.float32) / limit
+    is_finite = jnp.isfinite(scale)
+    divisor = jnp.where((scale == 0) | ~is_finite, 1, scale)
+    ratio = array.astype(np.float32) / divisor
+    numbers = lax.round(ratio, lax.RoundingMethod.TO_NEAREST_EVEN)
+    numbers = jnp.where(is_finite, numbers, 0).astype(dtype)
+    return numbers, jnp.where(is_finite, divisor, jnp.nan)

@@ -1,0 +1,57 @@
+"""The number formats that rules can request."""
+
+import dataclasses
+from typing import Any
+
+from jmp_lite.casting.dtypes import unknown_name
+from jmp_lite.formats.float8 import Float8Format
+from jmp_lite.formats.number_format import NumberFormat
+from jmp_lite.formats.rows import RowsFormat
+from jmp_lite.formats.wide import WideFormat
+
+FORMATS: dict[str, NumberFormat] = {
+    "float8": Float8Format("float8"),
+    # Below these sizes, quantization costs what the product gains: on an H100 for
+    # float8, and on a TPU v5e for int8.
+    "float8_rows": RowsFormat(
+        "float8_rows", "float8_e4m3fn", "float8_e5m2", smallest=3000
+    ),
+    "int8": RowsFormat("int8", "int8", "int8", smallest=4000),
+    "wide": WideFormat("wide"),
+}
+"""The formats that rules can request, by name."""
+
+
+def get_format(name: str, **options: Any) -> NumberFormat:
+    """Returns a number format of products with other options.
+
+    Args:
+      name: ``"int8"``, ``"float8_rows"``, ...
+      **options: its options. Formats of 8 bits by rows have ``smallest``, the smallest
+        harmonic mean of the sizes M, K and N of a product that qualifies.
+
+    Raises:
+      ValueError: the name or an option is unknown.
+
+    Example:
+      >>> import jmp_lite as jmp
+      >>> small_too = jmp.get_format("int8", smallest=0)
+      >>> rules = jmp.get_rules("mixed").scope("mlp", small_too)
+      >>> jmp.Rules.from_json(rules.to_json()) == rules
+      True
+    """
+    known = FORMATS.get(name)
+    if known is None:
+        raise unknown_name("format", str(name), FORMATS)
+    if name == "float8":
+        raise ValueError(
+            "The options of float8 are part of the rules: "
+            "Rules(float8_format=jmp_lite.Float8(...))."
+        )
+    names = [field.name for field in dataclasses.fields(known) if field.name != "name"]
+    if options and not names:
+        raise ValueError(f"The format {name!r} has no options, got {[*options]}.")
+    for option in options:
+        if option not in names:
+            raise unknown_name(f"option of {name}", option, names)
+    return dataclasses.replace(known, **options)
