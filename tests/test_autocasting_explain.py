@@ -37,6 +37,7 @@ from jmp_lite.insight.explain.explanation import Explanation, explain
 from jmp_lite.insight.explain.reasons import code_of, reason_in_words
 from jmp_lite.insight.explain.rows import Row
 from jmp_lite.insight.places import short
+from jmp_lite.jaxprs import cost
 from jmp_lite.ops import HIGHER_ORDER, Precision
 
 # What the interpreter binds of its own: casts, and what spreads an operand before one.
@@ -415,3 +416,28 @@ def test_it_runs_nothing_and_passes_what_is_no_array():
     assert ran == []
     with pytest.raises(ValueError, match=r"Unknown preset 'mixde'.*'mixed'"):
         explain(fun, "mixde")
+
+
+def test_products_of_groups_count_the_rows_of_each_group():
+    rows, groups, width = 64, 3, 16
+    x, w = jnp.ones((rows, width)), jnp.ones((groups, width, 2 * width))
+    sizes = jnp.array([10, 30, 24])
+
+    def loss(x, w):
+        return jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
+
+    found = explain(loss, backward=True)(x, w).rows
+    products = [row for row in found if row.op == "ragged_dot_general"]
+    # The forward product and two of the backward pass: each row meets one group.
+    assert [row.flops for row in products] == 3 * [2 * rows * width * 2 * width]
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w)
+    of_groups = [
+        eqn
+        for eqn in equations(jaxpr.jaxpr)
+        if eqn.primitive.name == "ragged_dot_general"
+    ]
+    assert [cost.product_sizes(eqn) for eqn in of_groups] == [
+        (rows, 2 * width, width),
+        (width, 2 * width, rows),
+        (rows, width, 2 * width),
+    ]

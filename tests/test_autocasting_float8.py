@@ -60,7 +60,7 @@ def precisions(fun, *args, rules=RULES):
 
 
 def test_float8_is_for_matrix_products_alone():
-    rules = jmp.get_rules("mixed").float8("dot_general")
+    rules = jmp.get_rules("mixed").float8("dot_general", "ragged_dot_general")
     assert rules.precision_of("dot_general") is jmp.Precision.FLOAT8
     assert rules == jmp.get_rules("float8")
     with pytest.raises(ValueError, match="'conv_general_dilated' cannot be FLOAT8"):
@@ -168,12 +168,6 @@ def test_a_router_and_logits_are_not_float8_and_gates_are():
             "no operand is a weight",
         ),
         (
-            lambda x, w: jnp.einsum("bij,bjk->bik", x, w).sum(0) @ w[0].T,
-            (jnp.stack([X, X]), jnp.stack([W, W])),
-            "float8_batch",
-            "the product has batch axes",
-        ),
-        (
             lambda x, w: (x[0] @ w) @ w.T,
             (X, W),
             "float8_size",
@@ -188,6 +182,32 @@ def test_what_cannot_be_float8_is_16_bit_and_explain_says_why(fun, args, code, w
     alike = jmp.autocast(fun, "mixed")
     a, b = jax.make_jaxpr(autocast(fun))(*args), jax.make_jaxpr(alike)(*args)
     assert str(a) == str(b)
+
+
+def test_a_batch_of_weights_is_float8_and_groups_of_other_sizes_are_not():
+    experts, rows = jnp.stack([W, 2 * W]), jnp.stack([X, X / 4])
+
+    def batched(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w.mT)
+
+    def ragged(x, w, sizes):
+        h = lax.ragged_dot(x.reshape(64, -1), w, sizes)
+        return jnp.tanh(lax.ragged_dot(jnp.tanh(h), w.mT, sizes))
+
+    assert precisions(batched, rows, experts)[0] == "float8_e4m3fn"
+    found, full = (f(rows, experts) for f in (autocast(batched), batched))
+    assert relative_error(found, full) < 0.06
+    gradient = lambda f: jax.grad(lambda w: jnp.sum(f(rows, w) ** 2))(experts)
+    assert relative_error(gradient(autocast(batched)), gradient(batched)) < 0.1
+
+    sizes = jnp.array([24, 40])
+    for rules in (RULES, jmp.get_rules("mixed").scope("", "int8"), "int8"):
+        explained = jmp.explain(ragged, rules)(rows, experts, sizes).rows
+        (row, _) = [row for row in explained if row.op == "ragged_dot_general"]
+        assert row.precision == "bfloat16"
+        assert "8 bits gain nothing in groups of different sizes" in row.reason
+    alike = autocast(ragged)(rows, experts, sizes)
+    np.testing.assert_array_equal(alike, jmp.autocast(ragged)(rows, experts, sizes))
 
 
 def test_what_is_too_small_to_gain_is_16_bit():

@@ -363,7 +363,7 @@ def test_float32_is_found_first_and_float8_is_given_to_the_rest():
 
 def test_where_no_product_qualifies_the_search_is_that_without_float8(found):
     in_8 = tune(blocks, (X, WEIGHTS[:3]), 0.05, "float8")
-    assert in_8 == found.float8("dot_general")
+    assert in_8 == found.product("float8")
     assert in_8.report == found.report
 
 

@@ -129,7 +129,7 @@ def test_rules_with_a_format_travel_as_json_and_as_pickles(preset):
 
 def test_product_takes_every_precision_of_an_op():
     mixed = jmp.get_rules("mixed")
-    assert mixed.product("float8") == mixed.float8("dot_general")
+    assert mixed.product("float8") == mixed.float8("dot_general", "ragged_dot_general")
     named = ("conv_general_dilated", "dot_general", "ragged_dot_general")
     assert mixed.product(jmp.Precision.FULL) == mixed.full(*named)
     with pytest.raises(ValueError, match="FULL_INSIDE is for scopes only"):

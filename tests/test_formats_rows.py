@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import equations, relative_error
+from helpers import equations, live_equations_of, relative_error
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -101,6 +101,28 @@ def by_rows(array, axis, name):
     scale = np.where(largest == 0, 1, 2.0 ** np.ceil(np.log2(largest / 448)))
     rounded = jnp.asarray(array / scale, "float32").astype("float8_e4m3fn")
     return np.asarray(rounded, np.float64) * scale
+
+
+@pytest.mark.parametrize(
+    "policy", ["dots_saveable", "dots_with_no_batch_dims_saveable"]
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_checkpoint_policies_know_its_products(name, policy):
+    rules = jmp.get_rules("mixed").scope("", FORMATS[name])
+    rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))
+    if name in RULES:
+        rules = RULES[name]
+
+    def products(rules, policy):
+        again = jax.checkpoint(block, policy=getattr(jax.checkpoint_policies, policy))
+        traced = jax.make_jaxpr(jax.value_and_grad(jmp.autocast(again, rules), 1))(
+            X, W, V
+        )
+        names = [eqn.primitive.name for eqn in live_equations_of(traced)]
+        return names.count("dot_general")
+
+    kept = products("mixed", policy)
+    assert products(rules, policy) == kept < products(rules, "nothing_saveable")
 
 
 @BOTH
@@ -293,16 +315,42 @@ def test_compare_and_tune_know_it(name):
 
 @BOTH
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_sharded_gradient_is_that_of_one_device(name, kind):
+@pytest.mark.parametrize("split", ["rows", "weights too"])
+def test_a_sharded_gradient_is_that_of_one_device(name, kind, split):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     rows, everywhere = (NamedSharding(mesh, P(*axes)) for axes in (["data"], []))
+    of_weights = everywhere if split == "rows" else rows
     gradient = jax.jit(jax.grad(autocast(block, name), 1))
     alone = gradient(X, W, V)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, rows)
-        w, v = (jax.device_put(a, everywhere) for a in (W, V))
+        w, v = (jax.device_put(a, of_weights) for a in (W, V))
         sharded = gradient(x, w, v)
     assert relative_error(sharded, alone) < 0.02
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_can_be_mapped_on_a_mesh_that_splits_what_it_contracts(name):
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,))
+    rules = jmp.get_rules("mixed").scope("", FORMATS[name])
+    rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))
+    rules = RULES.get(name, rules)
+
+    def product(x, w):
+        return jnp.exp(jnp.dot(x, w, out_sharding=P(None, None)) / 50)
+
+    def loss(xs, w):
+        return jnp.sum(jax.vmap(jmp.autocast(product, rules), (0, None))(xs, w))
+
+    xs = jnp.stack([X, X[::-1]])
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(xs, P(None, None, "model"))
+        found = gradient(split, jax.device_put(W, P("model", None)))
+    exact = jax.value_and_grad(lambda xs, w: jnp.sum(jnp.exp(xs @ w / 50)), (0, 1))(
+        xs, W
+    )
+    assert relative_error(found, exact) < 0.1
 
 
 @BOTH

@@ -40,12 +40,11 @@ class EightBits(NumberFormat, abc.ABC):
     """A format of 8 bits for products of weights that are large enough.
 
     Attributes:
-      takes_batches: whether a product may have batch axes.
       options_in_words: what makes its options, for a message.
     """
 
-    ops = ("dot_general",)
-    takes_batches: ClassVar[bool] = False
+    ops = ("dot_general", "ragged_dot_general")
+    why_these_ops = "XLA has no kernels of 8 bits for convolutions."
     options_in_words: ClassVar[str]
 
     @property
@@ -61,8 +60,7 @@ class EightBits(NumberFormat, abc.ABC):
     def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
         """Returns whether a product qualifies.
 
-        ``Float8`` lists the conditions. A subclass may take other compute dtypes, and
-        products with batch axes.
+        ``Float8`` lists the conditions. A subclass may take other compute dtypes.
         """
         code = self._refusal(product)
         if code is None and is_last:
@@ -75,13 +73,12 @@ class EightBits(NumberFormat, abc.ABC):
     def _refusal(self, product: Product) -> str | None:
         if not are_floats(product.eqn):
             return INTEGERS.code
+        if params.op_of(product.eqn) != "dot_general":
+            return "groups"
         if self.needs_bfloat16 and product.dtype != jnp.bfloat16:
             return "compute_dtype"
         if not any(product.weights):
             return "no_weight"
-        _, (batch, _) = params.dot_dimensions(product.eqn)
-        if batch and not self.takes_batches:
-            return "batch"
         sizes = cost.product_sizes(product.eqn)
         if not all(map(_fits, sizes)):
             return "size"
@@ -125,7 +122,9 @@ class EightBits(NumberFormat, abc.ABC):
 _EIGHT_BIT_WORDS = {
     "compute_dtype": "the compute dtype is not bfloat16",
     "no_weight": "no operand is a weight",
-    "batch": "the product has batch axes",
+    # XLA for GPUs multiplies all rows with the weights of all groups. A TPU has kernels
+    # for groups, and there 8 bits gain less than it costs to round the operands.
+    "groups": "8 bits gain nothing in groups of different sizes",
     "read_in_float32": "read only by float32 ops",
     "though_read_in_float32": "read only by float32 ops",
 }

@@ -33,7 +33,7 @@ class Float8:
 
     - The compute dtype is bfloat16.
     - One operand is a weight: an argument, a constant, or a slice of one in a scan.
-    - It has no batch axes.
+    - Its groups, if it has any, are of one size: it is no ``ragged_dot``.
     - Its sizes are multiples of 16.
     - It is large enough, see ``smallest``.
     - An op that takes 16 bits reads its result. Logits and the result of a router are
@@ -95,7 +95,6 @@ class Float8Format(EightBits):
 
     options: Float8 = Float8()
 
-    why_these_ops = "XLA has no float8 kernels for convolutions and ragged products."
     saved = (SCALE_NAME,)
     options_in_words = "jmp_lite.Float8("
 
@@ -220,12 +219,17 @@ class Scaled:
             )
 
         operands, dtypes = (lhs, rhs), (self.lhs, self.rhs)
-        if is_tpu and all(map(_is_scaled_as_one, operands, dimensions.contracted)):
+        is_uniform = all(map(_is_scaled_as_one, operands, dimensions.contracted))
+        # A GPU has no float8 kernel for a batch of dequantized operands with a scale
+        # for each.
+        if is_uniform and (is_tpu or any(each.parts[1].ndim for each in operands)):
             scaled = [*map(_scaled, operands, dtypes)]
             left, right = (each.numbers for each in scaled)
-            result = product(left, right, np.dtype("float32"))
+            # For a GPU a float32 result would be a pass of its own.
+            result = product(left, right, np.dtype("float32") if is_tpu else dtype)
             for side, each in enumerate(scaled):
-                result *= dots.beside(each.scale, dimensions, side, result.ndim)
+                scale = each.scale.astype(result.dtype)
+                result = dots.times_rows(result, scale, dimensions, side)
             return result.astype(dtype)
         left, right = map(_dequantized, operands, dtypes)
         result = product(left, right, dtype)

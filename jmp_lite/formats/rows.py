@@ -38,8 +38,6 @@ class RowsFormat(EightBits):
     backward: str
     smallest: float
 
-    why_these_ops = "Operands of convolutions and ragged products have no rows."
-    takes_batches = True
     options_in_words = "jmp_lite.get_format(..., "
 
     def __post_init__(self) -> None:
@@ -140,8 +138,8 @@ class ByRows:
             out_sharding=out_sharding,
         )
         result = product.astype(np.float32)
-        result *= dots.beside(scales, dimensions, 0, product.ndim)
-        result *= dots.beside(other_scales, dimensions, 1, product.ndim)
+        result = dots.times_rows(result, scales, dimensions, 0)
+        result = dots.times_rows(result, other_scales, dimensions, 1)
         return result.astype(dtype)
 
 

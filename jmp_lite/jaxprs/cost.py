@@ -13,6 +13,7 @@ from jmp_lite.jaxprs.params import (
     dot_dimensions,
     inserted_zeros,
     op_of,
+    ragged_axes,
 )
 from jmp_lite.jaxprs.structure import dtype_of
 from jmp_lite.jaxprs.types import Eqn
@@ -27,20 +28,20 @@ def product_sizes(eqn: Eqn) -> tuple[Any, ...]:
     if op_of(eqn) not in PRODUCTS:
         return ()
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
-    if op_of(eqn) == "dot_general":
-        (summed, of_rhs), (batch, of_rhs_batch) = dot_dimensions(eqn)
-        rest = [
-            math.prod(n for i, n in enumerate(shape) if i not in {*one, *other})
-            for shape, one, other in (
-                (lhs, summed, batch),
-                (rhs, of_rhs, of_rhs_batch),
-            )
-        ]
-        return *rest, math.prod(lhs[i] for i in summed)
     if op_of(eqn) == "conv_general_dilated":
         channels_out, channels_in, *_ = (rhs[i] for i in conv_axes(eqn).rhs_spec)
         return channels_in, channels_out
-    return lhs[-2], rhs[-1], lhs[-1]  # Ragged: the groups share the rows.
+    (summed, of_rhs), (batch, of_rhs_batch) = dot_dimensions(eqn)
+    is_ragged = op_of(eqn) == "ragged_dot_general"
+    groups = ragged_axes(eqn).rhs_group_dimensions if is_ragged else ()
+    rest = [
+        math.prod(n for i, n in enumerate(shape) if i not in bound)
+        for shape, bound in (
+            (lhs, {*summed, *batch}),
+            (rhs, {*of_rhs, *of_rhs_batch, *groups}),
+        )
+    ]
+    return *rest, math.prod(lhs[i] for i in summed)
 
 
 def product_flops(eqn: Eqn) -> int:
@@ -48,18 +49,23 @@ def product_flops(eqn: Eqn) -> int:
     if op_of(eqn) not in PRODUCTS:
         return 0
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
-    if op_of(eqn) == "dot_general":
-        summed = [lhs[i] for i in dot_dimensions(eqn)[0][0]]
-    elif op_of(eqn) == "conv_general_dilated":
+    n_times = 1
+    if op_of(eqn) == "conv_general_dilated":
         summed = [n for i, n in enumerate(rhs) if i != conv_axes(eqn).rhs_spec[0]]
+        # The derivative of a stride inserts zeros, which are not work.
+        n_times = math.prod(inserted_zeros(eqn))
     else:
-        summed = [lhs[-1]]
+        (axes, _), _ = dot_dimensions(eqn)
+        summed = [lhs[i] for i in axes]
+        if op_of(eqn) == "ragged_dot_general" and {*axes} & {
+            *ragged_axes(eqn).lhs_ragged_dimensions
+        }:
+            # Each group contracts its own rows.
+            n_times = known_size(eqn.invars[2].aval.shape[-1:])
     (out,) = eqn.outvars
     # A complex multiplication is four real ones, and two more sums.
     each = 8 if jnp.issubdtype(dtype_of(out), jnp.complexfloating) else 2
-    # The derivative of a stride inserts zeros, which are not work.
-    spread = math.prod(inserted_zeros(eqn))
-    return each * known_size(out.aval.shape) * known_size(summed) // spread
+    return each * known_size(out.aval.shape) * known_size(summed) // max(n_times, 1)
 
 
 def is_at_most(one: Any, other: Any) -> bool:

@@ -118,22 +118,26 @@ def transposed(dimensions: Dimensions, side: int, ranks: Sequence[int]) -> Trans
     return Transposed(new, [*batch, *kept, *(mine for _, mine in sorted(pairs))])
 
 
-def beside(scales: Array, dimensions: Dimensions, side: int, rank: int) -> Array:
-    """Returns what multiplies the rows of an operand with the axes of the result.
+def times_rows(
+    result: Array, scales: Array, dimensions: Dimensions, side: int
+) -> Array:
+    """Returns a product times a number for each row of an operand.
 
     Args:
+      result: the product.
       scales: an array with the axes of the operand; contracted ones have size 1.
       dimensions: the axes of the product.
       side: 0 for the left operand, 1 for the right one.
-      rank: the number of axes of the result.
     """
+    rank = result.ndim
     batch, free = dimensions.batch[side], dimensions.free(side, scales.ndim)
     order = [*batch, *free, *dimensions.contracted[side]]
     n_kept = len(batch) + len(free)
     contracted = range(n_kept, scales.ndim)
     kept = lax.squeeze(lax.transpose(scales, order), contracted)
     first = n_kept if side == 0 else len(batch)
-    return lax.expand_dims(kept, range(first, first + rank - n_kept))
+    spread = lax.expand_dims(kept, range(first, first + rank - n_kept))
+    return result * sharding.beside(spread, result)
 
 
 # --------------------------------------------------------- rules of bilinear primitives
@@ -397,7 +401,13 @@ def map_product(
     ]
     rank = in_front[0].ndim - is_mapped[0]
     dimensions, at = batched(dimensions_of(params), is_mapped, rank)
-    changed = {"dimension_numbers": tuple(dimensions), "out_sharding": None}
+    (mapped, *_) = (
+        array for array, is_new in zip(in_front, is_mapped, strict=True) if is_new
+    )
+    changed = {
+        "dimension_numbers": tuple(dimensions),
+        "out_sharding": sharding.with_axis(params["out_sharding"], at, mapped),
+    }
     return primitive.bind(*in_front, *others, **{**params, **changed}), at
 
 
@@ -414,6 +424,7 @@ for _platform in (None, "tpu"):
 ad.primitive_jvps[_bilinear_dot] = _jvp
 ad.primitive_transposes[_bilinear_dot] = _transpose
 batching.primitive_batchers[_bilinear_dot] = _map
+primitives.take_for(_bilinear_dot, dot_general_p)
 
 TANGENT_OF = "tangent_of"
 """A primitive that does not read the numbers of its operand."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jmp_lite.jaxprs import coming, structure
+from jmp_lite.jaxprs import coming, primitives, structure
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr
 
 Item = TypeVar("Item")
@@ -269,7 +269,7 @@ def bind_scatter(eqn: Eqn, operands: Sequence[Any]) -> Array:
 
 
 def bind_remat(
-    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, saved: Sequence[str] = ()
+    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, saved: Sequence[str] | None = None
 ) -> list[Array]:
     """Binds a rematerialized function to other operands, with another closed jaxpr.
 
@@ -280,7 +280,7 @@ def bind_remat(
       operands: the operands.
       jaxpr: the jaxpr to run.
       saved: the names (``checkpoint_name``) of values that are saved in addition to its
-        policy.
+        policy; None if the jaxpr has no primitive of this library.
     """
     jaxpr, consts = structure.with_consts_as_inputs(jaxpr)
     operands = [*consts, *operands]
@@ -289,7 +289,7 @@ def bind_remat(
         high = eqn.params["_prim"]
         return list(type(high)(**{**high.params, "jaxpr": jaxpr})(*operands))
     changed: dict[str, Any] = {}
-    if saved:
+    if saved or (saved is not None and eqn.params["policy"] is not None):
         changed["policy"] = _saving(saved, eqn.params["policy"])
     return _bind(eqn, operands, jaxpr=structure.open_jaxpr(jaxpr), **changed)
 
@@ -304,10 +304,11 @@ def _saving(
     policies = jax.checkpoint_policies
     is_named, others = policies.save_only_these_names(*names), policy
 
-    def either(*args: Any, **params: Any) -> Any:
-        if is_named(*args, **params):
+    def either(primitive: Any, *args: Any, **params: Any) -> Any:
+        if is_named(primitive, *args, **params):
             return True
-        return False if others is None else others(*args, **params)
+        known = primitives.taken_for(primitive)
+        return False if others is None else others(known, *args, **params)
 
     return either
 
@@ -390,8 +391,18 @@ def contracts_nothing(eqn: Eqn) -> bool:
 
 
 def dot_dimensions(eqn: Eqn) -> Any:
-    """Returns the contracted and the batch axes of both operands of a dot_general."""
-    return eqn.params["dimension_numbers"]
+    """Returns the contracted and the batch axes of both operands of a product.
+
+    The product is a ``dot_general`` or a ``ragged_dot_general``.
+    """
+    if op_of(eqn) == "dot_general":
+        return eqn.params["dimension_numbers"]
+    return ragged_axes(eqn).dot_dimension_numbers
+
+
+def ragged_axes(eqn: Eqn) -> Any:
+    """Returns the dimension numbers of a product of groups, with their axes."""
+    return eqn.params["ragged_dot_dimension_numbers"]
 
 
 def dot_axes(eqn: Eqn) -> tuple[Any, Any]:

@@ -48,6 +48,19 @@ def is_of_this_library(op: str) -> bool:
     return op in _NAMES
 
 
+_TAKEN_FOR: dict[Any, Any] = {}
+
+
+def take_for(made: Any, known: Any) -> None:
+    """Makes checkpoint policies take a primitive for one of JAX that they know."""
+    _TAKEN_FOR[made] = known
+
+
+def taken_for(given: Any) -> Any:
+    """Returns the primitive that checkpoint policies take one for."""
+    return _TAKEN_FOR.get(given, given)
+
+
 def pass_last_tangent(made: Any) -> None:
     """Sets the derivative of a primitive: its tangent is that of its last operand."""
 

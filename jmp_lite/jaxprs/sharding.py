@@ -44,6 +44,33 @@ def in_order(aval: Aval, axes: Sequence[int]) -> Any:
     return aval.sharding.update(spec=jax.P(*(spec[axis] for axis in axes)))
 
 
+def beside(array: Array, other: Array) -> Any:
+    """Returns an array of the rank of another, sharded so that the two multiply.
+
+    Axes of size 1 are not sharded. Without a mesh it is the array itself.
+    """
+    if not is_sharded(array):
+        return array
+    sharding = jax.typeof(other).sharding
+    pairs = zip(array.shape, sharding.spec, strict=True)
+    spec = (None if size == 1 else axis for size, axis in pairs)
+    return jax.sharding.reshard(array, sharding.update(spec=jax.P(*spec)))
+
+
+def with_axis(sharding: Any, at: int, array: Array) -> Any:
+    """Returns a sharding with a new axis, that of the first axis of an array.
+
+    Args:
+      sharding: the sharding, or None.
+      at: the index of the new axis.
+      array: an array that has it in front.
+    """
+    if sharding is None:
+        return None
+    (axis, *_), spec = jax.typeof(array).sharding.spec, [*sharding.spec]
+    return sharding.update(spec=jax.P(*spec[:at], axis, *spec[at:]))
+
+
 def iota(dtype: Dtype, axis: int, aval: Aval) -> Any:
     """Returns the positions along an axis, in the shape and the sharding of a type."""
     sharding = aval.sharding if is_type_sharded(aval) else None

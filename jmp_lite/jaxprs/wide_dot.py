@@ -17,7 +17,7 @@ from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.lax import dot_general_p
 from jax.extend import core
 
-from jmp_lite.jaxprs import sharding
+from jmp_lite.jaxprs import primitives, sharding
 from jmp_lite.jaxprs.dots import (
     cotangents_of_product,
     map_product,
@@ -82,4 +82,5 @@ mlir.register_lowering(
 )
 ad.primitive_jvps[_wide_dot] = _jvp
 ad.primitive_transposes[_wide_dot] = _transpose
+primitives.take_for(_wide_dot, dot_general_p)
 batching.primitive_batchers[_wide_dot] = functools.partial(map_product, _wide_dot)

@@ -123,7 +123,8 @@ class Interpreter(LoopConverter):
         """
         if params.op_of(eqn) not in params.REMAT:
             return super().bind_call(eqn, arrays, body)
-        saved = [name for one in requested_formats(self.rules) for name in one.saved]
+        requested = requested_formats(self.rules)
+        saved = [name for one in requested for name in one.saved] if requested else None
         return params.bind_remat(eqn, arrays, body.jaxpr, saved)
 
     def custom(

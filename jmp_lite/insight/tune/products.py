@@ -81,9 +81,8 @@ class ProductSearch:
         self._start = start
         self._kept = kept
         self._precision = precision
-        requested = format_of(precision)
-        self._ops = requested.ops if requested else ()
         rows = self._products(start)
+        self._ops = sorted({row.op for row in rows})
         asked = Counter(row.scope for row in rows)
         by_name = self._rules_with_scopes([("", precision)])
         named = Counter(row.scope for row in self._products(by_name))
