@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
-BENCHMARKS ?= autocast head formats loss_scaling moments steps insight accuracy sweep
+BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep
 
 .PHONY: help demo test test-benchmarks slow targets mutants notebooks docs benchmarks
 .PHONY: lint format types clean thirdparty jax-tests
@@ -66,7 +66,7 @@ benchmarks: $(VENV)/.peers
 	  JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.$$each --json benchmarks/results $(ARGS) \
 	  || exit 1; done
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.growth --json benchmarks/results --picture docs
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.float8 --json benchmarks/results --picture docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.formats --json benchmarks/results --picture docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables
 	JAX_PLATFORMS=cpu $(BIN)/python docs/figures.py
 

@@ -46,7 +46,7 @@ def compile_step(
       depth: how many blocks it has.
       rows: of the batch of each device.
     """
-    mesh = _mesh(target)
+    mesh = mesh_of(target)
     by_hand = "shard_map" in layout
     init, step = jmp.build_train_step(
         _loss, optax.adamw(1e-3), rules, axis_name="data" if by_hand else None
@@ -89,7 +89,7 @@ def compile_language_model(target: str, variant: str, **options: Any) -> Program
             table = jmp.as_low(table)
         return model.loss({**params, "embed": table}, tokens)
 
-    mesh = _mesh(target)
+    mesh = mesh_of(target)
     params, tokens = (_split(x, mesh, _rows) for x in (model.params, model.batch))
     where = jax.tree.map(lambda leaf: leaf.sharding, params)
     fun = jax.grad(loss if variant == "by hand" else jmp.autocast(loss))
@@ -118,7 +118,7 @@ def compile_head(
       width: of the model.
       vocabulary: how many tokens there are to choose from.
     """
-    mesh, is_rows = _mesh(target), split == "rows"
+    mesh, is_rows = mesh_of(target), split == "rows"
 
     def loss(head: Any, hidden: Any, labels: Any) -> Any:
         logits = jnp.tanh(hidden) @ head
@@ -140,7 +140,8 @@ def compile_head(
     return compile_for(target, grad, head, hidden, labels, out_shardings=where)
 
 
-def _mesh(target: str) -> Mesh:
+def mesh_of(target: str) -> Mesh:
+    """Returns the devices of a target, in one row."""
     every = np.array(devices(target, TOPOLOGIES[target]))
     return Mesh(every, ("data",), axis_types=(AxisType.Auto,))
 

@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks import (
     accuracy,
     autocast,
-    float8,
-    formats,
     gpu,
     growth,
     head,
@@ -28,6 +26,7 @@ from benchmarks import (
     state_training,
     steps,
 )
+from benchmarks.formats import chips, recipes, training, transformers, wire
 from benchmarks.report import joined
 from benchmarks.sweep import measure as sweep
 from benchmarks.sweep import tables as sweep_tables
@@ -178,25 +177,23 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "autocast.mixed": lambda results: against_hand(
         _rows(results, "rows", autocast.Row)
     ),
+    "formats.chips": lambda results: chips.table(_rows(results, "chips", chips.OnChip)),
     **{
-        f"float8.{name}": lambda results, name=name: float8.models_table(
-            _rows(results, name, float8.Compared)
+        f"formats.{name}": lambda results, name=name: transformers.models_table(
+            _rows(results, name, transformers.Compared)
         )
         for name in ("models", "widths", "lengths")
     },
-    "float8.recipes": lambda results: float8.recipes_table(
-        _rows(results, "recipes", float8.Recipe)
+    "formats.recipes": lambda results: recipes.recipes_table(
+        _rows(results, "recipes", recipes.Recipe)
     ),
-    "float8.stacked": lambda results: float8.recipes_table(
-        _rows(results, "stacked", float8.Recipe), float8.STACK
+    "formats.stacked": lambda results: recipes.recipes_table(
+        _rows(results, "stacked", recipes.Recipe), recipes.STACK
     ),
-    "float8.sent": lambda results: float8.sent_table(
-        _rows(results, "sent", float8.Sent)
+    "formats.sent": lambda results: wire.sent_table(_rows(results, "sent", wire.Sent)),
+    "formats.trained": lambda results: training.trained_table(
+        _rows(results, "trained", training.Trained)
     ),
-    "float8.trained": lambda results: float8.trained_table(
-        _rows(results, "trained", float8.Trained)
-    ),
-    "formats": lambda results: formats.table(_rows(results, "rows", formats.OnChip)),
     "gpu": _gpu,
     "growth.depths": lambda results: growth.depth_table(
         _rows(results, "depths", growth.Depth)

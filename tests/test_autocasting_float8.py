@@ -32,8 +32,8 @@ from weight_products import (
 )
 
 import jmp_lite as jmp
-from benchmarks import float8
 from benchmarks.compiled import compile_for, missing
+from benchmarks.formats import transformers, wire
 from jmp_lite.formats.float8 import Scaled, quantize_operand
 from jmp_lite.jaxprs.dots import Dimensions
 
@@ -765,7 +765,7 @@ def test_a_transformer_takes_less_time_on_a_gpu_and_no_product_is_raised(
     if missing("h100"):
         pytest.skip(missing("h100"))
     with jax.numpy_dtype_promotion("standard"):  # Flax's own promotion.
-        found = float8.compare(**size)
+        found = transformers.compare(**size)
     assert (found.products, found.raised) == (n_products, 0)
     ratios = (found.roofline, found.moved, found.peak, found.kernels)
     assert all(ratio <= bound for ratio, bound in zip(ratios, bounds, strict=True))
@@ -777,9 +777,11 @@ def test_small_products_that_xla_would_merge_are_float8_too(width):
     if missing("h100"):
         pytest.skip(missing("h100"))
     with jax.numpy_dtype_promotion("standard"):
-        program = float8.compile_model(float8.EVERY_SIZE, width=width, depth=2)
-    assert float8.float8_products(program) == 18 * 2
-    assert float8.raised(program) == 0
+        program = transformers.compile_model(
+            transformers.EVERY_SIZE, width=width, depth=2
+        )
+    assert transformers.float8_products(program) == 18 * 2
+    assert transformers.raised(program) == 0
 
 
 @pytest.mark.targets
@@ -787,8 +789,8 @@ def test_what_devices_send_each_other_of_weights_is_float8():
     if missing("h100"):
         pytest.skip(missing("h100"))
     with jax.numpy_dtype_promotion("standard"):
-        found = float8.measure_sent("FSDP, jit", "float8").megabytes
-        low = float8.measure_sent("FSDP, jit", "mixed").megabytes
+        found = wire.measure_sent("FSDP, jit", "float8").megabytes
+        low = wire.measure_sent("FSDP, jit", "mixed").megabytes
     assert sum(found.values()) < 0.95 * sum(low.values())
     # Two blocks of two weights, forward and backward, of which a device has an eighth.
     gathered = 2 * 4 * (2048 * 8192) * 7 / 8
@@ -814,4 +816,4 @@ def test_a_kernel_need_not_compute_a_gelu_and_keep_the_product(target):
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
     program = compile_for(target, jax.grad(autocast(loss, "float8")), weights, x)
-    assert float8.float8_products(program) == 12
+    assert transformers.float8_products(program) == 12

@@ -1,36 +1,93 @@
-"""Which number format gains how much on which chip."""
+"""What number formats cost in compiled programs, and what small trainings lose."""
 
 import json
 
 import pytest
 
-from benchmarks import formats
 from benchmarks.compiled import missing
-from benchmarks.formats import OnChip
+from benchmarks.formats import __main__ as every
+from benchmarks.formats import chips, recipes, training, transformers, wire
+from benchmarks.formats.chips import OnChip
+from benchmarks.formats.training import Task, Trained
+from benchmarks.formats.transformers import Compared
+from benchmarks.formats.wire import Sent
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+COMPARED = Compared("4 blocks, scan", "h100", 64, 32, 2000, 0.9, 0.8, 0.7, 1.5, 72, 1)
 
 
 @pytest.mark.benchmarks
-def test_the_table_has_ratios_to_16_bits():
+def test_the_table_of_chips_has_ratios_to_16_bits():
     rows = [
         OnChip(chip, 64, name, cost, 1.0, 1.0)
         for chip in ("h100", "v5e")
-        for name, cost in zip(formats.FORMATS, (4.0, 2.0, 3.0, 1.0), strict=True)
+        for name, cost in zip(chips.FORMATS, (4.0, 2.0, 3.0, 1.0), strict=True)
     ]
-    h100, v5e = formats.table(rows).splitlines()[1:]
+    h100, v5e = chips.table(rows).splitlines()[1:]
     assert h100.split() == ["h100", "64", "4.0", "ms", "0.50", "0.75", "0.25"]
     assert v5e.split() == ["v5e", "64", "4.0", "M", "cycles", "0.50", "0.75", "0.25"]
 
 
+@pytest.mark.benchmarks
+def test_tables_say_what_was_found():
+    wider = COMPARED._replace(width=128)
+    shared, _, cells, _ = transformers.models_table([COMPARED, wider]).splitlines()
+    assert shared == "target h100, length 32, smallest 2000:"
+    ratios = ("0.90", "0.80", "0.70", "1.50")
+    assert cells.split()[3:] == ["64", *ratios, "72", "1"]
+    sent = Sent("FSDP", "float8", 1.5, 0.25, {"bf16": 10.0, "f8e4m3fn": 5.0})
+    assert wire.sent_table([sent]).endswith(
+        "1.50     0.25       15  10 bf16, 5 f8e4m3fn"
+    )
+
+
+@pytest.mark.benchmarks
+def test_gaps_are_to_float32_of_the_same_seed():
+    rows = [
+        Trained(64, "float32", 0, 0.0, 2.0),
+        Trained(64, "float32", 1, 0.0, 3.0),
+        Trained(64, "float8", 0, 0.1, 2.5),
+        Trained(64, "float8", 1, 0.3, 3.1),
+    ]
+    cells = training.trained_table(rows).splitlines()[-1].split()
+    assert cells == [
+        *("width", "64,", "float8", "0.2000", "2.8000"),
+        *("+0.5000", "+0.1000", "+0.3000"),
+    ]
+
+
+@pytest.mark.slow
+def test_a_small_training_has_small_errors():
+    rows = {row.rules: row for row in training.train(Task(32, 16, 1e-2), 0, steps=20)}
+    assert rows["float32"].error == 0
+    assert rows["mixed"].error < rows["int8"].error < rows["float8"].error < 0.2
+    assert rows["float8_rows"].error < rows["float8"].error
+    for row in rows.values():
+        assert row.loss == pytest.approx(rows["float32"].loss, abs=0.1)
+
+
 @pytest.mark.targets
-def test_chips_of_two_kinds_are_compiled_for_in_one_process(tmp_path):
+def test_the_tables_are_written_and_drawn(tmp_path, monkeypatch):
     for chip in ("h100", "v6e"):
         if missing(chip):
             pytest.skip(missing(chip))
-    options = ["--chips", "h100", "v6e", "--widths", "256", "--tokens", "256"]
-    formats.main([*options, "--json", str(tmp_path)])
-    rows = json.loads((tmp_path / "formats.json").read_text())["rows"]
-    assert [row["number_format"] for row in rows] == [*formats.FORMATS] * 2
-    assert all(row["cost"] > 0 for row in rows)
+    monkeypatch.setattr(transformers, "MODELS", ())
+    monkeypatch.setattr(recipes, "RECIPES", {"mixed": recipes.RECIPES["mixed"]})
+    monkeypatch.setattr(recipes, "STACKED", {})
+    monkeypatch.setattr(training, "TASKS", (Task(32, 16, 1e-2),))
+    monkeypatch.setattr(wire, "CASES", ())
+    # Chips of two kinds, in one process.
+    small = ["--chips", "h100", "v6e", "--sizes", "256", "--tokens", "256"]
+    options = ["--widths", "128", "--lengths", "--seeds", "1", "--steps", "10"]
+    out = ["--json", str(tmp_path), "--picture", str(tmp_path)]
+    every.main([*small, *options, *out])
+    told = json.loads((tmp_path / "formats.json").read_text())
+    assert [row["width"] for row in told["widths"]] == [128]
+    assert told["widths"][0]["raised"] == 0
+    assert (tmp_path / "float8.png").stat().st_size > 10_000
+    assert [row["number_format"] for row in told["chips"]] == [*chips.FORMATS] * 2
+    assert all(row["cost"] > 0 for row in told["chips"])
 
 
 @pytest.mark.targets
@@ -38,8 +95,16 @@ def test_int8_products_take_fewer_cycles_on_a_v5e():
     """At width 4,096, with all that rounds the operands; not at 2,048."""
     if missing("v5e"):
         pytest.skip(missing("v5e"))
-    low, int8 = (formats.measure("v5e", 4096, name) for name in ("mixed", "int8"))
+    low, int8 = (chips.measure("v5e", 4096, name) for name in ("mixed", "int8"))
     assert int8.cost < 0.75 * low.cost
+
+
+@pytest.mark.targets
+def test_float8_takes_less_than_half_the_cycles_on_a_v7x():
+    if missing("tpu7x"):
+        pytest.skip(missing("tpu7x"))
+    low, float8 = (chips.measure("tpu7x", 4096, name) for name in ("mixed", "float8"))
+    assert float8.cost < 0.5 * low.cost
 
 
 @pytest.mark.targets
@@ -47,8 +112,23 @@ def test_int8_products_take_fewer_cycles_on_a_v5e():
 def test_every_product_of_a_block_has_a_kernel_of_8_bits_on_an_h100(name):
     if missing("h100"):
         pytest.skip(missing("h100"))
-    program = formats.compile_gradient("h100", 256, name, 256)
+    program = chips.compile_gradient("h100", 256, name, 256)
     short = "s8" if name == "int8" else "f8"
     eight = sum(n for kind, n in program.matmuls.items() if kind.startswith(short))
     # All but those of the head, and no gradient of the input.
     assert (eight, sum(program.matmuls.values())) == (11, 14)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("name", ["float8", "float8_rows"])
+def test_split_weights_travel_in_one_byte_in_both_passes(name):
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    size = {"width": 512, "depth": 2, "rows": 8192}
+    program = wire.compile_scan(chips.FORMATS[name], True, **size)
+    n_weights = 2 * 2 * 512 * 2048
+    sent = program.collectives
+    # Gathered forward, and again backward; ``up`` twice there (jax 0.10).
+    assert sent["f8e4m3fn"] == pytest.approx(2.5 * n_weights, rel=0.3)
+    # The gradients of the weights.
+    assert sent["bf16"] == pytest.approx(2 * n_weights, rel=0.1)

@@ -1,16 +1,11 @@
-"""Which number format of matrix products gains how much on which chip.
+"""Which number format gains how much on which chip.
 
 The gradient of two residual MLP blocks and a head, for 8,192 tokens, compiled for each
 chip with each format, beside 16 bits. For GPUs it is the least time of the kernels, for
-TPUs the cycles that the compiler estimates. Exact: no clock, no device. Nobody has
-timed these programs.
-
-    .venv/bin/python -m benchmarks.formats --json benchmarks/results
+TPUs the cycles that the compiler estimates.
 """
 
-import argparse
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 import jmp_lite as jmp
-from benchmarks.compiled import Program, compile_for, missing
-from benchmarks.float8 import mlp
-from benchmarks.report import stamp, write
+from benchmarks.compiled import Program, compile_for
+from benchmarks.formats.recipes import mlp
 
 CHIPS = ("h100", "b200", "v5e", "v6e", "tpu7x")
 WIDTHS = (2048, 4096)
@@ -97,28 +91,3 @@ def table(rows: Sequence[OnChip]) -> str:
         )
         lines.append(f"{chip:8}{width:>6}{base.cost:>9.1f} {unit:8}{ratios}")
     return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Compiles, prints the table, and writes it as JSON on request."""
-    parser = argparse.ArgumentParser("python -m benchmarks.formats")
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=[*CHIPS])
-    parser.add_argument("--widths", nargs="+", type=int, default=[*WIDTHS])
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
-    options = parser.parse_args(argv)
-    for chip in options.chips:
-        if missing(chip):
-            raise SystemExit(missing(chip))
-    rows = [
-        measure(chip, width, name, options.tokens)
-        for chip in options.chips
-        for width in options.widths
-        for name in FORMATS
-    ]
-    print(table(rows))
-    write(options.json, "formats", stamp(tokens=options.tokens), rows=rows)
-
-
-if __name__ == "__main__":
-    main()
