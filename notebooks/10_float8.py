@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from aqt.jax.v2 import config as aqt_config
 from sklearn.datasets import load_digits
 
 import jmp_lite as jmp
@@ -191,6 +192,37 @@ assert products.precision_of("block_1", "dot_general") == "float8_e4m3fn"
 
 # %% [markdown]
 # `block_2` stays in bfloat16, and its gradients are as accurate as the others.
+#
+# ## The products of another library
+#
+# A format can also be a function of yours, or of another library. `jmp.Format` takes
+# any function with the signature of `jax.lax.dot_general`. This one is from
+# [AQT](https://github.com/google/aqt): int8 operands, forward and backward. The network
+# knows nothing of it.
+
+
+# %%
+def aqt_product(lhs, rhs, dimension_numbers, **options):
+    config = aqt_config.fully_quantized(
+        fwd_bits=8, bwd_bits=8, use_stochastic_rounding=False
+    )
+    return aqt_config.set_context(config, None, None)(lhs, rhs, dimension_numbers)
+
+
+aqt_rules = jmp.get_rules("mixed").product(jmp.Format("aqt", aqt_product))
+int8_rules = jmp.get_rules("mixed").product(jmp.get_format("int8", smallest=0))
+for row in jmp.explain(loss_fn, aqt_rules)(start, x, y).rows:
+    if row.op == "dot_general" and row.scope == "block_0":
+        print(f"{row.scope:10}{row.precision:10}{row.number_format}")
+show_errors("int8 of AQT", aqt_rules)
+show_errors("int8", int8_rules)
+both = zip(errors_of(aqt_rules).values(), errors_of(int8_rules).values(), strict=True)
+assert all(abs(theirs - ours) < 0.02 for theirs, ours in both)
+
+# %% [markdown]
+# The format `"int8"` of jmp_lite also has one scale for each row, and the same errors.
+# They are larger than those of float8. An int8 number has no exponent, so that an
+# outlier costs its row more digits.
 #
 # ## Training
 #
