@@ -26,7 +26,14 @@ from benchmarks import (
     state_training,
     steps,
 )
-from benchmarks.formats import chips, recipes, training, transformers, wire
+from benchmarks.formats import (
+    chips,
+    experts,
+    recipes,
+    training,
+    transformers,
+    wire,
+)
 from benchmarks.report import joined
 from benchmarks.sweep import measure as sweep
 from benchmarks.sweep import tables as sweep_tables
@@ -191,6 +198,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         _rows(results, "stacked", recipes.Recipe), recipes.STACK
     ),
     "formats.sent": lambda results: wire.sent_table(_rows(results, "sent", wire.Sent)),
+    "formats.experts": lambda results: experts.mixtures_table(
+        _rows(results, "experts", experts.Mixture)
+    ),
     "formats.trained": lambda results: training.trained_table(
         _rows(results, "trained", training.Trained)
     ),

@@ -6,8 +6,16 @@ import pytest
 
 from benchmarks.compiled import missing
 from benchmarks.formats import __main__ as every
-from benchmarks.formats import chips, recipes, training, transformers, wire
+from benchmarks.formats import (
+    chips,
+    experts,
+    recipes,
+    training,
+    transformers,
+    wire,
+)
 from benchmarks.formats.chips import OnChip
+from benchmarks.formats.experts import Mixture
 from benchmarks.formats.training import Task, Trained
 from benchmarks.formats.transformers import Compared
 from benchmarks.formats.wire import Sent
@@ -40,6 +48,32 @@ def test_tables_say_what_was_found():
     assert wire.sent_table([sent]).endswith(
         "1.50     0.25       15  10 bf16, 5 f8e4m3fn"
     )
+
+
+@pytest.mark.benchmarks
+def test_experts_are_relative_to_a_batch_in_16_bits():
+    rows = [
+        Mixture(chip, 8, 16, variant, cost, 2 * (chip == "v5e" and cost > 4))
+        for chip in ("h100", "v5e")
+        for variant, cost in zip(experts.VARIANTS, (2, 1, 3, 4, 5, 6), strict=True)
+    ]
+    lines = experts.mixtures_table(rows).splitlines()
+    assert lines[0].split() == ["8", "experts", "h100", "v5e"]
+    assert lines[1].split() == ["width", "16", "16"]
+    assert lines[3].split() == ["batch,", "float8", "0.50", "0.50"]
+    assert lines[-1].split() == ["groups,", "float8", "3.00", "3.00*"]
+
+
+@pytest.mark.targets
+def test_groups_take_longer_than_a_batch_of_the_same_rows_on_an_h100():
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    batch, groups = (
+        experts.measure_mixture("h100", 256, 256, variant)
+        for variant in ("mixed", "groups, mixed")
+    )
+    # XLA multiplies all rows with the weights of all groups.
+    assert groups.cost > 2 * batch.cost
 
 
 @pytest.mark.benchmarks
@@ -77,6 +111,7 @@ def test_the_tables_are_written_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "STACKED", {})
     monkeypatch.setattr(training, "TASKS", (Task(32, 16, 1e-2),))
     monkeypatch.setattr(wire, "CASES", ())
+    monkeypatch.setattr(experts, "CHIPS", ())
     # Chips of two kinds, in one process.
     small = ["--chips", "h100", "v6e", "--sizes", "256", "--tokens", "256"]
     options = ["--widths", "128", "--lengths", "--seeds", "1", "--steps", "10"]

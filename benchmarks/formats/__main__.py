@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import jax
 
 from benchmarks.compiled import missing
-from benchmarks.formats import chips, recipes, training, transformers, wire
+from benchmarks.formats import (
+    chips,
+    experts,
+    recipes,
+    training,
+    transformers,
+    wire,
+)
 from benchmarks.report import stamp, write
 
 
@@ -28,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
     parser.add_argument("--picture", type=pathlib.Path, help="folder to draw to")
     options = parser.parse_args(argv)
-    for chip in {"h100", *options.chips}:
+    for chip in {"h100", *experts.CHIPS, *options.chips}:
         if missing(chip):
             raise SystemExit(missing(chip))
     # Flax promotes by itself where precision is written by hand.
@@ -57,6 +64,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n" + recipes.recipes_table(stacked, recipes.STACK), flush=True)
     sent = [wire.measure_sent(*case) for case in wire.CASES]
     print("\n" + wire.sent_table(sent), flush=True)
+    mixtures = [
+        experts.measure_mixture(chip, *size, variant)
+        for chip in experts.CHIPS
+        for size in experts.SIZES
+        for variant in experts.VARIANTS
+    ]
+    print("\n" + experts.mixtures_table(mixtures), flush=True)
     trained = [
         row
         for task in training.TASKS
@@ -75,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipes=made,
         stacked=stacked,
         sent=sent,
+        experts=mixtures,
         trained=trained,
     )
     if options.picture:
