@@ -103,6 +103,10 @@ def by_rows(array, axis, name):
     return np.asarray(rounded, np.float64) * scale
 
 
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_remat3", False),
+    reason="JAX's coming checkpoint applies policies elsewhere: products run again",
+)
 @pytest.mark.parametrize(
     "policy", ["dots_saveable", "dots_with_no_batch_dims_saveable"]
 )
