@@ -193,8 +193,8 @@ class Rules:
         """Returns rules in which these matrix products are ``FLOAT8``.
 
         Args:
-          *ops: ``"dot_general"``; ``"ragged_dot_general"`` too, where float8 gains
-            nothing yet, so that it stays ``LOW``.
+          *ops: ``"dot_general"``; ``"ragged_dot_general"`` too, which stays ``LOW``
+            with a reason in ``explain``.
         """
         return self._with_ops(ops, Precision.FLOAT8)
 
