@@ -242,6 +242,12 @@ def test_its_name_is_not_one_of_the_library_s():
         MIXED.scope("mlp", "coarse")
 
 
+def test_a_function_alone_is_no_format_and_the_message_says_how_to_make_one():
+    for use in (MIXED.product, lambda fun: MIXED.scope("mlp", fun)):
+        with pytest.raises(ValueError, match=r'Format\("name", dot_general=function\)'):
+            use(coarse)
+
+
 def test_it_is_asked_for_the_sharding_of_its_result():
     kind = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))

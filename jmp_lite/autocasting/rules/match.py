@@ -98,6 +98,11 @@ def parse_precision(
                 f"{options!r}."
             )
         return get_format(options.pop("format"), **options)
+    if callable(precision) and not isinstance(precision, type):
+        raise ValueError(
+            f"Expected a precision or a number format, got the function {precision!r}. "
+            'Give it a name: jmp_lite.Format("name", dot_general=function).'
+        )
     members = {member.value: member for member in Precision}
     names: dict[str, AnyPrecision] = {**FORMATS, **members}
     name = str(precision).lower()
