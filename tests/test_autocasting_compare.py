@@ -1,5 +1,7 @@
 """Mixed precision beside float32, op by op."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,15 +69,30 @@ def test_so_are_the_lanes_of_gradients(name, rules):
     assert_alike(twin, in_highest(exact)(*args), rtol=1e-3, atol=1e-4)
 
 
-def test_float8_is_undone_on_the_lane_of_float32():
-    rules = jmp.get_rules("mixed").scope("", "float8")
+@pytest.mark.parametrize("name", ["float8", "float8_rows", "int8"])
+def test_a_format_of_8_bits_is_undone_on_the_lane_of_float32(name):
+    every_size = name if name == "float8" else jmp.get_format(name, smallest=0)
+    rules = jmp.Rules().scope("", every_size)
+    rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))
     w = jax.random.normal(jax.random.key(3), (64, 64))
-    rules = jmp.Rules(scopes=rules.scopes, float8_format=jmp.Float8(smallest=0))
-    fun = lambda w: jnp.tanh(w @ w) @ w
-    low, exact = lanes(fun, w, rules=rules)
-    assert "f8_e4m3" in str(jax.make_jaxpr(jmp.autocast(fun, rules))(w))
-    assert_alike(exact, in_highest(fun)(w), rtol=1e-4, atol=1e-4)
-    assert np.abs(low - exact).max() > 0.05
+    weights = jnp.stack([w / 8, w.T / 8])
+
+    def straight(w):
+        return jnp.tanh(w @ w) @ w
+
+    def looping(w):
+        step = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+        return lax.scan(step, w, weights)[0] @ w
+
+    for fun in (straight, looping):
+        low, exact = lanes(fun, w, rules=rules)
+        assert_alike(exact, in_highest(fun)(w), rtol=1e-4, atol=1e-4)
+        assert np.abs(low - exact).max() > 0.02
+        rows = [
+            row for row in jmp.compare(fun, rules)(w).rows if row.op == "dot_general"
+        ]
+        kind = "int8" if name == "int8" else "float8_e4m3fn"
+        assert {row.dtype for row in rows} == {kind}
 
 
 def test_what_no_rounding_has_touched_is_computed_once():

@@ -276,6 +276,33 @@ def dtype_of(eqn: Eqn) -> Dtype | None:
     return eqn.params["form"].dtype if eqn.primitive is _bilinear_dot else None
 
 
+def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:
+    """Runs an equation in float32 without the rounding of its form.
+
+    An operand that has parts is then its array, which is no zeros here.
+
+    Args:
+      eqn: the equation.
+      arrays: its operands; floats in float32.
+
+    Returns:
+      Its results; None for an equation without a form.
+    """
+    if eqn.primitive is _tangent_of:
+        return [*arrays]
+    if eqn.primitive is not _bilinear_dot:
+        return None
+    lhs, rhs, *_ = arrays
+    dtype = np.dtype("float32")
+    params = {**eqn.params, "precision": HIGHEST, "preferred_element_type": dtype}
+    for name in ("form", "n_parts"):
+        del params[name]
+    return [dot_general_p.bind(lhs, rhs, **params)]
+
+
+HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+
+
 def are_tangents(eqn: Eqn) -> list[bool]:
     """Returns for each operand of an equation whether it only carries a tangent."""
     if eqn.primitive is not _bilinear_dot:

@@ -15,8 +15,8 @@ from jmp_lite.insight.compare import twins
 from jmp_lite.insight.compare.twins import Error, Twin
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
-from jmp_lite.jaxprs import params, structure
-from jmp_lite.jaxprs.types import Array, Aval, Eqn
+from jmp_lite.jaxprs import dots, params, structure
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn
 from jmp_lite.ops import KEEPING_ERRORS
 
 
@@ -77,7 +77,7 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         """Runs an equation on both lanes, and measures the error of its results."""
         results = twins.run_twice(eqn, operands)
         # The rounding of a cast counts for the op that reads its result.
-        if params.op_of(eqn) in KEEPING_ERRORS:
+        if params.op_of(eqn) in _KEEPING:
             for result, operand in zip(results, operands, strict=False):
                 result.error = operand.measured(self._elements) or twins.NO_ERROR
         else:
@@ -91,7 +91,11 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         if not made:
             return
         off, size = (sum(each) for each in zip(*made, strict=True))
-        given = [error.relative for error in self._errors(operands)]
+        # What only carries a tangent has zeros on one lane: it has the error of what it
+        # stands for, or none that is known.
+        pairs = zip(operands, dots.are_tangents(eqn), strict=True)
+        read = [one for one, is_tangent in pairs if one.error or not is_tangent]
+        given = [error.relative for error in self._errors(read)]
         largest = functools.reduce(jnp.maximum, given, jnp.float32(0))
         dtype = twins.dtype_it_runs_in(eqn)
         op = Op(
@@ -99,7 +103,7 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
             params.op_of(eqn),
             site.source,
             dtype.name,
-            float(jnp.finfo(dtype).eps) / 2,
+            _half_a_unit(dtype),
             site.is_backward,
         )
         weighted = jnp.where(size > 0, largest * size, 0)
@@ -156,3 +160,16 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
     def specs(self, spec: Any, form: bool) -> list[Any]:
         """Returns the specs of the first lane and of the twin."""
         return [spec] * self.width(form)
+
+
+_KEEPING = KEEPING_ERRORS | {dots.TANGENT_OF}
+
+
+def _half_a_unit(dtype: Dtype) -> float:
+    """Returns the relative error of rounding to a dtype, at most.
+
+    For integers it is that of the largest number.
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        return 0.5 / float(jnp.iinfo(dtype).max)
+    return float(jnp.finfo(dtype).eps) / 2
