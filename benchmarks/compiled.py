@@ -129,8 +129,10 @@ _V5E = Target(
     compiler_options={},
     bandwidth=819e9,
     # One matrix unit, for bfloat16. A float32 dot is one pass of rounded operands by
-    # default, three for "high", six for "highest".
+    # default, three for "high", six for "highest". There is none for float8, whose dots
+    # convert their operands.
     flops={
+        ("f8", "default"): 197e12,
         ("s8", "default"): 394e12,
         ("bf16", "default"): 197e12,
         ("f16", "default"): 197e12,
@@ -147,6 +149,7 @@ _V6E = Target(
     bandwidth=1640e9,
     flops=_V5E.flops
     | {
+        ("f8", "default"): 918e12,
         ("s8", "default"): 1836e12,
         ("bf16", "default"): 918e12,
         ("f16", "default"): 918e12,
