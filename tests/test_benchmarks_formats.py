@@ -45,9 +45,8 @@ def test_tables_say_what_was_found():
     ratios = ("0.90", "0.80", "0.70", "1.50")
     assert cells.split()[3:] == ["64", *ratios, "72", "1"]
     sent = Sent("FSDP", "float8", 1.5, 0.25, {"bf16": 10.0, "f8e4m3fn": 5.0})
-    assert wire.sent_table([sent]).endswith(
-        "1.50     0.25       15  10 bf16, 5 f8e4m3fn"
-    )
+    (_, line) = wire.sent_table([sent]).splitlines()
+    assert line.split()[-6:] == ["1.50", "15", "10", "bf16,", "5", "f8e4m3fn"]
 
 
 @pytest.mark.benchmarks

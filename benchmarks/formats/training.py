@@ -117,15 +117,15 @@ def trained_table(rows: Sequence[Trained]) -> str:
     """Returns losses, and how far they are from float32's of the same seed, as text."""
     full = {row[:1] + row[2:3]: row.loss for row in rows if row.rules == "float32"}
     seeds = dict.fromkeys(row.seed for row in rows)
-    head = "".join(f"{f'seed {seed}':>9}" for seed in seeds)
+    head = "".join(f"{f'seed {seed}':>8}" for seed in seeds)
     lines = [
         f"{'':22}{'gradient':>9}{'training':>9}  loss minus that of float32",
-        f"{'':22}{'error':>9}{'loss':>9}{head}{'mean':>9}",
+        f"{'':22}{'error':>9}{'loss':>9}{head}{'mean':>8}",
     ]
     for width, name in dict.fromkeys(row[:2] for row in rows):
         own = [row for row in rows if row[:2] == (width, name)]
         gaps = [row.loss - full[width, row.seed] for row in own]
-        cells = "".join(f"{gap:>+9.4f}" for gap in (*gaps, np.mean(gaps)))
+        cells = "".join(f"{gap:>+8.4f}" for gap in (*gaps, np.mean(gaps)))
         error, loss = (np.mean([row[i] for row in own]) for i in (3, 4))
         what = f"width {width}, {name}"
         lines.append(f"{what:22}{error:>9.4f}{loss:>9.4f}{cells}")

@@ -100,13 +100,11 @@ def measure_sent(layout: str, rules: str) -> Sent:
 
 def sent_table(rows: Sequence[Sent]) -> str:
     """Returns what devices send each other as text."""
-    lines = [
-        f"{'eight H100s':26}{'rules':>12}{'ms':>7}{'GB held':>9}{'MB sent':>9}  of them"
-    ]
+    lines = [f"{'eight H100s':25}{'rules':>12}{'ms':>6}{'MB':>6}  of them"]
     for row in rows:
         parts = ", ".join(f"{n:.0f} {dtype}" for dtype, n in row.megabytes.items())
         lines.append(
-            f"{row.layout:26}{row.rules:>12}{row.milliseconds:>7.2f}{row.peak:>9.2f}"
-            f"{sum(row.megabytes.values()):>9.0f}  {parts}"
+            f"{row.layout:25}{row.rules:>12}{row.milliseconds:>6.2f}"
+            f"{sum(row.megabytes.values()):>6.0f}  {parts}"
         )
     return "\n".join(lines)
