@@ -28,7 +28,9 @@ from weight_products import (
 )
 
 import jmp_lite as jmp
+from jmp_lite.formats.rows import ByRows
 from jmp_lite.formats.table import FORMATS
+from jmp_lite.jaxprs.dots import Dimensions, Operand
 
 NAMES = ("int8", "float8_rows")
 EVERY_SIZE = {name: jmp.get_format(name, smallest=0) for name in NAMES}
@@ -240,9 +242,14 @@ def test_rows_of_zeros_and_rows_of_tiny_numbers_keep_their_digits(name):
 
 @BOTH
 def test_a_row_of_zeros_divides_nothing_by_zero(name):
-    with jax.debug_nans(True):
-        out = autocast(lambda x, w, v: jnp.abs(x @ w) @ v, name)(0 * X, W, V)
+    form = ByRows(*[np.dtype(RULES[name].precision_of("dot_general").forward)] * 3)
+    zeros, weight = (Operand(jnp.asarray(x, jnp.bfloat16)) for x in (0 * X, W))
+    axes = Dimensions(((1,), (0,)), ((), ()))
+    with jax.debug_nans(True):  # Op by op, so that JAX sees each quotient.
+        out = form.multiply(zeros, weight, axes, None, is_tpu=False)
     np.testing.assert_array_equal(out, 0)
+    jitted = jax.jit(autocast(lambda x, w, v: jnp.abs(x @ w) @ v, name))
+    np.testing.assert_array_equal(jitted(0 * X, W, V), 0)
 
 
 @BOTH
