@@ -129,8 +129,8 @@ _V5E = Target(
     compiler_options={},
     bandwidth=819e9,
     # One matrix unit, for bfloat16. A float32 dot is one pass of rounded operands by
-    # default, three for "high", six for "highest". There is none for float8, whose dots
-    # convert their operands.
+    # default, three for "high", six for "highest". A float8 dot first
+    # converts its operands to bfloat16.
     flops={
         ("f8", "default"): 197e12,
         ("s8", "default"): 394e12,

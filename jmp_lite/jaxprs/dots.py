@@ -279,7 +279,8 @@ def dtype_of(eqn: Eqn) -> Dtype | None:
 def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:
     """Runs an equation in float32 without the rounding of its form.
 
-    An operand that has parts is then its array, which is no zeros here.
+    On a lane of float32, the array of an operand with parts is the operand itself, and
+    not zeros. So the parts are not read.
 
     Args:
       eqn: the equation.
@@ -294,13 +295,11 @@ def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:
         return None
     lhs, rhs, *_ = arrays
     dtype = np.dtype("float32")
-    params = {**eqn.params, "precision": HIGHEST, "preferred_element_type": dtype}
+    params = {**eqn.params, "preferred_element_type": dtype}
+    params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     for name in ("form", "n_parts"):
         del params[name]
     return [dot_general_p.bind(lhs, rhs, **params)]
-
-
-HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 def are_tangents(eqn: Eqn) -> list[bool]:

@@ -11,7 +11,7 @@ def primitive(name: str, fun: Callable[..., Any]) -> Any:
     """Returns a primitive whose result has the type of its last operand.
 
     Unlike a ``custom_jvp``, whose rule JAX may drop if a loop is differentiated twice,
-    it keeps its derivative: see ``pass_last_tangent`` and ``set_transpose``.
+    it keeps its derivative: see ``pass_last_tangent``.
 
     Args:
       name: the name of the primitive.
@@ -68,8 +68,3 @@ def pass_last_tangent(made: Any) -> None:
         return made.bind(*primals), tangents[-1]
 
     ad.primitive_jvps[made] = rule
-
-
-def set_transpose(made: Any, transpose: Callable[[Any], Any]) -> None:
-    """Makes a primitive linear, with a function of its cotangent as its transpose."""
-    ad.deflinear2(made, lambda cotangent, _: [transpose(cotangent)])
