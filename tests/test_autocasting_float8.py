@@ -35,7 +35,7 @@ import jmp_lite as jmp
 from benchmarks.compiled import compile_for, missing
 from benchmarks.formats import transformers, wire
 from jmp_lite.formats.float8 import Scaled, quantize_operand
-from jmp_lite.jaxprs.dots import Dimensions
+from jmp_lite.jaxprs.axes import Dimensions
 
 EVERY_SIZE = jmp.Float8(smallest=0)
 RULES = dataclasses.replace(jmp.get_rules("float8"), float8_format=EVERY_SIZE)
@@ -184,30 +184,17 @@ def test_what_cannot_be_float8_is_16_bit_and_explain_says_why(fun, args, code, w
     assert str(a) == str(b)
 
 
-def test_a_batch_of_weights_is_float8_and_groups_of_other_sizes_are_not():
+def test_a_batch_of_weights_is_float8():
     experts, rows = jnp.stack([W, 2 * W]), jnp.stack([X, X / 4])
 
     def batched(x, w):
         return jnp.tanh(jnp.tanh(x @ w) @ w.mT)
-
-    def ragged(x, w, sizes):
-        h = lax.ragged_dot(x.reshape(64, -1), w, sizes)
-        return jnp.tanh(lax.ragged_dot(jnp.tanh(h), w.mT, sizes))
 
     assert precisions(batched, rows, experts)[0] == "float8_e4m3fn"
     found, full = (f(rows, experts) for f in (autocast(batched), batched))
     assert relative_error(found, full) < 0.06
     gradient = lambda f: jax.grad(lambda w: jnp.sum(f(rows, w) ** 2))(experts)
     assert relative_error(gradient(autocast(batched)), gradient(batched)) < 0.1
-
-    sizes = jnp.array([24, 40])
-    for rules in (RULES, jmp.get_rules("mixed").scope("", "int8"), "int8"):
-        explained = jmp.explain(ragged, rules)(rows, experts, sizes).rows
-        (row, _) = [row for row in explained if row.op == "ragged_dot_general"]
-        assert row.precision == "bfloat16"
-        assert "its groups may differ in size; a batch of weights would" in row.reason
-    alike = autocast(ragged)(rows, experts, sizes)
-    np.testing.assert_array_equal(alike, jmp.autocast(ragged)(rows, experts, sizes))
 
 
 def test_what_is_too_small_to_gain_is_16_bit():

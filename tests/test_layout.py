@@ -77,7 +77,7 @@ PARAMETERS = {
 """Names of parameters of equations."""
 # The functions of JAX that users call have arguments of the same names.
 OF_USERS = {
-    *("dot_general", "scan", "shard_map", "replace", "_replace"),
+    *("dot_general", "ragged_dot_general", "scan", "shard_map", "replace", "_replace"),
     *("Explanation", "Converted"),
 }
 
@@ -175,7 +175,7 @@ def test_one_room_alone_reads_what_is_inside_of_equations(module):
 
 
 # The files that make primitives of their own have the parameters of JAX's.
-PRIMITIVES = ("dots.py", "gathers.py", "wide_dot.py")
+PRIMITIVES = ("bilinear.py", "gathers.py", "wide_dot.py")
 BINDING = ("structure.py", "params.py", "custom_rules.py", "coming.py", *PRIMITIVES)
 
 

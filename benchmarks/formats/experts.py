@@ -1,8 +1,6 @@
 """What the experts of a mixture cost, as a batch and as groups of different sizes.
 
-The gradient of a residual MLP of 8 experts, compiled for each chip. The products of a
-batch are the library's; those of groups in 8 bits are written by hand here, with one
-scale for each array, because the library leaves them in 16 bits.
+The gradient of a residual MLP of 8 experts, compiled for each chip, in each format.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,22 +8,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import jmp_lite as jmp
 from benchmarks.compiled import compile_for
 from benchmarks.formats.chips import FORMATS
-from jmp_lite.casting.quantize import quantize
 
 CHIPS = ("h100", "tpu7x", "v5e")
 EXPERTS = 8
 SIZES = ((1024, 2048), (4096, 4096))
 """How many rows each expert has, and its width."""
 
-E4M3, E5M2 = np.dtype("float8_e4m3fn"), np.dtype("float8_e5m2")
 GROUPS = "groups, "
-VARIANTS = (*FORMATS, f"{GROUPS}mixed", f"{GROUPS}float8")
+VARIANTS = (*FORMATS, *(f"{GROUPS}{name}" for name in FORMATS))
 
 Product = Callable[[Any, Any], Any]
 
@@ -37,7 +32,7 @@ class Mixture(NamedTuple):
       chip: what it is compiled for.
       rows: how many rows each expert has, in the mean.
       width: of the experts.
-      variant: one of ``VARIANTS``: the format of a batch, or how groups are multiplied.
+      variant: one of ``VARIANTS``: the format of a batch, or of groups.
       cost: milliseconds that a GPU takes at least; for a TPU, millions of cycles that
         its compiler estimates, without those of its kernels for groups.
       kernels: how many kernels for groups are not counted.
@@ -63,47 +58,6 @@ def _batched(x: Any, w: Any) -> Any:
     return jnp.einsum("ebk,ekn->ebn", x, w)
 
 
-def _dimensions(lhs: int, rhs: int, group: Sequence[int]) -> Any:
-    return lax.RaggedDotDimensionNumbers((((lhs,), (rhs,)), ((), ())), [0], group)
-
-
-def grouped(sizes: Any) -> Product:
-    """Returns a product of rows with the weights of their groups, in float8.
-
-    Args:
-      sizes: how many rows each group has.
-    """
-
-    def scaled(lhs: Any, rhs: Any, dimensions: Any) -> Any:
-        result = lax.ragged_dot_general(
-            lhs.numbers,
-            rhs.numbers,
-            sizes,
-            dimensions,
-            preferred_element_type=jnp.bfloat16,
-        )
-        return (result.astype(jnp.float32) * (lhs.scale * rhs.scale)).astype(
-            jnp.bfloat16
-        )
-
-    @jax.custom_vjp
-    def product(x: Any, w: Any) -> Any:
-        return forward(x, w)[0]
-
-    def forward(x: Any, w: Any) -> Any:
-        operands = quantize(x, E4M3), quantize(w, E4M3)
-        return scaled(*operands, _dimensions(1, 1, [0])), operands
-
-    def backward(operands: Any, cotangent: Any) -> Any:
-        x, w = operands
-        cotangent = quantize(cotangent, E5M2)
-        of_x = scaled(cotangent, w, _dimensions(1, 2, [0]))
-        return of_x, scaled(x, cotangent, _dimensions(0, 0, []))
-
-    product.defvjp(forward, backward)
-    return product
-
-
 def measure_mixture(
     chip: str, rows: int, width: int, variant: str, experts: int = EXPERTS
 ) -> Mixture:
@@ -115,13 +69,11 @@ def measure_mixture(
     sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
 
     def loss(weights: Any, x: Any, sizes: Any) -> Any:
-        if variant == f"{GROUPS}float8":
-            low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (weights, x))
-            return _loss(grouped(sizes))(*low)
-        if variant == f"{GROUPS}mixed":
-            by_groups = _loss(lambda x, w: lax.ragged_dot(x, w, sizes))
-            return jmp.autocast(by_groups)(weights, x)
-        return jmp.autocast(_loss(_batched), _in_scope(variant))(weights, x)
+        product, name = _batched, variant
+        if variant.startswith(GROUPS):
+            name = variant.removeprefix(GROUPS)
+            product = lambda x, w: lax.ragged_dot(x, w, sizes)
+        return jmp.autocast(_loss(product), _in_scope(name))(weights, x)
 
     program = compile_for(chip, jax.grad(loss, (0, 1)), *arrays, sizes)
     is_gpu = chip in ("h100", "b200")

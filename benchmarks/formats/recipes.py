@@ -14,7 +14,8 @@ import jmp_lite as jmp
 from benchmarks.compiled import compile_for
 from benchmarks.formats.transformers import TOKENS, float8_products
 from jmp_lite.formats.float8 import Scaled, apart, quantize_operand
-from jmp_lite.jaxprs.dots import bilinear_dot
+from jmp_lite.jaxprs.axes import Dimensions
+from jmp_lite.jaxprs.bilinear import bilinear
 
 STACK = "24 in a scan, remat"
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
@@ -75,8 +76,8 @@ def stack_quantized_first(blocks: Any, head: Any, x: Any) -> Any:
 
     def product(x: Any, weight: Any) -> Any:
         lhs = apart(quantize_operand(x, E4M3), weight)
-        axes = ((1,), (0,)), ((), ())
-        return bilinear_dot(lhs, weight, Scaled(E4M3, E4M3, E5M2), axes)
+        axes = Dimensions(((1,), (0,)), ((), ()))
+        return bilinear(lhs, weight, Scaled(E4M3, E4M3, E5M2), axes)
 
     return stack(product)(operands, head, x.astype(jnp.bfloat16))
 

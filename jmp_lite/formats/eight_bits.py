@@ -73,8 +73,8 @@ class EightBits(NumberFormat, abc.ABC):
     def _refusal(self, product: Product) -> str | None:
         if not are_floats(product.eqn):
             return INTEGERS.code
-        if params.op_of(product.eqn) != "dot_general":
-            return "groups"
+        if params.are_batches(product.eqn):
+            return "groups_of_batches"
         if self.needs_bfloat16 and product.dtype != jnp.bfloat16:
             return "compute_dtype"
         if not any(product.weights):
@@ -122,9 +122,7 @@ class EightBits(NumberFormat, abc.ABC):
 _EIGHT_BIT_WORDS = {
     "compute_dtype": "the compute dtype is not bfloat16",
     "no_weight": "no operand is a weight",
-    # XLA for GPUs multiplies all rows with the weights of all groups. In 8 bits this
-    # takes half the time, which is still several times that of a batch in 16 bits.
-    "groups": "its groups may differ in size; a batch of weights would have it",
+    "groups_of_batches": "its groups consist of whole products of a batch",
     "read_in_float32": "read only by float32 ops",
     "though_read_in_float32": "read only by float32 ops",
 }

@@ -18,8 +18,9 @@ from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME, Quantized, dequantize, quantize
 from jmp_lite.formats.eight_bits import BACKWARD, FORWARD, EightBits, check_smallest
 from jmp_lite.formats.number_format import Product
-from jmp_lite.jaxprs import dots, params
-from jmp_lite.jaxprs.dots import Dimensions, Operand
+from jmp_lite.jaxprs import bilinear, params
+from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
+from jmp_lite.jaxprs.bilinear import Operand
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
@@ -33,7 +34,6 @@ class Float8:
 
     - The compute dtype is bfloat16.
     - One operand is a weight: an argument, a constant, or a slice of one in a scan.
-    - Its groups, if it has any, are of one size: it is no ``ragged_dot``.
     - Its sizes are multiples of 16.
     - It is large enough, see ``smallest``.
     - An op that takes 16 bits reads its result. Logits and the result of a router are
@@ -116,14 +116,15 @@ class Float8Format(EightBits):
     ) -> Array:
         """Returns the product, whose cotangent is quantized too."""
         del bound
-        lhs, rhs = operands
+        lhs, rhs, *others = operands
         if product.weights[1]:
             lhs = apart(lhs, rhs)
         else:
             rhs = apart(rhs, lhs)
         forward, backward = self.options.forward_dtype, self.options.backward_dtype
         form = Scaled(forward, forward, backward)
-        return dots.bilinear_dot(lhs, rhs, form, *params.dot_axes(product.eqn))
+        axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
+        return bilinear.bilinear(lhs, rhs, form, axes, sharding)
 
 
 # ------------------------------------------------------------------------ how they run
@@ -139,7 +140,7 @@ def quantize_operand(array: Array, dtype: Dtype) -> Operand:
     numbers, scale = _quantize(lax.stop_gradient(array), dtype)
     # As bits. ``jax.checkpoint`` passes saved floats through ``reduce_precision``, and
     # that makes NaN of e4m3fn's numbers above 240 (jax 0.12 too).
-    return dots.rounded(array, [lax.bitcast_convert_type(numbers, np.uint8), scale])
+    return bilinear.rounded(array, [lax.bitcast_convert_type(numbers, np.uint8), scale])
 
 
 _quantize = jax.jit(quantize, static_argnames="dtype")
@@ -157,7 +158,7 @@ def apart(operand: Operand, weight: Operand) -> Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A product of quantized operands, see ``dots.Form``.
+    """A product of quantized operands, see ``bilinear.Form``.
 
     On a TPU the product reads the 8-bit numbers, and its result is multiplied with both
     scales. Elsewhere it reads dequantized numbers in 16 bits. On a GPU with float8
@@ -200,39 +201,31 @@ class Scaled:
         self,
         lhs: Operand,
         rhs: Operand,
-        dimensions: Dimensions,
+        axes: Dimensions | Groups,
         out_sharding: Any,
         is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
         is_forward, dtype = self.use == "forward", lhs.array.dtype
-
-        def product(left: Array, right: Array, dtype: Dtype) -> Array:
-            return lax.dot_general(
-                left,
-                right,
-                (dimensions.contracted, dimensions.batch),
-                # By default a float8 kernel accumulates with fewer digits than float32.
-                None if is_forward else lax.Precision.HIGHEST,
-                preferred_element_type=dtype,
-                out_sharding=out_sharding,
-            )
-
+        # By default a GPU's float8 kernel accumulates with fewer digits than float32.
+        precision = None if is_forward or is_tpu else lax.Precision.HIGHEST
         operands, dtypes = (lhs, rhs), (self.lhs, self.rhs)
-        is_uniform = all(map(_is_scaled_as_one, operands, dimensions.contracted))
-        # A GPU has no float8 kernel for a batch of dequantized operands with a scale
-        # for each.
-        if is_uniform and (is_tpu or any(each.parts[1].ndim for each in operands)):
+        is_uniform = all(map(_is_scaled_as_one, operands, axes.contracted))
+        # A GPU has no float8 kernel for groups of dequantized operands, nor for a batch
+        # of them with a scale for each.
+        is_after = is_tpu or isinstance(axes, Groups)
+        if is_uniform and (is_after or any(each.parts[1].ndim for each in operands)):
             scaled = [*map(_scaled, operands, dtypes)]
             left, right = (each.numbers for each in scaled)
             # For a GPU a float32 result would be a pass of its own.
-            result = product(left, right, np.dtype("float32") if is_tpu else dtype)
+            of_result = np.dtype("float32") if is_tpu else dtype
+            result = axes.product(left, right, precision, of_result, out_sharding)
             for side, each in enumerate(scaled):
                 scale = each.scale.astype(result.dtype)
-                result = dots.times_rows(result, scale, dimensions, side)
+                result = axes.times_rows(result, scale, side)
             return result.astype(dtype)
         left, right = map(_dequantized, operands, dtypes)
-        result = product(left, right, dtype)
+        result = axes.product(left, right, precision, dtype, out_sharding)
         if not is_forward:
             return result
         # XLA would compute a gelu in the product's kernel and also return the product,

@@ -19,8 +19,9 @@ from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.casting.quantize import power_of_two_for
 from jmp_lite.formats.eight_bits import BACKWARD, FORWARD, EightBits, check_smallest
 from jmp_lite.formats.number_format import Product
-from jmp_lite.jaxprs import dots, params
-from jmp_lite.jaxprs.dots import Dimensions, Operand
+from jmp_lite.jaxprs import bilinear, params
+from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
+from jmp_lite.jaxprs.bilinear import Operand
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
@@ -70,14 +71,15 @@ class RowsFormat(EightBits):
         """Returns the product; the products of its derivative are quantized too."""
         del bound
         forward, backward = np.dtype(self.forward), np.dtype(self.backward)
-        lhs, rhs = map(Operand, operands)
+        lhs, rhs, *others = operands
         form = ByRows(forward, forward, backward)
-        return dots.bilinear_dot(lhs, rhs, form, *params.dot_axes(product.eqn))
+        axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
+        return bilinear.bilinear(Operand(lhs), Operand(rhs), form, axes, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
 class ByRows:
-    """A product of operands that are quantized by rows, see ``dots.Form``.
+    """A product of operands that are quantized by rows, see ``bilinear.Form``.
 
     Attributes:
       lhs: the dtype of the left operand, of 8 bits.
@@ -113,34 +115,32 @@ class ByRows:
         self,
         lhs: Operand,
         rhs: Operand,
-        dimensions: Dimensions,
+        axes: Dimensions | Groups,
         out_sharding: Any,
         is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
-        del is_tpu
-        left, right = dimensions.contracted
         dtype = lhs.array.dtype
         is_integer = np.issubdtype(self.lhs, np.integer)
-        n_terms = math.prod(lhs.array.shape[axis] for axis in left)
+        n_terms = math.prod(lhs.array.shape[axis] for axis in axes.contracted[0])
         # A sum of this many products is at most the largest int32.
-        largest = min(127, math.isqrt(np.iinfo(np.int32).max // max(n_terms, 1)))
-        numbers, scales = _quantized(lhs.array, left, self.lhs, largest)
-        others, other_scales = _quantized(rhs.array, right, self.rhs, largest)
-        # By default a float8 kernel accumulates with fewer digits than float32.
-        is_precise = self.is_backward and not is_integer
-        product = lax.dot_general(
-            numbers,
-            others,
-            (dimensions.contracted, dimensions.batch),
-            lax.Precision.HIGHEST if is_precise else None,
-            preferred_element_type=np.dtype("int32") if is_integer else dtype,
-            out_sharding=out_sharding,
+        limit = min(127, math.isqrt(np.iinfo(np.int32).max // max(n_terms, 1)))
+        pairs = enumerate([(lhs, self.lhs), (rhs, self.rhs)])
+        (left, of_left), (right, of_right) = (
+            _quantized(
+                axes.multiplied(each.array, side), axes.contracted[side], to, limit
+            )
+            for side, (each, to) in pairs
         )
-        result = product.astype(np.float32)
-        result = dots.times_rows(result, scales, dimensions, 0)
-        result = dots.times_rows(result, other_scales, dimensions, 1)
-        return result.astype(dtype)
+        # By default a GPU's float8 kernel accumulates with fewer digits than float32.
+        is_precise = self.is_backward and not is_integer and not is_tpu
+        precision = lax.Precision.HIGHEST if is_precise else None
+        # For a GPU a float32 result would be a pass of its own.
+        of_float8 = np.dtype("float32") if is_tpu else dtype
+        of_result = np.dtype("int32") if is_integer else of_float8
+        product = axes.product(left, right, precision, of_result, out_sharding)
+        result = axes.times_rows(product.astype(np.float32), of_left, 0)
+        return axes.times_rows(result, of_right, 1).astype(dtype)
 
 
 def _quantized(

@@ -405,9 +405,20 @@ def ragged_axes(eqn: Eqn) -> Any:
     return eqn.params["ragged_dot_dimension_numbers"]
 
 
-def dot_axes(eqn: Eqn) -> tuple[Any, Any]:
-    """Returns the dimension numbers of a dot_general, and its output sharding."""
-    return dot_dimensions(eqn), eqn.params.get("out_sharding")
+def are_batches(eqn: Eqn) -> bool:
+    """Whether the groups of a product consist of whole products of a batch.
+
+    Such a product does not depend on the sizes of its groups.
+    """
+    if op_of(eqn) != "ragged_dot_general":
+        return False
+    _, (batch, _) = dot_dimensions(eqn)
+    return not {*ragged_axes(eqn).lhs_ragged_dimensions}.isdisjoint(batch)
+
+
+def out_sharding(eqn: Eqn) -> Any:
+    """Returns the sharding that a product requests for its result, or None."""
+    return eqn.params.get("out_sharding")
 
 
 def dot_options(eqn: Eqn, dtype: Any) -> dict[str, Any]:
@@ -418,9 +429,8 @@ def dot_options(eqn: Eqn, dtype: Any) -> dict[str, Any]:
       dtype: the dtype of the result.
     """
     options: dict[str, Any] = {"precision": None, "preferred_element_type": dtype}
-    _, out_sharding = dot_axes(eqn)
-    if out_sharding is not None:
-        options["out_sharding"] = out_sharding
+    if (sharding := out_sharding(eqn)) is not None:
+        options["out_sharding"] = sharding
     return options
 
 

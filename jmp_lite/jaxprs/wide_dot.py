@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import dispatch
@@ -18,11 +19,8 @@ from jax._src.lax.lax import dot_general_p
 from jax.extend import core
 
 from jmp_lite.jaxprs import primitives, sharding
-from jmp_lite.jaxprs.dots import (
-    cotangents_of_product,
-    map_product,
-    tangents_of_product,
-)
+from jmp_lite.jaxprs.axes import Dimensions
+from jmp_lite.jaxprs.bilinear import cotangents_of_product, tangents_of_product
 from jmp_lite.jaxprs.types import Array, Eqn
 
 
@@ -65,6 +63,24 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     return cotangents_of_product(cotangent, operands, pull)
 
 
+def _map(
+    operands: Sequence[Array], mapped: Sequence[int | None], **params: Any
+) -> tuple[Array, int]:
+    is_mapped = [axis is not None for axis in mapped]
+    in_front = [
+        operand if axis is None else jnp.moveaxis(operand, axis, 0)
+        for operand, axis in zip(operands, mapped, strict=True)
+    ]
+    axes = Dimensions(*params["dimension_numbers"])
+    new, at = axes.mapped(is_mapped, in_front[0].shape)
+    first = in_front[is_mapped.index(True)]
+    changed = {
+        "dimension_numbers": new.numbers,
+        "out_sharding": sharding.with_axis(params["out_sharding"], at, first),
+    }
+    return _wide_dot.bind(*in_front, **{**params, **changed}), at
+
+
 def _in_float32(lhs: Array, rhs: Array, **params: Any) -> Any:
     full = (operand.astype(np.float32) for operand in (lhs, rhs))
     return dot_general_p.bind(*full, **{**params, "precision": None})
@@ -83,4 +99,4 @@ mlir.register_lowering(
 ad.primitive_jvps[_wide_dot] = _jvp
 ad.primitive_transposes[_wide_dot] = _transpose
 primitives.take_for(_wide_dot, dot_general_p)
-batching.primitive_batchers[_wide_dot] = functools.partial(map_product, _wide_dot)
+batching.primitive_batchers[_wide_dot] = _map

@@ -193,8 +193,7 @@ class Rules:
         """Returns rules in which these matrix products are ``FLOAT8``.
 
         Args:
-          *ops: ``"dot_general"``; ``"ragged_dot_general"`` too, which stays ``LOW``
-            with a reason in ``explain``.
+          *ops: ``"dot_general"``, or ``"ragged_dot_general"``, the products of groups.
         """
         return self._with_ops(ops, Precision.FLOAT8)
 

@@ -15,7 +15,7 @@ from jmp_lite.insight.compare import twins
 from jmp_lite.insight.compare.twins import Error, Twin
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
-from jmp_lite.jaxprs import dots, params, structure
+from jmp_lite.jaxprs import bilinear, params, structure
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn
 from jmp_lite.ops import KEEPING_ERRORS
 
@@ -93,7 +93,7 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         off, size = (sum(each) for each in zip(*made, strict=True))
         # What only carries a tangent has zeros on one lane: it has the error of what it
         # stands for, or none that is known.
-        pairs = zip(operands, dots.are_tangents(eqn), strict=True)
+        pairs = zip(operands, bilinear.are_tangents(eqn), strict=True)
         read = [one for one, is_tangent in pairs if one.error or not is_tangent]
         given = [error.relative for error in self._errors(read)]
         largest = functools.reduce(jnp.maximum, given, jnp.float32(0))
@@ -162,7 +162,7 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         return [spec] * self.width(form)
 
 
-_KEEPING = KEEPING_ERRORS | {dots.TANGENT_OF}
+_KEEPING = KEEPING_ERRORS | {bilinear.TANGENT_OF}
 
 
 def _half_a_unit(dtype: Dtype) -> float:

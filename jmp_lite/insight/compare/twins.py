@@ -14,7 +14,7 @@ from jax import lax
 
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.insight.statistics import sample
-from jmp_lite.jaxprs import dots, params, primitives, structure
+from jmp_lite.jaxprs import bilinear, params, primitives, structure
 from jmp_lite.jaxprs.types import Array, Eqn
 from jmp_lite.ops import EDITABLE, EXACT
 
@@ -109,7 +109,7 @@ def dtype_it_runs_in(eqn: Eqn) -> np.dtype[Any]:
 
     For a product in a number format it is the dtype of the rounded operands.
     """
-    if (dtype := dots.dtype_of(eqn)) is not None:
+    if (dtype := bilinear.dtype_of(eqn)) is not None:
         return np.dtype(dtype)
     atoms = [*eqn.invars, *eqn.outvars]
     floats = [np.dtype(structure.dtype_of(a)) for a in atoms if structure.is_float(a)]
@@ -140,7 +140,7 @@ def _is_exact_cast(eqn: Eqn) -> bool:
 def _in_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
     """Returns the results of an equation on the lane of float32."""
     op, full = params.op_of(eqn), [twin.full for twin in operands]
-    if (results := dots.unrounded(eqn, full)) is not None:
+    if (results := bilinear.unrounded(eqn, full)) is not None:
         return results
     dtypes = [structure.dtype_of(a) for a in (*eqn.invars, *eqn.outvars)]
     if op == "convert_element_type":

@@ -15,7 +15,7 @@ from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.explain.rows import Row, bytes_of, equations, precision_as_traced
 from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
-from jmp_lite.jaxprs import cost, dots, params, source, structure
+from jmp_lite.jaxprs import bilinear, cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
@@ -102,7 +102,7 @@ class _Uses(BackwardAnalysis[_Use]):
         del facts, path
         return [
             _Use.TANGENT if is_tangent else _Use.NUMBERS
-            for is_tangent in dots.are_tangents(eqn)
+            for is_tangent in bilinear.are_tangents(eqn)
         ]
 
 
@@ -164,7 +164,7 @@ def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
 def _row_as_it_runs(eqn: Eqn) -> Row:
     n_bytes = sum(map(bytes_of, eqn.outvars))
     how = "runs in the dtype of its operands"
-    if dots.dtype_of(eqn) is not None:
+    if bilinear.dtype_of(eqn) is not None:
         how = "multiplies rounded operands"
     return Row(
         scope="",

@@ -29,7 +29,7 @@ from jmp_lite.autocasting.rules.rules import (
 from jmp_lite.formats.number_format import LOW
 from jmp_lite.insight.explain import reasons
 from jmp_lite.insight.places import Place, short
-from jmp_lite.jaxprs import cost, dots, params, source, structure
+from jmp_lite.jaxprs import bilinear, cost, params, source, structure
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr, Var
 from jmp_lite.ops import HIGHER_ORDER
@@ -280,7 +280,7 @@ def _number_format(eqn: Eqn, decision: Decision) -> str:
 
 def precision_as_traced(eqn: Eqn) -> str:
     """Returns the widest float of an equation; for a product, of its operands."""
-    if (dtype := dots.dtype_of(eqn)) is not None:
+    if (dtype := bilinear.dtype_of(eqn)) is not None:
         return dtype.name
     atoms = eqn.invars[:2] if params.op_of(eqn) in PRODUCTS else ()
     atoms = atoms or (*eqn.invars, *eqn.outvars)

@@ -1,0 +1,338 @@
+"""``bilinear``, a product in another form, as a primitive.
+
+It is for products of rounded operands. Its derivative with respect to an operand is the
+same kind of product, with the tangent in place of the operand. The transpose of that is
+the same kind of product with the cotangent. So all derivatives, of any order, consist
+of such products.
+
+An operand may be rounded before the product. Then the product saves the rounded numbers
+for the backward pass, and other products can read them too.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax import lax
+from jax._src import dispatch
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.lax.lax import dot_general_p, ragged_dot_general_p
+from jax.extend import core
+
+from jmp_lite.jaxprs import primitives, sharding, structure
+from jmp_lite.jaxprs.axes import Dimensions, Groups
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn
+
+# --------------------------------------------------------- rules of bilinear primitives
+
+
+def tangents_of_product(
+    product: Callable[[Any, Any], Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+) -> list[Any]:
+    """Returns the products with the tangent of one operand; zeros have none."""
+    (lhs, rhs), (of_lhs, of_rhs) = primals, tangents
+    terms: list[Any] = []
+    if not structure.is_zero(of_lhs):
+        terms.append(product(of_lhs, rhs))
+    if not structure.is_zero(of_rhs):
+        terms.append(product(lhs, of_rhs))
+    return terms
+
+
+def cotangents_of_product(
+    cotangent: Any, operands: Sequence[Any], pull: Callable[[int, Any], Any]
+) -> list[Any]:
+    """Returns the cotangents of both operands, of which one is unknown.
+
+    Args:
+      cotangent: the cotangent of the result.
+      operands: the operands.
+      pull: returns the cotangent of the unknown operand, given its side and its type.
+    """
+    side = 0 if ad.is_undefined_primal(operands[0]) else 1
+    aval = operands[side].aval
+    is_zero = structure.is_zero(cotangent)
+    found: list[Any] = [None, None]
+    found[side] = type(cotangent)(aval) if is_zero else pull(side, aval)
+    return found
+
+
+# ---------------------------------------------------------------------------- bilinear
+
+
+class Operand(NamedTuple):
+    """An operand of ``bilinear``.
+
+    Attributes:
+      array: the operand. If it has parts, zeros in its shape and dtype, which no
+        compiled program reads; their tangent is that of the operand.
+      parts: what a form has made of the operand, such as rounded numbers and a scale:
+        arrays without a derivative. Under ``vmap`` all have the same new leading axes.
+        Empty for an operand that the form has not rounded.
+    """
+
+    array: Array
+    parts: tuple[Array, ...] = ()
+
+
+class Form(Protocol):
+    """How a product is computed; a hashable value."""
+
+    @property
+    def dtype(self) -> Dtype | None:
+        """The dtype in which operands are multiplied; None for that of operands."""
+        ...
+
+    def multiply(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        axes: Dimensions | Groups,
+        out_sharding: Any,
+        is_tpu: bool,
+    ) -> Array:
+        """Returns the product, in the dtype of its operands.
+
+        Args:
+          lhs: the left operand.
+          rhs: the right operand.
+          axes: the axes of the product.
+          out_sharding: the sharding of the result, as for ``dot_general``.
+          is_tpu: whether it is lowered for a TPU.
+        """
+        ...
+
+    def of_tangent(self) -> "Form":
+        """Returns the form of the product with the tangent of an operand."""
+        ...
+
+    def transposed(self, side: int) -> "Form":
+        """Returns the form of the product that is the cotangent of an operand."""
+        ...
+
+    def received(self, cotangent: Array) -> Operand:
+        """Returns the cotangent of the result as an operand."""
+        ...
+
+
+def rounded(array: Array, parts: Sequence[Array]) -> Operand:
+    """Returns an operand that has an array's derivative, and numbers of its own."""
+    return Operand(_tangent_of.bind(array), tuple(parts))
+
+
+def bilinear(
+    lhs: Operand,
+    rhs: Operand,
+    form: Form,
+    axes: Dimensions | Groups,
+    out_sharding: Any = None,
+) -> Array:
+    """Returns a product in a form, in the dtype of its operands.
+
+    Args:
+      lhs: the left operand, in 16 bits.
+      rhs: the right operand, in the same dtype.
+      form: computes the product.
+      axes: the axes of the product.
+      out_sharding: the sharding of the result, as for ``dot_general``.
+    """
+    parts = *lhs.parts, *rhs.parts
+    params = {
+        "out_sharding": out_sharding,
+        "precision": None,
+        "preferred_element_type": lhs.array.dtype,
+        "form": form,
+        "n_parts": len(lhs.parts),
+    }
+    if isinstance(axes, Dimensions):
+        params["dimension_numbers"] = axes.numbers
+        return _of_matrices.bind(lhs.array, rhs.array, *parts, **params)
+    params.update(ragged_dot_dimension_numbers=axes.numbers, group_offset=None)
+    return _of_groups.bind(lhs.array, rhs.array, axes.sizes, *parts, **params)
+
+
+def dtype_of(eqn: Eqn) -> Dtype | None:
+    """Returns the dtype in which a form multiplies operands; None for other equations.
+
+    None also for a product of 16-bit operands.
+    """
+    return eqn.params["form"].dtype if eqn.primitive in _OURS else None
+
+
+def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:
+    """Runs an equation in float32 without the rounding of its form.
+
+    On a lane of float32, the array of an operand with parts is the operand itself, and
+    not zeros. So the parts are not read.
+
+    Args:
+      eqn: the equation.
+      arrays: its operands; floats in float32.
+
+    Returns:
+      Its results; None for an equation without a form.
+    """
+    if eqn.primitive is _tangent_of:
+        return [*arrays]
+    if eqn.primitive not in _OURS:
+        return None
+    lhs, rhs, axes = _unpacked(arrays, eqn.params)
+    highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    out_sharding = eqn.params["out_sharding"]
+    dtype = np.dtype("float32")
+    return [axes.product(lhs.array, rhs.array, highest, dtype, out_sharding)]
+
+
+def are_tangents(eqn: Eqn) -> list[bool]:
+    """Returns for each operand of an equation whether it only carries a tangent."""
+    if eqn.primitive not in _OURS:
+        return [eqn.primitive is _tangent_of] * len(eqn.invars)
+    lhs, rhs, _ = _unpacked(eqn.invars, eqn.params)
+    others = [False] * (len(eqn.invars) - 2)
+    return [bool(lhs.parts), bool(rhs.parts), *others]
+
+
+def _unpacked(
+    arrays: Sequence[Any], params: Any
+) -> tuple[Operand, Operand, Dimensions | Groups]:
+    """Returns the operands and the axes of a product, given all that it takes."""
+    lhs, rhs, *parts = arrays
+    if "dimension_numbers" in params:
+        axes = Dimensions(*params["dimension_numbers"])
+    else:
+        sizes, *parts = parts
+        axes = Groups.of(params["ragged_dot_dimension_numbers"], sizes)
+    n_parts = params["n_parts"]
+    return Operand(lhs, (*parts[:n_parts],)), Operand(rhs, (*parts[n_parts:],)), axes
+
+
+def _multiply(*arrays: Array, is_tpu: bool, **params: Any) -> Array:
+    lhs, rhs, axes = _unpacked(arrays, params)
+    return params["form"].multiply(lhs, rhs, axes, params["out_sharding"], is_tpu)
+
+
+def _type(jax_product: Any, *avals: Any, form: Form, n_parts: int, **params: Any):
+    del form, n_parts
+    n_operands = 2 if "dimension_numbers" in params else 3
+    return jax_product.abstract_eval(*avals[:n_operands], **params)
+
+
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+) -> tuple[Array, Any]:
+    form, out_sharding = params["form"], params["out_sharding"]
+    lhs, rhs, axes = _unpacked(primals, params)
+
+    def product(left: Operand | Array, right: Operand | Array) -> Array:
+        left, right = (
+            each if isinstance(each, Operand) else Operand(each)
+            for each in (left, right)
+        )
+        return bilinear(left, right, form.of_tangent(), axes, out_sharding)
+
+    terms = tangents_of_product(product, [lhs, rhs], tangents[:2])
+    result = bilinear(lhs, rhs, form, axes, out_sharding)
+    return result, functools.reduce(lax.add, terms)
+
+
+def _transpose(cotangent: Any, *arrays: Any, **params: Any) -> list[Any]:
+    lhs, rhs, axes = _unpacked(arrays, params)
+    form = params["form"]
+
+    def pull(side: int, aval: Any) -> Any:
+        other = rhs if side == 0 else lhs
+        ranks = [aval.ndim, other.array.ndim]
+        product = axes.transposed(side, ranks if side == 0 else ranks[::-1])
+        made = bilinear(
+            form.received(cotangent),
+            other,
+            form.transposed(side),
+            product.dimensions,
+            sharding.in_order(aval, product.axes),
+        )
+        return lax.transpose(made, np.argsort(product.axes))
+
+    of_operands = cotangents_of_product(cotangent, arrays[:2], pull)
+    return of_operands + [None] * (len(arrays) - 2)
+
+
+def _map(
+    arrays: Sequence[Array], mapped: Sequence[int | None], **params: Any
+) -> tuple[Array, int]:
+    lhs, rhs, axes = _unpacked(arrays, params)
+    of_lhs, of_rhs, of_axes = _unpacked(mapped, params)
+    length = next(
+        array.shape[axis]
+        for array, axis in zip(arrays, mapped, strict=True)
+        if axis is not None
+    )
+    sizes, are_contracted = None, False
+    if isinstance(axes, Groups) and isinstance(of_axes, Groups):
+        if of_axes.sizes is not None:
+            sizes = batching.bdim_at_front(axes.sizes, of_axes.sizes, length)
+            are_contracted = axes.group is None
+    # Rows have the axis if the sizes of their groups have it.
+    lhs, is_left = _in_front(lhs, of_lhs, length, sizes is not None)
+    rhs, is_right = _in_front(rhs, of_rhs, length, are_contracted)
+    new, at = axes.mapped([is_left, is_right], lhs.array.shape, sizes)
+    first = lhs if is_left else rhs
+    out_sharding = sharding.with_axis(params["out_sharding"], at, first.array)
+    return bilinear(lhs, rhs, params["form"], new, out_sharding), at
+
+
+def _in_front(
+    operand: Operand, axes: Any, length: int, is_required: bool
+) -> tuple[Operand, bool]:
+    """Returns an operand with the mapped axis in front of all its arrays, if any.
+
+    Args:
+      operand: the operand.
+      axes: the mapped axis of each of its arrays.
+      length: of the mapped axis.
+      is_required: whether an operand that is not mapped gets the axis too.
+
+    Returns:
+      The operand, and whether it has the axis.
+    """
+    mapped = axes.array, *axes.parts
+    if not is_required and all(axis is None for axis in mapped):
+        return operand, False
+    pairs = zip((operand.array, *operand.parts), mapped, strict=True)
+    array, *parts = (batching.bdim_at_front(*pair, length) for pair in pairs)
+    return Operand(array, tuple(parts)), True
+
+
+def _primitive(jax_product: Any) -> Any:
+    """Returns the primitive for a product of JAX in another form."""
+    made = core.Primitive(jax_product.name)
+    made.def_impl(functools.partial(dispatch.apply_primitive, made))
+    made.def_effectful_abstract_eval(functools.partial(_type, jax_product))
+    for platform in (None, "tpu"):
+        # The form fits the chip for which a program is lowered, not the one where it is
+        # traced: an exported program may be for several.
+        lowered = functools.partial(_multiply, is_tpu=platform == "tpu")
+        mlir.register_lowering(
+            made, mlir.lower_fun(lowered, multiple_results=False), platform
+        )
+    ad.primitive_jvps[made] = _jvp
+    ad.primitive_transposes[made] = _transpose
+    batching.primitive_batchers[made] = _map
+    primitives.take_for(made, jax_product)
+    return made
+
+
+_of_matrices = _primitive(dot_general_p)
+_of_groups = _primitive(ragged_dot_general_p)
+_OURS = (_of_matrices, _of_groups)
+
+TANGENT_OF = "tangent_of"
+"""A primitive that does not read the numbers of its operand."""
+
+_tangent_of = primitives.primitive(
+    TANGENT_OF, lambda array: sharding.zeros(jax.typeof(array))
+)
+primitives.pass_last_tangent(_tangent_of)
