@@ -124,12 +124,14 @@ def test_rows_may_have_axes_around_them(name, n_axes):
     """A batch axis, free axes on both sides of the rows, and axes in any order."""
     dims = lax.RaggedDotDimensionNumbers((((0,), (1,)), ((1,), (2,))), [3], [3])
     x = jax.random.normal(jax.random.key(3), (16, 2, 4, 20, 3))
-    w = jax.random.normal(jax.random.key(4), (5, 16, 2, 3))
+    w = jax.random.normal(jax.random.key(4), (16, 16, 2, 3))
     sizes = jnp.array([[[7, 2, 11], [20, 0, 0], [1, 1, 1], [6, 7, 7]]] * 2)
     if n_axes == 1:
         sizes = sizes[0, 0]
     fun = lambda x, w, sizes: lax.ragged_dot_general(x, w, sizes, dims)
     low = autocast(fun, name)
+    (row,) = jmp.explain(fun, RULES[name])(x, w, sizes).rows
+    assert row.number_format == name
     assert relative_error(low(x, w, sizes), fun(x, w, sizes)) < ERROR[name]
     found = jax.grad(loss_of(low), (0, 1))(x, w, sizes)
     expected = jax.grad(loss_of(fun), (0, 1))(x, w, sizes)

@@ -344,9 +344,8 @@ def test_a_sharded_gradient_is_that_of_one_device(name, kind, split):
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_can_be_mapped_on_a_mesh_that_splits_what_it_contracts(name):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,))
-    rules = jmp.get_rules("mixed").scope("", FORMATS[name])
+    rules = jmp.get_rules("mixed").scope("", EVERY_SIZE.get(name, name))
     rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))
-    rules = RULES.get(name, rules)
 
     def product(x, w):
         return jnp.exp(jnp.dot(x, w, out_sharding=P(None, None)) / 50)

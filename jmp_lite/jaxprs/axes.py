@@ -245,18 +245,17 @@ class Groups(NamedTuple):
         group = None if self.group is None else self.group + right
         new = Groups(dimensions, self.rows + left, group, self.sizes)
         before = new.before_rows(0)
+        wide = self.sizes
         if sizes is not None:
             missing = range(1, len(before) + 2 - sizes.ndim)
-            sizes = jnp.moveaxis(lax.expand_dims(sizes, missing), 0, before.index(0))
-        elif self.sizes.ndim > 1 and left and 0 in before:
-            sizes = lax.expand_dims(self.sizes, [before.index(0)])
-        else:
-            sizes = self.sizes
-        if sizes.ndim > 1:
+            wide = jnp.moveaxis(lax.expand_dims(sizes, missing), 0, before.index(0))
+        elif wide.ndim > 1 and left and 0 in before:
+            wide = lax.expand_dims(wide, [before.index(0)])
+        if wide.ndim > 1:
             lengths = [shape[axis] for axis in before]
-            sizes = jnp.broadcast_to(sizes, (*lengths, sizes.shape[-1]))
+            wide = jnp.broadcast_to(wide, (*lengths, wide.shape[-1]))
         # The groups are the first axis of a product that contracts rows.
-        return new._replace(sizes=sizes), at + (self.group is None)
+        return new._replace(sizes=wide), at + (self.group is None)
 
     def before_rows(self, side: int) -> list[int]:
         """Returns the axes of an operand that sizes may have in front of the groups."""
