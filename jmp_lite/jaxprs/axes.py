@@ -35,6 +35,11 @@ class Dimensions(NamedTuple):
         """The dimension numbers of ``dot_general``."""
         return tuple(self)
 
+    @property
+    def sizes(self) -> Any:
+        """None: the rows are in no groups."""
+        return None
+
     def free(self, side: int, rank: int) -> list[int]:
         """Returns the axes of one operand that are neither contracted nor batch axes.
 

@@ -271,10 +271,9 @@ def _map(
         if axis is not None
     )
     sizes, are_contracted = None, False
-    if isinstance(axes, Groups) and isinstance(of_axes, Groups):
-        if of_axes.sizes is not None:
-            sizes = batching.bdim_at_front(axes.sizes, of_axes.sizes, length)
-            are_contracted = axes.group is None
+    if isinstance(axes, Groups) and (at_sizes := of_axes.sizes) is not None:
+        sizes = batching.bdim_at_front(axes.sizes, at_sizes, length)
+        are_contracted = axes.group is None
     # Rows have the axis if the sizes of their groups have it.
     lhs, is_left = _in_front(lhs, of_lhs, length, sizes is not None)
     rhs, is_right = _in_front(rhs, of_rhs, length, are_contracted)
