@@ -41,39 +41,25 @@ from jmp_lite.insight.tune.report import TunedRules, TuningReport
 from jmp_lite.insight.tune.search import tune
 from jmp_lite.insight.watch.watch import WatchedNumerics, first_nonfinite, watch
 from jmp_lite.ops import Precision
-from jmp_lite.scaling.convert import convert_state
-from jmp_lite.scaling.gradients import grad, value_and_grad
-from jmp_lite.scaling.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    all_finite,
-    default_loss_scale,
-    select_tree,
+from jmp_lite.optimizers.compensated import CompensatedState, compensated
+from jmp_lite.optimizers.convert import convert_state
+from jmp_lite.optimizers.low_precision_state import (
+    LowPrecisionState,
+    low_precision_state,
 )
-from jmp_lite.scaling.low_precision_state import low_precision_state
-from jmp_lite.scaling.masters import (
-    compensated,
-    master_weights,
+from jmp_lite.optimizers.master_weights import MasterWeightsState, master_weights
+from jmp_lite.optimizers.stochastic_rounding import (
+    StochasticRoundingState,
     stochastic_rounding,
 )
-from jmp_lite.scaling.states import (
-    CompensatedState,
-    LossScalingState,
-    LowPrecisionState,
-    MasterWeightsState,
-    StochasticRoundingState,
-)
-from jmp_lite.scaling.transforms import (
-    LossScaleError,
-    check_loss_scale,
-    get_loss_scale,
-    loss_scaling,
-    set_loss_scale,
-    skip_nonfinite,
-)
-from jmp_lite.scaling.updates import apply_updates
+from jmp_lite.optimizers.updates import apply_updates
+from jmp_lite.scaling.check import LossScaleError, check_loss_scale
+from jmp_lite.scaling.dynamic import DynamicLossScale, default_loss_scale
+from jmp_lite.scaling.finite import all_finite, select_tree
+from jmp_lite.scaling.gradients import grad, value_and_grad
+from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from jmp_lite.scaling.loss_scaling import loss_scaling, skip_nonfinite
+from jmp_lite.scaling.state import LossScalingState, get_loss_scale, set_loss_scale
 from jmp_lite.train import TrainingState, build_train_step
 
 __version__ = "0.1.0"

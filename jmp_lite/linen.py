@@ -17,7 +17,8 @@ from flax import serialization
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import parse_dtype
-from jmp_lite.scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from jmp_lite.scaling.dynamic import DynamicLossScale
+from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
 from jmp_lite.selectors import Selector, check_selector, is_selected, nothing_selected
 
 Module = TypeVar("Module", bound=nn.Module)

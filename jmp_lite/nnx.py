@@ -33,8 +33,9 @@ from jmp_lite.casting.losses import set_float32_loss, with_float32_loss
 from jmp_lite.insight.explain.explanation import Explanation
 from jmp_lite.insight.explain.explanation import explain as core_explain
 from jmp_lite.scaling import gradients
-from jmp_lite.scaling.loss_scale import LossScale, select_tree
-from jmp_lite.scaling.states import LossScalingState
+from jmp_lite.scaling.finite import select_tree
+from jmp_lite.scaling.loss_scale import LossScale
+from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.selectors import Selector, check_selector, is_selected, nothing_selected
 
 Model = TypeVar("Model")

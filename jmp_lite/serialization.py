@@ -11,14 +11,13 @@ from typing import Any
 
 from jax import export
 
-from jmp_lite.scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from jmp_lite.scaling.states import (
-    CompensatedState,
-    LossScalingState,
-    LowPrecisionState,
-    MasterWeightsState,
-    StochasticRoundingState,
-)
+from jmp_lite.optimizers.compensated import CompensatedState
+from jmp_lite.optimizers.low_precision_state import LowPrecisionState
+from jmp_lite.optimizers.master_weights import MasterWeightsState
+from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
+from jmp_lite.scaling.dynamic import DynamicLossScale
+from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
+from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.train import TrainingState
 
 

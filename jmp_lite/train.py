@@ -21,38 +21,26 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
 from jmp_lite.casting.losses import with_float32_loss
+from jmp_lite.casting.type_of import type_of
 from jmp_lite.frozen import find_frozen
 from jmp_lite.jaxprs.sharding import as_varying, is_sharded
+from jmp_lite.optimizers.compensated import CompensatedState
+from jmp_lite.optimizers.master_weights import MasterWeightsState
+from jmp_lite.optimizers.parameters import check_key
+from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
+from jmp_lite.optimizers.updates import apply_updates
+from jmp_lite.scaling.dynamic import default_loss_scale
+from jmp_lite.scaling.finite import AxisName, all_finite, select_tree
 from jmp_lite.scaling.gradients import (
     filled_in,
     parse_grad_dtype,
     rounded_gradients,
     value_and_grad,
 )
-from jmp_lite.scaling.loss_scale import (
-    AxisName,
-    LossScale,
-    NoOpLossScale,
-    all_finite,
-    check_is_loss_scale,
-    default_loss_scale,
-    select_tree,
-    type_of,
-)
-from jmp_lite.scaling.masters import check_key
-from jmp_lite.scaling.states import (
-    CompensatedState,
-    LossScalingState,
-    MasterWeightsState,
-    StochasticRoundingState,
-)
-from jmp_lite.scaling.transforms import (
-    loss_scaling,
-    strongly_typed,
-    update_if,
-    with_extra_args,
-)
-from jmp_lite.scaling.updates import apply_updates
+from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, check_is_loss_scale
+from jmp_lite.scaling.loss_scaling import loss_scaling, update_if
+from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.wrapping import strongly_typed, with_extra_args
 
 
 class TrainingState(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
-from jmp_lite.scaling.rounding import join
+from jmp_lite.optimizers.rounding import join
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 

@@ -18,8 +18,8 @@ from optimizers import OPTIMIZERS, each_in_turn, loss_fn, make_params
 
 import jmp_lite as jmp
 import jmp_lite.linen  # registers the states with flax.serialization
-from jmp_lite.scaling.rounding import join, split
-from jmp_lite.scaling.storage import Stored, restore, store
+from jmp_lite.optimizers.rounding import join, split
+from jmp_lite.optimizers.storage import Stored, restore, store
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -19,11 +19,11 @@ from optax.contrib import COCOBState
 from optimizers import OPTIMIZERS, each_optimizer, lenient
 
 import jmp_lite as jmp
-from jmp_lite.scaling.moments import MOMENTS, Moment, known_moments
-from jmp_lite.scaling.rounding import grid_of, nearest
-from jmp_lite.scaling.storage import SQUARES, Stored, restore, spacing_of, store
-from jmp_lite.scaling.transforms import strongly_typed
-from jmp_lite.scaling.trial import try_optimizer
+from jmp_lite.optimizers.moments import MOMENTS, Moment, known_moments
+from jmp_lite.optimizers.rounding import grid_of, nearest
+from jmp_lite.optimizers.storage import SQUARES, Stored, restore, spacing_of, store
+from jmp_lite.optimizers.trial import try_optimizer
+from jmp_lite.scaling.wrapping import strongly_typed
 
 KEY = jax.random.key(0)
 PARAMS = {

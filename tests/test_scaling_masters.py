@@ -24,7 +24,7 @@ from optimizers import (
 
 import jmp_lite as jmp
 from benchmarks.compiled import TARGETS, compile_for, missing
-from jmp_lite.scaling.rounding import join, split
+from jmp_lite.optimizers.rounding import join, split
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

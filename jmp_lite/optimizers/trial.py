@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.casting.dtypes import is_array, is_floating, is_number
-from jmp_lite.scaling.moments import Moment
+from jmp_lite.optimizers.moments import Moment
 
 _SMALL = 2.0**-10
 """The size of the gradients."""
+
 
 _LATE = 1000
 """A step at which decays that depend on the step are near their final values."""

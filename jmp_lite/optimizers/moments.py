@@ -41,6 +41,7 @@ _AVERAGE, _SQUARES, _GROWING, _EXACT = (
     Moment.EXACT,
 )
 
+
 MOMENTS: Mapping[str, Mapping[str, Moment]] = {
     # Momentum.
     "EmaState": {"ema": _AVERAGE},

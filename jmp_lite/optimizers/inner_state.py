@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite.casting.dtypes import is_array, is_number
-from jmp_lite.scaling.loss_scale import type_of
-from jmp_lite.scaling.low_precision_state import unpacked
-from jmp_lite.scaling.states import LowPrecisionState, WrapperState, is_wrapper_state
-from jmp_lite.scaling.storage import Stored, is_stored, restore, store
+from jmp_lite.casting.type_of import type_of
+from jmp_lite.optimizers.low_precision_state import LowPrecisionState, unpacked
+from jmp_lite.optimizers.storage import Stored, is_stored, restore, store
+from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
 
 
 def without_wrappers(state: Any) -> Any:

@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.dtypes import (
-    cast_tree,
-    is_array,
-    is_floating,
-    upcast_tree,
+from jmp_lite.casting.dtypes import cast_tree, is_array, is_floating, upcast_tree
+from jmp_lite.casting.type_of import type_of
+from jmp_lite.optimizers.compensated import (
+    CompensatedState,
+    may_differ_by,
+    remainder_of,
+    with_remainder,
 )
-from jmp_lite.scaling.inner_state import (
+from jmp_lite.optimizers.inner_state import (
     as_array,
     check_same_optimizer,
     converted,
@@ -30,29 +32,19 @@ from jmp_lite.scaling.inner_state import (
     without_wrappers,
     wrappers,
 )
-from jmp_lite.scaling.loss_scale import type_of
-from jmp_lite.scaling.low_precision_state import packed
-from jmp_lite.scaling.masters import (
-    check_16_bit_as_before,
+from jmp_lite.optimizers.low_precision_state import LowPrecisionState, packed
+from jmp_lite.optimizers.master_weights import (
+    MasterWeightsState,
     check_any_narrower,
-    is_left_out,
     is_narrower,
     master_of,
-    may_differ_by,
-    remainder_of,
     rounded_to,
-    with_remainder,
 )
-from jmp_lite.scaling.states import (
-    CompensatedState,
-    LossScalingState,
-    LowPrecisionState,
-    MasterWeightsState,
-    StochasticRoundingState,
-    WrapperState,
-    is_wrapper_state,
-)
-from jmp_lite.scaling.transforms import strongly_typed, with_extra_args
+from jmp_lite.optimizers.parameters import check_16_bit_as_before, is_left_out
+from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
+from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
+from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.wrapping import strongly_typed, with_extra_args
 
 Params = TypeVar("Params")
 
@@ -155,9 +147,6 @@ def _start(optimizer: Any, params: Any) -> Any:
         raise
 
 
-# ---------------------------------------------------------------- the old parameters
-
-
 def _all_digits(old_state: Any, params: Any) -> Any:
     """Returns the parameters as the old optimizer sees them, in 32 bits or more."""
     full = upcast_tree(params)
@@ -185,9 +174,6 @@ def _of_remainder(path: Any, remainder: Any, _: Any, param: Any) -> Any:
             "the old state, without casting them."
         )
     return with_remainder(param, as_array(remainder))
-
-
-# ---------------------------------------------------------------- the new parameters
 
 
 def _as_held(new_state: Any, full: Any) -> Any:
@@ -244,9 +230,6 @@ def _check_narrower(masters: Any, params: Any, advice: str) -> None:
         check_any_narrower(pairs, advice)
 
 
-# ------------------------------------------------------------------ the new wrappers
-
-
 def _wrapped(
     old_state: Any, new_state: Any, values: Iterator[Any], full: Any, params: Any
 ) -> Any:
@@ -291,6 +274,7 @@ def _wrapped(
 _REMEMBERING = (LossScalingState, StochasticRoundingState, LowPrecisionState)
 """The states that hold more than an inner state and digits of parameters."""
 
+
 _CAST = "To cast them, pass dtype, such as 'bfloat16'."
 
 
@@ -327,9 +311,6 @@ def _key(old: Any, new: Any) -> Any:
     types = [(key.dtype, key.shape) for key in keys if is_array(key)]
     is_kept = len(types) == 2 and types[0] == types[1]
     return copied(keys[0]) if is_kept else keys[1]
-
-
-# --------------------------------------------------------------------------- helpers
 
 
 def _zipped(fun: Callable[..., Any], part: Any, first: Any, *others: Any) -> Any:

@@ -4,8 +4,7 @@ After autocast and ``master_weights``, the moments of Adam are the largest array
 training: in float32, 8 of 16 bytes a parameter.
 """
 
-import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +21,44 @@ from jmp_lite.casting.dtypes import (
     unknown_name,
     upcast_tree,
 )
-from jmp_lite.scaling.loss_scale import type_of
-from jmp_lite.scaling.masters import check_key
-from jmp_lite.scaling.moments import Moment, known_moments
-from jmp_lite.scaling.rounding import noise
-from jmp_lite.scaling.states import LowPrecisionState, check_state
-from jmp_lite.scaling.storage import (
-    SQUARES,
-    Stored,
-    is_stored,
-    restore,
-    spacing_of,
-    store,
-)
-from jmp_lite.scaling.transforms import (
+from jmp_lite.optimizers.moment_formats import choose_formats, is_large
+from jmp_lite.optimizers.moments import Moment, known_moments
+from jmp_lite.optimizers.parameters import check_key
+from jmp_lite.optimizers.rounding import noise
+from jmp_lite.optimizers.storage import Stored, is_stored, restore, store
+from jmp_lite.scaling.wrapping import (
     check_grads,
     check_same_structure,
+    check_state,
     strongly_typed,
     with_extra_args,
 )
-from jmp_lite.scaling.trial import Tried, try_optimizer
 
-SMALLEST = 4096
-"""Arrays with fewer elements stay in float32: they take little memory."""
+
+class LowPrecisionState(NamedTuple):
+    """The state of ``low_precision_state``.
+
+    Attributes:
+      inner_state: the state of the wrapped transformation, with its large arrays in 16
+        or 8 bits.
+      key: the key of the next update for stochastic rounding; None for rounding to the
+        nearest.
+      scales: one entry for each array of ``inner_state``: the scales of its rows, or
+        None for an array without scales. In bfloat16, None.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9))
+      >>> state = optimizer.init(jnp.ones(5000))
+      >>> state.inner_state[0].trace.dtype
+      dtype(bfloat16)
+    """
+
+    inner_state: Any
+    key: Any
+    scales: Any
 
 
 def low_precision_state(
@@ -126,7 +140,7 @@ def low_precision_state(
     def init(params: Any) -> Any:
         state = strongly_typed(inner.init(params))
         leaves, structure = jax.tree.flatten(state)
-        formats = _formats(inner, params, state, parsed, key is not None)
+        formats = choose_formats(inner, params, state, parsed, key is not None)
         is_scaled = parsed != jnp.bfloat16
         stored = [
             Stored(x)
@@ -186,10 +200,6 @@ def _parse(dtype: DTypeLike) -> np.dtype[Any]:
     return parsed
 
 
-def _is_large(leaf: Any) -> bool:
-    return is_array(leaf) and is_floating(leaf) and leaf.size >= SMALLEST
-
-
 def _stored(state: LowPrecisionState) -> tuple[list[tuple[Any, Stored | None]], Any]:
     """Returns each leaf of the inner state, and what is stored if it is low."""
     leaves, structure = jax.tree.flatten(state.inner_state)
@@ -198,7 +208,7 @@ def _stored(state: LowPrecisionState) -> tuple[list[tuple[Any, Stored | None]], 
     scales = state.scales if isinstance(state.scales, tuple) else [None] * len(leaves)
 
     def is_low(leaf: Any, moment: Moment, scale: Any) -> bool:
-        is_half = in_bfloat16 and is_16_bit(leaf) and _is_large(leaf)
+        is_half = in_bfloat16 and is_16_bit(leaf) and is_large(leaf)
         return scale is not None or (is_half and moment != Moment.EXACT)
 
     return [
@@ -228,144 +238,3 @@ def packed(inner_state: Any, key: Any, like: LowPrecisionState) -> LowPrecisionS
         scales = tuple(x.scale for x in stored)
     numbers = structure.unflatten([x.numbers for x in stored])
     return LowPrecisionState(numbers, key, scales)
-
-
-# ------------------------------------------------------------ formats of moments
-
-
-def _formats(
-    inner: Any, params: Any, state: Any, dtype: np.dtype[Any], is_by_chance: bool
-) -> list[Any]:
-    """Returns the format of each array of the inner state; None for float32.
-
-    Raises:
-      ValueError: the dtype cannot store a moment.
-    """
-    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if is_array(leaf)}
-    leaves = jax.tree.leaves_with_path(state)
-    known: list[Moment] = jax.tree.leaves(known_moments(state))
-
-    def may_be_stored(x: Any, moment: Moment) -> bool:
-        is_wider = _is_large(x) and dtype.itemsize < x.dtype.itemsize < 8
-        return is_wider and x.shape in shapes and moment != Moment.EXACT
-
-    candidates = {
-        number: moment
-        for number, ((_, x), moment) in enumerate(zip(leaves, known, strict=True))
-        if may_be_stored(x, moment)
-    }
-    judged, error = _judged(inner, params, len(leaves), candidates, is_by_chance)
-    names = {
-        number: f"inner_state{jax.tree_util.keystr(leaves[number][0])}"
-        for number in judged
-    }
-    formats: list[Any] = [None] * len(leaves)
-    unsure: list[str] = []
-    _check_range({names[i]: moment for i, (moment, _) in judged.items()}, dtype)
-    for i, (moment, kept) in judged.items():
-        if moment == Moment.UNKNOWN or (kept is None and not is_by_chance):
-            unsure.append(f"{type_of(leaves[i][1])} at {names[i]}")
-        elif moment != Moment.EXACT:
-            is_8_bit_square = moment != Moment.AVERAGE and dtype.itemsize == 1
-            formats[i] = SQUARES if is_8_bit_square else dtype
-            if not is_by_chance:
-                _check_steps(names[i], kept, formats[i], dtype)
-    if unsure:
-        _warn_of_float32(unsure, error, is_by_chance)
-    return formats
-
-
-def _judged(
-    inner: Any,
-    params: Any,
-    count: int,
-    candidates: dict[int, Moment],
-    is_by_chance: bool,
-) -> tuple[dict[int, Tried], Exception | None]:
-    """Returns what arrays are and how much they keep, and the error of a trial.
-
-    Args:
-      inner: the optimizer.
-      params: its parameters.
-      count: how many leaves its state has.
-      candidates: the arrays by the number of their leaf, and what the table says.
-      is_by_chance: whether they are rounded stochastically, so that all decays do.
-    """
-    tried, error = [Tried(Moment.UNKNOWN, None)] * count, None
-    if any(m == Moment.UNKNOWN or not is_by_chance for m in candidates.values()):
-        tried, error = _try(inner, params, count)
-
-    def judge(number: int, known: Moment) -> Tried:
-        found, kept = tried[number]
-        if known == Moment.UNKNOWN:
-            return Tried(found, kept)
-        return Tried(known, 1.0 if known == Moment.GROWING_SQUARES else kept)
-
-    return {i: judge(i, moment) for i, moment in candidates.items()}, error
-
-
-def _try(inner: Any, params: Any, count: int) -> tuple[list[Tried], Exception | None]:
-    """Tries an optimizer; returns the error if it cannot be tried."""
-    unknown = [Tried(Moment.UNKNOWN, None)] * count
-    try:
-        tried = try_optimizer(inner, params)
-    except Exception as error:
-        # Such as a missing extra argument. The arrays then stay in float32.
-        return unknown, error
-    return (tried if len(tried) == count else unknown), None
-
-
-def _check_range(moments: dict[str, Moment], dtype: np.dtype[Any]) -> None:
-    """Raises a ValueError for squares in float16."""
-    squares = [
-        name
-        for name, moment in moments.items()
-        if moment in (Moment.SQUARES, Moment.GROWING_SQUARES)
-    ]
-    if squares and dtype == jnp.float16:
-        raise ValueError(
-            f"float16 cannot store averages of squared gradients, as at {squares[0]}: "
-            "a gradient of 1e-4 has a square of 1e-8, below the smallest number of "
-            "float16. Use dtype='bfloat16'."
-        )
-
-
-_TOLERATED = 0.1
-"""The part of a constant gradient that an average may lose to rounding."""
-
-
-def _check_steps(where: str, kept: Any, stored_in: Any, dtype: np.dtype[Any]) -> None:
-    """Raises a ValueError for an average that rounding to the nearest stops early."""
-    # It stops where a step changes it by less than half of the spacing.
-    spacing = spacing_of(stored_in)
-    changed = max(1 - kept, 0)
-    short = spacing / 2 / changed if changed else np.inf
-    if short / (1 + short) <= _TOLERATED:
-        return
-    stops = (
-        "never change"
-        if short >= 1
-        else f"stop up to {short / (1 + short):.0%} short of a constant gradient"
-    )
-    raise ValueError(
-        f"A moment that keeps {kept:.6g} of its value at each step would {stops} in "
-        f"{dtype.name}: smaller changes than half of the spacing are lost, and the "
-        f"spacing is {spacing:.3g} of the value. It is at {where}. Use stochastic "
-        "rounding: low_precision_state(..., key=jax.random.key(0))."
-    )
-
-
-def _warn_of_float32(
-    unsure: list[str], error: Exception | None, is_by_chance: bool
-) -> None:
-    more = f" and {len(unsure) - 3} more" if len(unsure) > 3 else ""
-    failed = f", which raises {type(error).__name__}: {error}" if error else ""
-    what = "what they are" if is_by_chance else "how much of them each step keeps"
-    cure = "" if is_by_chance else " Or pass a key, which suits all averages."
-    warnings.warn(
-        f"low_precision_state keeps {', '.join(unsure[:3])}{more} in float32. It does "
-        f"not know {what}: neither from the class of the state, nor from a trial of "
-        f"the optimizer on small parameters{failed}. To save their memory, use an "
-        f"optimizer of optax for this part.{cure}",
-        stacklevel=3,
-    )

@@ -21,12 +21,14 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.casting.quantize import power_of_two_for
-from jmp_lite.scaling.rounding import Grid, by_chance, grid_of, nearest
+from jmp_lite.optimizers.rounding import Grid, by_chance, grid_of, nearest
 
 SQUARES = np.dtype("uint8")
 """The 8-bit dtype that stores averages of squares."""
 
+
 _LARGEST_SQUARE = np.float32(2.0**126)
+
 
 _ROW = 128
 """The scale of a shorter row would take more than 3 % of the row's memory."""
@@ -106,8 +108,14 @@ def _grid_of(dtype: Any) -> Grid:
 # A code has the bits of the float32 number from its exponent to the third bit of its
 # mantissa, minus the code of the number that represents zero.
 _MANTISSA_BITS, _LEAST_EXPONENT = 3, -31
+
+
 _SHIFT = np.uint32(jnp.finfo(jnp.float32).nmant - _MANTISSA_BITS)
+
+
 _ZERO = np.float32(2.0**_LEAST_EXPONENT).view(np.uint32) >> _SHIFT
+
+
 _SQUARE = Grid(
     _MANTISSA_BITS,
     math.ldexp(1.0, _LEAST_EXPONENT - _MANTISSA_BITS),

@@ -1,0 +1,12 @@
+"""Types of arrays as text, for messages."""
+
+from typing import Any
+
+from jmp_lite.casting.dtypes import is_array
+
+
+def type_of(leaf: Any) -> str:
+    """Returns the dtype and the shape of an array as text: ``float32[2, 3]``."""
+    if not is_array(leaf):
+        return repr(leaf)
+    return f"{leaf.dtype}{list(leaf.shape)}"

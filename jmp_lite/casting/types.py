@@ -1,0 +1,35 @@
+"""Types of parameters, gradients and losses, as annotations."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+import optax
+
+Tree = TypeVar("Tree")
+"""A pytree; a function that returns it keeps its structure."""
+
+PyTree: TypeAlias = Any
+"""A pytree of any structure."""
+Params: TypeAlias = optax.Params
+"""The parameters that an optimizer trains."""
+Updates: TypeAlias = optax.Updates
+"""Gradients, or what is added to parameters, with the structure of these."""
+OptState: TypeAlias = optax.OptState
+"""The state of an optimizer."""
+Leaf: TypeAlias = Any
+"""A leaf of a pytree: an array, a number, or any other object."""
+Path: TypeAlias = tuple[Any, ...]
+"""The path of a leaf or a node in a pytree, as keys."""
+Array: TypeAlias = jax.Array
+"""An array, or a tracer of one."""
+Scalar: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic | float | int | bool
+"""A number: an array without axes, or one of Python."""
+Key: TypeAlias = jax.Array
+"""A key of ``jax.random``."""
+Dtype: TypeAlias = np.dtype[Any]
+AxisName: TypeAlias = Any
+"""The name of a mapped axis, or several names. JAX accepts any hashable object."""
+LossFn: TypeAlias = Callable[..., Any]
+"""A function that returns a loss, or a loss and more."""

@@ -1,0 +1,212 @@
+"""An optax wrapper that trains float32 copies of 16-bit parameters.
+
+A small update is not lost: the wrapped optimizer sees parameters with all their digits,
+and the 16-bit parameters follow.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from jmp_lite.casting.dtypes import is_floating, parse_dtype, upcast_tree
+from jmp_lite.casting.types import Path
+from jmp_lite.optimizers.parameters import (
+    NOT_ROUNDED,
+    check_params,
+    to_float32,
+    types_of,
+    update_to,
+    whole_or_part,
+)
+from jmp_lite.optimizers.rounding import grid_of, nearest, split
+from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of ``master_weights``.
+
+    Attributes:
+      masters: the float32 parameters that the optimizer trains.
+      inner_state: the state of the wrapped transformation, for the masters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> state = jmp.master_weights(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
+      >>> state.masters.dtype
+      dtype('float32')
+    """
+
+    masters: Any
+    inner_state: Any
+
+    def rounded_parameters(self) -> set[Path] | None:
+        """Returns the key paths of the parameters that ``update`` rounds."""
+        return {path for path, _ in jax.tree.leaves_with_path(self.masters)}
+
+
+def master_weights(
+    inner: Any, dtype: DTypeLike = "float32"
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it trains float32 copies of 16-bit parameters.
+
+    The state contains the copies, the masters. After ``jmp_lite.apply_updates`` each
+    parameter is its master, rounded once. No update is lost, however small it is beside
+    the parameter.
+
+    Memory: 4 bytes a parameter, in addition to the parameter's 2 bytes. Float32
+    parameters with a 16-bit copy take the same.
+
+    Three cases differ from plain rounding:
+
+    - While a finite master is out of the parameter's range, the parameter is the
+      largest finite number. A non-finite master stays visible in the parameter. No
+      update repairs a parameter that is infinite from the start.
+    - Differences below 2**-126 are not corrected.
+    - A parameter that becomes zero loses the sign of the zero.
+
+    You may change parameters between two steps: load weights, clip or project them, or
+    apply a mask. A parameter that is not its master rounded is the new master. An
+    element that did not change keeps its master, with all its digits.
+
+    Parameters as wide as the masters, such as float32 ones, are trained as by ``inner``
+    alone, beside others that are narrower.
+
+    Put it inside of ``loss_scaling`` or around it; both skip the same steps.
+
+    Args:
+      inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
+        ``optax.MultiSteps``. It sees float32 gradients and the masters.
+      dtype: the dtype of the masters, of at least 32 bits.
+
+    Returns:
+      A transformation whose state is a ``MasterWeightsState``.
+
+      ``init`` takes the parameters: float32 ones, which become the masters, or rounded
+      ones. ``update`` requires the parameters. Its updates are in ``dtype``, for
+      ``jmp_lite.apply_updates``. (``optax.apply_updates`` does the same under JAX's
+      standard dtype promotion. ``eqx.apply_updates`` makes parameters float32.)
+
+    Raises:
+      TypeError: ``inner`` is not a transformation, or ``update`` gets a pair
+        ``(loss, grads)``.
+      ValueError: ``dtype`` is unknown or narrower than 32 bits, or ``update`` gets no
+        parameters, or none that is narrower than its master.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2017; MXNet's
+    ``multi_precision=True``.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.master_weights(optax.sgd(1.0))
+      >>> w = jnp.ones(1, jnp.bfloat16)
+      >>> state = optimizer.init(w)
+      >>> step = jnp.full(1, -(2.0**-9))  # One such step rounds away in bfloat16.
+      >>> for _ in range(4):
+      ...     updates, state = optimizer.update(step, state, w)
+      ...     w = jmp.apply_updates(w, updates)
+      >>> w, state.masters
+      (Array([1.00781], dtype=bfloat16), Array([1.0078125], dtype=float32))
+    """
+    inner, parsed = with_extra_args(inner), parse_dtype(dtype)
+    if jnp.finfo(parsed).bits < 32:
+        raise ValueError(
+            f"Expected masters of at least 32 bits, got dtype={parsed.name!r}: "
+            "narrower masters lose the digits that they should keep. Leave dtype "
+            "out, or use compensated, which stores 16 more bits of each parameter."
+        )
+
+    def cast(leaf: Any) -> Any:
+        if is_floating(leaf) and jnp.finfo(leaf.dtype).bits > jnp.finfo(parsed).bits:
+            return jnp.array(leaf, copy=True)
+        # A copy, because parameters and state may both be donated.
+        return jnp.array(leaf, parsed, copy=True) if is_floating(leaf) else leaf
+
+    def init(params: Any) -> Any:
+        masters = jax.tree.map(cast, params)
+        return MasterWeightsState(masters, strongly_typed(inner.init(masters)))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        check_state(state, MasterWeightsState, "master_weights")
+        check_params(updates, params, "master_weights")
+        _check_narrower(params, state.masters)
+        masters = jax.tree.map(master_of, params, state.masters)
+        steps, inner_state = inner.update(
+            upcast_tree(updates), state.inner_state, masters, **extra_args
+        )
+        masters = optax.apply_updates(masters, steps)
+
+        def to_master(master: Any, step: Any, param: Any) -> Any:
+            if not is_narrower(param, master):
+                return step
+            return update_to(rounded_to(master, param.dtype), param)
+
+        moved = jax.tree.map(to_master, masters, steps, params)
+        return moved, MasterWeightsState(masters, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+def rounded_to(master: Any, dtype: Any) -> Any:
+    """Rounds a master to the numbers of a parameter's dtype, in its own dtype."""
+    if dtype == jnp.bfloat16 and master.dtype == jnp.float32:
+        return to_float32(split(master)[0])
+    return nearest(master, grid_of(dtype))
+
+
+def master_of(param: Any, master: Any) -> Any:
+    """Returns the master, or the parameter if it is not the master rounded."""
+    if not is_narrower(param, master):
+        return param
+    wide = param.astype(master.dtype)
+    off = wide - rounded_to(master, param.dtype)
+    # A cast may have rounded a tie in the other direction.
+    is_tie = nearest(master, grid_of(param.dtype)) == wide
+    # No update removes a difference below the smallest normal number.
+    return jnp.where((jnp.abs(off) <= _TINY) | is_tie, master, wide)
+
+
+def is_narrower(param: Any, master: Any) -> bool:
+    """Whether both are floating-point arrays, and the first has fewer bits."""
+    is_pair = is_floating(param) and is_floating(master)
+    return is_pair and jnp.finfo(param.dtype).bits < jnp.finfo(master.dtype).bits
+
+
+def _check_narrower(params: Any, masters: Any) -> None:
+    """Raises a ValueError if masters have nothing to follow them."""
+    leaves, is_part = whole_or_part(params)
+    if not is_part:
+        pairs = zip(leaves, jax.tree.leaves(masters), strict=False)
+        check_any_narrower(
+            list(pairs),
+            f"Causes: (a) {NOT_ROUNDED}; (b) the parameters have 32 bits: cast them "
+            "with cast_tree, or leave the wrapper out.",
+        )
+
+
+def check_any_narrower(pairs: Sequence[tuple[Any, Any]], advice: str) -> None:
+    """Raises a ValueError if there are parameters, and none has fewer bits.
+
+    Args:
+      pairs: the parameters, each with its master.
+      advice: the end of the message.
+    """
+    floats = [param for param, _ in pairs if is_floating(param)]
+    if floats and not any(is_narrower(*pair) for pair in pairs):
+        raise ValueError(
+            "master_weights is for parameters that are narrower than their masters, "
+            f"but got only {types_of(floats)}. {advice}"
+        )

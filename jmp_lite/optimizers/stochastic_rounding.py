@@ -1,0 +1,125 @@
+"""An optax wrapper that rounds 16-bit parameters stochastically."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_lite.casting.dtypes import is_16_bit, upcast_tree
+from jmp_lite.casting.types import Path
+from jmp_lite.optimizers.parameters import (
+    check_16_bit,
+    check_key,
+    check_params,
+    to_float32,
+    update_to,
+)
+from jmp_lite.optimizers.rounding import by_chance, grid_of, noise
+from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
+
+
+class StochasticRoundingState(NamedTuple):
+    """The state of ``stochastic_rounding``.
+
+    Attributes:
+      key: the key of the next update.
+      inner_state: the state of the wrapped transformation.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
+      >>> optimizer.init(jnp.ones(1, jnp.bfloat16)).key.dtype
+      key<fry>
+    """
+
+    key: Any
+    inner_state: Any
+
+    def rounded_parameters(self) -> set[Path] | None:
+        """Returns None: all parameters of 16 bits, which it does not know."""
+        return None
+
+
+def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that 16-bit parameters are rounded stochastically.
+
+    The probability of rounding up is the distance from the lower neighbor, divided by
+    the spacing. A parameter is therefore correct on average, however small an update
+    is. The noise is that of one rounding per step. A finite number out of the
+    parameter's range becomes the largest finite number.
+
+    Memory: one key.
+
+    Put it inside of ``loss_scaling`` or around it. If it is inside, a ``chain``,
+    ``masked``, ``partition`` or ``MultiSteps`` of optax may be between the two. The
+    other parts then also see 16-bit parameters. A skipped step rounds nothing.
+
+    Args:
+      inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
+        ``optax.MultiSteps``. It sees float32 gradients and parameters.
+      key: a key of ``jax.random``, such as ``jax.random.key(0)``.
+
+    Returns:
+      A transformation whose state is a ``StochasticRoundingState``. ``update`` requires
+      the parameters. Its updates are in float32, for ``jmp_lite.apply_updates`` (see
+      ``master_weights``). ``inner`` trains parameters of 32 bits as usual.
+
+    Raises:
+      TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
+        gets a pair ``(loss, grads)``.
+      ValueError: ``update`` gets no parameters; or, in ``init``, no parameter has 16
+        bits. (A part that ``optax.masked`` or ``optax.partition`` selects may have
+        none.)
+
+    Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> optimizer = jmp.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+      >>> w = jnp.ones(1000, jnp.bfloat16)
+      >>> grads = jnp.full(1000, -(2.0**-9))  # A quarter of the spacing above 1.
+      >>> updates, _ = optimizer.update(grads, optimizer.init(w), w)
+      >>> 200 < int(jnp.sum(updates > 0)) < 300
+      True
+      >>> updates.dtype
+      dtype('float32')
+    """
+    inner = with_extra_args(inner)
+    check_key(key)
+
+    def init(params: Any) -> Any:
+        check_16_bit(params, "stochastic_rounding")
+        inner_state = strongly_typed(inner.init(upcast_tree(params)))
+        return StochasticRoundingState(jnp.array(key, copy=True), inner_state)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        check_state(state, StochasticRoundingState, "stochastic_rounding")
+        check_params(updates, params, "stochastic_rounding")
+        check_16_bit(params, "stochastic_rounding")
+        steps, inner_state = inner.update(
+            upcast_tree(updates), state.inner_state, upcast_tree(params), **extra_args
+        )
+        now, later = jax.random.split(state.key)
+        treedef = jax.tree.structure(params)
+        numbers = treedef.unflatten(range(treedef.num_leaves))
+
+        def add(param: Any, step: Any, number: int) -> Any:
+            if not is_16_bit(param):
+                return step
+            by = noise(now, number, param.shape)
+            moved = by_chance(to_float32(param) + step, grid_of(param.dtype), by)
+            return update_to(moved, param)
+
+        moved = jax.tree.map(add, params, steps, numbers)
+        return moved, StochasticRoundingState(later, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)

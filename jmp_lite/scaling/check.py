@@ -1,0 +1,145 @@
+"""Finds a training that does nothing but skip steps, and names likely causes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jmp_lite.scaling.dynamic import DynamicLossScale
+from jmp_lite.scaling.finite import all_finite
+from jmp_lite.scaling.loss_scale import NoOpLossScale
+from jmp_lite.scaling.state import LossScalingState, find_states, loss_scaling_states
+
+
+class LossScaleError(ValueError):
+    """Too many steps in a row were skipped: the parameters no longer change.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> state = jmp.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> stuck = state._replace(consecutive_skipped=jnp.int32(51))
+      >>> try:
+      ...     jmp.check_loss_scale(stuck)
+      ... except jmp.LossScaleError as error:
+      ...     print(str(error)[:39])
+      The last 51 steps in a row were skipped
+    """
+
+
+def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
+    """Raises an error if too many steps in a row were skipped.
+
+    Call it on the host, between steps.
+
+    Args:
+      opt_state: as for ``get_loss_scale``, but it may contain several loss scales.
+      max_consecutive_skips: the number of skipped steps in a row that is tolerated.
+
+    Raises:
+      LossScaleError: more steps in a row were skipped, and the message names likely
+        causes. Or ``optax.MultiSteps`` is around ``loss_scaling`` and has accumulated
+        an overflow, which it never drops.
+      ValueError: ``opt_state`` contains no ``LossScalingState``, or
+        ``max_consecutive_skips`` is negative.
+      TypeError: the call is inside ``jit``, where numbers are not known.
+
+    Source: MindSpore's ``DynamicLossScaleManager`` and DeepSpeed also stop training.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> opt_state = jmp.loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
+      >>> jmp.check_loss_scale(opt_state)
+      >>> opt_state.consecutive_skipped.dtype
+      dtype('int32')
+    """
+    if max_consecutive_skips < 0:
+        raise ValueError(
+            "Expected max_consecutive_skips of at least 0, got "
+            f"{max_consecutive_skips}."
+        )
+    states = loss_scaling_states(opt_state)
+    _check_nesting(opt_state)
+    for path, state in states:
+        in_a_row = int(_on_host(state.consecutive_skipped).max())
+        if in_a_row > max_consecutive_skips:
+            others = [name for name, other in states if other is not state]
+            causes = "; ".join(
+                f"({letter}) {cause}"
+                for letter, cause in zip("abcde", _causes(state, others), strict=False)
+            )
+            raise LossScaleError(
+                f"The last {in_a_row} steps in a row were skipped, because gradients "
+                "or the loss were not finite (tolerated in a row: "
+                f"{max_consecutive_skips}; skipped in all: "
+                f"{_on_host(state.skipped).max()}). The state is at {path}, and its "
+                f"loss scale is {_on_host(state.loss_scale.loss_scale)}. Likely "
+                f"causes: {causes}."
+            )
+
+
+def _causes(state: LossScalingState, others: list[str]) -> list[str]:
+    """Returns likely causes of skipped steps, the likeliest first."""
+    causes = [
+        "parameters or inputs already contain NaN or infinity: check them with "
+        "all_finite",
+        "training diverged: lower the learning rate or clip gradients",
+        "the forward pass overflows the compute dtype at any scale: compute that "
+        "part in float32",
+    ]
+    scale = state.loss_scale
+    if isinstance(scale, DynamicLossScale):
+        if np.all(_on_host(scale.loss_scale) <= max(scale.min_loss_scale, _TINY)):
+            named = f" (others here: {', '.join(others)})" if others else ""
+            causes.insert(
+                0,
+                "this scale is at its minimum, so another scale may multiply the "
+                f"loss{named}, and that one never backs off: pass "
+                "get_loss_scale(opt_state) of this state to value_and_grad at each "
+                "step; for one loss and two optimizers put one loss_scaling around "
+                "optax.partition",
+            )
+    elif not jax.tree.leaves(scale) and not isinstance(scale, NoOpLossScale):
+        causes.insert(
+            0,
+            f"a {type(scale).__name__} never backs off: lower it, or pass "
+            "DynamicLossScale()",
+        )
+    return causes
+
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def _check_nesting(opt_state: Any) -> None:
+    """Raises an error if ``optax.MultiSteps`` has accumulated an overflow."""
+
+    def is_multi_steps(node: Any) -> bool:
+        return isinstance(node, optax.MultiStepsState)
+
+    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=is_multi_steps):
+        if not is_multi_steps(node) or not find_states(node.inner_opt_state, ()):
+            continue
+        if not _on_host(all_finite(node.acc_grads)):
+            raise LossScaleError(
+                "optax.MultiSteps is around loss_scaling at "
+                f"{jax.tree_util.keystr(path) or 'the root'}, and its accumulated "
+                "gradients are not finite. It keeps them forever, so no later step "
+                "changes a parameter. Put loss_scaling around it, as in "
+                "loss_scaling(optax.MultiSteps(optimizer, 4)), and restart from a "
+                "state before the overflow."
+            )
+
+
+def _on_host(value: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        raise TypeError(
+            "check_loss_scale reads numbers on the host: call it between steps, "
+            "outside of jit."
+        ) from None

@@ -1,0 +1,84 @@
+"""What all wrappers do with the optimizer inside of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_lite.casting.dtypes import is_number
+from jmp_lite.casting.types import Tree
+
+
+def with_extra_args(inner: Any) -> Any:
+    """Returns a transformation that accepts extra arguments."""
+    if isinstance(inner, optax.GradientTransformation):
+        return optax.with_extra_args_support(inner)
+    # Used unchanged: with_extra_args_support would treat it as a transformation without
+    # extra arguments, and drop them.
+    if isinstance(inner, optax.MultiSteps):
+        return inner
+    name = getattr(inner, "__name__", type(inner).__name__)
+    hint = f" Did you mean {name}(...)?" if callable(inner) else ""
+    raise TypeError(f"Expected an optax.GradientTransformation, got {name}.{hint}")
+
+
+def strongly_typed(state: Tree) -> Tree:
+    """Removes weak types from the numbers of an initial state."""
+
+    def strengthen(leaf: Any) -> Any:
+        if not is_number(leaf):
+            return leaf
+        array = jnp.asarray(leaf)
+        return array.astype(array.dtype)
+
+    return jax.tree.map(strengthen, state)
+
+
+def check_grads(grads: Any, params: Any) -> None:
+    """Raises a TypeError for ``(loss, grads)`` in place of gradients."""
+    if params is None or not isinstance(grads, tuple) or len(grads) != 2:
+        return
+    expected = jax.tree.structure(params)
+    parts = map(jax.tree.structure, grads)
+    if jax.tree.structure(grads) != expected and expected in parts:
+        raise TypeError(
+            "Expected gradients, got a pair (loss, grads), as value_and_grad returns "
+            "it. Unpack it: loss, grads = value_and_grad(...)(...), then call "
+            "optimizer.update(grads, opt_state, params)."
+        )
+
+
+def check_same_structure(old_state: Any, new_state: Any, effect: str) -> None:
+    """Raises a TypeError for an optimizer that changes the structure of its state."""
+    old, new = map(jax.tree.structure, (old_state, new_state))
+    if old != new:
+        raise TypeError(
+            "The wrapped optimizer changes the structure of its state in update (as "
+            f"optax.monitor does), so {effect}. Wrap the optimizer without that part."
+            f"\nBefore: {old}\nAfter: {new}"
+        )
+
+
+def check_state(state: Any, expected: type[Any], name: str) -> None:
+    """Raises a TypeError for a state that a wrapper does not make.
+
+    Args:
+      state: what ``update`` got.
+      expected: the class of the wrapper's state.
+      name: the name of the wrapper.
+    """
+    if isinstance(state, expected):
+        return
+    raise TypeError(
+        f"Expected the {expected.__name__} that {name} makes in init, got "
+        f"{type(state).__name__}. Causes: (a) the arguments have another order: call "
+        "optimizer.update(grads, opt_state, params); (b) an optimizer with other "
+        f"wrappers made the state: {CONVERT}."
+    )
+
+
+CONVERT = (
+    "convert it once, before the first update, with params, opt_state = "
+    "jmp_lite.convert_state(opt_state, optimizer, params)"
+)
