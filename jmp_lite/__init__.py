@@ -60,7 +60,8 @@ from jmp_lite.scaling.gradients import grad, value_and_grad
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite.scaling.loss_scaling import loss_scaling, skip_nonfinite
 from jmp_lite.scaling.state import LossScalingState, get_loss_scale, set_loss_scale
-from jmp_lite.train import TrainingState, build_train_step
+from jmp_lite.training.state import TrainingState
+from jmp_lite.training.step import build_train_step
 
 __version__ = "0.1.0"
 

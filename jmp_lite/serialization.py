@@ -18,7 +18,7 @@ from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_lite.scaling.dynamic import DynamicLossScale
 from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
 from jmp_lite.scaling.state import LossScalingState
-from jmp_lite.train import TrainingState
+from jmp_lite.training.state import TrainingState
 
 
 def _register_state(state: type) -> None:

@@ -1,15 +1,17 @@
 """Finds the parameters that an optimizer never updates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jmp_lite.casting.losses import with_float32_loss
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.types import Eqn, PyTree
+from jmp_lite.scaling.gradients import filled_in
 
 
 def find_frozen(optimizer: Any, parameters: PyTree, state: PyTree) -> list[bool]:
@@ -83,3 +85,21 @@ class _Depends(Forward[bool]):
         """Returns whether the results of an op depend on an input."""
         del path
         return [any(facts)] * len(eqn.outvars)
+
+
+def trained_part(
+    loss_fn: Callable[..., Any], params: Any, frozen: list[bool]
+) -> tuple[Any, Callable[..., Any]]:
+    """Returns the parameters that are not frozen, and the loss as their function."""
+    if not any(frozen):
+        return params, loss_fn
+    leaves, treedef = jax.tree.flatten(params)
+    trained = [
+        None if is_frozen else leaf
+        for leaf, is_frozen in zip(leaves, frozen, strict=True)
+    ]
+
+    def loss_of_trained(trained: Any, *others: Any) -> Any:
+        return with_float32_loss(loss_fn)(filled_in(trained, params), *others)
+
+    return jax.tree.unflatten(treedef, trained), loss_of_trained

@@ -1,0 +1,54 @@
+"""What each device of a mapped axis has for itself, and averages over devices."""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from jmp_lite.casting.dtypes import is_inexact
+from jmp_lite.jaxprs.sharding import as_varying
+from jmp_lite.scaling.finite import AxisName
+
+
+def key_of_this_device(rng: Any, axis_name: AxisName) -> Any:
+    """Returns a key that differs from device to device."""
+    return jax.random.fold_in(rng, lax.axis_index(axis_name))
+
+
+def of_this_device(tree: Any, axis_name: AxisName | None) -> Any:
+    """Returns a tree whose real and complex arrays belong to this device only.
+
+    With type checks, ``shard_map`` would sum a gradient with respect to shared values
+    over all devices, in the dtype that the gradient has at that point.
+    """
+    if axis_name is None:
+        return tree
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+
+    def local(x: Any) -> Any:
+        return as_varying(x, names) if is_inexact(x) else x
+
+    return jax.tree.map(local, tree)
+
+
+def averaged(tree: Any, axis_name: AxisName | None) -> Any:
+    """Returns the mean over devices of the floating-point arrays of a tree."""
+    if axis_name is None:
+        return tree
+
+    def average(x: Any) -> Any:
+        return lax.pmean(x, axis_name) if is_inexact(x) else x
+
+    return jax.tree.map(average, tree)
+
+
+def check_is_mapped(axis_name: AxisName) -> None:
+    """Raises a NameError for an axis that is not mapped here."""
+    try:
+        lax.axis_index(axis_name)
+    except NameError as error:
+        raise NameError(
+            f"axis_name={axis_name!r} is not a mapped axis here. Call step inside "
+            "jax.shard_map or jax.vmap with that axis. In a jit with sharded "
+            "arguments, leave axis_name out."
+        ) from error

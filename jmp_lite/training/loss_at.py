@@ -1,0 +1,65 @@
+"""The loss and its gradients for other parameters, as some optimizers compute them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite.casting.dtypes import upcast_tree
+from jmp_lite.scaling.finite import all_finite
+
+
+def functions_of_parameters(
+    evaluate: Callable[..., Any], params: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the loss and its gradient as functions of the parameters.
+
+    Args:
+      evaluate: ``evaluate(params) -> (loss, model_state, aux, grads)``.
+      params: the parameters of this step; other parameters are cast to their dtypes.
+    """
+
+    def evaluate_like(others: Any) -> Any:
+        cast = jax.tree.map(lambda new, old: new.astype(old.dtype), others, params)
+        loss, _, _, grads = evaluate(cast)
+        # An overflow makes all gradients NaN: clipping would hide an infinity.
+        poison = jnp.where(all_finite(grads), 1.0, jnp.nan)
+        grads = jax.tree.map(lambda g: g * poison.astype(g.dtype), upcast_tree(grads))
+        return upcast_tree(loss), grads
+
+    @jax.custom_jvp
+    def loss_of(others: Any) -> Any:
+        return evaluate_like(others)[0]
+
+    # A caller that differentiates the loss gets these gradients: without a loss scale,
+    # 16-bit ones would become zero.
+    @loss_of.defjvp
+    def _(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        loss, grads = evaluate_like(*primals)
+        terms = jax.tree.map(
+            lambda g, t: jnp.sum(jnp.real(g * t.astype(g.dtype))).astype(loss.dtype),
+            grads,
+            *tangents,
+        )
+        return loss, sum(jax.tree.leaves(terms), jnp.zeros_like(loss))
+
+    # optax's line searches refuse extra arguments that value_fn does not name.
+    def value_fn(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> Any:
+        del obj_fn, grad_fn
+        return loss_of(params)
+
+    def grad_fn(params: Any, i: Any = 0) -> Any:
+        del i  # The step number of sam: all steps use this batch.
+        return evaluate_like(params)[1]
+
+    return value_fn, grad_fn
+
+
+def accepted_arguments(optimizer: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
+    """Returns the extra arguments that an optimizer's update accepts."""
+    accepted = inspect.signature(optimizer.update).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+        return extra_args
+    return {name: arg for name, arg in extra_args.items() if name in accepted}

@@ -1,0 +1,78 @@
+"""The start of a training: its loss scale, and the state of its optimizer."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.casting.dtypes import is_16_bit
+from jmp_lite.optimizers.compensated import CompensatedState
+from jmp_lite.optimizers.master_weights import MasterWeightsState
+from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
+from jmp_lite.scaling.dynamic import default_loss_scale
+from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale
+from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.training.frozen import find_frozen
+
+
+def scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
+    """Returns the loss scale of the first step; warns if float16 has none."""
+    dtype = np.dtype("float32") if rules.is_identity else np.dtype(rules.compute_dtype)
+    needed = default_loss_scale(dtype)
+    if loss_scale is None:
+        return needed
+    if isinstance(loss_scale, NoOpLossScale) and not isinstance(needed, NoOpLossScale):
+        warnings.warn(
+            f"The loss is computed in {dtype} without a loss scale: gradients below "
+            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} become zero. Leave "
+            "loss_scale out, or pass DynamicLossScale().",
+            stacklevel=3,
+        )
+    return loss_scale
+
+
+def init_optimizer(wrapped: Any, inner: Any, params: Any) -> LossScalingState:
+    """Returns the state of an optimizer; warns of parameters that lose updates."""
+    opt_state = wrapped.init(params)
+    _warn_of_rounding(
+        params, opt_state, find_frozen(inner, params, opt_state.inner_state)
+    )
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, LossScalingState)
+
+    if any(map(is_state, jax.tree.leaves(opt_state.inner_state, is_leaf=is_state))):
+        raise ValueError(
+            "The optimizer already carries a loss scale: pass it without "
+            "loss_scaling or skip_nonfinite, and pass the scale as loss_scale=..."
+        )
+    return opt_state
+
+
+_REMEMBERING = (MasterWeightsState, CompensatedState, StochasticRoundingState)
+
+
+def _warn_of_rounding(params: Any, opt_state: Any, frozen: list[bool]) -> None:
+    """Warns if 16-bit parameters would lose small updates."""
+
+    def remembers(node: Any) -> bool:
+        return isinstance(node, _REMEMBERING)
+
+    narrow = [
+        f"{leaf.dtype} at params{jax.tree_util.keystr(path)}"
+        for (path, leaf), is_frozen in zip(
+            jax.tree.leaves_with_path(params), frozen, strict=True
+        )
+        if is_16_bit(leaf) and not is_frozen
+    ]
+    nodes = jax.tree.leaves(opt_state, is_leaf=remembers)
+    if narrow and not any(map(remembers, nodes)):
+        warnings.warn(
+            f"Parameters have 16 bits ({narrow[0]}): an update below some thousandth "
+            "of a parameter is lost. Keep them in float32, or wrap the optimizer in "
+            "master_weights, compensated or stochastic_rounding.",
+            stacklevel=4,
+        )

@@ -1,0 +1,359 @@
+"""The train step in mixed precision, with a loss scale, micro-batches and an EMA."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.rules.presets import choose_rules
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.casting.dtypes import upcast_tree
+from jmp_lite.casting.types import (
+    AxisName,
+    Key,
+    LossFn,
+    Params,
+    PyTree,
+    Updates,
+)
+from jmp_lite.optimizers.parameters import check_key
+from jmp_lite.optimizers.updates import apply_updates
+from jmp_lite.scaling.finite import all_finite, select_tree
+from jmp_lite.scaling.gradients import (
+    filled_in,
+    parse_grad_dtype,
+    rounded_gradients,
+    value_and_grad,
+)
+from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
+from jmp_lite.scaling.loss_scaling import loss_scaling, update_if
+from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.wrapping import with_extra_args
+from jmp_lite.training.accumulation import accumulated_gradients
+from jmp_lite.training.checks import (
+    NO_KEY,
+    check_accumulation,
+    check_loss_fn,
+    check_result,
+    check_trainable,
+)
+from jmp_lite.training.devices import (
+    averaged,
+    check_is_mapped,
+    key_of_this_device,
+    of_this_device,
+)
+from jmp_lite.training.frozen import find_frozen, trained_part
+from jmp_lite.training.loss_at import accepted_arguments, functions_of_parameters
+from jmp_lite.training.start import init_optimizer, scale_at_start
+from jmp_lite.training.state import TrainingState, copied, moving_average
+
+
+def build_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+    loss_scale: LossScale | None = None,
+    accumulate: int = 1,
+    batch_axes: Any = 0,
+    ema: float | None = None,
+    axis_name: AxisName | None = None,
+    grad_dtype: DTypeLike = "float32",
+) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
+    """Builds ``init`` and ``step`` for a training loop in mixed precision.
+
+    A step whose loss or gradients are not finite is skipped. Some optimizers compute
+    gradients by themselves, such as ``optax.contrib.sophia``. With them, a step is also
+    skipped if its updates or the new optimizer state are not finite. A skipped step
+    changes only the loss scale and the counts of skipped steps. Parameters, optimizer
+    state, schedules, model state, EMA and step count stay unchanged, bit for bit.
+
+    The loss scale backs off if gradients overflow. It stays unchanged if the loss
+    itself is not finite, because a smaller scale would not help.
+
+    Args:
+      loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
+        aux))``, written in float32. Use None for a part that you do not need.
+      optimizer: an optax transformation without ``loss_scaling``, which this function
+        adds. For 16-bit parameters, wrap it in ``master_weights``, ``compensated`` or
+        ``stochastic_rounding``.
+
+        Parameters that it never updates, such as those that ``optax.partition`` gives
+        to ``optax.set_to_zero``, have no gradient: none is computed, and
+        ``grad_norm`` is that of the others.
+
+        Its ``update`` also receives the extra arguments that some optimizers of optax
+        need: the loss as ``value``, its gradients as ``grad``, and two functions,
+        ``value_fn(params)`` (also as ``obj_fn``) and ``grad_fn(params, i)``. These
+        compute the loss and its gradients for other parameters, with the same batch,
+        model state and key. An ``update`` without ``**extra_args`` (that of
+        ``optax.contrib.sam``) receives the arguments that it names; such an optimizer
+        has to be the outermost one.
+      rules: the precision of the loss, as for ``autocast``: the name of a preset
+        (``"mixed"``, MindSpore's ``"O0"`` to ``"O3"``, ...) or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+      loss_scale: the initial loss scale. None means ``DynamicLossScale()`` for float16,
+        and no scale otherwise.
+      accumulate: the number of micro-batches that a batch is split into. Micro-batch
+        ``i`` gets the rows ``i``, ``i + accumulate``, and so on, so that each device of
+        a sharded batch has a part of every micro-batch. Gradients are averaged in
+        float32. The model state passes from one micro-batch to the next, and each has a
+        key of its own. One overflow skips the whole step.
+      batch_axes: the axis along which ``accumulate`` splits the arrays of a batch. None
+        gives an array to every micro-batch whole. It is one axis, or a pytree prefix of
+        the batch, like ``in_axes`` of ``jax.vmap``. Scalars are never split.
+      ema: the decay of a moving average of the parameters, in [0, 1); None for no
+        average.
+      axis_name: the mapped axis (or axes) on which each device has a part of the batch.
+        Gradients, loss, and the floats of the model state are averaged over it. Each
+        device has a key of its own. All devices skip the same steps.
+      grad_dtype: the dtype of the gradients that the optimizer receives: ``"float32"``,
+        or ``"bfloat16"`` in half the memory. The optimizer computes in float32 all the
+        same. Averages over micro-batches and devices are taken in float32 and rounded
+        once.
+
+    Returns:
+      A pair of functions, ``init`` and ``step``.
+
+      ``init(params, model_state=None, rng=None)`` returns a ``TrainingState``. Its
+      arrays are copies, because the state may be donated.
+
+      ``step(state, batch)`` returns ``(state, metrics)``. ``metrics`` is a dictionary:
+      ``loss``, ``grad_norm``, ``grads_finite`` (whether loss and gradients are finite),
+      ``loss_scale`` (the scale of this step), ``skipped`` (the number of skipped
+      steps), and ``aux`` (stacked along a new first axis if there are several
+      micro-batches).
+
+    Raises:
+      ValueError: ``ema`` is not in [0, 1), ``accumulate`` is not a whole number of at
+        least 1, ``grad_dtype`` is another dtype, or the preset or dtype is unknown. In
+        ``init``: the optimizer already carries a loss scale. In ``step``: a batch
+        cannot be split into ``accumulate`` parts, or its arrays differ in size along
+        the split axis.
+      TypeError: ``loss_fn`` does not take four arguments, ``optimizer`` is not a
+        transformation, ``loss_scale`` is not a ``LossScale``, or ``batch_axes`` holds
+        something other than axes. In ``init``: a parameter is not a floating-point
+        array, or ``rng`` is not a key. In ``step``: ``loss_fn`` does not return what is
+        described above, or changes the structure, a shape or a dtype of the model
+        state.
+      NameError: in ``step``, ``axis_name`` is not a mapped axis.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2017; the seven steps of
+    MindSpore's mixed-precision training.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import optax
+      >>> def loss_fn(params, model_state, batch, rng):
+      ...     return jnp.mean((batch @ params["w"]) ** 2), (model_state, None)
+      >>> init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1))
+      >>> state = init({"w": jnp.ones(3)})
+      >>> state, metrics = jax.jit(step, donate_argnums=0)(state, jnp.ones((8, 3)))
+      >>> metrics["loss"], state.step
+      (Array(9., dtype=float32), Array(1, dtype=int32))
+    """
+    if ema is not None and not 0 <= float(ema) < 1:
+        raise ValueError(f"Expected a decay in [0, 1) for ema, got {ema}.")
+    check_loss_fn(loss_fn)
+    check_accumulation(accumulate, batch_axes)
+    if loss_scale is not None:
+        check_is_loss_scale(loss_scale)
+    training = _Training(
+        loss_fn=_in_low_precision(loss_fn, rules, compute_dtype),
+        optimizer=optimizer,
+        inner=with_extra_args(optimizer),
+        rules=choose_rules(rules, compute_dtype),
+        loss_scale=loss_scale,
+        times=int(accumulate),
+        batch_axes=batch_axes,
+        ema=ema,
+        axis_name=axis_name,
+        grad_dtype=parse_grad_dtype(grad_dtype),
+    )
+    return training.init, training.step
+
+
+def _in_low_precision(
+    loss_fn: LossFn, rules: Rules | str, compute_dtype: DTypeLike | None
+) -> LossFn:
+    """Returns the loss in mixed precision: each use of a parameter casts it."""
+
+    @autocast(rules=rules, compute_dtype=compute_dtype)
+    def low_loss_fn(
+        params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
+    ) -> Any:
+        try:
+            result = loss_fn(params, model_state, batch, rng)
+        except Exception as error:
+            if rng is None:
+                error.add_note(NO_KEY)
+            raise
+        check_result(result, model_state)
+        return result
+
+    return low_loss_fn
+
+
+# Compared by identity: ``batch_axes`` may be a pytree that has no hash.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Training:
+    """The settings of a training; see ``build_train_step``.
+
+    Attributes:
+      loss_fn: the loss, in mixed precision.
+      optimizer: the optimizer.
+      inner: the same, which accepts extra arguments.
+      rules: returns the rules of the loss.
+      times: the number of micro-batches.
+    """
+
+    loss_fn: LossFn
+    optimizer: Any
+    inner: Any
+    rules: Callable[[], Rules]
+    loss_scale: LossScale | None
+    times: int
+    batch_axes: PyTree
+    ema: float | None
+    axis_name: AxisName | None
+    grad_dtype: np.dtype[Any]
+
+    def init(
+        self, params: Params, model_state: PyTree = None, rng: Key | None = None
+    ) -> TrainingState:
+        """Returns the state before the first step; its arrays are copies."""
+        check_trainable(params)
+        if rng is not None:
+            check_key(rng)
+        scale = scale_at_start(self.loss_scale, self.rules())
+        wrapped = loss_scaling(self.optimizer, scale)
+        return copied(
+            TrainingState(
+                params=params,
+                model_state=model_state,
+                opt_state=init_optimizer(wrapped, self.inner, params),
+                ema=None if self.ema is None else upcast_tree(params),
+                rng=rng,
+                step=jnp.zeros([], jnp.int32),
+            )
+        )
+
+    def step(
+        self, state: TrainingState, batch: PyTree
+    ) -> tuple[TrainingState, dict[str, Any]]:
+        """Returns the state after a step, and its metrics."""
+        if not isinstance(state, TrainingState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                "Expected the TrainingState that init returns, got "
+                f"{type(state).__name__}: call step(init(params), batch)."
+            )
+        params, opt_state = state.params, state.opt_state
+        frozen = find_frozen(self.inner, params, opt_state.inner_state)
+        rng = self._key(state)
+
+        def evaluate(params: Params) -> tuple[Any, PyTree, PyTree, Updates]:
+            return self._evaluate(params, state, batch, rng, frozen)
+
+        loss, model_state, aux, grads = evaluate(params)
+        updates, new_opt_state = self._update(evaluate, loss, grads, opt_state, params)
+        new_params = apply_updates(params, updates)
+        average = None
+        if self.ema is not None:
+            average = moving_average(self.ema, state.ema, new_params)
+        new_state = TrainingState(
+            params=new_params,
+            model_state=model_state,
+            opt_state=new_opt_state,
+            ema=average,
+            rng=state.rng,
+            step=state.step + 1,
+        )
+        finite = new_opt_state.grads_finite
+        metrics = {
+            "loss": upcast_tree(loss),
+            "grad_norm": optax.tree.norm(upcast_tree(grads)),
+            "grads_finite": finite,
+            "loss_scale": jnp.asarray(opt_state.loss_scale.loss_scale),
+            "skipped": new_opt_state.skipped,
+            "aux": aux,
+        }
+        kept = state._replace(opt_state=new_opt_state)
+        return select_tree(finite, new_state, kept), metrics
+
+    def _key(self, state: TrainingState) -> Key | None:
+        """Returns the key of this step, on this device."""
+        if self.axis_name is not None:
+            check_is_mapped(self.axis_name)
+        if state.rng is None:
+            return None
+        # A skipped step does not change the key, but the next step draws new numbers.
+        attempt = state.step + state.opt_state.skipped
+        rng = jax.random.fold_in(state.rng, attempt)
+        if self.axis_name is None:
+            return rng
+        return key_of_this_device(rng, self.axis_name)
+
+    def _evaluate(
+        self,
+        params: Params,
+        state: TrainingState,
+        batch: PyTree,
+        rng: Key | None,
+        frozen: list[bool],
+    ) -> tuple[Any, PyTree, PyTree, Updates]:
+        """Returns the loss, the new model state, the rest, and the gradients."""
+        local = of_this_device(params, self.axis_name)
+        trained, loss_of_trained = trained_part(self.loss_fn, local, frozen)
+        # The loss is scaled in float32, and the gradients are unscaled in float32.
+        scale = state.opt_state.loss_scale
+        grad_fn = value_and_grad(loss_of_trained, scale, has_aux=True)
+        if self.times > 1:
+            grad_fn = accumulated_gradients(
+                grad_fn, self.times, self.batch_axes, self.axis_name
+            )
+        (loss, (model_state, aux)), grads = grad_fn(
+            trained, state.model_state, batch, rng
+        )
+        on_device = loss, model_state, grads
+        loss, model_state, grads = averaged(on_device, self.axis_name)
+        if any(frozen):
+            grads = filled_in(grads, jax.tree.map(jnp.zeros_like, params))
+        return loss, model_state, aux, rounded_gradients(grads, self.grad_dtype)
+
+    def _update(
+        self,
+        evaluate: Callable[[Params], Any],
+        loss: Any,
+        grads: Updates,
+        opt_state: LossScalingState,
+        params: Params,
+    ) -> tuple[Updates, LossScalingState]:
+        """Returns the updates, and the optimizer's state after them.
+
+        The state says whether the step counts: one decision on overflow, of the loss,
+        the gradients, and those that the optimizer has computed by itself.
+        """
+        value_fn, grad_fn = functions_of_parameters(evaluate, params)
+        extra_args = {
+            "value": upcast_tree(loss),
+            "grad": grads,
+            "value_fn": value_fn,
+            "obj_fn": value_fn,
+            "grad_fn": grad_fn,
+        }
+        accepted = accepted_arguments(self.inner, extra_args)
+        finite = all_finite((loss, grads))
+        updates, new = update_if(finite, self.inner, grads, opt_state, params, accepted)
+        # The scale multiplies the loss later, so it does not cause a non-finite loss.
+        scale = select_tree(all_finite(loss), new.loss_scale, opt_state.loss_scale)
+        return updates, new._replace(loss_scale=scale)
