@@ -17,7 +17,7 @@ import jmp_lite
 import jmp_lite.nnx
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.casting.mutables import noting_captures, refusing_modules
+from jmp_lite.mutables import noting_captures, refusing_modules
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp_lite.casting.dtypes import is_traceable
-from jmp_lite.casting.mutables import is_module, noting_captures, refuse_modules
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
+from jmp_lite.mutables import is_module, noting_captures, refuse_modules
 
 
 def check_function(fun: object, hint: str = "") -> None:

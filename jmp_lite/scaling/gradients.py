@@ -21,14 +21,14 @@ from jmp_lite.casting.dtypes import (
     upcast_tree,
 )
 from jmp_lite.casting.losses import with_float32_loss
-from jmp_lite.casting.mutables import refusing_modules
+from jmp_lite.mutables import refusing_modules
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
-Params = ParamSpec("Params")
+Args = ParamSpec("Args")
 
 
 def value_and_grad(
-    fun: Callable[Params, Any],
+    fun: Callable[Args, Any],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -36,7 +36,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
-) -> Callable[Params, tuple[Any, Any]]:
+) -> Callable[Args, tuple[Any, Any]]:
     """Returns a function that computes ``fun`` and its gradient under a loss scale.
 
     It multiplies the loss by the scale before the backward pass, and divides the
@@ -163,7 +163,7 @@ def rounded_gradients(grads: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def grad(
-    fun: Callable[Params, Any],
+    fun: Callable[Args, Any],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -171,7 +171,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
-) -> Callable[Params, Any]:
+) -> Callable[Args, Any]:
     """Returns a function that computes the gradient of ``fun`` under a loss scale.
 
     It is ``value_and_grad`` without the value.

@@ -12,9 +12,9 @@ from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, Rules
 from jmp_lite.casting.losses import set_float32_loss
-from jmp_lite.casting.mutables import returning_changes, write_changes
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Function, PyTree
+from jmp_lite.mutables import returning_changes, write_changes
 
 Params = ParamSpec("Params")
 

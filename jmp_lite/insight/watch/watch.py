@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.mutables import returning_changes, write_changes
 from jmp_lite.insight import statistics
 from jmp_lite.insight.places import short
 from jmp_lite.insight.report import dtype_that_overflows
@@ -17,6 +16,7 @@ from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.watch.watcher import Op, Seen, Watcher
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import check_function, trace_function
+from jmp_lite.mutables import returning_changes, write_changes
 
 
 @dataclasses.dataclass(frozen=True)

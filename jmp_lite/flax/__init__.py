@@ -1,0 +1,1 @@
+"""The parts of ``jmp_lite.linen`` and ``jmp_lite.nnx``."""

@@ -1,0 +1,250 @@
+"""Flax linen: parts of a module in 16 bits, and loss scales in checkpoints.
+
+A module is never changed: each function returns a new one, with the same parameters
+under the same names. Importing this module registers the loss scales with
+``flax.serialization``.
+"""
+
+import dataclasses
+import functools
+import inspect
+import types
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+from flax import serialization
+from jax.typing import DTypeLike
+
+from jmp_lite.casting.dtypes import parse_dtype
+from jmp_lite.flax.selectors import (
+    Selector,
+    check_selector,
+    is_selected,
+    nothing_selected,
+)
+from jmp_lite.scaling.dynamic import DynamicLossScale
+from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module:
+    """Returns a module that computes in a dtype, or of which parts do.
+
+    It sets the field ``dtype`` of each selected module that has one. Such a module
+    casts its inputs and parameters to this dtype. Everything inside of a selected
+    module computes in the dtype too. Parameters stay in their ``param_dtype``, and
+    variables keep their names, so checkpoints do not change. ``nn.SpectralNorm`` and
+    ``nn.WeightNorm`` keep their dtype; the layer inside computes in the new one.
+
+    Args:
+      module: an unbound linen module.
+      dtype: a floating-point dtype or its name.
+      where: the parts: a class of modules; a regular expression for the path of a
+        submodule (``"encoder/Dense_0"``); a tuple of both; None for all.
+
+    Returns:
+      A module of a subclass, with the same name.
+
+    Raises:
+      TypeError: ``module`` is not a linen module, or ``where`` has another type.
+      ValueError: the dtype is unknown. Or, in a call of the module: ``where`` selects
+        nothing that has a dtype.
+
+    Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.linen
+      >>> model = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+      >>> low = jmp_lite.linen.to_float(model, "bfloat16", "layers_2")
+      >>> x = jnp.ones((1, 3))
+      >>> params = low.init(jax.random.key(0), x)
+      >>> jax.tree.leaves(params)[0].dtype, low.apply(params, x).dtype
+      (dtype('float32'), dtype(bfloat16))
+    """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"Expected a linen module, got {type(module).__name__}. For nnx modules "
+            "use jmp_lite.nnx.to_float."
+        )
+    check_selector(where)
+    cls = _floating_class(type(module), parse_dtype(dtype), where)
+    fields = {
+        field.name: getattr(module, field.name)
+        for field in dataclasses.fields(module)
+        if field.init
+    }
+    return cls(**fields)
+
+
+@functools.cache
+def _floating_class(cls: Any, dtype: Any, where: Selector) -> Any:
+    """Returns a subclass whose methods run its parts in a dtype."""
+
+    def floating(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # An unbound module has no parts yet, such as a cell that makes its carry.
+            if getattr(self, "scope", None) is None:
+                return method(self, *args, **kwargs)
+            parts = _Parts(self, dtype, where)
+            with nn.intercept_methods(parts.intercept):
+                out = method(self, *args, **kwargs)
+            if method is cls.__call__ and not parts.is_any_cast:
+                raise ValueError(
+                    nothing_selected(where, parts.seen.items())
+                    if not parts.is_any_selected
+                    else f"{where!r} selects parts without a field 'dtype': "
+                    f"{', '.join(parts.seen)}."
+                )
+            return out
+
+        return call
+
+    def taking_methods(run: Any) -> Any:
+        # `Model.encode` is the original class's function, not the subclass's.
+        @nn.nowrap
+        @functools.wraps(run)
+        def enter(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+            method = _as_function(self, method)
+            if callable(method):
+                method = floating(method)
+            return run(self, *args, method=method, **kwargs)
+
+        return enter
+
+    @nn.nowrap
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        # Not by the name of the class, which is that of the original.
+        _, _, *state = cls.__reduce_ex__(self, protocol)
+        return _new, _recipe(type(self)), *state
+
+    def body(namespace: dict[str, Any]) -> None:
+        methods = {name: getattr(cls, name) for name in _methods(cls)}
+        namespace.update({name: floating(method) for name, method in methods.items()})
+        namespace.update(apply=taking_methods(cls.apply))
+        namespace.update(init_with_output=taking_methods(cls.init_with_output))
+        namespace.update({"__reduce_ex__": reduce_ex, _MADE_OF: (cls, dtype, where)})
+        namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__)
+        namespace.update(__doc__=cls.__doc__)
+
+    return types.new_class(cls.__name__, (cls,), exec_body=body)
+
+
+_MADE_OF = "_jmp_lite_made_of"
+
+
+def _recipe(cls: Any) -> tuple[Any, ...]:
+    """Returns the class that a module was written as, and what it became then."""
+    if _MADE_OF not in vars(cls):
+        return (cls,)
+    base, dtype, where = vars(cls)[_MADE_OF]
+    return *_recipe(base), (dtype, where)
+
+
+def _new(cls: Any, *changes: tuple[Any, Selector]) -> Any:
+    """Returns an empty module of a recipe, for ``pickle`` and ``copy``."""
+    for dtype, where in changes:
+        cls = _floating_class(cls, dtype, where)
+    return object.__new__(cls)
+
+
+def _as_function(module: Any, method: Any) -> Any:
+    """Returns the method that ``apply`` runs, as a function if the subclass lacks it.
+
+    Names of methods stay names: the methods of the subclass run their parts in the
+    dtype.
+    """
+    if isinstance(method, types.MethodType):
+        return method.__func__
+    if isinstance(method, str) and isinstance(getattr(module, method, None), nn.Module):
+        return lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)
+    return method
+
+
+def _methods(cls: Any) -> list[str]:
+    """Returns the methods of a module that its author wrote and a user may call."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    written = [
+        name
+        for name in dir(cls)
+        if not name.startswith("_") and not hasattr(nn.Module, name)
+    ]
+    return [
+        name
+        for name in ("__call__", *written)
+        if isinstance(inspect.getattr_static(cls, name, None), types.FunctionType)
+        and name not in fields
+    ]
+
+
+class _Parts:
+    """Casts the parts of a module while one of its methods runs.
+
+    Attributes:
+      seen: the called parts, by path.
+      is_any_selected: whether the selector matched one of them.
+      is_any_cast: whether a selected part, or one inside of it, has a dtype.
+    """
+
+    def __init__(self, module: Any, dtype: Any, where: Selector) -> None:
+        self._depth = len(module.path)
+        self._dtype = dtype
+        self._where = where
+        self._selected: set[tuple[str, ...]] = set()
+        self.seen: dict[str, Any] = {}
+        self.is_any_selected = False
+        self.is_any_cast = False
+
+    def intercept(self, method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Runs a method of a part, in the dtype if the part is selected."""
+        module = context.module
+        path = module.path[self._depth :]
+        name = "/".join(path)
+        self.seen[name] = module
+        if is_selected(self._where, name, module):
+            self._selected.add(path)
+            self.is_any_selected = True
+        above = (path[:n] for n in range(len(path) + 1))
+        is_inside = any(part in self._selected for part in above)
+        # These store parameters in their dtype. The layer inside has one of its own.
+        is_norm_of_weights = isinstance(module, nn.SpectralNorm | nn.WeightNorm)
+        if is_inside and hasattr(module, "dtype") and not is_norm_of_weights:
+            # Linen makes a new module for each call, so no other one changes.
+            object.__setattr__(module, "dtype", self._dtype)
+            self.is_any_cast = True
+        return method(*args, **kwargs)
+
+
+# --------------------------------------------------------------------- checkpoints
+
+
+def _to_state_dict(scale: Any) -> dict[str, Any]:
+    """Returns the leaves of a scale, which are the fields that change."""
+    leaves = jax.tree.leaves_with_path(scale)
+    return {path[-1].name: leaf for path, leaf in leaves}
+
+
+def _from_state_dict(scale: Any, state: dict[str, Any]) -> Any:
+    names = sorted(_to_state_dict(scale))
+    # A scale without hysteresis counts no overflows.
+    if "overflows" in names:
+        state = {"overflows": None, **state}
+    if sorted(state) != names:
+        raise ValueError(
+            f"Expected a {type(scale).__name__} with "
+            f"{', '.join(names) or 'no state'}, got "
+            f"{', '.join(sorted(state)) or 'no state'}. Is it the state of another "
+            "loss scale?"
+        )
+    return dataclasses.replace(scale, **state)
+
+
+for _scale in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+    serialization.register_serialization_state(
+        _scale, _to_state_dict, _from_state_dict, override=True
+    )

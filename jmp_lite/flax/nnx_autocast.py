@@ -1,0 +1,188 @@
+"""Functions of nnx modules under autocast.
+
+A module is split into its state and merged inside of the trace. Its changes are written
+back to the original object, as in ``nnx.jit``. Modules are traversed as graphs, in
+Flax's tree mode too, because parts of a model may share variables.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.interpreter import api
+from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.casting.losses import set_float32_loss, with_float32_loss
+from jmp_lite.flax.nnx_scopes import add_scopes, is_mutable, remove_scopes
+from jmp_lite.insight.explain.explanation import Explanation
+from jmp_lite.insight.explain.explanation import explain as core_explain
+
+Result = TypeVar("Result")
+
+
+Args = ParamSpec("Args")
+
+
+@overload
+def autocast(
+    fun: Callable[Args, Result],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[Args, Result]: ...
+
+
+@overload
+def autocast(
+    fun: None = None,
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[[Callable[Args, Result]], Callable[Args, Result]]: ...
+
+
+def autocast(
+    fun: Callable[..., Any] | None = None,
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Any:
+    """Returns ``fun`` in mixed precision, for functions of nnx modules.
+
+    It works like ``jmp_lite.autocast``. If ``fun`` changes a module that it receives
+    (batch statistics, counts of random numbers, caches), that module changes, in
+    float32.
+
+    The path of a module is the scope of its ops. An example is
+    ``"Net/blocks/0/norm/LayerNorm"``: the module ``net.blocks[0].norm`` of the class
+    ``LayerNorm``, as called by the modules around it.
+
+    Args:
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      rules: the name of a preset or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+
+    Returns:
+      The function; without ``fun``, a decorator.
+
+    Raises:
+      ValueError: the preset or the dtype is unknown.
+      flax.errors.TraceContextError: ``fun`` changes a module that is not an argument.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
+      >>> model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+      >>> jmp_lite.nnx.autocast(model)(jnp.ones((2, 4))).dtype
+      dtype('float32')
+      >>> bool(abs(model.mean[0] - 0.01) < 1e-6)  # 0.99 * 0 + 0.01 * 1
+      True
+    """
+    if fun is None:
+        return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
+    check_convertible(fun)
+    chosen = choose_rules(rules, compute_dtype)
+    called, *bound = _unbound(fun)
+    lifted = _of_states(called)
+
+    def with_states(run: Callable[[Any], Any]) -> Callable[..., Any]:
+        @functools.wraps(called)
+        def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+            with nnx.update_context(lifted):
+                states = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
+                after = run(api.autocast(lifted, chosen()))(states)
+                out, _ = nnx.from_tree(after, ctxtag=lifted, is_inner=False)
+            return out
+
+        return autocast_fun
+
+    autocast_fun = with_states(lambda low: low)
+    set_float32_loss(autocast_fun, with_states(with_float32_loss))
+    return autocast_fun
+
+
+def explain(
+    fun: Callable[Args, Any],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
+) -> Callable[Args, Explanation]:
+    """Returns a function that explains what ``autocast(fun, rules)`` does.
+
+    It works like ``jmp_lite.explain``. It computes nothing and changes no module.
+
+    Args:
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      rules: the name of a preset or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+      backward: whether to explain the backward pass too, with respect to all floats in
+        modules and other arguments.
+
+    Returns:
+      A function of ``fun``'s arguments that returns an ``Explanation``.
+
+    Raises:
+      ValueError: the preset or the dtype is unknown.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+      >>> dot, *_ = jmp_lite.nnx.explain(model)(jnp.ones((2, 4))).rows
+      >>> dot.scope, dot.op, dot.precision
+      ('Linear', 'dot_general', 'bfloat16')
+    """
+    check_convertible(fun)
+    called, *bound = _unbound(fun)
+    lifted = _of_states(called)
+
+    explain_states = core_explain(
+        lifted, rules, compute_dtype=compute_dtype, backward=backward
+    )
+
+    @functools.wraps(called)
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        with nnx.update_context(lifted):
+            return explain_states(nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted))
+
+    return explained
+
+
+def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``fun`` as a function of states that returns the changed states, too."""
+
+    def of_states(states: Any) -> Any:
+        args, kwargs = nnx.from_tree(states, ctxtag=of_states, is_inner=True)
+        depth = add_scopes((args, kwargs))
+        out = fun(*args, **kwargs)
+        inputs = jax.tree.map(_if_mutable, (args, kwargs), is_leaf=is_mutable)
+        remove_scopes((inputs, out), depth)
+        return nnx.to_tree((out, inputs), ctxtag=of_states)
+
+    return of_states
+
+
+def _unbound(fun: Any) -> tuple[Any, ...]:
+    """Returns a function and, for a module or a bound method, the module."""
+    owner = fun if isinstance(fun, nnx.Pytree) else getattr(fun, "__self__", None)
+    if not isinstance(owner, nnx.Pytree):
+        return (fun,)
+    method = type(owner).__call__ if fun is owner else fun
+
+    # By name: inside of the trace the module may have another class.
+    @functools.wraps(method)
+    def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, method.__name__)(*args, **kwargs)
+
+    return call, owner
+
+
+def _if_mutable(leaf: Any) -> Any:
+    return leaf if is_mutable(leaf) else None

@@ -1,0 +1,225 @@
+"""Parts of nnx modules in 16 bits, and how many of their variables are."""
+
+import re
+from typing import Any, NamedTuple
+
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS
+from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, parse_dtype
+from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
+from jmp_lite.flax.nnx_scopes import Model, check_model, modules_of
+from jmp_lite.flax.selectors import (
+    Selector,
+    check_selector,
+    is_selected,
+    nothing_selected,
+)
+
+
+def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
+    """Makes a module, or parts of it, compute in a dtype.
+
+    It sets the attribute ``dtype`` of each selected module that has one. Such a module
+    casts its inputs and parameters to this dtype. Everything inside of a selected
+    module computes in the dtype too. Stored parameters do not change. The function
+    changes ``model`` itself, as ``model.eval()`` does.
+
+    Args:
+      model: a module.
+      dtype: a floating-point dtype or its name.
+      where: the parts: a class of modules; a regular expression for the path of a
+        submodule (``"blocks/0/linear"``); a tuple of both; None for all.
+
+    Returns:
+      The module.
+
+    Raises:
+      TypeError: ``model`` is not an nnx module, or ``where`` has another type.
+      ValueError: the dtype is unknown, or ``where`` selects nothing that has a dtype.
+
+    Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in "ab"))
+      >>> low = jmp_lite.nnx.to_float(model, "bfloat16", "layers/1")
+      >>> low(jnp.ones((1, 4))).dtype
+      dtype(bfloat16)
+    """
+    parsed, parts = parse_dtype(dtype), _selected(model, where)
+    with_dtype = [part for _, part in parts if hasattr(part, "dtype")]
+    if not with_dtype:
+        names = ", ".join(f"{path} ({type(part).__name__})" for path, part in parts)
+        raise ValueError(f"The selected parts have no attribute 'dtype': {names}.")
+    for part in with_dtype:
+        part.dtype = parsed.type
+    return model
+
+
+def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
+    """Returns a copy of a module with its parameters cast, except those of norm layers.
+
+    Only floating-point parameters are cast. BatchNorm statistics, caches and random
+    number state keep their dtypes. So do modules whose path or class names a norm layer
+    (``LayerNorm``, ``batch_norm``, ...). Shared variables stay shared.
+
+    Args:
+      model: a module.
+      dtype: a floating-point dtype or its name.
+      keep: other parts that are not cast: a class of modules, with everything in them;
+        a class of variables (``nnx.LoRAParam``); a regular expression for the path of a
+        variable (``"head"``, ``"bias$"``); or a tuple of these.
+
+    Returns:
+      A module of the same class, with new variables. ``model`` does not change.
+
+    Raises:
+      TypeError: ``model`` is not an nnx module, or ``keep`` has another type.
+      ValueError: the dtype is unknown, or ``keep`` selects nothing.
+
+    Source: MXNet's ``net.cast``, which does not cast batch norms.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jmp_lite.nnx
+      >>> rngs = nnx.Rngs(0)
+      >>> layers = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
+      >>> low = jmp_lite.nnx.cast(nnx.Sequential(*layers), "bfloat16")
+      >>> low.layers[0].kernel.dtype, low.layers[1].scale.dtype
+      (dtype(bfloat16), dtype('float32'))
+    """
+    check_model(model)
+    check_selector(keep)
+    parsed, changed = parse_dtype(dtype), nnx.clone(model, graph=True)
+    is_norm = re.compile(NORM_LAYERS[0])
+    modules = _paths(changed)
+    classes = keep if isinstance(keep, tuple) else (keep,)
+    classes = tuple(one for one in classes if isinstance(one, type))
+    selected = [module for _, module in modules if isinstance(module, classes)]
+    norms = [m for path, m in modules if is_norm.search(f"{path}/{type(m).__name__}")]
+    kept = {id(v) for module in (*selected, *norms) for v in _variables(module)}
+    variables = [
+        ("/".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(changed, graph=True)
+        if isinstance(node, nnx.Variable)
+    ]
+    named = {id(v) for path, v in variables if is_selected(keep, path, v)}
+    if keep != () and not selected and not named:
+        raise ValueError(nothing_selected(keep, (*modules, *variables)))
+    for _, variable in variables:
+        if isinstance(variable, nnx.Param) and id(variable) not in kept | named:
+            variable.set_value(cast_tree(variable.get_value(), parsed))
+    return changed
+
+
+class ModuleDtypes(NamedTuple):
+    """The variables of one module.
+
+    Attributes:
+      path: the path of the module, followed by its class in parentheses.
+      summary: its own variables by dtype, without those of submodules.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+      >>> row = jmp_lite.nnx.dtype_summary(model)[0]
+      >>> row.path, row.summary["float32"].elements
+      ('layers/0 (Linear)', 10)
+    """
+
+    path: str
+    summary: DtypeSummary
+
+
+class ModelDtypes(tuple[ModuleDtypes, ...]):
+    """One ``ModuleDtypes`` for each module of a model; prints as a table.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jmp_lite.nnx
+      >>> print(jmp_lite.nnx.dtype_summary(nnx.Linear(4, 2, rngs=nnx.Rngs(0))))
+      module    dtype           elements         bytes
+      (Linear)  float32               10            40
+    """
+
+    def __str__(self) -> str:
+        """Returns a table with a row for each dtype of each module."""
+        width = max([len("module"), *(len(row.path) for row in self)])
+        lines = [f"{'module':{width}}  {'dtype':12}{'elements':>12}{'bytes':>14}"]
+        lines += [
+            f"{row.path:{width}}  {name:12}{totals.elements:>12,}{totals.bytes:>14,}"
+            for row in self
+            for name, totals in row.summary.items()
+        ]
+        return "\n".join(lines)
+
+
+def dtype_summary(model: Any) -> ModelDtypes:
+    """Counts the variables of each module of a model by dtype.
+
+    Args:
+      model: a module.
+
+    Returns:
+      A tuple with one entry for each module that has variables of its own. A shared
+      variable counts where it occurs first.
+
+    Raises:
+      TypeError: ``model`` is not an nnx module.
+
+    Source: MXNet's ``net.summary``.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+      >>> low = jmp_lite.nnx.cast(model, "bfloat16")
+      >>> print(jmp_lite.nnx.dtype_summary(low))
+      module             dtype           elements         bytes
+      layers/0 (Linear)  bfloat16              10            20
+    """
+    check_model(model)
+    seen: set[int] = set()
+    rows: list[ModuleDtypes] = []
+    # Submodules come first, so that the rest is a module's own.
+    for path, module in sorted(_paths(model), key=_depth, reverse=True):
+        own = [v for v in _variables(module) if id(v) not in seen]
+        seen.update(map(id, own))
+        if own:
+            summary = core_dtype_summary([v.get_value() for v in own])
+            name = f"({type(module).__name__})"
+            rows.append(ModuleDtypes(" ".join(filter(None, (path, name))), summary))
+    return ModelDtypes(sorted(rows, key=lambda row: row.path))
+
+
+def _depth(pair: tuple[str, Any]) -> int:
+    path, _ = pair
+    return len(path.split("/")) if path else 0
+
+
+def _paths(model: Any) -> list[tuple[str, Any]]:
+    """Returns all modules of a model, each with its path."""
+    return [("/".join(map(str, path)), m) for path, m in modules_of(model)]
+
+
+def _variables(module: Any) -> list[nnx.Variable[Any]]:
+    return [
+        v for _, v in nnx.iter_graph(module, graph=True) if isinstance(v, nnx.Variable)
+    ]
+
+
+def _selected(model: Any, where: Selector) -> list[tuple[str, Any]]:
+    """Returns the modules that a selector matches, and their submodules."""
+    check_model(model)
+    check_selector(where)
+    parts = _paths(model)
+    found = [m for path, m in parts if is_selected(where, path, m)]
+    if not found:
+        raise ValueError(nothing_selected(where, parts))
+    inside = {id(inner) for module in found for _, inner in modules_of(module)}
+    return [(path, m) for path, m in parts if id(m) in inside]
