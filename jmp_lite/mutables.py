@@ -7,10 +7,13 @@ imported Flax, there are no such modules.
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import ParamSpec, Protocol, TypeVar
 
 import jax
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 _CAPTURED = (
     "The function changes an nnx module that is not one of its arguments. Wrap the "
@@ -19,13 +22,21 @@ _CAPTURED = (
 )
 
 
-def is_module(x: Any) -> bool:
+class Variable(Protocol):
+    """A variable of nnx."""
+
+    def update_from_state(self, variable_state: "Variable") -> None:
+        """Takes over the value of another variable."""
+        ...
+
+
+def is_module(x: object) -> bool:
     """Whether an object is an nnx object: a module, an optimizer, or ``nnx.Rngs``."""
     kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
     return kind is not None and isinstance(x, kind)
 
 
-def refuse_modules(found: Iterable[Any], place: str, instead: str) -> None:
+def refuse_modules(found: Iterable[object], place: str, instead: str) -> None:
     """Raises for an nnx object, whose changes a trace would lose.
 
     Args:
@@ -45,7 +56,9 @@ def refuse_modules(found: Iterable[Any], place: str, instead: str) -> None:
         )
 
 
-def refusing_modules(fun: Callable[..., Any], instead: str) -> Callable[..., Any]:
+def refusing_modules(
+    fun: Callable[Args, Result], instead: str
+) -> Callable[Args, Result]:
     """Returns ``fun`` with a check that no argument contains an nnx object.
 
     Args:
@@ -54,7 +67,7 @@ def refusing_modules(fun: Callable[..., Any], instead: str) -> Callable[..., Any
     """
 
     @functools.wraps(fun)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         given = jax.tree.leaves((args, kwargs), is_leaf=is_module)
         refuse_modules(given, "an argument", instead)
         return fun(*args, **kwargs)
@@ -62,7 +75,9 @@ def refusing_modules(fun: Callable[..., Any], instead: str) -> Callable[..., Any
     return checked
 
 
-def returning_changes(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[Any]]]:
+def returning_changes(
+    fun: Callable[Args, Result],
+) -> Callable[Args, tuple[Result, list[Variable | None]]]:
     """Returns ``fun`` with the nnx variables that it changes as an extra result.
 
     A trace changes copies of nnx variables, such as those in the state of a module.
@@ -76,7 +91,9 @@ def returning_changes(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[
     """
 
     @functools.wraps(fun)
-    def changing(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    def changing(
+        *args: Args.args, **kwargs: Args.kwargs
+    ) -> tuple[Result, list[Variable | None]]:
         variables = _variables_in((args, kwargs))
         before = [jax.tree.flatten(variable) for variable in variables]
         out = fun(*args, **kwargs)
@@ -89,20 +106,26 @@ def returning_changes(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[
     return changing
 
 
-def write_changes(args: Any, kwargs: Any, changes: list[Any]) -> None:
+def write_changes(
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    changes: Sequence[Variable | None],
+) -> None:
     """Writes the changes that ``returning_changes`` found to the original variables."""
     for variable, new in zip(_variables_in((args, kwargs)), changes, strict=True):
         if new is not None:
             variable.update_from_state(new)
 
 
-def _variables_in(tree: Any) -> list[Any]:
+def _variables_in(tree: object) -> list[Variable]:
     kind = getattr(sys.modules.get("flax.nnx"), "Variable", ())
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
-def _has_changed(variable: Any, old_leaves: list[Any], old_structure: Any) -> bool:
+def _has_changed(
+    variable: Variable, old_leaves: list[object], old_structure: object
+) -> bool:
     leaves, structure = jax.tree.flatten(variable)
     if structure != old_structure:
         return True

@@ -6,23 +6,24 @@ Each function draws a report on the host, and returns the figure.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jmp_lite.casting.dtypes import is_floating, parse_dtype
 from jmp_lite.casting.quantize import scale_for
+from jmp_lite.casting.types import Path, PyTree
 
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MARGIN = 24
 """Powers of two that the plot shows beyond the numbers: more than float8 has."""
 
 
-def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
+def magnitudes(tree: PyTree, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
     """Plots how large the numbers of a pytree are, and the ranges of dtypes.
 
     The upper plot has one row for each array: the darker a cell, the more numbers of
@@ -113,7 +114,7 @@ def magnitudes(tree: Any, dtypes: Sequence[DTypeLike] = DTYPES) -> Figure:
 _STYLES = ("-", ":", "--", "-.")
 
 
-def _draw_ranges(axes: Any, dtypes: Mapping[str, Any], largest: float) -> None:
+def _draw_ranges(axes: Axes, dtypes: Mapping[str, np.finfo], largest: float) -> None:
     """Draws a bar for the range of each dtype; that of 8 bits has a scale.
 
     Args:
@@ -143,7 +144,7 @@ def _scale(largest: float, dtype: str) -> float:
         return float(scale_for(jnp.float32(min(largest, end)), dtype))
 
 
-def _name(path: Any) -> str:
+def _name(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "all"
 
 

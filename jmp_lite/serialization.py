@@ -7,7 +7,7 @@ optimizers yourself, with ``jax.export.register_namedtuple_serialization``.
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from jax import export
 
@@ -21,6 +21,10 @@ from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.training.state import TrainingState
 
 
+Static = TypeVar("Static")
+"""The auxiliary data of a loss scale."""
+
+
 def _register_state(state: type) -> None:
     export.register_namedtuple_serialization(
         state, serialized_name=f"jmp_lite.{state.__name__}"
@@ -29,8 +33,8 @@ def _register_state(state: type) -> None:
 
 def _register_scale(
     scale: type,
-    numbers_of: Callable[[Any], Any],
-    from_numbers: Callable[[list[float]], Any],
+    numbers_of: Callable[[Static], list[float | None]],
+    from_numbers: Callable[[list[float | None]], Static],
 ) -> None:
     """Registers a loss scale by the numbers in its auxiliary data."""
     export.register_pytree_node_serialization(

@@ -9,15 +9,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-Tree = TypeVar("Tree")
-KeyPath = tuple[Any, ...]
+from jmp_lite.casting.types import Array, Dtype, Leaf, Path, PyTree, Tree
 
 _SHORT_NAMES = {
     "bfloat16": ("bf16", "bfloat16"),
@@ -26,7 +25,7 @@ _SHORT_NAMES = {
     "float64": ("f64", "float64"),
 }
 
-dtype_to_names: Mapping[Any, tuple[str, ...]] = MappingProxyType(
+dtype_to_names: Mapping[type[np.generic], tuple[str, ...]] = MappingProxyType(
     {
         np.dtype(getattr(jnp, name)).type: _SHORT_NAMES.get(name, (name,))
         for name in (*_SHORT_NAMES, *filter(re.compile("float[48]_").match, dir(jnp)))
@@ -41,7 +40,7 @@ _NAME_TO_DTYPE = {
 # ----------------------------------------------------------------- names and dtypes
 
 
-def parse_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
+def parse_dtype(dtype: DTypeLike | None) -> Dtype:
     """Returns the floating-point dtype for a name or a dtype-like object.
 
     Args:
@@ -95,7 +94,7 @@ def nearest_name(got: str, accepted: Sequence[str]) -> str | None:
     return near[0] if near else None
 
 
-def half_dtype() -> Any:
+def half_dtype() -> type[Any]:
     """Returns the 16-bit dtype that the default device computes in.
 
     It is bfloat16 on TPUs, CPUs, AMD GPUs, and NVIDIA GPUs of compute capability 8.0 or
@@ -114,7 +113,16 @@ def half_dtype() -> Any:
     return explain_half_dtype(_default_device())[0]
 
 
-def explain_half_dtype(device: Any) -> tuple[Any, str]:
+class Device(Protocol):
+    """A device of JAX."""
+
+    @property
+    def platform(self) -> str:
+        """The kind of device, such as ``"gpu"``."""
+        ...
+
+
+def explain_half_dtype(device: Device) -> tuple[type[Any], str]:
     """Returns the half dtype of a device, and the reason in words."""
     if device.platform != "gpu":
         return jnp.bfloat16, f"{device.platform} devices compute in bfloat16"
@@ -127,7 +135,7 @@ def explain_half_dtype(device: Any) -> tuple[Any, str]:
     return jnp.float16, f"compute capability {capability} is below 8.0"
 
 
-def _default_device() -> Any:
+def _default_device() -> Device:
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(default, str):
         return jax.local_devices(backend=default)[0]
@@ -148,7 +156,7 @@ def needs_loss_scale(dtype: DTypeLike) -> bool:
 def cast_tree(
     tree: Tree,
     dtype: DTypeLike,
-    where: Callable[[KeyPath, Any], bool] | None = None,
+    where: Callable[[Path, Leaf], bool] | None = None,
 ) -> Tree:
     """Casts the floating-point arrays of a pytree to a dtype.
 
@@ -183,7 +191,7 @@ def cast_tree(
     """
     target = parse_dtype(dtype)
 
-    def cast(path: KeyPath, leaf: Any) -> Any:
+    def cast(path: Path, leaf: Leaf) -> Leaf:
         is_cast = is_floating(leaf) and (where is None or where(path, leaf))
         return _cast_leaf(leaf, target) if is_cast else leaf
 
@@ -231,19 +239,19 @@ def cast_to_half(tree: Tree) -> Tree:
 def upcast_tree(tree: Tree) -> Tree:
     """Casts floating-point arrays of 16 bits or fewer to float32."""
 
-    def upcast(leaf: Any) -> Any:
+    def upcast(leaf: Leaf) -> Leaf:
         narrow = is_floating(leaf) and jnp.finfo(leaf.dtype).bits < 32
         return _cast_leaf(leaf, np.dtype(np.float32)) if narrow else leaf
 
     return jax.tree.map(upcast, tree)
 
 
-def is_array(leaf: Any) -> TypeGuard[Any]:
+def is_array(leaf: Leaf) -> TypeGuard[Array]:
     """Whether a leaf is an array or a ``ShapeDtypeStruct``. Python scalars are not."""
     return isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
 
 
-def is_traceable(leaf: Any) -> bool:
+def is_traceable(leaf: Leaf) -> bool:
     """Whether a leaf is an array that JAX can compute with. Arrays of text are not."""
     if isinstance(leaf, jax.Array):
         return True
@@ -252,12 +260,12 @@ def is_traceable(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_
 
 
-def is_floating(leaf: Any) -> TypeGuard[Any]:
+def is_floating(leaf: Leaf) -> TypeGuard[Array]:
     """Whether a leaf is a real floating-point array, or the shape of one."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def is_number(leaf: Any, kind: Any = jnp.number) -> TypeGuard[Any]:
+def is_number(leaf: Leaf, kind: DTypeLike = jnp.number) -> bool:
     """Whether a leaf is an array or a Python scalar with numbers of a kind.
 
     PRNG keys, booleans, ``float0`` arrays and ``ShapeDtypeStruct`` objects are not.
@@ -271,17 +279,19 @@ def is_number(leaf: Any, kind: Any = jnp.number) -> TypeGuard[Any]:
     )
 
 
-def is_16_bit(leaf: Any) -> TypeGuard[Any]:
+def is_16_bit(leaf: Leaf) -> TypeGuard[Array]:
     """Whether a leaf is a real floating-point array of 16 bits."""
     return is_floating(leaf) and leaf.dtype.itemsize == 2
 
 
-def is_inexact(leaf: Any) -> TypeGuard[Any]:
+def is_inexact(leaf: Leaf) -> bool:
     """Whether a leaf is an array or a Python scalar of real or complex floats."""
     return is_number(leaf, jnp.inexact)
 
 
-def _cast_leaf(leaf: Any, dtype: np.dtype[Any]) -> Any:
+def _cast_leaf(
+    leaf: Array | np.ndarray | np.generic | jax.ShapeDtypeStruct, dtype: Dtype
+) -> Array | np.ndarray | np.generic | jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype, weak_type=False)
     if isinstance(leaf, jax.Array):
@@ -340,7 +350,7 @@ class DtypeSummary(dict[str, DtypeTotals]):
     __repr__ = __str__
 
 
-def dtype_summary(tree: Any) -> DtypeSummary:
+def dtype_summary(tree: PyTree) -> DtypeSummary:
     """Counts the arrays of a pytree by dtype.
 
     Args:

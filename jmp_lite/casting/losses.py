@@ -8,23 +8,30 @@ import dataclasses
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
+
+from jmp_lite.casting.types import LossFn
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 _NAME = "_with_float32_loss"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Variant:
-    of: weakref.ref[Callable[..., Any]]
-    call: Callable[..., Any]
+    of: weakref.ref[LossFn]
+    call: LossFn
 
 
-def set_float32_loss(fun: Callable[..., Any], variant: Callable[..., Any]) -> None:
+def set_float32_loss(
+    fun: Callable[Args, Result], variant: Callable[Args, Result]
+) -> None:
     """Notes the variant of a function that returns its loss in float32."""
     setattr(fun, _NAME, _Variant(weakref.ref(fun), variant))
 
 
-def with_float32_loss(fun: Callable[..., Any]) -> Callable[..., Any]:
+def with_float32_loss(fun: Callable[Args, Result]) -> Callable[Args, Result]:
     """Returns the variant of a function that returns its loss in float32, or itself.
 
     Example:

@@ -4,14 +4,11 @@ A policy is a value. It casts pytrees and changes nothing else.
 """
 
 import dataclasses
-from typing import Any, TypeVar
-
 import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import cast_tree, dtype_name, parse_dtype, unknown_name
-
-Tree = TypeVar("Tree")
+from jmp_lite.casting.types import Dtype, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +120,8 @@ def get_policy(text: str) -> Policy:
     return Policy(param, compute, parts.get("output_dtype", compute))
 
 
-def _parse_parts(text: str) -> dict[str, np.dtype[Any]]:
-    parts: dict[str, np.dtype[Any]] = {}
+def _parse_parts(text: str) -> dict[str, Dtype]:
+    parts: dict[str, Dtype] = {}
     for part in text.split(","):
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
@@ -139,7 +136,7 @@ def _parse_parts(text: str) -> dict[str, np.dtype[Any]]:
     return parts
 
 
-def _parse_part(value: str, text: str) -> np.dtype[Any]:
+def _parse_part(value: str, text: str) -> Dtype:
     try:
         return parse_dtype(value.strip())
     except ValueError as error:

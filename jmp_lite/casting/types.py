@@ -18,16 +18,24 @@ Updates: TypeAlias = optax.Updates
 """Gradients, or what is added to parameters, with the structure of these."""
 OptState: TypeAlias = optax.OptState
 """The state of an optimizer."""
+Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+"""An optimizer, as users pass it."""
+OptimizerExtraArgs: TypeAlias = optax.GradientTransformationExtraArgs | optax.MultiSteps
+"""An optimizer whose ``update`` accepts extra arguments."""
 Leaf: TypeAlias = Any
 """A leaf of a pytree: an array, a number, or any other object."""
 Path: TypeAlias = tuple[Any, ...]
 """The path of a leaf or a node in a pytree, as keys."""
 Array: TypeAlias = jax.Array
 """An array, or a tracer of one."""
+AnyArray: TypeAlias = jax.Array | np.ndarray[Any, Any]
+"""An array of JAX, a tracer of one, or an array of NumPy."""
 Scalar: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic | float | int | bool
 """A number: an array without axes, or one of Python."""
 Key: TypeAlias = jax.Array
 """A key of ``jax.random``."""
+Number: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.number[Any]
+"""A number with a dtype: an array without axes, or a scalar of NumPy."""
 Dtype: TypeAlias = np.dtype[Any]
 AxisName: TypeAlias = Any
 """The name of a mapped axis, or several names. JAX accepts any hashable object."""

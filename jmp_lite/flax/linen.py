@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import inspect
 import types
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -17,6 +18,7 @@ from flax import serialization
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import parse_dtype
+from jmp_lite.casting.types import Dtype, Leaf
 from jmp_lite.flax.selectors import (
     Selector,
     check_selector,
@@ -24,9 +26,15 @@ from jmp_lite.flax.selectors import (
     nothing_selected,
 )
 from jmp_lite.scaling.dynamic import DynamicLossScale
-from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
+from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 
 Module = TypeVar("Module", bound=nn.Module)
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Scale = TypeVar("Scale", NoOpLossScale, StaticLossScale, DynamicLossScale)
+
+Method: TypeAlias = Callable[..., Any] | str | None
+"""A method of a module, or its name; None for ``__call__``."""
 
 
 def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module:
@@ -82,12 +90,14 @@ def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module
 
 
 @functools.cache
-def _floating_class(cls: Any, dtype: Any, where: Selector) -> Any:
+def _floating_class(cls: type[Module], dtype: Dtype, where: Selector) -> type[Module]:
     """Returns a subclass whose methods run its parts in a dtype."""
 
-    def floating(method: Any) -> Any:
+    def floating(
+        method: Callable[Concatenate[Module, Args], Result],
+    ) -> Callable[Concatenate[Module, Args], Result]:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Module, *args: Args.args, **kwargs: Args.kwargs) -> Result:
             # An unbound module has no parts yet, such as a cell that makes its carry.
             if getattr(self, "scope", None) is None:
                 return method(self, *args, **kwargs)
@@ -105,11 +115,13 @@ def _floating_class(cls: Any, dtype: Any, where: Selector) -> Any:
 
         return call
 
-    def taking_methods(run: Any) -> Any:
+    def taking_methods(run: Callable[..., Result]) -> Callable[..., Result]:
         # `Model.encode` is the original class's function, not the subclass's.
         @nn.nowrap
         @functools.wraps(run)
-        def enter(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        def enter(
+            self: Module, *args: Any, method: Method = None, **kwargs: Any
+        ) -> Result:
             method = _as_function(self, method)
             if callable(method):
                 method = floating(method)
@@ -118,7 +130,7 @@ def _floating_class(cls: Any, dtype: Any, where: Selector) -> Any:
         return enter
 
     @nn.nowrap
-    def reduce_ex(self: Any, protocol: Any) -> Any:
+    def reduce_ex(self: Module, protocol: SupportsIndex) -> tuple[object, ...]:
         # Not by the name of the class, which is that of the original.
         _, _, *state = cls.__reduce_ex__(self, protocol)
         return _new, _recipe(type(self)), *state
@@ -138,7 +150,9 @@ def _floating_class(cls: Any, dtype: Any, where: Selector) -> Any:
 _MADE_OF = "_jmp_lite_made_of"
 
 
-def _recipe(cls: Any) -> tuple[Any, ...]:
+def _recipe(
+    cls: type[nn.Module],
+) -> tuple[type[nn.Module], *tuple[tuple[Dtype, Selector], ...]]:
     """Returns the class that a module was written as, and what it became then."""
     if _MADE_OF not in vars(cls):
         return (cls,)
@@ -146,14 +160,14 @@ def _recipe(cls: Any) -> tuple[Any, ...]:
     return *_recipe(base), (dtype, where)
 
 
-def _new(cls: Any, *changes: tuple[Any, Selector]) -> Any:
+def _new(cls: type[nn.Module], *changes: tuple[Dtype, Selector]) -> nn.Module:
     """Returns an empty module of a recipe, for ``pickle`` and ``copy``."""
     for dtype, where in changes:
         cls = _floating_class(cls, dtype, where)
     return object.__new__(cls)
 
 
-def _as_function(module: Any, method: Any) -> Any:
+def _as_function(module: nn.Module, method: Method) -> Method:
     """Returns the method that ``apply`` runs, as a function if the subclass lacks it.
 
     Names of methods stay names: the methods of the subclass run their parts in the
@@ -166,7 +180,7 @@ def _as_function(module: Any, method: Any) -> Any:
     return method
 
 
-def _methods(cls: Any) -> list[str]:
+def _methods(cls: type[nn.Module]) -> list[str]:
     """Returns the methods of a module that its author wrote and a user may call."""
     fields = {field.name for field in dataclasses.fields(cls)}
     written = [
@@ -191,16 +205,22 @@ class _Parts:
       is_any_cast: whether a selected part, or one inside of it, has a dtype.
     """
 
-    def __init__(self, module: Any, dtype: Any, where: Selector) -> None:
+    def __init__(self, module: nn.Module, dtype: Dtype, where: Selector) -> None:
         self._depth = len(module.path)
         self._dtype = dtype
         self._where = where
         self._selected: set[tuple[str, ...]] = set()
-        self.seen: dict[str, Any] = {}
+        self.seen: dict[str, nn.Module] = {}
         self.is_any_selected = False
         self.is_any_cast = False
 
-    def intercept(self, method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def intercept(
+        self,
+        method: Callable[..., Result],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: nn.module.InterceptorContext,
+    ) -> Result:
         """Runs a method of a part, in the dtype if the part is selected."""
         module = context.module
         path = module.path[self._depth :]
@@ -223,13 +243,13 @@ class _Parts:
 # --------------------------------------------------------------------- checkpoints
 
 
-def _to_state_dict(scale: Any) -> dict[str, Any]:
+def _to_state_dict(scale: LossScale) -> dict[str, Leaf]:
     """Returns the leaves of a scale, which are the fields that change."""
     leaves = jax.tree.leaves_with_path(scale)
     return {path[-1].name: leaf for path, leaf in leaves}
 
 
-def _from_state_dict(scale: Any, state: dict[str, Any]) -> Any:
+def _from_state_dict(scale: Scale, state: Mapping[str, Leaf]) -> Scale:
     names = sorted(_to_state_dict(scale))
     # A scale without hysteresis counts no overflows.
     if "overflows" in names:

@@ -17,9 +17,11 @@ from jmp_lite.autocasting.interpreter import api
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.losses import set_float32_loss, with_float32_loss
+from jmp_lite.casting.types import Leaf
 from jmp_lite.flax.nnx_scopes import add_scopes, is_mutable, remove_scopes
 from jmp_lite.insight.explain.explanation import Explanation
 from jmp_lite.insight.explain.explanation import explain as core_explain
+from jmp_lite.jaxprs.types import Function, PyTree
 
 Result = TypeVar("Result")
 
@@ -46,11 +48,11 @@ def autocast(
 
 
 def autocast(
-    fun: Callable[..., Any] | None = None,
+    fun: Function | None = None,
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
-) -> Any:
+) -> Function:
     """Returns ``fun`` in mixed precision, for functions of nnx modules.
 
     It works like ``jmp_lite.autocast``. If ``fun`` changes a module that it receives
@@ -90,9 +92,9 @@ def autocast(
     called, *bound = _unbound(fun)
     lifted = _of_states(called)
 
-    def with_states(run: Callable[[Any], Any]) -> Callable[..., Any]:
+    def with_states(run: Callable[[Function], Function]) -> Function:
         @functools.wraps(called)
-        def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        def autocast_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with nnx.update_context(lifted):
                 states = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
                 after = run(api.autocast(lifted, chosen()))(states)
@@ -107,7 +109,7 @@ def autocast(
 
 
 def explain(
-    fun: Callable[Args, Any],
+    fun: Callable[Args, PyTree],
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
@@ -148,17 +150,17 @@ def explain(
     )
 
     @functools.wraps(called)
-    def explained(*args: Any, **kwargs: Any) -> Explanation:
+    def explained(*args: Args.args, **kwargs: Args.kwargs) -> Explanation:
         with nnx.update_context(lifted):
             return explain_states(nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted))
 
     return explained
 
 
-def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _of_states(fun: Function) -> Callable[[PyTree], PyTree]:
     """Returns ``fun`` as a function of states that returns the changed states, too."""
 
-    def of_states(states: Any) -> Any:
+    def of_states(states: PyTree) -> PyTree:
         args, kwargs = nnx.from_tree(states, ctxtag=of_states, is_inner=True)
         depth = add_scopes((args, kwargs))
         out = fun(*args, **kwargs)
@@ -169,7 +171,7 @@ def _of_states(fun: Callable[..., Any]) -> Callable[..., Any]:
     return of_states
 
 
-def _unbound(fun: Any) -> tuple[Any, ...]:
+def _unbound(fun: Function) -> tuple[Function] | tuple[Function, nnx.Pytree]:
     """Returns a function and, for a module or a bound method, the module."""
     owner = fun if isinstance(fun, nnx.Pytree) else getattr(fun, "__self__", None)
     if not isinstance(owner, nnx.Pytree):
@@ -178,11 +180,11 @@ def _unbound(fun: Any) -> tuple[Any, ...]:
 
     # By name: inside of the trace the module may have another class.
     @functools.wraps(method)
-    def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(owner: nnx.Pytree, *args: Any, **kwargs: Any) -> Any:
         return getattr(owner, method.__name__)(*args, **kwargs)
 
     return call, owner
 
 
-def _if_mutable(leaf: Any) -> Any:
+def _if_mutable(leaf: Leaf) -> nnx.Pytree | nnx.Variable[PyTree] | None:
     return leaf if is_mutable(leaf) else None

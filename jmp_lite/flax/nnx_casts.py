@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS
 from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, parse_dtype
 from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
+from jmp_lite.casting.types import PyTree
 from jmp_lite.flax.nnx_scopes import Model, check_model, modules_of
 from jmp_lite.flax.selectors import (
     Selector,
@@ -51,7 +52,7 @@ def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
       dtype(bfloat16)
     """
     parsed, parts = parse_dtype(dtype), _selected(model, where)
-    with_dtype = [part for _, part in parts if hasattr(part, "dtype")]
+    with_dtype: list[Any] = [part for _, part in parts if hasattr(part, "dtype")]
     if not with_dtype:
         names = ", ".join(f"{path} ({type(part).__name__})" for path, part in parts)
         raise ValueError(f"The selected parts have no attribute 'dtype': {names}.")
@@ -159,7 +160,7 @@ class ModelDtypes(tuple[ModuleDtypes, ...]):
         return "\n".join(lines)
 
 
-def dtype_summary(model: Any) -> ModelDtypes:
+def dtype_summary(model: nnx.Module) -> ModelDtypes:
     """Counts the variables of each module of a model by dtype.
 
     Args:
@@ -197,23 +198,23 @@ def dtype_summary(model: Any) -> ModelDtypes:
     return ModelDtypes(sorted(rows, key=lambda row: row.path))
 
 
-def _depth(pair: tuple[str, Any]) -> int:
+def _depth(pair: tuple[str, nnx.Module]) -> int:
     path, _ = pair
     return len(path.split("/")) if path else 0
 
 
-def _paths(model: Any) -> list[tuple[str, Any]]:
+def _paths(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """Returns all modules of a model, each with its path."""
     return [("/".join(map(str, path)), m) for path, m in modules_of(model)]
 
 
-def _variables(module: Any) -> list[nnx.Variable[Any]]:
+def _variables(module: nnx.Module) -> list[nnx.Variable[PyTree]]:
     return [
         v for _, v in nnx.iter_graph(module, graph=True) if isinstance(v, nnx.Variable)
     ]
 
 
-def _selected(model: Any, where: Selector) -> list[tuple[str, Any]]:
+def _selected(model: nnx.Module, where: Selector) -> list[tuple[str, nnx.Module]]:
     """Returns the modules that a selector matches, and their submodules."""
     check_model(model)
     check_selector(where)

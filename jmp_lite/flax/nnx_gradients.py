@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import is_array, is_inexact
-from jmp_lite.flax.nnx_autocast import Args
+from jmp_lite.casting.types import Array, Dtype, Leaf, Path, PyTree, Tree
+from jmp_lite.flax.nnx_autocast import Args, Result
 from jmp_lite.flax.nnx_scopes import check_model, is_mutable
 from jmp_lite.scaling import gradients
 from jmp_lite.scaling.finite import select_tree
@@ -20,13 +21,13 @@ from jmp_lite.scaling.state import LossScalingState
 
 
 def value_and_grad(
-    fun: Callable[Args, Any],
+    fun: Callable[Args, Result],
     loss_scale: LossScale,
-    argnums: Any = 0,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     *,
     grad_dtype: DTypeLike = "float32",
-) -> Callable[Args, tuple[Any, Any]]:
+) -> Callable[Args, tuple[Result, PyTree]]:
     """Returns a function that computes ``fun`` and its gradient under a loss scale.
 
     It works like ``jmp_lite.value_and_grad``, through ``flax.nnx.value_and_grad``. The
@@ -74,14 +75,19 @@ def value_and_grad(
         return found
 
     @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_grad_fun(
+        *args: Args.args, **kwargs: Args.kwargs
+    ) -> tuple[Result, PyTree]:
         _check_differentiable(args, argnums)
         return found(*args, **kwargs)
 
     return value_and_grad_fun
 
 
-def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
+def _check_differentiable(
+    args: tuple[PyTree, ...],
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState],
+) -> None:
     """Raises if Flax's tree mode would differentiate a count or a key."""
     for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
         given = args[i] if isinstance(i, int) and i < len(args) else None
@@ -99,7 +105,7 @@ def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
 
 
 @contextlib.contextmanager
-def restore_if_skipped(model: Any, optimizer: nnx.Optimizer[Any]) -> Generator[None]:
+def restore_if_skipped(model: PyTree, optimizer: nnx.Optimizer[Any]) -> Generator[None]:
     """Restores the statistics of a model if the optimizer skips the step.
 
     ``loss_scaling`` and ``skip_nonfinite`` keep the parameters if a gradient is not
@@ -167,7 +173,9 @@ def restore_if_skipped(model: Any, optimizer: nnx.Optimizer[Any]) -> Generator[N
         variable.set_value(_restored(is_finite, new, old))
 
 
-def _places(models: list[Any], without: Any) -> dict[Any, nnx.Variable[Any]]:
+def _places(
+    models: list[nnx.Module], without: Callable[[Path, nnx.Variable[PyTree]], bool]
+) -> dict[tuple[int, Path], nnx.Variable[PyTree]]:
     """Returns the variables of models, except some, by model and path."""
     return {
         (number, path): variable
@@ -177,11 +185,11 @@ def _places(models: list[Any], without: Any) -> dict[Any, nnx.Variable[Any]]:
     }
 
 
-def _restored(is_finite: jax.Array, new: Any, old: Any) -> Any:
+def _restored(is_finite: Array, new: Tree, old: PyTree) -> Tree:
     """Returns ``new``; on a skipped step, with the arrays of ``old`` that fit it."""
     before = dict(jax.tree.leaves_with_path(old))
 
-    def restore(path: Any, leaf: Any) -> Any:
+    def restore(path: Path, leaf: Leaf) -> Leaf:
         was = before.get(path, leaf)
         is_alike = _shape_and_dtype(leaf) == _shape_and_dtype(was) is not None
         return select_tree(is_finite, leaf, was) if is_alike else leaf
@@ -189,17 +197,17 @@ def _restored(is_finite: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map_with_path(restore, new)
 
 
-def _shape_and_dtype(leaf: Any) -> Any:
+def _shape_and_dtype(leaf: Leaf) -> tuple[tuple[int, ...], Dtype] | None:
     """Returns None for a leaf that is neither an array nor a number."""
     if isinstance(leaf, bool | int | float | complex):
         leaf = jnp.asarray(leaf)
     return (leaf.shape, leaf.dtype) if is_array(leaf) else None
 
 
-def _grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:
+def _grads_finite(optimizer: nnx.Optimizer[Any]) -> Array:
     """Returns whether the gradients of the optimizer's last step were finite."""
 
-    def is_state(node: Any) -> bool:
+    def is_state(node: PyTree) -> TypeGuard[LossScalingState]:
         return isinstance(node, LossScalingState)
 
     leaves = jax.tree.leaves(optimizer.opt_state, is_leaf=is_state)

@@ -2,12 +2,14 @@
 
 import functools
 import types
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 from flax import nnx
 
-Model = TypeVar("Model")
+from jmp_lite.casting.types import Leaf, Path, PyTree
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 _SCOPE = "_jmp_lite_scope"
@@ -49,7 +51,7 @@ def scoped(model: Model) -> Model:
     return view
 
 
-def add_scopes(tree: Any) -> int:
+def add_scopes(tree: PyTree) -> int:
     """Makes each module of a pytree call its ops in the scope of its path.
 
     Returns:
@@ -73,7 +75,7 @@ def add_scopes(tree: Any) -> int:
     return depth
 
 
-def remove_scopes(tree: Any, depth: int) -> None:
+def remove_scopes(tree: PyTree, depth: int) -> None:
     """Restores the class of all modules that ``add_scopes`` has changed."""
     for module in _modules(tree):
         for _, inner in modules_of(module):
@@ -82,18 +84,18 @@ def remove_scopes(tree: Any, depth: int) -> None:
                 delattr(inner, _SCOPE)
 
 
-def _become(module: Any, cls: Any) -> None:
+def _become(module: nnx.Module, cls: type | None) -> None:
     # Without nnx, which would list `__class__` among the module's attributes. The
     # module would then be a new one for `nnx.jit`, which would compile it again.
     object.__setattr__(module, "__class__", cls)
 
 
-def _modules(tree: Any) -> list[nnx.Module]:
+def _modules(tree: PyTree) -> list[nnx.Module]:
     leaves = jax.tree.leaves(tree, is_leaf=is_mutable)
     return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
 
 
-def modules_of(module: Any) -> list[tuple[Any, Any]]:
+def modules_of(module: nnx.Module) -> list[tuple[Path, nnx.Module]]:
     """Returns a module and its submodules, each with its path."""
     return list(nnx.iter_modules(module, graph=True))
 
@@ -103,7 +105,7 @@ def _scoped_class(cls: type) -> type:
     """Returns a subclass that runs its calls in the scope of its instance."""
 
     @functools.wraps(cls.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(getattr(self, _SCOPE)[1]):
             return cls.__call__(self, *args, **kwargs)
 
@@ -114,7 +116,7 @@ def _scoped_class(cls: type) -> type:
     return types.new_class(cls.__name__, (cls,), exec_body=body)
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Raises a TypeError for an object that is not an nnx module."""
     if not isinstance(model, nnx.Module):
         raise TypeError(
@@ -123,6 +125,6 @@ def check_model(model: Any) -> None:
         )
 
 
-def is_mutable(leaf: Any) -> bool:
+def is_mutable(leaf: Leaf) -> TypeGuard[nnx.Pytree | nnx.Variable[PyTree]]:
     """Whether an object is an nnx module or a variable, which a function may change."""
     return isinstance(leaf, nnx.Pytree | nnx.Variable)

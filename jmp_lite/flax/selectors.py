@@ -3,13 +3,13 @@
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeAlias
 
-Selector = Any
+Selector: TypeAlias = type | str | tuple[type | str | None, ...] | None
 """None for all, a class, a regular expression, or a tuple of these."""
 
 
-def check_selector(selector: Selector) -> None:
+def check_selector(selector: object) -> None:
     """Raises if a selector is not valid.
 
     Args:
@@ -34,7 +34,7 @@ def check_selector(selector: Selector) -> None:
             )
 
 
-def is_selected(selector: Selector, path: str, item: Any) -> bool:
+def is_selected(selector: Selector, path: str, item: object) -> bool:
     """Returns whether a selector matches an item at a path.
 
     Args:
@@ -57,7 +57,7 @@ def is_selected(selector: Selector, path: str, item: Any) -> bool:
     return isinstance(item, selector)
 
 
-def nothing_selected(selector: Selector, items: Iterable[tuple[str, Any]]) -> str:
+def nothing_selected(selector: Selector, items: Iterable[tuple[str, object]]) -> str:
     """Returns an error message with the nearest names and the valid paths.
 
     Args:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -26,7 +26,7 @@ BACKWARD = ("e5m2", "e5m2fnuz", *FORWARD)
 """Those of cotangents."""
 
 
-def check_smallest(smallest: Any) -> None:
+def check_smallest(smallest: object) -> None:
     """Raises a ValueError if the smallest mean is not a number of at least 0."""
     is_number = isinstance(smallest, int | float) and smallest >= 0
     if not is_number or isinstance(smallest, bool):

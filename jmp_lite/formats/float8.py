@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME, Quantized, dequantize, quantize
@@ -74,12 +75,12 @@ class Float8:
         check_smallest(self.smallest)
 
     @property
-    def forward_dtype(self) -> np.dtype[Any]:
+    def forward_dtype(self) -> Dtype:
         """The dtype of operands, a ``np.dtype``."""
         return parse_dtype(f"float8_{self.forward}")
 
     @property
-    def backward_dtype(self) -> np.dtype[Any]:
+    def backward_dtype(self) -> Dtype:
         """The dtype of cotangents, a ``np.dtype``."""
         return parse_dtype(f"float8_{self.backward}")
 
@@ -202,7 +203,7 @@ class Scaled:
         lhs: Operand,
         rhs: Operand,
         axes: Dimensions | Groups,
-        out_sharding: Any,
+        out_sharding: NamedSharding | None,
         is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_lite.jaxprs import cost, params, structure
+from jmp_lite.jaxprs.bilinear import Operand
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
 
@@ -134,7 +135,7 @@ class NumberFormat:
         del code
         return None
 
-    def round(self, array: Array) -> Any:
+    def round(self, array: Array) -> Array | Operand:
         """Returns an operand of a product, from an array in the compute dtype.
 
         A computed array is rounded once for all products that read it.
@@ -170,7 +171,7 @@ QUALIFIES = Verdict()
 INTEGERS = Verdict(False, "an_operand_has_integers")
 
 
-def algorithm(product: Product) -> Any:
+def algorithm(product: Product) -> lax.DotAlgorithmPreset | None:
     """Returns the algorithm of a product of 16-bit operands; None for the default.
 
     Without one the compiler chooses the dtype of the sum; a TPU v7x chooses bfloat16.

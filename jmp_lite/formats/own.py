@@ -1,7 +1,7 @@
 """Number formats that users write."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from jmp_lite.formats.number_format import (
 )
 from jmp_lite.formats.table import FORMATS
 from jmp_lite.jaxprs import params, sharding
-from jmp_lite.jaxprs.types import Array, Dtype
+from jmp_lite.jaxprs.types import Array, Dtype, Function
 from jmp_lite.ops import Precision
 
 
@@ -58,7 +58,7 @@ class Format:
     """
 
     name: str
-    dot_general: Callable[..., Any]
+    dot_general: Function
     operands: str = "low"
     result: str = "low"
 

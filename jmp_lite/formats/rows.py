@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.casting.quantize import power_of_two_for
@@ -116,7 +117,7 @@ class ByRows:
         lhs: Operand,
         rhs: Operand,
         axes: Dimensions | Groups,
-        out_sharding: Any,
+        out_sharding: NamedSharding | None,
         is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
@@ -144,7 +145,7 @@ class ByRows:
 
 
 def _quantized(
-    array: Array, contracted: tuple[int, ...], dtype: Dtype, limit: int
+    array: Array, contracted: Sequence[int], dtype: Dtype, limit: int
 ) -> tuple[Array, Array]:
     """Returns an array in a dtype of 8 bits, and the scale of each row.
 

@@ -3,17 +3,18 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jmp_lite.insight.places import TOP, Place
 from jmp_lite.insight.statistics import stacked
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.dataflow import has_lanes
 from jmp_lite.jaxprs.evaluate import Body, Carries, Evaluator, Frame
-from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, PyTree
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Literal, PyTree
 
 Value = TypeVar("Value")
 Form = TypeVar("Form")
@@ -61,7 +62,7 @@ class CountingEvaluator(
         """Returns the types of a value's arrays, for the type that the program has."""
 
     @abc.abstractmethod
-    def specs(self, spec: Any, form: Form) -> Sequence[Any]:
+    def specs(self, spec: PartitionSpec, form: Form) -> Sequence[PartitionSpec]:
         """Returns the specs of a value's arrays in a ``shard_map``."""
 
     @abc.abstractmethod
@@ -122,7 +123,7 @@ class CountingEvaluator(
             return self.equation(eqn, operands, site)
         return super().step(eqn, operands, site)
 
-    def literal(self, atom: Any) -> Value:
+    def literal(self, atom: Literal) -> Value:
         """Returns the value of a literal, which is that of a constant."""
         return self.constant(atom, structure.as_array(atom.val))
 
@@ -269,7 +270,9 @@ class CountingEvaluator(
         pairs = zip(operands[n:], body.given[n:], strict=True)
         rows = [array for pair in pairs for array in self.unpack_rows(*pair)]
 
-        def step(carry: Any, rows: Sequence[Array]) -> Any:
+        def step(
+            carry: tuple[Sequence[Array], PyTree], rows: Sequence[Array]
+        ) -> tuple[tuple[list[Array], PyTree], list[Array]]:
             arrays, sums = carry
             out, new = self._split(body, [*consts, *arrays, *rows])
             return (out[: len(start)], self.add(sums, new)), out[len(start) :]
@@ -293,11 +296,13 @@ class CountingEvaluator(
         of_step = self.unpack_all(operands[n:n_consts], step.given[: loop.n_body])
         first = self.unpack_all(operands[n_consts:], step.given[loop.n_body :])
 
-        def tested(carry: Sequence[Array], sums: PyTree) -> Any:
+        def tested(carry: Sequence[Array], sums: PyTree) -> tuple[Array, PyTree]:
             (goes_on, *_), new = self._split(test, [*of_test, *carry])
             return goes_on, self.add(sums, new)
 
-        def run(state: Any) -> Any:
+        def run(
+            state: tuple[Sequence[Array], PyTree, tuple[Array, PyTree]],
+        ) -> tuple[list[Array], PyTree, tuple[Array, PyTree]]:
             carry, sums, (_, sums_of_test) = state
             after, new = self._split(step, [*of_step, *carry])
             return after, self.add(sums, new), tested(after, sums_of_test)
@@ -329,7 +334,9 @@ class CountingEvaluator(
             run(*arrays)
             return ()
 
-        def specs(of_program: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
+        def specs(
+            of_program: Sequence[PartitionSpec], forms: Sequence[Form]
+        ) -> list[PartitionSpec]:
             pairs = zip(of_program, forms, strict=True)
             return [spec for pair in pairs for spec in self.specs(*pair)]
 

@@ -5,17 +5,18 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite.casting.dtypes import is_inexact, parse_dtype
 from jmp_lite.insight import statistics
 from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs.sharding import gathered
+from jmp_lite.jaxprs.types import Dtype, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ class NumericsReport:
       ('float32', 0.5)
     """
 
-    counts: Mapping[str, Any]
+    counts: Mapping[str, PyTree]
     leaves: tuple[Leaf, ...]
     dtype: str | None
 
@@ -102,7 +103,7 @@ class NumericsReport:
         return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
 
 
-def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport:
+def numerics_report(tree: PyTree, dtype: DTypeLike | None = None) -> NumericsReport:
     """Counts non-finite numbers in a pytree, and numbers that another dtype would lose.
 
     JAX arrays are counted on their device. Most devices, CPUs included, treat a number
@@ -148,7 +149,7 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
       ('float32', 0.0, 0.5, 1000000.0)
     """
     target = None if dtype is None else dtype_that_overflows(dtype)
-    counts: list[Mapping[str, Any]] = []
+    counts: list[statistics.Counts] = []
     leaves: list[Leaf] = []
     for path, array in _floats_in(tree):
         own = np.dtype(getattr(array, "dtype", type(array)))
@@ -165,7 +166,7 @@ def numerics_report(tree: Any, dtype: DTypeLike | None = None) -> NumericsReport
     return NumericsReport(of_all_devices, tuple(leaves), name)
 
 
-def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
+def _floats_in(tree: PyTree) -> Iterator[tuple[str, ArrayLike]]:
     """Yields the floating-point arrays of a pytree, each with its path."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -174,7 +175,7 @@ def _floats_in(tree: Any) -> Iterator[tuple[str, Any]]:
             yield jax.tree_util.keystr(path), leaf
 
 
-def dtype_that_overflows(dtype: DTypeLike) -> np.dtype[Any]:
+def dtype_that_overflows(dtype: DTypeLike) -> Dtype:
     """Returns a dtype that has infinities or NaN; raises for other dtypes."""
     target = parse_dtype(dtype)
     if jnp.finfo(target).bits < 8:
@@ -199,7 +200,7 @@ class NonfiniteReport(tuple[LeafNumerics, ...]):
         return "\n".join(lines) or "all finite"
 
 
-def nonfinite_report(tree: Any) -> NonfiniteReport:
+def nonfinite_report(tree: PyTree) -> NonfiniteReport:
     """Finds the arrays of a pytree that contain a NaN or an infinity.
 
     Args:
@@ -241,7 +242,7 @@ class SuggestedLossScale(NamedTuple):
 
 
 def suggest_loss_scale(
-    grads: Any, dtype: DTypeLike = "float16", headroom: float = 16.0
+    grads: PyTree, dtype: DTypeLike = "float16", headroom: float = 16.0
 ) -> SuggestedLossScale:
     """Returns the largest power of two that keeps gradients finite, with headroom.
 

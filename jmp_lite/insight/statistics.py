@@ -4,17 +4,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite.casting.quantize import scale_for
+from jmp_lite.casting.types import Tree
 from jmp_lite.jaxprs import sharding, structure
-from jmp_lite.jaxprs.types import Array
+from jmp_lite.jaxprs.types import Array, Dtype, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +74,17 @@ class Count(NamedTuple):
       high: the high 32 bits.
     """
 
-    low: Any
-    high: Any
+    low: Array | np.ndarray | np.uint32
+    high: Array | np.ndarray | np.uint32
 
     @classmethod
     def of(cls, number: int) -> "Count":
         """Returns a Python integer as a count."""
         return cls(np.uint32(number % 2**32), np.uint32(number // 2**32))
+
+
+Counts: TypeAlias = dict[str, PyTree]
+"""Counts by name: each a ``Count``, or an array of sizes or flags; see ``_JOINS``."""
 
 
 def is_scaled(dtype: DTypeLike) -> bool:
@@ -99,7 +104,7 @@ _JOINS = {
 }
 
 
-def sizes_of(array: Any) -> Any:
+def sizes_of(array: Any) -> Array | np.ndarray:
     """Returns absolute values; of a complex number that of the larger part.
 
     They have at least 32 bits in the graph, and 64 on the host.
@@ -113,7 +118,7 @@ def sizes_of(array: Any) -> Any:
     return functools.reduce(xp.maximum, [xp.abs(part.astype(wide)) for part in parts])
 
 
-def counted(array: Any, dtype: DTypeLike) -> dict[str, Any]:
+def counted(array: ArrayLike, dtype: DTypeLike) -> Counts:
     """Returns the counts of some numbers.
 
     JAX arrays are counted in the graph, where subnormal numbers may be zeros. NumPy
@@ -164,14 +169,12 @@ _SMALL = 2**18
 """Reading an array of at most so many elements takes less time than a kernel launch."""
 
 
-def counted_together(
-    arrays: Sequence[jax.Array], dtype: DTypeLike
-) -> list[dict[str, Any]]:
+def counted_together(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
     """Returns the counts of each of several arrays.
 
     Small arrays of similar sizes are counted in one kernel, as the rows of one array.
     """
-    groups: dict[Any, list[int]] = {}
+    groups: dict[int | tuple[object, ...], list[int]] = {}
     for i, array in enumerate(arrays):
         is_alone = array.size > _SMALL or sharding.is_sharded(array)
         likeness = (
@@ -180,7 +183,7 @@ def counted_together(
             sharding.axes_of(array),
         )
         groups.setdefault(i if is_alone else likeness, []).append(i)
-    counts = dict[int, dict[str, Any]]()
+    counts = dict[int, Counts]()
     for group in groups.values():
         if len(group) == 1:
             counts[group[0]] = counted(arrays[group[0]], dtype)
@@ -190,9 +193,7 @@ def counted_together(
     return [counts[i] for i in range(len(arrays))]
 
 
-def _counted_in_rows(
-    arrays: Sequence[jax.Array], dtype: DTypeLike
-) -> list[dict[str, Any]]:
+def _counted_in_rows(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
     most = max(array.size for array in arrays)
     # Zeros do not count.
     rows = [
@@ -210,15 +211,15 @@ def _counted_in_rows(
     ]
 
 
-def _has_scale(array: Any, dtype: DTypeLike) -> bool:
+def _has_scale(array: ArrayLike, dtype: DTypeLike) -> bool:
     """Whether the numbers of an array are divided by a scale."""
     given = np.dtype(getattr(array, "dtype", float))
     return is_scaled(dtype) and np.dtype(dtype) != given
 
 
 def _ends_for(
-    sizes: Any, dtype: DTypeLike, has_scale: bool, axes: Sequence[int]
-) -> Any:
+    sizes: Array | np.ndarray, dtype: DTypeLike, has_scale: bool, axes: Sequence[int]
+) -> np.ndarray | list[Array | np.ndarray]:
     """Returns the ends of a dtype, times the scale of the numbers along some axes."""
     with np.errstate(over="ignore"):  # An end may be infinite in float32.
         ends = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
@@ -230,7 +231,9 @@ def _ends_for(
     return [end * _scale(largest, dtype).astype(sizes.dtype) for end in ends]
 
 
-def _looked_at(sizes: Any, ends: Any) -> dict[str, Any]:
+def _looked_at(
+    sizes: Array | np.ndarray, ends: np.ndarray | Sequence[Array | np.ndarray]
+) -> dict[str, Array | np.ndarray]:
     """Returns for each element what it counts for, and its absolute value."""
     xp = jnp if isinstance(sizes, jax.Array) else np
     overflow, underflow, normal = ends
@@ -246,7 +249,7 @@ def _looked_at(sizes: Any, ends: Any) -> dict[str, Any]:
     }
 
 
-def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> dict[str, Any]:
+def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> Counts:
     """Returns the counts, the largest and the smallest value along some axes."""
     *counted_names, largest, smallest = each
     if not isinstance(each[largest], jax.Array):
@@ -265,7 +268,7 @@ def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> dict[str, Any]:
     varying = sharding.axes_of(each[largest])
     starts = [sharding.as_varying(x, varying) for x in starts]
 
-    def join(some: Any, others: Any) -> Any:
+    def join(some: Sequence[Array], others: Sequence[Array]) -> tuple[Array, ...]:
         *sums, _, _ = (a + b for a, b in zip(some, others, strict=True))
         ends = lax.max(some[-2], others[-2]), lax.min(some[-1], others[-1])
         return (*sums, *ends)
@@ -281,7 +284,7 @@ def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _scale(largest: Any, dtype: DTypeLike) -> Any:
+def _scale(largest: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
     """Returns the scale for a largest value, on the host if that is on the host."""
     # A float64 beyond float32 overflows under the largest scale.
     end = float(jnp.finfo(jnp.float32).max)
@@ -296,11 +299,11 @@ def _plus(a: Count, b: Count) -> Count:
     return Count(low, a.high + b.high + (low < a.low).astype(np.uint32))
 
 
-def _widest() -> Any:
+def _widest() -> Dtype:
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 
-def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+def added(a: Counts, b: Counts) -> Counts:
     """Returns the joint counts of two arrays or two steps."""
     return {
         name: getattr(jnp, _JOINS[name][0])(a[name], b[name])
@@ -310,13 +313,13 @@ def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def are_finite(counts: Mapping[str, Any]) -> Any:
+def are_finite(counts: Counts) -> Array:
     """Whether all counted numbers are finite."""
     halves = [half for name in ("nan", "inf") for half in counts[name]]
     return functools.reduce(jnp.bitwise_or, halves) == 0
 
 
-def nothing(n: int) -> dict[str, Any]:
+def nothing(n: int) -> Counts:
     """Returns the counts of ops that did not run yet."""
     none, sizes = jnp.zeros(n, jnp.uint32), jnp.zeros(n, _widest())
     return {
@@ -327,16 +330,16 @@ def nothing(n: int) -> dict[str, Any]:
     }
 
 
-def stacked(sums: Sequence[Any]) -> Any:
+def stacked(sums: Sequence[Tree]) -> Tree:
     """Returns the counts or sums of several ops, each column in one array."""
 
-    def stack(*arrays: Any) -> Any:
+    def stack(*arrays: Array) -> Array:
         return jnp.concatenate([jnp.ravel(array) for array in arrays])
 
     return jax.tree.map(stack, *sums)
 
 
-def fetched(tree: Any) -> Any:
+def fetched(tree: PyTree) -> PyTree:
     """Returns a pytree of JAX arrays as NumPy arrays on the host.
 
     Raises:
@@ -353,12 +356,12 @@ def fetched(tree: Any) -> Any:
         ) from error
 
 
-def on_host(counts: Mapping[str, Any]) -> dict[str, Any]:
+def on_host(counts: Mapping[str, PyTree]) -> dict[str, np.ndarray]:
     """Returns counts as NumPy arrays, joined over the axes of vmap and scan."""
     return {name: _joined(name, column) for name, column in fetched(counts).items()}
 
 
-def _joined(name: str, column: Any) -> Any:
+def _joined(name: str, column: PyTree) -> np.ndarray:
     join, start = _JOINS.get(name, ("add", 0))
     if isinstance(column, Count):
         column = column.low + (column.high.astype(np.uint64) << np.uint64(32))
@@ -367,7 +370,7 @@ def _joined(name: str, column: Any) -> Any:
     return getattr(np, join).reduce(column, axis=stacks, initial=start)
 
 
-def numbers(columns: Mapping[str, Any], i: int) -> Numbers:
+def numbers(columns: Mapping[str, np.ndarray], i: int) -> Numbers:
     """Returns the counts and shares of one array or one op."""
     names = (field.name for field in dataclasses.fields(Numbers))
     row = {name: columns[name][i].item() for name in names}
@@ -383,7 +386,7 @@ def headers(dtype: str | None) -> Sequence[str]:
     return ("nan", "inf", "max |x|", "min |x|", *ends)
 
 
-def cells(row: Any) -> Sequence[str]:
+def cells(row: Numbers) -> Sequence[str]:
     """Returns the cells of a row as text; zero counts and shares are empty."""
     smallest = "" if math.isinf(row.min_abs) else f"{row.min_abs:.2g}"
     shares = [getattr(row, name) for name in _SHARES]

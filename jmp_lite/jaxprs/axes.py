@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jmp_lite.jaxprs import params, sharding
-from jmp_lite.jaxprs.types import Array, Dtype, Eqn
-
-Pair = tuple[tuple[int, ...], tuple[int, ...]]
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Pair
 
 
 class Dimensions(NamedTuple):
@@ -36,7 +35,7 @@ class Dimensions(NamedTuple):
         return tuple(self)
 
     @property
-    def sizes(self) -> Any:
+    def sizes(self) -> None:
         """None: the rows are in no groups."""
         return None
 
@@ -51,7 +50,12 @@ class Dimensions(NamedTuple):
         return [axis for axis in range(rank) if axis not in bound]
 
     def product(
-        self, lhs: Array, rhs: Array, precision: Any, dtype: Dtype, out_sharding: Any
+        self,
+        lhs: Array,
+        rhs: Array,
+        precision: lax.PrecisionLike,
+        dtype: Dtype,
+        out_sharding: NamedSharding | None,
     ) -> Array:
         """Returns the product of two arrays in a dtype."""
         return lax.dot_general(
@@ -175,10 +179,10 @@ class Groups(NamedTuple):
     dimensions: Dimensions
     rows: int
     group: int | None
-    sizes: Any
+    sizes: Array
 
     @classmethod
-    def of(cls, numbers: Any, sizes: Any) -> "Groups":
+    def of(cls, numbers: lax.RaggedDotDimensionNumbers, sizes: Array) -> "Groups":
         """Returns the axes of a product, given its dimension numbers."""
         (rows,) = numbers.lhs_ragged_dimensions
         contracted, batch = numbers.dot_dimension_numbers
@@ -186,7 +190,7 @@ class Groups(NamedTuple):
         return cls(Dimensions(contracted, batch), rows, group, sizes)
 
     @property
-    def numbers(self) -> Any:
+    def numbers(self) -> lax.RaggedDotDimensionNumbers:
         """The dimension numbers of ``ragged_dot_general``."""
         group = () if self.group is None else (self.group,)
         return lax.RaggedDotDimensionNumbers(tuple(self.dimensions), [self.rows], group)
@@ -197,7 +201,12 @@ class Groups(NamedTuple):
         return self.dimensions.contracted
 
     def product(
-        self, lhs: Array, rhs: Array, precision: Any, dtype: Dtype, out_sharding: Any
+        self,
+        lhs: Array,
+        rhs: Array,
+        precision: lax.PrecisionLike,
+        dtype: Dtype,
+        out_sharding: NamedSharding | None,
     ) -> Array:
         """Returns the product of two arrays in a dtype."""
         return lax.ragged_dot_general(
@@ -340,7 +349,7 @@ class Transposed(NamedTuple):
     axes: Sequence[int]
 
 
-def axes_of(eqn: Eqn, others: Sequence[Any] = ()) -> Dimensions | Groups:
+def axes_of(eqn: Eqn, others: Sequence[Array] = ()) -> Dimensions | Groups:
     """Returns the axes of a ``dot_general`` or a ``ragged_dot_general``.
 
     Args:

@@ -10,8 +10,8 @@ for the backward pass, and other products can read them too.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -20,22 +20,25 @@ from jax._src import dispatch
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.lax import dot_general_p, ragged_dot_general_p
 from jax.extend import core
+from jax.sharding import NamedSharding
 
 from jmp_lite.jaxprs import primitives, sharding, structure
 from jmp_lite.jaxprs.axes import Dimensions, Groups
-from jmp_lite.jaxprs.types import Array, Dtype, Eqn
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Tangent
+
+Item = TypeVar("Item")
 
 # --------------------------------------------------------- rules of bilinear primitives
 
 
 def tangents_of_product(
-    product: Callable[[Any, Any], Any],
-    primals: Sequence[Any],
+    product: Callable[[Item, Item], Array],
+    primals: Sequence[Item],
     tangents: Sequence[Any],
-) -> list[Any]:
+) -> list[Array]:
     """Returns the products with the tangent of one operand; zeros have none."""
     (lhs, rhs), (of_lhs, of_rhs) = primals, tangents
-    terms: list[Any] = []
+    terms: list[Array] = []
     if not structure.is_zero(of_lhs):
         terms.append(product(of_lhs, rhs))
     if not structure.is_zero(of_rhs):
@@ -44,8 +47,10 @@ def tangents_of_product(
 
 
 def cotangents_of_product(
-    cotangent: Any, operands: Sequence[Any], pull: Callable[[int, Any], Any]
-) -> list[Any]:
+    cotangent: Any,
+    operands: Sequence[Array | ad.UndefinedPrimal],
+    pull: Callable[[int, Aval], Array],
+) -> list[Tangent | None]:
     """Returns the cotangents of both operands, of which one is unknown.
 
     Args:
@@ -56,7 +61,7 @@ def cotangents_of_product(
     side = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[side].aval
     is_zero = structure.is_zero(cotangent)
-    found: list[Any] = [None, None]
+    found: list[Tangent | None] = [None, None]
     found[side] = type(cotangent)(aval) if is_zero else pull(side, aval)
     return found
 
@@ -92,7 +97,7 @@ class Form(Protocol):
         lhs: Operand,
         rhs: Operand,
         axes: Dimensions | Groups,
-        out_sharding: Any,
+        out_sharding: NamedSharding | None,
         is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands.
@@ -129,7 +134,7 @@ def bilinear(
     rhs: Operand,
     form: Form,
     axes: Dimensions | Groups,
-    out_sharding: Any = None,
+    out_sharding: NamedSharding | None = None,
 ) -> Array:
     """Returns a product in a form, in the dtype of its operands.
 
@@ -141,7 +146,7 @@ def bilinear(
       out_sharding: the sharding of the result, as for ``dot_general``.
     """
     parts = *lhs.parts, *rhs.parts
-    params = {
+    params: dict[str, Any] = {
         "out_sharding": out_sharding,
         "precision": None,
         "preferred_element_type": lhs.array.dtype,
@@ -197,7 +202,7 @@ def are_tangents(eqn: Eqn) -> list[bool]:
 
 
 def _unpacked(
-    arrays: Sequence[Any], params: Any
+    arrays: Sequence[Any], params: Mapping[str, Any]
 ) -> tuple[Operand, Operand, Dimensions | Groups]:
     """Returns the operands and the axes of a product, given all that it takes."""
     lhs, rhs, *parts = arrays
@@ -215,15 +220,17 @@ def _multiply(*arrays: Array, is_tpu: bool, **params: Any) -> Array:
     return params["form"].multiply(lhs, rhs, axes, params["out_sharding"], is_tpu)
 
 
-def _type(jax_product: Any, *avals: Any, form: Form, n_parts: int, **params: Any):
+def _type(
+    jax_product: core.Primitive, *avals: Aval, form: Form, n_parts: int, **params: Any
+):
     del form, n_parts
     n_operands = 2 if "dimension_numbers" in params else 3
     return jax_product.abstract_eval(*avals[:n_operands], **params)
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-) -> tuple[Array, Any]:
+    primals: Sequence[Array], tangents: Sequence[Tangent], **params: Any
+) -> tuple[Array, Array]:
     form, out_sharding = params["form"], params["out_sharding"]
     lhs, rhs, axes = _unpacked(primals, params)
 
@@ -239,11 +246,13 @@ def _jvp(
     return result, functools.reduce(lax.add, terms)
 
 
-def _transpose(cotangent: Any, *arrays: Any, **params: Any) -> list[Any]:
+def _transpose(
+    cotangent: Tangent, *arrays: Array | ad.UndefinedPrimal, **params: Any
+) -> list[Tangent | None]:
     lhs, rhs, axes = _unpacked(arrays, params)
     form = params["form"]
 
-    def pull(side: int, aval: Any) -> Any:
+    def pull(side: int, aval: Aval) -> Array:
         other = rhs if side == 0 else lhs
         ranks = [aval.ndim, other.array.ndim]
         product = axes.transposed(side, ranks if side == 0 else ranks[::-1])
@@ -305,7 +314,7 @@ def _in_front(
     return Operand(array, tuple(parts)), True
 
 
-def _primitive(jax_product: Any) -> Any:
+def _primitive(jax_product: core.Primitive) -> core.Primitive:
     """Returns the primitive for a product of JAX in another form."""
     made = core.Primitive(jax_product.name)
     made.def_impl(functools.partial(dispatch.apply_primitive, made))

@@ -11,7 +11,7 @@ import jax
 from jax._src.util import weakref_lru_cache
 
 from jmp_lite.jaxprs import structure
-from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, PyTree
 
 # Under the flags jax_remat3, jax_custom_vjp3 and jax_custom_jvp3.
 HIGH = "call_hi_primitive"
@@ -50,8 +50,8 @@ class _Batching(NamedTuple):
     """
 
     options: tuple[tuple[str, Any], ...]
-    in_dims: Any
-    out_dim: Any
+    in_dims: tuple[tuple[int, ...], PyTree]
+    out_dim: tuple[tuple[int, ...], PyTree]
 
 
 def batchings(primitive: Any) -> Iterator[_Batching]:

@@ -76,6 +76,6 @@ def is_at_most(one: Any, other: Any) -> bool:
         return False
 
 
-def known_size(shape: Iterable[Any]) -> int:
+def known_size(shape: Iterable[object]) -> int:
     """Returns the number of elements of an array; a symbolic size counts as one."""
     return math.prod(n for n in shape if isinstance(n, int))

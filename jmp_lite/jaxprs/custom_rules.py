@@ -10,10 +10,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import linear_util
 
 from jmp_lite.jaxprs import coming, params, structure
-from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree
+from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree, Tangent
 
 
-def bind_custom(eqn: Eqn, operands: Sequence[Any], replace: Function) -> list[Array]:
+def bind_custom(eqn: Eqn, operands: Sequence[Array], replace: Function) -> list[Array]:
     """Binds a function with a custom derivative rule, with its functions replaced.
 
     Args:
@@ -45,7 +45,7 @@ def _high_fun(primitive: Any) -> Callable[..., list[Array]]:
     )
 
 
-def _high_custom_jvp(primitive: Any, replace: Function) -> Any:
+def _high_custom_jvp(primitive: Any, replace: Function) -> Function:
     """Returns a function of flat arrays with a ``custom_jvp`` like a primitive's."""
     inputs, outputs = primitive.in_tree, primitive.out_tree
 
@@ -59,7 +59,9 @@ def _high_custom_jvp(primitive: Any, replace: Function) -> Any:
 
     new_fun, new_jvp = replace(_high_fun(primitive), jvp)
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(
+        primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+    ) -> tuple[Sequence[Array | SymbolicZero], Sequence[Array | SymbolicZero]]:
         out = [
             SymbolicZero(x.aval) if isinstance(x, Zero) else x
             for x in new_jvp(*primals, *tangents)
@@ -71,7 +73,7 @@ def _high_custom_jvp(primitive: Any, replace: Function) -> Any:
     return function
 
 
-def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
+def _high_custom_vjp(primitive: Any, replace: Function) -> Function:
     """Returns a function of flat arrays with a ``custom_vjp`` like a primitive's."""
     inputs, outputs = primitive.in_tree, primitive.out_tree
     has_zeros = coming.unbatched(primitive).symbolic_zeros
@@ -79,9 +81,9 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
     # with respect to it, so the differentiated inputs have to be known.
     is_closed = hasattr(primitive, "drop_fwd_consts")
     closes_over = is_closed and bool(jax.tree.leaves(primitive.in_avals[0]))
-    structure: list[Any] = []
+    structure: list[PyTree] = []
 
-    def fwd(*pairs: Any) -> list[Array]:
+    def fwd(*pairs: Array | bool) -> list[Array]:
         arrays, perturbed = pairs[::2], pairs[1::2]
         out, residuals, *_ = primitive.vjp_fwd(
             inputs.unflatten(perturbed), *inputs.unflatten(arrays)
@@ -107,7 +109,7 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
 
     new_fun, new_fwd, new_bwd = replace(_high_fun(primitive), fwd, bwd)
 
-    def rule_fwd(*primals: Any) -> Any:
+    def rule_fwd(*primals: Any) -> tuple[list[Array], list[Array]]:
         pairs = [
             (x.value, x.perturbed) if hasattr(x, "perturbed") else (x, True)
             for x in primals
@@ -116,7 +118,9 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
         n = len(out) - outputs.num_leaves
         return out[n:], out[:n]
 
-    def rule_bwd(residuals: Any, cotangents: PyTree) -> Any:
+    def rule_bwd(
+        residuals: Sequence[Array], cotangents: Sequence[Array | SymbolicZero]
+    ) -> tuple[Array | None, ...]:
         grads = new_bwd(*residuals, *cotangents)
         return tuple(None if isinstance(g, Zero) else g for g in grads)
 
@@ -133,7 +137,7 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Any:
 
 
 def bind_custom_vmap(
-    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, replace: Function
+    eqn: Eqn, operands: Sequence[Array], jaxpr: Jaxpr, replace: Function
 ) -> list[Array]:
     """Binds a function with a rule for ``vmap``, with the rule replaced.
 
@@ -146,8 +150,10 @@ def bind_custom_vmap(
     """
     inputs, outputs = eqn.params["in_tree"], eqn.params["out_tree"]
 
-    def rule(axis_size: int, is_batched: Any, *arrays: Array) -> Any:
-        batched: list[Any] = []
+    def rule(
+        axis_size: int, is_batched: Sequence[bool], *arrays: Array
+    ) -> tuple[list[Array], list[bool]]:
+        batched: list[bool] = []
 
         def of_arrays(*arrays: Array) -> list[Array]:
             out, is_out_batched = eqn.params["rule"](
@@ -165,13 +171,13 @@ def bind_custom_vmap(
     return list(function(*operands))
 
 
-def _instantiated(array: Array) -> Any:
+def _instantiated(array: Any) -> Array:
     if structure.is_symbolic_zero(array):
         return jnp.zeros(array.aval.shape, array.aval.dtype)
     return array
 
 
-def _internal_zero(array: Array) -> Any:
+def _internal_zero(array: Any) -> Tangent:
     """Returns a user's symbolic zero as JAX's own, which ``vmap`` accepts."""
     return Zero(array.aval) if structure.is_symbolic_zero(array) else array
 

@@ -9,7 +9,7 @@ point.
 import abc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
@@ -189,7 +189,7 @@ class Backward(_Analysis[Fact]):
 
     def variables(
         self, jaxpr: Jaxpr, outputs: Sequence[Fact], path: str = ""
-    ) -> Mapping[Any, Fact]:
+    ) -> Mapping[Var, Fact]:
         """Returns the fact of each variable of a jaxpr.
 
         Args:
@@ -200,7 +200,7 @@ class Backward(_Analysis[Fact]):
         parts = structure.parts(jaxpr)
         # Not the method: an analysis that remembers its results would hold itself.
         nothing = self.nothing()
-        known: dict[Any, Fact] = defaultdict(lambda: nothing)
+        known: dict[Var, Fact] = defaultdict(lambda: nothing)
 
         def note(atoms: Sequence[Var], facts: Sequence[Fact]) -> None:
             for atom, fact in zip(atoms, facts, strict=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jmp_lite.jaxprs import params, source, structure
-from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Literal, Var
 
 Value = TypeVar("Value")
 Form = TypeVar("Form")
@@ -103,11 +103,11 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
     # -------------------------------------------------------------- values and forms
 
     @abc.abstractmethod
-    def constant(self, var: Var, array: Any) -> Value:
+    def constant(self, var: Var, array: Array) -> Value:
         """Returns the value of a constant."""
 
     @abc.abstractmethod
-    def literal(self, atom: Any) -> Value:
+    def literal(self, atom: Literal) -> Value:
         """Returns the value of a literal."""
 
     @abc.abstractmethod

@@ -22,7 +22,7 @@ from jax._src.lax.slicing import gather_p
 from jax.extend import core
 
 from jmp_lite.jaxprs import cost, sharding, structure
-from jmp_lite.jaxprs.types import Array, Eqn, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Tangent, Var
 
 
 def fills_with_number(eqn: Eqn) -> bool:
@@ -71,10 +71,10 @@ def selecting(eqn: Eqn, definitions: "Definitions") -> Eqn | None:
 
 
 def _reads_once(
-    dimensions: Any,
-    sizes: Sequence[Any],
-    shape: Sequence[Any],
-    of_indices: Sequence[Any],
+    dimensions: lax.GatherDimensionNumbers,
+    sizes: Sequence[int],
+    shape: Sequence[int],
+    of_indices: Sequence[int],
 ) -> bool:
     """Whether a gather takes one index of one axis for each index of other axes."""
     if len(dimensions.start_index_map) != 1 or not dimensions.operand_batching_dims:
@@ -90,8 +90,11 @@ def _reads_once(
 
 
 def _rows(
-    dimensions: Any, operand: Var, indices: Var, definitions: "Definitions"
-) -> tuple[Any, Var] | None:
+    dimensions: lax.GatherDimensionNumbers,
+    operand: Var,
+    indices: Var,
+    definitions: "Definitions",
+) -> tuple[lax.GatherDimensionNumbers, Var] | None:
     """Returns a gather of ``x[arange(len(x)), labels]`` as a batch of gathers.
 
     Returns:
@@ -205,14 +208,14 @@ class Definitions:
         return structure.is_literal(zero) and zero.val == 0
 
 
-def _numbers(constant: Any) -> np.ndarray[Any, Any] | None:
+def _numbers(constant: Array) -> np.ndarray | None:
     """Returns the numbers of a constant; None if this process does not have them."""
     is_here = getattr(constant, "is_fully_addressable", True)
     is_known = is_here and not structure.is_tracer(constant)
     return np.asarray(constant) if is_known else None
 
 
-def _axis_of_constant(constant: Any) -> int | None:
+def _axis_of_constant(constant: Array) -> int | None:
     """Returns the axis along which a constant counts 0, 1, 2, ..., or None."""
     numbers = _numbers(constant)
     if numbers is None or not np.issubdtype(numbers.dtype, np.integer):
@@ -242,7 +245,9 @@ class _Places(NamedTuple):
     of_result: Sequence[int | None]
 
 
-def _places(dimensions: Any, rank: int, rank_of_indices: int) -> _Places:
+def _places(
+    dimensions: lax.GatherDimensionNumbers, rank: int, rank_of_indices: int
+) -> _Places:
     (label,) = dimensions.start_index_map
     batch = dict(
         zip(
@@ -263,7 +268,7 @@ def _places(dimensions: Any, rank: int, rank_of_indices: int) -> _Places:
     return _Places(label, of_indices, of_result)
 
 
-def _spread(array: Array, places: Sequence[int | None], like: Any) -> Array:
+def _spread(array: Array, places: Sequence[int | None], like: Aval) -> Array:
     """Broadcasts an array to the shape of a type, given the axis that each axis is."""
     extra = [i for i, axis in enumerate(places) if axis is None]
     kept = [axis for axis in places if axis is not None]
@@ -274,8 +279,8 @@ def _spread(array: Array, places: Sequence[int | None], like: Any) -> Array:
 
 
 def _transpose(
-    cotangent: Any, operand: Any, indices: Array, **params: Any
-) -> list[Any]:
+    cotangent: Any, operand: ad.UndefinedPrimal, indices: Array, **params: Any
+) -> list[Tangent | None]:
     """Returns the cotangent of the operand: a selection."""
     if structure.is_zero(cotangent):
         return [type(cotangent)(operand.aval), None]
@@ -293,7 +298,7 @@ def _transpose(
     return [lax.select(here, spread, lax.full_like(spread, 0)), None]
 
 
-def _index_dtype(labels: Array) -> Any:
+def _index_dtype(labels: Array) -> Dtype:
     """Returns a dtype that represents the labels and the size of their axis."""
     is_narrow = labels.dtype.itemsize < 4
     return np.dtype("int32") if is_narrow else labels.dtype
@@ -348,11 +353,13 @@ class _Gather:
         """Returns the gathered elements."""
 
         @jax.custom_jvp
-        def gather(operand: Array, indices: Array) -> Any:
+        def gather(operand: Array, indices: Array) -> Array:
             return gather_p.bind(operand, indices, **params)
 
         @gather.defjvp
-        def jvp(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        def jvp(  # pyright: ignore[reportUnusedFunction]
+            primals: Sequence[Array], tangents: Sequence[Array]
+        ) -> tuple[Array, Array]:
             return gather(*primals), _jvp(tangents[0], *primals, **params)
 
         return gather(operand, indices)
@@ -361,7 +368,7 @@ class _Gather:
 _SELECTING = _Gather()
 
 
-def _jvp(tangent: Array, operand: Array, indices: Array, **params: Any) -> Any:
+def _jvp(tangent: Array, operand: Array, indices: Array, **params: Any) -> Array:
     """Returns the elements of a tangent; zero if an index is out of range."""
     del operand
     fill = {} if params["fill_value"] is None else {"fill_value": 0}

@@ -5,13 +5,23 @@ No other module knows the name of a parameter.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jmp_lite.jaxprs import coming, primitives, structure
-from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr
+from jmp_lite.jaxprs.types import (
+    Array,
+    Dtype,
+    Eqn,
+    Function,
+    Jaxpr,
+    Primitive,
+    PyTree,
+)
 
 Item = TypeVar("Item")
 
@@ -116,7 +126,7 @@ def trips(eqn: Eqn) -> int | None:
 
 def bind(
     eqn: Eqn,
-    operands: Sequence[Any],
+    operands: Sequence[Array],
     bound: set[object] | None = None,
 ) -> list[Array]:
     """Binds an equation's primitive to other operands.
@@ -132,7 +142,7 @@ def bind(
 
 def _bind(
     eqn: Eqn,
-    operands: Sequence[Any],
+    operands: Sequence[Array],
     bound: set[object] | None = None,
     /,
     **changed: Any,
@@ -157,13 +167,13 @@ def _bind(
 
 
 def _bind_primitive(
-    primitive: Any, params: tuple[tuple[str, Any], ...], *operands: Any
+    primitive: Primitive, params: tuple[tuple[str, Any], ...], *operands: Array
 ) -> Any:
     return primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _one_op(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
+def _one_op(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Function:
     """Returns an op as a ``jit`` function that leaves no trace of itself.
 
     For ``grad``, JAX analyses a jit function once, which takes longer than for an op,
@@ -174,7 +184,7 @@ def _one_op(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(function, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
 
 
-def _type_of(array: Any) -> object:
+def _type_of(array: Array) -> object:
     return structure.shape_of(array), getattr(array, "dtype", type(array))
 
 
@@ -189,25 +199,25 @@ def _is_being_linearized(operand: Any) -> bool:
     return structure.is_tracer(operand.primal)
 
 
-def bind_call(eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Array]:
+def bind_call(eqn: Eqn, operands: Sequence[Array], jaxpr: Jaxpr) -> list[Array]:
     """Binds an op that only calls a jaxpr to another closed jaxpr."""
     return _bind(eqn, operands, **{CALLED[op_of(eqn)]: jaxpr})
 
 
 def bind_cond(
-    eqn: Eqn, operands: Sequence[Any], branches: Sequence[Jaxpr]
+    eqn: Eqn, operands: Sequence[Array], branches: Sequence[Jaxpr]
 ) -> list[Array]:
     """Binds a cond to other closed branches."""
     return _bind(eqn, operands, branches=tuple(branches))
 
 
-def bind_scan(eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Array]:
+def bind_scan(eqn: Eqn, operands: Sequence[Array], jaxpr: Jaxpr) -> list[Array]:
     """Binds a scan to another closed body, with as many inputs of each kind."""
     return _bind(eqn, operands, jaxpr=jaxpr)
 
 
 def bind_while(
-    eqn: Eqn, operands: Sequence[Any], cond: Jaxpr, body: Jaxpr
+    eqn: Eqn, operands: Sequence[Array], cond: Jaxpr, body: Jaxpr
 ) -> list[Array]:
     """Binds a while to other closed jaxprs, with as many inputs of each kind."""
     return _bind(eqn, operands, cond_jaxpr=cond, body_jaxpr=body)
@@ -215,9 +225,9 @@ def bind_while(
 
 def bind_in(
     eqn: Eqn,
-    operands: Sequence[Any],
-    dtype: Any,
-    precision: Any = None,
+    operands: Sequence[Array],
+    dtype: Dtype | None,
+    precision: lax.PrecisionLike = None,
     bound: set[object] | None = None,
 ) -> list[Array]:
     """Binds an op to operands of another dtype.
@@ -238,7 +248,7 @@ def bind_in(
     return _bind(eqn, operands, bound, **changed)
 
 
-def bind_flat_dot(eqn: Eqn, operands: Sequence[Any]) -> Array:
+def bind_flat_dot(eqn: Eqn, operands: Sequence[Array]) -> Array:
     """Binds a ``dot_general`` to two matrices."""
     (result,) = _bind(eqn, operands, dimension_numbers=(((1,), (0,)), ((), ())))
     return result
@@ -261,7 +271,7 @@ def applies_function(eqn: Eqn) -> bool:
     return jaxpr is not None and bool(structure.parts(jaxpr).eqns)
 
 
-def bind_scatter(eqn: Eqn, operands: Sequence[Any]) -> Array:
+def bind_scatter(eqn: Eqn, operands: Sequence[Array]) -> Array:
     """Binds a scatter to operands of another dtype, with a combiner of that dtype."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     options = {name: eqn.params[name] for name in names}
@@ -269,7 +279,10 @@ def bind_scatter(eqn: Eqn, operands: Sequence[Any]) -> Array:
 
 
 def bind_remat(
-    eqn: Eqn, operands: Sequence[Any], jaxpr: Jaxpr, saved: Sequence[str] | None = None
+    eqn: Eqn,
+    operands: Sequence[Array],
+    jaxpr: Jaxpr,
+    saved: Sequence[str] | None = None,
 ) -> list[Array]:
     """Binds a rematerialized function to other operands, with another closed jaxpr.
 
@@ -294,9 +307,7 @@ def bind_remat(
     return _bind(eqn, operands, jaxpr=structure.open_jaxpr(jaxpr), **changed)
 
 
-def _saving(
-    names: Sequence[str], policy: Callable[..., Any] | None
-) -> Callable[..., Any]:
+def _saving(names: Sequence[str], policy: Function | None) -> Function:
     """Returns a checkpoint policy that also saves the values of some names.
 
     JAX combines policies only if both answer yes or no; one that offloads does not.
@@ -304,7 +315,7 @@ def _saving(
     policies = jax.checkpoint_policies
     is_named, others = policies.save_only_these_names(*names), policy
 
-    def either(primitive: Any, *args: Any, **params: Any) -> Any:
+    def either(primitive: Primitive, *args: Any, **params: Any) -> Any:
         if is_named(primitive, *args, **params):
             return True
         known = primitives.taken_for(primitive)
@@ -370,8 +381,8 @@ class ProductParams(NamedTuple):
       result_dtype: the dtype of its result; None for the dtype of its operands.
     """
 
-    precision: Any
-    result_dtype: Any
+    precision: lax.PrecisionLike
+    result_dtype: Dtype | None
 
 
 def product_params(eqn: Eqn) -> ProductParams | None:
@@ -390,7 +401,7 @@ def contracts_nothing(eqn: Eqn) -> bool:
     return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
 
 
-def dot_dimensions(eqn: Eqn) -> Any:
+def dot_dimensions(eqn: Eqn) -> lax.DotDimensionNumbers:
     """Returns the contracted and the batch axes of both operands of a product.
 
     The product is a ``dot_general`` or a ``ragged_dot_general``.
@@ -400,7 +411,7 @@ def dot_dimensions(eqn: Eqn) -> Any:
     return ragged_axes(eqn).dot_dimension_numbers
 
 
-def ragged_axes(eqn: Eqn) -> Any:
+def ragged_axes(eqn: Eqn) -> lax.RaggedDotDimensionNumbers:
     """Returns the dimension numbers of a product of groups, with their axes."""
     return eqn.params["ragged_dot_dimension_numbers"]
 
@@ -416,12 +427,12 @@ def are_batches(eqn: Eqn) -> bool:
     return not {*ragged_axes(eqn).lhs_ragged_dimensions}.isdisjoint(batch)
 
 
-def out_sharding(eqn: Eqn) -> Any:
+def out_sharding(eqn: Eqn) -> NamedSharding | None:
     """Returns the sharding that a product requests for its result, or None."""
     return eqn.params.get("out_sharding")
 
 
-def dot_options(eqn: Eqn, dtype: Any) -> dict[str, Any]:
+def dot_options(eqn: Eqn, dtype: Dtype) -> dict[str, Any]:
     """Returns the options of a dot_general, for a function in its place.
 
     Args:
@@ -434,7 +445,7 @@ def dot_options(eqn: Eqn, dtype: Any) -> dict[str, Any]:
     return options
 
 
-def conv_axes(eqn: Eqn) -> Any:
+def conv_axes(eqn: Eqn) -> lax.ConvDimensionNumbers:
     """Returns the dimension numbers of a convolution."""
     return eqn.params["dimension_numbers"]
 
@@ -484,9 +495,9 @@ class ShardMap(NamedTuple):
       check_vma: whether types state over which axes arrays vary.
     """
 
-    mesh: Any
-    in_specs: tuple[Any, ...]
-    out_specs: Sequence[Any]
+    mesh: Mesh | AbstractMesh
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: Sequence[PartitionSpec]
     axes: frozenset[str]
     check_vma: bool
 
@@ -500,7 +511,9 @@ class ShardMap(NamedTuple):
         axes = {axis for n in names for axis in ((n,) if isinstance(n, str) else n)}
         return not self.check_vma and not self.axes <= axes
 
-    def of(self, fun: Function, in_specs: Any, out_specs: Any) -> Function:
+    def of(
+        self, fun: Function, in_specs: Sequence[PartitionSpec], out_specs: PyTree
+    ) -> Function:
         """Returns another function as it maps its own, with other specs."""
         return jax.shard_map(
             fun,
@@ -523,7 +536,7 @@ def shard_map_of(eqn: Eqn) -> ShardMap:
     )
 
 
-def ambient_precision() -> Any:
+def ambient_precision() -> lax.PrecisionLike:
     """Returns the precision or algorithm of a product that requests none."""
     name: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     algorithms = jax.lax.DotAlgorithmPreset.__members__

@@ -1,13 +1,14 @@
 """Makes primitives of this library."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jax._src.interpreters import ad, batching, mlir
 from jax.extend import core
 
+from jmp_lite.jaxprs.types import Array, Function, Primitive, Tangent
 
-def primitive(name: str, fun: Callable[..., Any]) -> Any:
+
+def primitive(name: str, fun: Function) -> core.Primitive:
     """Returns a primitive whose result has the type of its last operand.
 
     Unlike a ``custom_jvp``, whose rule JAX may drop if a loop is differentiated twice,
@@ -24,7 +25,9 @@ def primitive(name: str, fun: Callable[..., Any]) -> Any:
     made.def_abstract_eval(lambda *avals: avals[-1])
     mlir.register_lowering(made, mlir.lower_fun(fun, multiple_results=False))
 
-    def batch(operands: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
+    def batch(
+        operands: Sequence[Array], axes: Sequence[int | None]
+    ) -> tuple[Array, int]:
         size = next(
             operand.shape[axis]
             for operand, axis in zip(operands, axes, strict=True)
@@ -48,23 +51,25 @@ def is_of_this_library(op: str) -> bool:
     return op in _NAMES
 
 
-_TAKEN_FOR: dict[Any, Any] = {}
+_TAKEN_FOR: dict[Primitive, Primitive] = {}
 
 
-def take_for(made: Any, known: Any) -> None:
+def take_for(made: Primitive, known: Primitive) -> None:
     """Makes checkpoint policies take a primitive for one of JAX that they know."""
     _TAKEN_FOR[made] = known
 
 
-def taken_for(given: Any) -> Any:
+def taken_for(given: Primitive) -> Primitive:
     """Returns the primitive that checkpoint policies take one for."""
     return _TAKEN_FOR.get(given, given)
 
 
-def pass_last_tangent(made: Any) -> None:
+def pass_last_tangent(made: core.Primitive) -> None:
     """Sets the derivative of a primitive: its tangent is that of its last operand."""
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    def rule(
+        primals: Sequence[Array], tangents: Sequence[Tangent]
+    ) -> tuple[Array, Tangent]:
         return made.bind(*primals), tangents[-1]
 
     ad.primitive_jvps[made] = rule

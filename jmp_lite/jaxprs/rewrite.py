@@ -1,14 +1,13 @@
 """Traces a jaxpr again, with its equations run in another way."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Var
 
 
 def retraced(
-    jaxpr: Jaxpr, avals: Sequence[Aval], steps: Callable[[dict[Var, Any]], None]
+    jaxpr: Jaxpr, avals: Sequence[Aval], steps: Callable[[dict[Var, Array]], None]
 ) -> Jaxpr:
     """Returns a closed jaxpr, traced again with its equations run in another way.
 
@@ -36,6 +35,6 @@ def run_equations(eqns: Sequence[Eqn], env: dict[Var, Array]) -> None:
         env.update(zip(eqn.outvars, results, strict=True))
 
 
-def read(env: dict[Var, Array], atom: Var) -> Any:
+def read(env: dict[Var, Array], atom: Var) -> Array:
     """Returns the value of an atom, given values by variable."""
     return structure.as_array(atom.val) if structure.is_literal(atom) else env[atom]

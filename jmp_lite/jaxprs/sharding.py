@@ -1,15 +1,16 @@
 """Handles arrays whose types state their sharding, or the axes over which they vary."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Var
 
 
-def zeros(aval: Aval, length: int | None = None) -> Any:
+def zeros(aval: Aval, length: int | None = None) -> Array:
     """Returns zeros of a type; with a length, with a leading axis of that length."""
     more = () if length is None else (length,)
     zero, shape = jnp.zeros((), aval.dtype), (*more, *aval.shape)
@@ -21,7 +22,7 @@ def zeros(aval: Aval, length: int | None = None) -> Any:
     return as_varying(array, aval.manual_axis_type.varying)
 
 
-def spread(array: Array, axes: Sequence[int], aval: Aval) -> Any:
+def spread(array: Array, axes: Sequence[int], aval: Aval) -> Array:
     """Returns an array broadcast to the shape and the sharding of a type.
 
     Args:
@@ -33,7 +34,7 @@ def spread(array: Array, axes: Sequence[int], aval: Aval) -> Any:
     return jax.lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
 
 
-def in_order(aval: Aval, axes: Sequence[int]) -> Any:
+def in_order(aval: Aval, axes: Sequence[int]) -> NamedSharding | None:
     """Returns the sharding of an array with the axes of a type in another order.
 
     None if there is no mesh.
@@ -44,7 +45,7 @@ def in_order(aval: Aval, axes: Sequence[int]) -> Any:
     return aval.sharding.update(spec=jax.P(*(spec[axis] for axis in axes)))
 
 
-def beside(array: Array, other: Array) -> Any:
+def beside(array: Array, other: Array) -> Array:
     """Returns an array of the rank of another, sharded so that the two multiply.
 
     Axes of size 1 are not sharded. Without a mesh it is the array itself.
@@ -57,7 +58,9 @@ def beside(array: Array, other: Array) -> Any:
     return jax.sharding.reshard(array, sharding.update(spec=jax.P(*spec)))
 
 
-def with_axis(sharding: Any, at: int, array: Array) -> Any:
+def with_axis(
+    sharding: NamedSharding | None, at: int, array: Array
+) -> NamedSharding | None:
     """Returns a sharding with a new axis, that of the first axis of an array.
 
     Args:
@@ -71,7 +74,7 @@ def with_axis(sharding: Any, at: int, array: Array) -> Any:
     return sharding.update(spec=jax.P(*spec[:at], axis, *spec[at:]))
 
 
-def iota(dtype: Dtype, axis: int, aval: Aval) -> Any:
+def iota(dtype: Dtype, axis: int, aval: Aval) -> Array:
     """Returns the positions along an axis, in the shape and the sharding of a type."""
     sharding = aval.sharding if is_type_sharded(aval) else None
     return jax.lax.broadcasted_iota(dtype, aval.shape, axis, out_sharding=sharding)
@@ -87,7 +90,7 @@ def is_type_sharded(aval: Aval) -> bool:
     return any(axis is not None for axis in aval.sharding.spec)
 
 
-def cast(array: Array, dtype: Any) -> Any:
+def cast(array: Array, dtype: DTypeLike) -> Array:
     """Returns an array in another dtype.
 
     At the end of ``auto_axes``, for example, an op has an operand on another
@@ -100,7 +103,7 @@ def cast(array: Array, dtype: Any) -> Any:
         return array.astype(dtype)
 
 
-def as_varying(array: Array, axes: Iterable[str]) -> Any:
+def as_varying(array: Array, axes: Iterable[str]) -> Array:
     """Returns an array whose type states that it may differ over some mapped axes.
 
     Only ``shard_map`` has such types. Elsewhere the array is returned unchanged.
@@ -118,7 +121,7 @@ def axes_of(array: Array) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def gathered(array: Array, axes: Iterable[str] | None = None) -> Any:
+def gathered(array: Array, axes: Iterable[str] | None = None) -> Array:
     """Returns the stacked arrays of all devices of a ``shard_map``.
 
     The result is the same on each device. Outside of ``shard_map`` it is the array

@@ -21,7 +21,7 @@ def scopes(eqn: Eqn) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(stack: Any) -> tuple[str, ...]:
+def _names(stack: tuple[object, ...]) -> tuple[str, ...]:
     return tuple(item.name for item in stack if isinstance(item, _Scope))
 
 

@@ -5,6 +5,7 @@ If versions of JAX differ, the code checks for a feature, never for a version nu
 
 import functools
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -15,8 +16,19 @@ from jax._src import core as jax_core
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax
 from jax.extend import core, linear_util
+from jax.typing import DTypeLike
 
-from jmp_lite.jaxprs.types import Array, Aval, Eqn, Function, Jaxpr, Literal, Var
+from jmp_lite.casting.types import Leaf
+from jmp_lite.jaxprs.types import (
+    Array,
+    Aval,
+    Dtype,
+    Eqn,
+    Function,
+    Jaxpr,
+    Literal,
+    Var,
+)
 
 
 class Parts(NamedTuple):
@@ -52,13 +64,13 @@ def trace(fun: Function, avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
     return _closed(jaxpr, consts)
 
 
-def _closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
+def _closed(jaxpr: Any, consts: Sequence[Array]) -> Jaxpr:
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(consts)
     return core.ClosedJaxpr(open_jaxpr(jaxpr), list(consts))
 
 
-def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     """Returns a closed jaxpr with its constants as first inputs, and the constants."""
     consts = parts(jaxpr).consts
     n_consts = len(consts)
@@ -79,7 +91,7 @@ def evaluate(jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
     return run(jaxpr)(*arrays)
 
 
-def effects_of(jaxpr: Jaxpr) -> set[Any]:
+def effects_of(jaxpr: Jaxpr) -> AbstractSet[core.Effect]:
     """Returns the side effects of the equations of a jaxpr."""
     return open_jaxpr(jaxpr).effects
 
@@ -108,7 +120,7 @@ def type_of(var: Var) -> Aval:
     return var.aval if content is None else of_content.AvalQDD(var.aval, content)
 
 
-def type_of_value(value: Any) -> Aval:
+def type_of_value(value: Array) -> Aval:
     """Returns the type of a value, for a new trace; see ``type_of``."""
     if is_symbolic_zero(value):
         return value.aval
@@ -152,7 +164,7 @@ def is_integer(atom: Var) -> bool:
 
 
 @functools.cache
-def _is_kind(dtype: Any, kind: Any) -> bool:
+def _is_kind(dtype: Dtype, kind: type[np.generic]) -> bool:
     """Whether a dtype is of a kind; there are few dtypes, and JAX takes long."""
     return jnp.issubdtype(dtype, kind)
 
@@ -189,7 +201,7 @@ def live_equations(jaxpr: Jaxpr) -> list[Eqn]:
     return found[::-1]
 
 
-def retyped(aval: Aval, dtype: Any) -> Aval:
+def retyped(aval: Aval, dtype: DTypeLike) -> Aval:
     """Returns a type with another dtype."""
     if getattr(aval, "dtype", None) == dtype:
         return aval
@@ -205,7 +217,7 @@ def flag_beside(aval: Aval) -> Any:
     return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def as_typed(value: Any, aval: Aval) -> Any:
+def as_typed(value: Leaf, aval: Aval) -> Leaf:
     """Returns a value as an array of a type, which may be weak.
 
     A value of another kind, such as a token, stays what it is.
@@ -221,6 +233,6 @@ def as_typed(value: Any, aval: Aval) -> Any:
     return value
 
 
-def as_array(value: Any) -> Any:
+def as_array(value: Leaf) -> Leaf:
     """Returns the value of a literal or a constant as an object with a dtype."""
     return value if hasattr(value, "dtype") else jnp.asarray(value)

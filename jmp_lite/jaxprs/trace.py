@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -49,7 +49,7 @@ def trace_function(fun: Function, args: PyTree, kwargs: PyTree) -> Traced:
     _refuse_mutable_graphs(fun, args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
-    structures: list[Any] = []
+    structures: list[PyTree] = []
 
     def flat(*arrays: Array) -> list[Array]:
         given = list(leaves)

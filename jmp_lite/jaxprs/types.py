@@ -1,10 +1,15 @@
 """Types of the parts of a jaxpr that this library reads."""
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
+from jax._src.ad_util import Zero
+from jax.extend.core import Effect
+from jax.extend.source_info_util import SourceInfo
+from jax.sharding import ManualAxisType, NamedSharding
 
 Dtype: TypeAlias = np.dtype[Any]
 PyTree: TypeAlias = Any
@@ -12,6 +17,10 @@ Function: TypeAlias = Callable[..., Any]
 """A user's function, with an unknown signature."""
 Array: TypeAlias = jax.Array
 """An array, a tracer, or a NumPy scalar."""
+Tangent: TypeAlias = jax.Array | Zero
+"""A tangent or a cotangent: an array, or a zero of JAX that is not one."""
+Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""The axes of the left and of the right operand of a product."""
 
 
 class Aval(Protocol):
@@ -33,12 +42,17 @@ class Aval(Protocol):
         ...
 
     @property
-    def sharding(self) -> Any:
+    def ndim(self) -> int:
+        """The number of its axes."""
+        ...
+
+    @property
+    def sharding(self) -> NamedSharding:
         """Its sharding, if types state it."""
         ...
 
     @property
-    def manual_axis_type(self) -> Any:
+    def manual_axis_type(self) -> ManualAxisType:
         """The mapped axes over which it varies."""
         ...
 
@@ -79,7 +93,7 @@ class Primitive(Protocol):
     name: str
     multiple_results: bool
 
-    def bind(self, *operands: Any, **params: Any) -> Any:
+    def bind(self, *operands: Array, **params: Any) -> Any:
         """Applies it to operands."""
         ...
 
@@ -112,12 +126,12 @@ class Eqn(Protocol):
         ...
 
     @property
-    def effects(self) -> Any:
+    def effects(self) -> AbstractSet[Effect]:
         """Its side effects."""
         ...
 
     @property
-    def source_info(self) -> Any:
+    def source_info(self) -> SourceInfo:
         """Its line of code and its scopes."""
         ...
 

@@ -21,10 +21,12 @@ from jax.extend import core
 from jmp_lite.jaxprs import primitives, sharding
 from jmp_lite.jaxprs.axes import Dimensions
 from jmp_lite.jaxprs.bilinear import cotangents_of_product, tangents_of_product
-from jmp_lite.jaxprs.types import Array, Eqn
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Tangent
 
 
-def wide_dot(eqn: Eqn, operands: Sequence[Array], precision: Any) -> Array:
+def wide_dot(
+    eqn: Eqn, operands: Sequence[Array], precision: lax.PrecisionLike
+) -> Array:
     """Returns a ``dot_general`` of 16-bit operands in float32.
 
     Args:
@@ -40,8 +42,8 @@ def wide_dot(eqn: Eqn, operands: Sequence[Array], precision: Any) -> Array:
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-) -> tuple[Array, Any]:
+    primals: Sequence[Array], tangents: Sequence[Tangent], **params: Any
+) -> tuple[Array, Array]:
     low = {**params, "preferred_element_type": primals[0].dtype}
     product = functools.partial(dot_general_p.bind, **low)
     terms = tangents_of_product(product, primals, tangents)
@@ -49,8 +51,10 @@ def _jvp(
     return _wide_dot.bind(*primals, **params), functools.reduce(lax.add, full)
 
 
-def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
-    def pull(side: int, aval: Any) -> Any:
+def _transpose(
+    cotangent: Any, *operands: Array | ad.UndefinedPrimal, **params: Any
+) -> list[Tangent | None]:
+    def pull(side: int, aval: Aval) -> Array:
         def product(operand: Array) -> Array:
             every = [operand, operands[1]] if side == 0 else [operands[0], operand]
             low = {**params, "preferred_element_type": aval.dtype}
@@ -81,7 +85,7 @@ def _map(
     return _wide_dot.bind(*in_front, **{**params, **changed}), at
 
 
-def _in_float32(lhs: Array, rhs: Array, **params: Any) -> Any:
+def _in_float32(lhs: Array, rhs: Array, **params: Any) -> Array:
     full = (operand.astype(np.float32) for operand in (lhs, rhs))
     return dot_general_p.bind(*full, **{**params, "precision": None})
 

@@ -9,7 +9,16 @@ from jax import lax
 
 from jmp_lite.casting.dtypes import is_16_bit, is_array, upcast_tree
 from jmp_lite.casting.type_of import type_of
-from jmp_lite.casting.types import Path
+from jmp_lite.casting.types import (
+    AnyArray,
+    Array,
+    Leaf,
+    Optimizer,
+    Params,
+    Path,
+    PyTree,
+    Updates,
+)
 from jmp_lite.optimizers.parameters import (
     check_16_bit,
     check_16_bit_as_before,
@@ -44,15 +53,15 @@ class CompensatedState(NamedTuple):
       dtype('int16')
     """
 
-    remainder: Any
-    inner_state: Any
+    remainder: PyTree
+    inner_state: PyTree
 
     def rounded_parameters(self) -> set[Path] | None:
         """Returns the key paths of the parameters that ``update`` rounds."""
         return {path for path, _ in jax.tree.leaves_with_path(self.remainder)}
 
 
-def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
+def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that 16-bit parameters keep the digits that they lack.
 
     The state stores 16 more bits of each parameter. For a bfloat16 parameter they are
@@ -113,15 +122,18 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     """
     inner = with_extra_args(inner)
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> CompensatedState:
         check_16_bit(params, "compensated")
         remainder = jax.tree.map(_no_remainder, params)
         inner_state = strongly_typed(inner.init(upcast_tree(params)))
         return CompensatedState(remainder, inner_state)
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: Updates,
+        state: PyTree,
+        params: Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, CompensatedState]:
         check_state(state, CompensatedState, "compensated")
         check_params(updates, params, "compensated")
         _check_remainder(state.remainder, params)
@@ -130,7 +142,9 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
 
-        def add(param: Any, remainder: Any, step: Any, master: Any) -> Any:
+        def add(
+            param: Leaf, remainder: Leaf, step: Leaf, master: Leaf
+        ) -> tuple[Leaf, Leaf]:
             if not is_16_bit(param):
                 return step, remainder
             return _moved(param, master + step)
@@ -146,7 +160,7 @@ def compensated(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _no_remainder(param: Any) -> Any:
+def _no_remainder(param: Leaf) -> Array | optax.MaskedNode:
     """Returns the remainder of a parameter that lacks nothing."""
     if not is_16_bit(param):
         return optax.MaskedNode()
@@ -154,7 +168,7 @@ def _no_remainder(param: Any) -> Any:
     return jnp.zeros_like(param, jnp.int16 if is_exact else None)
 
 
-def with_remainder(param: Any, remainder: Any) -> Any:
+def with_remainder(param: Leaf, remainder: Leaf) -> Leaf:
     """Returns the master of a 16-bit parameter, and any other parameter as it is.
 
     Args:
@@ -171,7 +185,7 @@ def with_remainder(param: Any, remainder: Any) -> Any:
     return jnp.where(is_added, wide + error, wide)
 
 
-def may_differ_by(error: Any, param: Any) -> Any:
+def may_differ_by(error: AnyArray, param: AnyArray) -> Array:
     """Whether float32 numbers round to a parameter that differs by an error."""
     wide = to_float32(param)
     # A little less, because a rounding error of half a unit is a tie.
@@ -179,7 +193,7 @@ def may_differ_by(error: Any, param: Any) -> Any:
     return nearest(wide + less, grid_of(param.dtype)) == wide
 
 
-def remainder_of(param: Any, master: Any) -> Any:
+def remainder_of(param: AnyArray, master: AnyArray) -> Array:
     """Returns the remainder of a 16-bit parameter, which is its master rounded."""
     if param.dtype == jnp.bfloat16:
         return split(master)[1]
@@ -188,7 +202,7 @@ def remainder_of(param: Any, master: Any) -> Any:
     return nearest(error, grid_of(param.dtype)).astype(param.dtype)
 
 
-def _moved(param: Any, master: Any) -> tuple[Any, Any]:
+def _moved(param: AnyArray, master: AnyArray) -> tuple[Array, Array]:
     """Returns the update of a 16-bit parameter to a master, and the new remainder."""
     if param.dtype == jnp.bfloat16:
         target, remainder = split(master)
@@ -203,7 +217,7 @@ def _moved(param: Any, master: Any) -> tuple[Any, Any]:
     return update, remainder_of(_sum(param, update), master)
 
 
-def _sum(param: Any, update: Any) -> Any:
+def _sum(param: AnyArray, update: Array) -> AnyArray:
     """Adds as optax.apply_updates does, so that XLA computes the sum once for both.
 
     Otherwise a TPU would run two kernels.
@@ -211,11 +225,11 @@ def _sum(param: Any, update: Any) -> Any:
     return (to_float32(param) + update).astype(param.dtype)
 
 
-def _bits(param: Any) -> Any:
+def _bits(param: AnyArray) -> Array:
     return lax.bitcast_convert_type(param, jnp.uint16)
 
 
-def _check_remainder(remainder: Any, params: Any) -> None:
+def _check_remainder(remainder: PyTree, params: PyTree) -> None:
     """Raises a TypeError for remainders of parameters of another dtype."""
     leaves, treedef = jax.tree.flatten_with_path(params)
     found = treedef.flatten_up_to(remainder)

@@ -6,7 +6,7 @@ made of these. Whatever wraps the optimizer before or after, both have the same 
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,16 @@ from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import cast_tree, is_array, is_floating, upcast_tree
 from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import (
+    AnyArray,
+    Array,
+    Leaf,
+    Optimizer,
+    Params,
+    Path,
+    PyTree,
+    Tree,
+)
 from jmp_lite.optimizers.compensated import (
     CompensatedState,
     may_differ_by,
@@ -46,17 +56,15 @@ from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
 from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.scaling.wrapping import strongly_typed, with_extra_args
 
-Params = TypeVar("Params")
-
 
 def convert_state(
-    old_state: Any,
-    new_optimizer: Any,
-    params: Params,
+    old_state: PyTree,
+    new_optimizer: Optimizer,
+    params: Tree,
     dtype: DTypeLike | None = None,
     *,
-    where: Callable[[Any, Any], bool] | None = None,
-) -> tuple[Params, Any]:
+    where: Callable[[Path, Leaf], bool] | None = None,
+) -> tuple[Tree, PyTree]:
     """Converts parameters and the state of their optimizer to another precision.
 
     Use it to change precision in the middle of a run. The new optimizer is the old one
@@ -136,7 +144,7 @@ def convert_state(
     return new_params, _wrapped(old_state, new_state, values, full, new_params)
 
 
-def _start(optimizer: Any, params: Any) -> Any:
+def _start(optimizer: Optimizer, params: PyTree) -> PyTree:
     try:
         return strongly_typed(optimizer.init(params))
     except ValueError as error:
@@ -147,7 +155,7 @@ def _start(optimizer: Any, params: Any) -> Any:
         raise
 
 
-def _all_digits(old_state: Any, params: Any) -> Any:
+def _all_digits(old_state: PyTree, params: Tree) -> Tree:
     """Returns the parameters as the old optimizer sees them, in 32 bits or more."""
     full = upcast_tree(params)
     for state in wrappers(old_state):
@@ -160,11 +168,11 @@ def _all_digits(old_state: Any, params: Any) -> Any:
     return full
 
 
-def _of_master(_: Any, master: Any, full: Any, param: Any) -> Any:
+def _of_master(_: Path, master: Leaf, full: Leaf, param: Leaf) -> Leaf:
     return master_of(param, as_array(master)) if is_floating(param) else full
 
 
-def _of_remainder(path: Any, remainder: Any, _: Any, param: Any) -> Any:
+def _of_remainder(path: Path, remainder: AnyArray, _: Leaf, param: Leaf) -> Leaf:
     check_16_bit_as_before(path, param)
     is_half_of_bits = remainder.dtype == jnp.int16 and param.dtype == jnp.bfloat16
     if not is_half_of_bits and remainder.dtype != param.dtype:
@@ -176,7 +184,7 @@ def _of_remainder(path: Any, remainder: Any, _: Any, param: Any) -> Any:
     return with_remainder(param, as_array(remainder))
 
 
-def _as_held(new_state: Any, full: Any) -> Any:
+def _as_held(new_state: PyTree, full: Tree) -> Tree:
     """Returns parameters with as many digits as the new state can hold."""
     for state in wrappers(new_state):
         if isinstance(state, MasterWeightsState):
@@ -192,7 +200,7 @@ def _as_held(new_state: Any, full: Any) -> Any:
     return full
 
 
-def _rounded(params: Any, goal: Any, full: Any, new_state: Any) -> Any:
+def _rounded(params: Tree, goal: Tree, full: Tree, new_state: PyTree) -> Tree:
     """Returns the new parameters.
 
     Args:
@@ -202,7 +210,7 @@ def _rounded(params: Any, goal: Any, full: Any, new_state: Any) -> Any:
       new_state: the new state, which decides how a tie is rounded.
     """
 
-    def rounded(goal: Any, full: Any) -> Any:
+    def rounded(goal: Leaf, full: Leaf) -> Leaf:
         if not is_floating(goal) or not is_narrower(goal, full):
             return copied(full, goal)
         return rounded_to(full, goal.dtype).astype(goal.dtype)
@@ -214,7 +222,9 @@ def _rounded(params: Any, goal: Any, full: Any, new_state: Any) -> Any:
     return new_params
 
 
-def _own_tie(_: Any, remainder: Any, new: Any, param: Any, full: Any) -> Any:
+def _own_tie(
+    _: Path, remainder: AnyArray, new: AnyArray, param: AnyArray, full: AnyArray
+) -> AnyArray:
     """Returns the old parameter if its rounding error is a tie."""
     if not new.dtype == param.dtype == remainder.dtype:
         return new  # A tie of a bfloat16 parameter is rounded away from zero.
@@ -222,17 +232,21 @@ def _own_tie(_: Any, remainder: Any, new: Any, param: Any, full: Any) -> Any:
     return jnp.where(may_differ_by(error, param), param, new)
 
 
-def _check_narrower(masters: Any, params: Any, advice: str) -> None:
+def _check_narrower(masters: Params, params: PyTree, advice: str) -> None:
     """Raises a ValueError if all parameters have as many bits as their masters."""
-    pairs: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Leaf, Leaf]] = []
     _zipped(lambda _, master, param: pairs.append((param, master)), masters, params)
     if not any(map(is_left_out, jax.tree.leaves(masters, is_leaf=is_left_out))):
         check_any_narrower(pairs, advice)
 
 
 def _wrapped(
-    old_state: Any, new_state: Any, values: Iterator[Any], full: Any, params: Any
-) -> Any:
+    old_state: PyTree,
+    new_state: PyTree,
+    values: Iterator[Leaf],
+    full: PyTree,
+    params: PyTree,
+) -> PyTree:
     """Returns the new state with the values of the old one.
 
     Args:
@@ -244,7 +258,7 @@ def _wrapped(
     """
     former = {kind: _paired(kind, old_state, new_state) for kind in _REMEMBERING}
 
-    def wrap(tree: Any) -> Any:
+    def wrap(tree: PyTree) -> PyTree:
         return jax.tree.map(
             lambda node: of_wrapper(node) if is_wrapper_state(node) else next(values),
             tree,
@@ -278,7 +292,9 @@ _REMEMBERING = (LossScalingState, StochasticRoundingState, LowPrecisionState)
 _CAST = "To cast them, pass dtype, such as 'bfloat16'."
 
 
-def _paired(kind: type[Any], old_state: Any, new_state: Any) -> Iterator[Any]:
+def _paired(
+    kind: type[WrapperState], old_state: PyTree, new_state: PyTree
+) -> Iterator[Any]:
     """Returns the old state for each new state of a kind; None if numbers differ."""
     old, new = (
         [state for state in wrappers(tree) if isinstance(state, kind)]
@@ -287,15 +303,19 @@ def _paired(kind: type[Any], old_state: Any, new_state: Any) -> Iterator[Any]:
     return iter(old if len(old) == len(new) else [None] * len(new))
 
 
-def _new_master(_: Any, master: Any, __: Any, full: Any) -> Any:
+def _new_master(_: Path, master: Leaf, __: Leaf, full: Leaf) -> Leaf:
     return copied(full, master)
 
 
-def _new_remainder(_: Any, remainder: Any, __: Any, param: Any, full: Any) -> Any:
+def _new_remainder(
+    _: Path, remainder: Array, __: Array, param: AnyArray, full: AnyArray
+) -> Array:
     return remainder_of(param, full)
 
 
-def _with_counts(old: LossScalingState | None, new: LossScalingState) -> Any:
+def _with_counts(
+    old: LossScalingState | None, new: LossScalingState
+) -> LossScalingState:
     """Returns a new state that counts on, and keeps a scale of the same settings."""
     if old is None:
         return new
@@ -305,7 +325,10 @@ def _with_counts(old: LossScalingState | None, new: LossScalingState) -> Any:
     return jax.tree.map(copied, kept)
 
 
-def _key(old: Any, new: Any) -> Any:
+def _key(
+    old: StochasticRoundingState | LowPrecisionState | None,
+    new: StochasticRoundingState | LowPrecisionState,
+) -> Any:
     """Returns the old key if it can stand for the new one."""
     keys = [None if state is None else state.key for state in (old, new)]
     types = [(key.dtype, key.shape) for key in keys if is_array(key)]
@@ -313,7 +336,9 @@ def _key(old: Any, new: Any) -> Any:
     return copied(keys[0]) if is_kept else keys[1]
 
 
-def _zipped(fun: Callable[..., Any], part: Any, first: Any, *others: Any) -> Any:
+def _zipped(
+    fun: Callable[..., Leaf], part: PyTree, first: Tree, *others: PyTree
+) -> Tree:
     """Maps a function over what a wrapper holds for its parameters.
 
     Args:
@@ -325,7 +350,7 @@ def _zipped(fun: Callable[..., Any], part: Any, first: Any, *others: Any) -> Any
       *others: more such trees.
     """
 
-    def at(path: Any, held: Any, *leaves: Any) -> Any:
+    def at(path: Path, held: PyTree, *leaves: PyTree) -> PyTree:
         return leaves[0] if is_left_out(held) else fun(path, held, *leaves)
 
     try:

@@ -5,43 +5,45 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_lite.casting.dtypes import is_array, is_number
 from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import Dtype, Leaf, OptState, Path, PyTree
 from jmp_lite.optimizers.low_precision_state import LowPrecisionState, unpacked
 from jmp_lite.optimizers.storage import Stored, is_stored, restore, store
 from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
 
 
-def without_wrappers(state: Any) -> Any:
+def without_wrappers(state: PyTree) -> OptState:
     """Returns a state in which inner states stand in place of wrappers' states.
 
     An array that ``low_precision_state`` stores is a ``Stored``.
     """
 
-    def at(node: Any) -> Any:
+    def at(node: PyTree) -> PyTree:
         return without_wrappers(inside(node)) if is_wrapper_state(node) else node
 
     return jax.tree.map(at, state, is_leaf=is_node)
 
 
-def inside(state: WrapperState) -> Any:
+def inside(state: WrapperState) -> PyTree:
     """Returns the inner state, with a ``Stored`` for each array of 16 or 8 bits."""
     is_low = isinstance(state, LowPrecisionState)
     return unpacked(state) if is_low else state.inner_state
 
 
-def is_node(node: Any) -> bool:
+def is_node(node: PyTree) -> bool:
     """Whether a node of a pytree is the state of a wrapper, or a stored array."""
     return is_wrapper_state(node) or is_stored(node)
 
 
-def leaves(state: Any) -> list[Any]:
+def leaves(state: OptState) -> list[Leaf]:
     """Returns the leaves of a state, of which a ``Stored`` is one."""
     return jax.tree.leaves(state, is_leaf=is_stored)
 
 
-def wrappers(state: Any) -> Iterator[WrapperState]:
+def wrappers(state: PyTree) -> Iterator[WrapperState]:
     """Yields the states of wrappers, from the outside in."""
     for node in jax.tree.leaves(state, is_leaf=is_wrapper_state):
         if is_wrapper_state(node):
@@ -49,7 +51,7 @@ def wrappers(state: Any) -> Iterator[WrapperState]:
             yield from wrappers(node.inner_state)
 
 
-def converted(old: Any, new: Any) -> Any:
+def converted(old: Leaf, new: Leaf) -> Leaf:
     """Returns an array of the old state in the format of the new one."""
     if is_stored(old) and is_stored(new) and _format(old) == _format(new):
         return jax.tree.map(copied, old)
@@ -60,11 +62,11 @@ def converted(old: Any, new: Any) -> Any:
     return copied(full, new) if is_array(new) else new
 
 
-def _format(stored: Stored) -> tuple[Any, bool]:
+def _format(stored: Stored) -> tuple[Dtype, bool]:
     return stored.numbers.dtype, stored.scale is not None
 
 
-def check_same_optimizer(old: Any, new: Any) -> None:
+def check_same_optimizer(old: OptState, new: OptState) -> None:
     """Raises a TypeError for states that differ in more than dtypes.
 
     Args:
@@ -85,7 +87,7 @@ def check_same_optimizer(old: Any, new: Any) -> None:
     )
 
 
-def _difference(old: Any, new: Any, path: Any) -> tuple[Any, str, str] | None:
+def _difference(old: PyTree, new: PyTree, path: Path) -> tuple[Path, str, str] | None:
     """Returns the first place at which two states differ, and what is there."""
     if _is_leaf(old) and _is_leaf(new):
         is_same = _kind(old) == _kind(new)
@@ -98,18 +100,18 @@ def _difference(old: Any, new: Any, path: Any) -> tuple[Any, str, str] | None:
     return next(filter(None, differences), None)
 
 
-def _parts(node: Any) -> Any:
+def _parts(node: PyTree) -> tuple[list[tuple[Path, PyTree]], Any]:
     """Returns the children of a node with their keys, and the type of the node."""
     if is_stored(node):
         node = node.numbers
     return jax.tree_util.tree_flatten_with_path(node, lambda child: child is not node)
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_leaf(node: PyTree) -> bool:
     return is_stored(node) or jax.tree_util.all_leaves([node])
 
 
-def _kind(leaf: Any) -> Any:
+def _kind(leaf: Leaf) -> tuple[type[np.generic] | Dtype, tuple[int, ...]] | None:
     """Returns what two leaves have in common if one can stand for the other."""
     if is_stored(leaf):
         return jnp.floating, leaf.numbers.shape
@@ -121,23 +123,23 @@ def _kind(leaf: Any) -> Any:
     return kind, leaf.shape
 
 
-def _leaf_name(leaf: Any) -> str:
+def _leaf_name(leaf: Leaf) -> str:
     return type_of(leaf.numbers if is_stored(leaf) else leaf)
 
 
-def _node_name(node: Any) -> str:
+def _node_name(node: PyTree) -> str:
     if _is_leaf(node):
         return _leaf_name(node)
     keys = ", ".join(jax.tree_util.keystr(path) for path, _ in _parts(node)[0])
     return f"{type(node).__name__}({keys})"
 
 
-def as_array(leaf: Any) -> Any:
+def as_array(leaf: Leaf) -> Leaf:
     """Returns a number, such as one of NumPy, as an array of JAX."""
     return jnp.asarray(leaf) if is_number(leaf) else leaf
 
 
-def copied(leaf: Any, like: Any = None) -> Any:
+def copied(leaf: Leaf, like: Leaf = None) -> Leaf:
     """Returns a copy of an array, in the dtype of another one."""
     if not is_array(leaf) and not is_number(leaf):
         return leaf
@@ -145,6 +147,6 @@ def copied(leaf: Any, like: Any = None) -> Any:
     return jnp.array(leaf, like.dtype if is_cast else None, copy=True)
 
 
-def named(path: Any) -> str:
+def named(path: Path) -> str:
     """Returns a key path as text."""
     return jax.tree_util.keystr(path) or "the root"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -20,6 +19,16 @@ from jmp_lite.casting.dtypes import (
     parse_dtype,
     unknown_name,
     upcast_tree,
+)
+from jmp_lite.casting.types import (
+    Array,
+    Dtype,
+    Key,
+    Leaf,
+    Optimizer,
+    Params,
+    PyTree,
+    Updates,
 )
 from jmp_lite.optimizers.moment_formats import choose_formats, is_large
 from jmp_lite.optimizers.moments import Moment, known_moments
@@ -56,13 +65,13 @@ class LowPrecisionState(NamedTuple):
       dtype(bfloat16)
     """
 
-    inner_state: Any
-    key: Any
-    scales: Any
+    inner_state: PyTree
+    key: Key | None
+    scales: tuple[Array | None, ...] | Array | None
 
 
 def low_precision_state(
-    inner: Any, dtype: DTypeLike = "bfloat16", *, key: Any = None
+    inner: Optimizer, dtype: DTypeLike = "bfloat16", *, key: Key | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its moments are stored in 16 or 8 bits.
 
@@ -137,7 +146,7 @@ def low_precision_state(
     if key is not None:
         check_key(key)
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> PyTree:
         state = strongly_typed(inner.init(params))
         leaves, structure = jax.tree.flatten(state)
         formats = choose_formats(inner, params, state, parsed, key is not None)
@@ -157,8 +166,11 @@ def low_precision_state(
         return LowPrecisionState(numbers, kept, scales)
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: Updates,
+        state: PyTree,
+        params: Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, PyTree]:
         if params is not None:
             check_grads(updates, params)
         check_state(state, LowPrecisionState, "low_precision_state")
@@ -171,7 +183,7 @@ def low_precision_state(
         if state.key is not None:
             now, later = jax.random.split(state.key)
 
-        def stored_again(number: int, x: Any) -> Stored:
+        def stored_again(number: int, x: Leaf) -> Stored:
             low = stored[number][1]
             if low is None or not is_floating(x):
                 return Stored(x)
@@ -189,7 +201,7 @@ def low_precision_state(
 _DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
-def _parse(dtype: DTypeLike) -> np.dtype[Any]:
+def _parse(dtype: DTypeLike) -> Dtype:
     if isinstance(dtype, str) and dtype not in dtype_names():
         raise unknown_name("dtype of a state", dtype, _DTYPES)
     parsed = parse_dtype(dtype)
@@ -200,14 +212,14 @@ def _parse(dtype: DTypeLike) -> np.dtype[Any]:
     return parsed
 
 
-def _stored(state: LowPrecisionState) -> tuple[list[tuple[Any, Stored | None]], Any]:
+def _stored(state: LowPrecisionState) -> tuple[list[tuple[Leaf, Stored | None]], Any]:
     """Returns each leaf of the inner state, and what is stored if it is low."""
     leaves, structure = jax.tree.flatten(state.inner_state)
     moments = jax.tree.leaves(known_moments(state.inner_state))
     in_bfloat16 = state.scales is None
     scales = state.scales if isinstance(state.scales, tuple) else [None] * len(leaves)
 
-    def is_low(leaf: Any, moment: Moment, scale: Any) -> bool:
+    def is_low(leaf: Leaf, moment: Moment, scale: Array | None) -> bool:
         is_half = in_bfloat16 and is_16_bit(leaf) and is_large(leaf)
         return scale is not None or (is_half and moment != Moment.EXACT)
 
@@ -217,13 +229,15 @@ def _stored(state: LowPrecisionState) -> tuple[list[tuple[Any, Stored | None]], 
     ], structure
 
 
-def unpacked(state: LowPrecisionState) -> Any:
+def unpacked(state: LowPrecisionState) -> PyTree:
     """Returns the inner state, with a ``Stored`` for each array of 16 or 8 bits."""
     stored, structure = _stored(state)
     return structure.unflatten([x if low is None else low for x, low in stored])
 
 
-def packed(inner_state: Any, key: Any, like: LowPrecisionState) -> LowPrecisionState:
+def packed(
+    inner_state: PyTree, key: Key | None, like: LowPrecisionState
+) -> LowPrecisionState:
     """Returns the state with an inner state.
 
     Args:

@@ -13,7 +13,16 @@ import optax
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import is_floating, parse_dtype, upcast_tree
-from jmp_lite.casting.types import Path
+from jmp_lite.casting.types import (
+    AnyArray,
+    Dtype,
+    Leaf,
+    Optimizer,
+    Params,
+    Path,
+    PyTree,
+    Updates,
+)
 from jmp_lite.optimizers.parameters import (
     NOT_ROUNDED,
     check_params,
@@ -42,8 +51,8 @@ class MasterWeightsState(NamedTuple):
       dtype('float32')
     """
 
-    masters: Any
-    inner_state: Any
+    masters: Params
+    inner_state: PyTree
 
     def rounded_parameters(self) -> set[Path] | None:
         """Returns the key paths of the parameters that ``update`` rounds."""
@@ -51,7 +60,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def master_weights(
-    inner: Any, dtype: DTypeLike = "float32"
+    inner: Optimizer, dtype: DTypeLike = "float32"
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it trains float32 copies of 16-bit parameters.
 
@@ -124,19 +133,22 @@ def master_weights(
             "out, or use compensated, which stores 16 more bits of each parameter."
         )
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: Leaf) -> Leaf:
         if is_floating(leaf) and jnp.finfo(leaf.dtype).bits > jnp.finfo(parsed).bits:
             return jnp.array(leaf, copy=True)
         # A copy, because parameters and state may both be donated.
         return jnp.array(leaf, parsed, copy=True) if is_floating(leaf) else leaf
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> MasterWeightsState:
         masters = jax.tree.map(cast, params)
         return MasterWeightsState(masters, strongly_typed(inner.init(masters)))
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: Updates,
+        state: PyTree,
+        params: Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, MasterWeightsState]:
         check_state(state, MasterWeightsState, "master_weights")
         check_params(updates, params, "master_weights")
         _check_narrower(params, state.masters)
@@ -146,7 +158,7 @@ def master_weights(
         )
         masters = optax.apply_updates(masters, steps)
 
-        def to_master(master: Any, step: Any, param: Any) -> Any:
+        def to_master(master: Leaf, step: Leaf, param: Leaf) -> Leaf:
             if not is_narrower(param, master):
                 return step
             return update_to(rounded_to(master, param.dtype), param)
@@ -160,14 +172,14 @@ def master_weights(
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
-def rounded_to(master: Any, dtype: Any) -> Any:
+def rounded_to(master: AnyArray, dtype: Dtype) -> AnyArray:
     """Rounds a master to the numbers of a parameter's dtype, in its own dtype."""
     if dtype == jnp.bfloat16 and master.dtype == jnp.float32:
         return to_float32(split(master)[0])
     return nearest(master, grid_of(dtype))
 
 
-def master_of(param: Any, master: Any) -> Any:
+def master_of(param: Leaf, master: Leaf) -> Leaf:
     """Returns the master, or the parameter if it is not the master rounded."""
     if not is_narrower(param, master):
         return param
@@ -179,13 +191,13 @@ def master_of(param: Any, master: Any) -> Any:
     return jnp.where((jnp.abs(off) <= _TINY) | is_tie, master, wide)
 
 
-def is_narrower(param: Any, master: Any) -> bool:
+def is_narrower(param: Leaf, master: Leaf) -> bool:
     """Whether both are floating-point arrays, and the first has fewer bits."""
     is_pair = is_floating(param) and is_floating(master)
     return is_pair and jnp.finfo(param.dtype).bits < jnp.finfo(master.dtype).bits
 
 
-def _check_narrower(params: Any, masters: Any) -> None:
+def _check_narrower(params: PyTree, masters: Params) -> None:
     """Raises a ValueError if masters have nothing to follow them."""
     leaves, is_part = whole_or_part(params)
     if not is_part:
@@ -197,7 +209,7 @@ def _check_narrower(params: Any, masters: Any) -> None:
         )
 
 
-def check_any_narrower(pairs: Sequence[tuple[Any, Any]], advice: str) -> None:
+def check_any_narrower(pairs: Sequence[tuple[Leaf, Leaf]], advice: str) -> None:
     """Raises a ValueError if there are parameters, and none has fewer bits.
 
     Args:

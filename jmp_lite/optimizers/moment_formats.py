@@ -9,6 +9,7 @@ import numpy as np
 
 from jmp_lite.casting.dtypes import is_array, is_floating
 from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import Dtype, Leaf, Optimizer, OptState, Params
 from jmp_lite.optimizers.moments import Moment, known_moments
 from jmp_lite.optimizers.storage import SQUARES, spacing_of
 from jmp_lite.optimizers.trial import Tried, try_optimizer
@@ -17,14 +18,18 @@ SMALLEST = 4096
 """Arrays with fewer elements stay in float32: they take little memory."""
 
 
-def is_large(leaf: Any) -> bool:
+def is_large(leaf: Leaf) -> bool:
     """Whether an array is large enough to be stored in fewer bits."""
     return is_array(leaf) and is_floating(leaf) and leaf.size >= SMALLEST
 
 
 def choose_formats(
-    inner: Any, params: Any, state: Any, dtype: np.dtype[Any], is_by_chance: bool
-) -> list[Any]:
+    inner: Optimizer,
+    params: Params,
+    state: OptState,
+    dtype: Dtype,
+    is_by_chance: bool,
+) -> list[Dtype | None]:
     """Returns the format of each array of the inner state; None for float32.
 
     Raises:
@@ -34,7 +39,7 @@ def choose_formats(
     leaves = jax.tree.leaves_with_path(state)
     known: list[Moment] = jax.tree.leaves(known_moments(state))
 
-    def may_be_stored(x: Any, moment: Moment) -> bool:
+    def may_be_stored(x: Leaf, moment: Moment) -> bool:
         is_wider = is_large(x) and dtype.itemsize < x.dtype.itemsize < 8
         return is_wider and x.shape in shapes and moment != Moment.EXACT
 
@@ -65,8 +70,8 @@ def choose_formats(
 
 
 def _judged(
-    inner: Any,
-    params: Any,
+    inner: Optimizer,
+    params: Params,
     count: int,
     candidates: dict[int, Moment],
     is_by_chance: bool,
@@ -93,7 +98,9 @@ def _judged(
     return {i: judge(i, moment) for i, moment in candidates.items()}, error
 
 
-def _try(inner: Any, params: Any, count: int) -> tuple[list[Tried], Exception | None]:
+def _try(
+    inner: Optimizer, params: Params, count: int
+) -> tuple[list[Tried], Exception | None]:
     """Tries an optimizer; returns the error if it cannot be tried."""
     unknown = [Tried(Moment.UNKNOWN, None)] * count
     try:
@@ -104,7 +111,7 @@ def _try(inner: Any, params: Any, count: int) -> tuple[list[Tried], Exception | 
     return (tried if len(tried) == count else unknown), None
 
 
-def _check_range(moments: dict[str, Moment], dtype: np.dtype[Any]) -> None:
+def _check_range(moments: dict[str, Moment], dtype: Dtype) -> None:
     """Raises a ValueError for squares in float16."""
     squares = [
         name
@@ -123,7 +130,7 @@ _TOLERATED = 0.1
 """The part of a constant gradient that an average may lose to rounding."""
 
 
-def _check_steps(where: str, kept: Any, stored_in: Any, dtype: np.dtype[Any]) -> None:
+def _check_steps(where: str, kept: Any, stored_in: Dtype, dtype: Dtype) -> None:
     """Raises a ValueError for an average that rounding to the nearest stops early."""
     # It stops where a step changes it by less than half of the spacing.
     spacing = spacing_of(stored_in)

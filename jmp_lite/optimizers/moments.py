@@ -6,9 +6,10 @@ because a version of optax may lack some of the classes.
 
 import enum
 from collections.abc import Mapping
-from typing import Any
 
 import jax
+
+from jmp_lite.casting.types import OptState, PyTree
 
 
 class Moment(enum.Enum):
@@ -135,10 +136,10 @@ MOMENTS: Mapping[str, Mapping[str, Moment]] = {
 """The arrays of a state. A field that is not listed holds scalars or other states."""
 
 
-def known_moments(state: Any) -> Any:
+def known_moments(state: OptState) -> PyTree:
     """Returns a state with a ``Moment`` in place of each leaf."""
 
-    def at(node: Any) -> Any:
+    def at(node: PyTree) -> PyTree:
         if not _is_known(node):
             return Moment.UNKNOWN
         moments = MOMENTS[type(node).__name__]
@@ -154,6 +155,6 @@ def known_moments(state: Any) -> Any:
     return jax.tree.map(at, state, is_leaf=_is_known)
 
 
-def _is_known(node: Any) -> bool:
+def _is_known(node: PyTree) -> bool:
     package = type(node).__module__.partition(".")[0]
     return type(node).__name__ in MOMENTS and package in ("jmp_lite", "optax")

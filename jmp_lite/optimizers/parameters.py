@@ -1,22 +1,29 @@
 """What the wrappers for 16-bit parameters have in common: checks, and their updates."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from jmp_lite.casting.dtypes import is_16_bit, is_array
 from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import (
+    AnyArray,
+    Array,
+    Leaf,
+    Params,
+    Path,
+    PyTree,
+    Updates,
+)
 from jmp_lite.scaling.wrapping import check_grads
 
 
-def to_float32(leaf: Any) -> Any:
+def to_float32(leaf: AnyArray) -> AnyArray:
     """Returns an array in float32."""
     return leaf.astype(jnp.float32)
 
 
-def update_to(target: Any, param: Any) -> Any:
+def update_to(target: AnyArray, param: AnyArray) -> Array:
     """Returns the update that turns a parameter into ``target``.
 
     Args:
@@ -30,7 +37,7 @@ def update_to(target: Any, param: Any) -> Any:
     return jnp.where(is_sum, target, target - before)
 
 
-def check_16_bit(params: Any, name: str) -> None:
+def check_16_bit(params: PyTree, name: str) -> None:
     """Raises a ValueError if no parameter has 16 bits."""
     leaves, is_part = whole_or_part(params)
     if leaves and not is_part and not any(map(is_16_bit, leaves)):
@@ -42,7 +49,7 @@ def check_16_bit(params: Any, name: str) -> None:
         )
 
 
-def check_16_bit_as_before(path: Any, param: Any) -> None:
+def check_16_bit_as_before(path: Path, param: Leaf) -> None:
     """Raises a TypeError for a parameter that had 16 bits in ``init``."""
     if is_16_bit(param):
         return
@@ -61,23 +68,23 @@ NOT_ROUNDED = (
 )
 
 
-def whole_or_part(params: Any) -> tuple[list[Any], bool]:
+def whole_or_part(params: PyTree) -> tuple[list[Leaf], bool]:
     """Returns the leaves, and whether optax.masked or partition has selected them."""
     leaves = jax.tree.leaves(params, is_leaf=is_left_out)
     return leaves, any(map(is_left_out, leaves))
 
 
-def is_left_out(node: Any) -> bool:
+def is_left_out(node: PyTree) -> bool:
     """Whether a node stands for what optax.masked or optax.partition leaves out."""
     return isinstance(node, optax.MaskedNode)
 
 
-def types_of(leaves: list[Any]) -> str:
+def types_of(leaves: list[Leaf]) -> str:
     """Returns the types of some leaves as text, at most three."""
     return ", ".join(sorted({type_of(leaf) for leaf in leaves})[:3])
 
 
-def check_params(updates: Any, params: Any, name: str) -> None:
+def check_params(updates: Updates, params: Params | None, name: str) -> None:
     """Raises an error for missing parameters, and for a pair in place of gradients."""
     if params is None:
         raise ValueError(
@@ -87,7 +94,7 @@ def check_params(updates: Any, params: Any, name: str) -> None:
     check_grads(updates, params)
 
 
-def check_key(key: Any) -> None:
+def check_key(key: Leaf) -> None:
     """Raises a TypeError for an object that is not one key of ``jax.random``."""
     is_typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     is_raw = is_array(key) and key.dtype == jnp.uint32 and key.ndim == 1

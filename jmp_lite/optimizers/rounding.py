@@ -5,12 +5,14 @@ finite number out of range becomes the largest number of the format: no update w
 repair an infinity.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jmp_lite.casting.types import AnyArray, Array, Dtype, Key
 
 
 class Grid(NamedTuple):
@@ -27,13 +29,13 @@ class Grid(NamedTuple):
     largest: float
 
 
-def grid_of(dtype: Any) -> Grid:
+def grid_of(dtype: Dtype) -> Grid:
     """Returns the numbers of a floating-point dtype."""
     info = jnp.finfo(dtype)
     return Grid(info.nmant, float(info.smallest_subnormal), float(info.max))
 
 
-def nearest(x: Any, grid: Grid) -> Any:
+def nearest(x: AnyArray, grid: Grid) -> Array:
     """Rounds to the nearest number of a format, in the dtype of ``x``."""
     inside = _inside(x, grid)
     spacing = _spacing(inside, grid)
@@ -41,7 +43,7 @@ def nearest(x: Any, grid: Grid) -> Any:
     return jnp.where(jnp.isfinite(x), steps * spacing, x)
 
 
-def split(master: Any) -> tuple[Any, Any]:
+def split(master: AnyArray) -> tuple[Array, Array]:
     """Splits float32 numbers into bfloat16 numbers and the 16 bits that these lack.
 
     A number is rounded to the nearest, and a tie away from zero. The remainder is then
@@ -66,7 +68,7 @@ def split(master: Any) -> tuple[Any, Any]:
     return param, lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.int16)
 
 
-def join(param: Any, remainder: Any) -> Any:
+def join(param: AnyArray, remainder: AnyArray) -> Array:
     """Returns the float32 numbers of which ``split`` made a pair.
 
     Any pair gives a number that ``split`` rounds to ``param``, also a pair that
@@ -84,7 +86,7 @@ def join(param: Any, remainder: Any) -> Any:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def by_chance(x: Any, grid: Grid, noise: Any) -> Any:
+def by_chance(x: AnyArray, grid: Grid, noise: Array) -> Array:
     """Rounds stochastically to one of the two neighbors in a format, in float32.
 
     Args:
@@ -101,12 +103,12 @@ def by_chance(x: Any, grid: Grid, noise: Any) -> Any:
     return jnp.where(is_rounded, (below + up) * spacing, x)
 
 
-def noise(key: Any, number: int, shape: tuple[int, ...]) -> Any:
+def noise(key: Key, number: int, shape: tuple[int, ...]) -> Array:
     """Returns uniform numbers in [0, 1) for the array with this number."""
     return jax.random.uniform(jax.random.fold_in(key, number), shape)
 
 
-def _spacing(x: Any, grid: Grid) -> Any:
+def _spacing(x: Array, grid: Grid) -> Array:
     """Returns the spacing of a format's numbers near ``x``."""
     wide = jnp.finfo(x.dtype)
     infinity = np.asarray(np.inf, x.dtype)
@@ -117,7 +119,7 @@ def _spacing(x: Any, grid: Grid) -> Any:
     return jnp.maximum(power * np.asarray(2.0**-grid.mantissa_bits, x.dtype), least)
 
 
-def _inside(x: Any, grid: Grid) -> Any:
+def _inside(x: AnyArray, grid: Grid) -> Array:
     largest = np.asarray(grid.largest, x.dtype)
     return jnp.clip(x, -largest, largest)
 

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import optax
 
 from jmp_lite.casting.dtypes import is_16_bit, upcast_tree
-from jmp_lite.casting.types import Path
+from jmp_lite.casting.types import (
+    Key,
+    Leaf,
+    Optimizer,
+    Params,
+    Path,
+    PyTree,
+    Updates,
+)
 from jmp_lite.optimizers.parameters import (
     check_16_bit,
     check_key,
@@ -36,15 +44,17 @@ class StochasticRoundingState(NamedTuple):
       key<fry>
     """
 
-    key: Any
-    inner_state: Any
+    key: Key
+    inner_state: PyTree
 
     def rounded_parameters(self) -> set[Path] | None:
         """Returns None: all parameters of 16 bits, which it does not know."""
         return None
 
 
-def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExtraArgs:
+def stochastic_rounding(
+    inner: Optimizer, key: Key
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that 16-bit parameters are rounded stochastically.
 
     The probability of rounding up is the distance from the lower neighbor, divided by
@@ -94,14 +104,17 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
     inner = with_extra_args(inner)
     check_key(key)
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> StochasticRoundingState:
         check_16_bit(params, "stochastic_rounding")
         inner_state = strongly_typed(inner.init(upcast_tree(params)))
         return StochasticRoundingState(jnp.array(key, copy=True), inner_state)
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: Updates,
+        state: PyTree,
+        params: Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, StochasticRoundingState]:
         check_state(state, StochasticRoundingState, "stochastic_rounding")
         check_params(updates, params, "stochastic_rounding")
         check_16_bit(params, "stochastic_rounding")
@@ -112,7 +125,7 @@ def stochastic_rounding(inner: Any, key: Any) -> optax.GradientTransformationExt
         treedef = jax.tree.structure(params)
         numbers = treedef.unflatten(range(treedef.num_leaves))
 
-        def add(param: Any, step: Any, number: int) -> Any:
+        def add(param: Leaf, step: Leaf, number: int) -> Leaf:
             if not is_16_bit(param):
                 return step
             by = noise(now, number, param.shape)

@@ -14,13 +14,14 @@ Shorter blocks, as in bitsandbytes, make XLA copy arrays (`benchmarks.moments`).
 """
 
 import math
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmp_lite.casting.quantize import power_of_two_for
+from jmp_lite.casting.types import AnyArray, Array, Dtype, Leaf, PyTree
 from jmp_lite.optimizers.rounding import Grid, by_chance, grid_of, nearest
 
 SQUARES = np.dtype("uint8")
@@ -43,21 +44,23 @@ class Stored(NamedTuple):
         scales.
     """
 
-    numbers: Any
-    scale: Any = None
+    numbers: Leaf
+    scale: Array | None = None
 
 
-def is_stored(node: Any) -> TypeGuard[Stored]:
+def is_stored(node: PyTree) -> TypeGuard[Stored]:
     """Whether a node of a pytree is a stored array."""
     return isinstance(node, Stored)
 
 
-def spacing_of(dtype: Any) -> float:
+def spacing_of(dtype: Dtype) -> float:
     """Returns the largest relative spacing between neighbors in a format."""
     return 2.0 ** -_grid_of(dtype).mantissa_bits
 
 
-def store(x: Any, dtype: Any, noise: Any = None, *, is_scaled: bool = True) -> Stored:
+def store(
+    x: AnyArray, dtype: Dtype, noise: Array | None = None, *, is_scaled: bool = True
+) -> Stored:
     """Stores an array in a format.
 
     Args:
@@ -69,7 +72,7 @@ def store(x: Any, dtype: Any, noise: Any = None, *, is_scaled: bool = True) -> S
     """
     grid = _grid_of(dtype)
 
-    def rounded(x: Any) -> Any:
+    def rounded(x: AnyArray) -> Array:
         return nearest(x, grid) if noise is None else by_chance(x, grid, noise)
 
     if not is_scaled:
@@ -87,7 +90,7 @@ def store(x: Any, dtype: Any, noise: Any = None, *, is_scaled: bool = True) -> S
     return Stored(jnp.where(x > 0, _encoded(numbers), SQUARES.type(0)), scale)
 
 
-def restore(stored: Stored) -> Any:
+def restore(stored: Stored) -> AnyArray:
     """Returns the float32 numbers of a stored array."""
     numbers, scale = stored
     is_square = numbers.dtype == SQUARES
@@ -101,7 +104,7 @@ def _row_axis(shape: tuple[int, ...]) -> int:
     return max(axes, key=lambda axis: (min(shape[axis], _ROW), axis))
 
 
-def _grid_of(dtype: Any) -> Grid:
+def _grid_of(dtype: Dtype) -> Grid:
     return _SQUARE if dtype == SQUARES else grid_of(dtype)
 
 
@@ -123,12 +126,12 @@ _SQUARE = Grid(
 )
 
 
-def _encoded(x: Any) -> Any:
+def _encoded(x: Array) -> Array:
     """Returns the codes of positive numbers; small ones get the smallest code."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) >> _SHIFT
     return (jnp.maximum(bits, _ZERO + np.uint32(1)) - _ZERO).astype(SQUARES)
 
 
-def _decoded(code: Any) -> Any:
+def _decoded(code: AnyArray) -> Array:
     bits = (code.astype(jnp.uint32) + _ZERO) << _SHIFT
     return jnp.where(code == 0, 0.0, lax.bitcast_convert_type(bits, jnp.float32))

@@ -7,13 +7,14 @@ clipped.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.casting.dtypes import is_array, is_floating, is_number
+from jmp_lite.casting.types import Array, Leaf, Optimizer, OptState, Params
 from jmp_lite.optimizers.moments import Moment
 
 _SMALL = 2.0**-10
@@ -37,7 +38,7 @@ class Tried(NamedTuple):
     kept: float | None
 
 
-def try_optimizer(inner: Any, params: Any) -> list[Tried]:
+def try_optimizer(inner: Optimizer, params: Params) -> list[Tried]:
     """Tries an optimizer on small parameters.
 
     Args:
@@ -48,7 +49,7 @@ def try_optimizer(inner: Any, params: Any) -> list[Tried]:
       One entry for each leaf of the state.
     """
 
-    def small(leaf: Any) -> Any:
+    def small(leaf: Leaf) -> Array:
         dtype = leaf.dtype if is_floating(leaf) else jnp.float32
         return jnp.ones((2,) * jnp.ndim(leaf), dtype)
 
@@ -61,7 +62,7 @@ def try_optimizer(inner: Any, params: Any) -> list[Tried]:
         fresh = inner.init(ones)
         others = inner.init(jax.tree.map(lambda x: 2 * x, ones))
 
-        def after(state: Any, more: Any, size: Any) -> Any:
+        def after(state: OptState, more: Array, size: Array) -> Array:
             """Returns the numbers after a step from a state with more in each array."""
             leaves, structure = jax.tree.flatten(state)
             filled = [
@@ -77,7 +78,7 @@ def try_optimizer(inner: Any, params: Any) -> list[Tried]:
         # Op by op it takes ten seconds. What does not depend on an argument is computed
         # op by op.
         @jax.jit
-        def run(small: Any, ones: Any) -> Any:
+        def run(small: Array, ones: Array) -> tuple[list[Array], list[Array]]:
             at_first = functools.partial(after, fresh, 0 * ones)
             return _after_one_step(at_first, small), [
                 _kept(functools.partial(after, state), ones, small) for state in starts
@@ -115,7 +116,7 @@ def _tried(moment: Moment, at_first: float, later: float, is_of_params: bool) ->
     return Tried(moment, kept)
 
 
-def _after_one_step(after: Callable[[Any], Any], small: Any) -> Any:
+def _after_one_step(after: Callable[[Array], Array], small: Array) -> list[Array]:
     """Returns values, first and second derivatives for small gradients.
 
     Args:
@@ -132,7 +133,7 @@ def _after_one_step(after: Callable[[Any], Any], small: Any) -> Any:
     return [*near, *(after(far * small / _SMALL) for far in (1, -1))]
 
 
-def _derivative(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _derivative(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: jax.jvp(fun, (x,), (jnp.ones_like(x),))[1]
 
 
@@ -159,7 +160,7 @@ def _moment(
     return Moment.UNKNOWN
 
 
-def _kept(after: Callable[[Any, Any], Any], ones: Any, small: Any) -> Any:
+def _kept(after: Callable[[Array, Array], Array], ones: Array, small: Array) -> Array:
     """Returns the derivative of each number with respect to its value before.
 
     It is NaN for a number that does not depend on the gradients.
@@ -169,30 +170,30 @@ def _kept(after: Callable[[Any, Any], Any], ones: Any, small: Any) -> Any:
         _derivative(lambda size: after(ones, size))(small) != 0
     )
 
-    def along(direction: Any) -> Any:
+    def along(direction: Array) -> Array:
         return jax.jvp(lambda more: after(more, small), (ones,), (direction,))[1]
 
     kept = jnp.diagonal(jax.vmap(along)(jnp.diag(ones)))
     return jnp.where(moves, kept, jnp.nan)
 
 
-def _numbers(state: Any) -> Any:
+def _numbers(state: OptState) -> Array:
     """Returns one number of each leaf; 0 for a leaf that is not tried."""
     leaves = jax.tree.leaves(state)
     return jnp.stack([jnp.float32(x.ravel()[0] if _is_tried(x) else 0) for x in leaves])
 
 
-def _unequal(leaf: Any) -> Any:
+def _unequal(leaf: Array) -> Array:
     """Returns unequal numbers: ``optax.centralize`` subtracts their mean."""
     numbers = 1 / (1 + jnp.arange(leaf.size, dtype=leaf.dtype))
     return numbers.reshape(leaf.shape)
 
 
-def _is_tried(leaf: Any) -> bool:
+def _is_tried(leaf: Leaf) -> bool:
     is_float = is_array(leaf) and is_floating(leaf)
     return is_float and leaf.ndim > 0 and leaf.size > 0
 
 
-def _late(leaf: Any) -> Any:
+def _late(leaf: Leaf) -> Leaf:
     is_count = is_number(leaf, jnp.integer) and jnp.ndim(leaf) == 0
     return jnp.full_like(leaf, _LATE) if is_count else leaf

@@ -1,14 +1,12 @@
 """Applies updates to parameters of any precision."""
 
-from typing import Any, TypeVar
-
 import jax
 import jax.numpy as jnp
 
-Tree = TypeVar("Tree")
+from jmp_lite.casting.types import Leaf, PyTree, Tree
 
 
-def apply_updates(params: Tree, updates: Any) -> Tree:
+def apply_updates(params: Tree, updates: PyTree) -> Tree:
     """Adds updates to parameters, which keep their dtypes.
 
     A sum is computed in the wider of the two dtypes, and rounded once to the dtype of
@@ -32,7 +30,7 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
       {'name': 'dense', 'w': Array([1.25], dtype=bfloat16)}
     """
 
-    def add(update: Any, param: Any) -> Any:
+    def add(update: Leaf, param: PyTree) -> PyTree:
         if update is None:
             return param
         total = jnp.asarray(param + update)

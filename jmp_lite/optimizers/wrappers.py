@@ -3,8 +3,9 @@
 All have a field ``inner_state``, the state of the wrapped optimizer.
 """
 
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
+from jmp_lite.casting.types import PyTree
 from jmp_lite.optimizers.compensated import CompensatedState
 from jmp_lite.optimizers.low_precision_state import LowPrecisionState
 from jmp_lite.optimizers.master_weights import MasterWeightsState
@@ -20,6 +21,6 @@ WrapperState: TypeAlias = (
 )
 
 
-def is_wrapper_state(node: Any) -> TypeGuard[WrapperState]:
+def is_wrapper_state(node: PyTree) -> TypeGuard[WrapperState]:
     """Whether a node of a pytree is the state of one of the wrappers."""
     return isinstance(node, WrapperState)

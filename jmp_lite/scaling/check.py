@@ -1,11 +1,12 @@
 """Finds a training that does nothing but skip steps, and names likely causes."""
 
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import numpy as np
 import optax
 
+from jmp_lite.casting.types import PyTree, Scalar
 from jmp_lite.scaling.dynamic import DynamicLossScale
 from jmp_lite.scaling.finite import all_finite
 from jmp_lite.scaling.loss_scale import NoOpLossScale
@@ -29,7 +30,7 @@ class LossScaleError(ValueError):
     """
 
 
-def check_loss_scale(opt_state: Any, max_consecutive_skips: int = 50) -> None:
+def check_loss_scale(opt_state: PyTree, max_consecutive_skips: int = 50) -> None:
     """Raises an error if too many steps in a row were skipped.
 
     Call it on the host, between steps.
@@ -115,10 +116,10 @@ def _causes(state: LossScalingState, others: list[str]) -> list[str]:
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def _check_nesting(opt_state: Any) -> None:
+def _check_nesting(opt_state: PyTree) -> None:
     """Raises an error if ``optax.MultiSteps`` has accumulated an overflow."""
 
-    def is_multi_steps(node: Any) -> bool:
+    def is_multi_steps(node: PyTree) -> TypeGuard[optax.MultiStepsState]:
         return isinstance(node, optax.MultiStepsState)
 
     for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=is_multi_steps):
@@ -135,7 +136,7 @@ def _check_nesting(opt_state: Any) -> None:
             )
 
 
-def _on_host(value: Any) -> np.ndarray[Any, Any]:
+def _on_host(value: Scalar) -> np.ndarray:
     try:
         return np.asarray(value)
     except jax.errors.TracerArrayConversionError:

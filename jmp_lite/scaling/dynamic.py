@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite.casting.dtypes import nearest_name, needs_loss_scale, parse_dtype
+from jmp_lite.casting.types import Array, Leaf, Number, Scalar
 from jmp_lite.scaling.loss_scale import (
     LossScale,
     NoOpLossScale,
@@ -89,26 +90,26 @@ class DynamicLossScale(LossScale):
       Array(32768., dtype=float32)
     """
 
-    loss_scale: Any
-    counter: Any
+    loss_scale: Number
+    counter: Number
     period: int
     factor: float
     min_loss_scale: float
     max_loss_scale: float
     hysteresis: int
-    overflows: Any
+    overflows: Number | None
     backoff_factor: float | None
 
     def __init__(
         self,
-        loss_scale: Any = 2.0**15,
-        counter: Any = 0,
+        loss_scale: Scalar = 2.0**15,
+        counter: Scalar = 0,
         period: int = 2000,
         factor: float = 2,
         min_loss_scale: float = 1.0,
         max_loss_scale: float = 2.0**24,
         hysteresis: int = 1,
-        overflows: Any = None,
+        overflows: Scalar | None = None,
         backoff_factor: float | None = None,
         **unknown: Never,
     ) -> None:
@@ -215,7 +216,7 @@ class DynamicLossScale(LossScale):
             overflows,
         )
 
-    def _count_overflow(self, finite: jax.Array) -> tuple[Any, jax.Array | bool]:
+    def _count_overflow(self, finite: Array) -> tuple[Array | None, Array | bool]:
         """Returns the overflows in a row, and whether the scale backs off."""
         if self.hysteresis == 1:
             return None, True
@@ -226,7 +227,7 @@ class DynamicLossScale(LossScale):
         overflows = jnp.where(finite, 0, more)
         return overflows, overflows >= self.hysteresis
 
-    def _with_leaves(self, *leaves: Any) -> "DynamicLossScale":
+    def _with_leaves(self, *leaves: Array | None) -> "DynamicLossScale":
         return _unflatten_dynamic(_flatten_dynamic(self)[1], leaves)
 
 
@@ -243,20 +244,26 @@ _DYNAMIC_STATIC = tuple(
 )
 
 
-def _flatten_dynamic(scale: DynamicLossScale) -> tuple[tuple[Any, ...], Any]:
+def _flatten_dynamic(
+    scale: DynamicLossScale,
+) -> tuple[tuple[Leaf, ...], tuple[float | None, ...]]:
     return (
         tuple(getattr(scale, name) for name in _DYNAMIC_LEAVES),
         tuple(getattr(scale, name) for name in _DYNAMIC_STATIC),
     )
 
 
-def _flatten_dynamic_with_keys(scale: DynamicLossScale) -> tuple[Any, Any]:
+def _flatten_dynamic_with_keys(
+    scale: DynamicLossScale,
+) -> tuple[tuple[tuple[Any, Leaf], ...], tuple[float | None, ...]]:
     leaves, static = _flatten_dynamic(scale)
     keys = map(jax.tree_util.GetAttrKey, _DYNAMIC_LEAVES)
     return tuple(zip(keys, leaves, strict=True)), static
 
 
-def _unflatten_dynamic(static: Any, leaves: Any) -> DynamicLossScale:
+def _unflatten_dynamic(
+    static: tuple[float | None, ...], leaves: Iterable[Leaf]
+) -> DynamicLossScale:
     # Not through __init__: JAX and its libraries also use shapes, shardings and bare
     # objects as leaves, which must stay unchanged.
     scale = object.__new__(DynamicLossScale)

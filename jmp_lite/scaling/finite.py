@@ -1,7 +1,6 @@
 """Whether gradients are finite, and the selection between the results of two steps."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +9,11 @@ from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact
 from jmp_lite.casting.type_of import type_of
-from jmp_lite.casting.types import AxisName, Tree
+from jmp_lite.casting.types import Array, AxisName, Leaf, Path, PyTree, Tree
 from jmp_lite.scaling.numbers import boolean_scalar, is_selectable
 
 
-def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
+def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> Array:
     """Returns whether every number in a pytree is finite.
 
     Args:
@@ -85,7 +84,7 @@ def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, pred), a, b)
 
 
-def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
+def _select_leaf(pred: Array, path: Path, a: Leaf, b: Leaf) -> Leaf:
     if a is b:
         return a
     if not (is_selectable(a) and is_selectable(b)):
@@ -104,7 +103,7 @@ def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
     return lax.select(pred, jnp.asarray(a), jnp.asarray(b))
 
 
-def _differ(path: Any, a: str, b: str) -> str:
+def _differ(path: Path, a: str, b: str) -> str:
     where = jax.tree_util.keystr(path) or "the root"
     return (
         f"Cannot select between {a} and {b} at {where}: expected the same shape and "

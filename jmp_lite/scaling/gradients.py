@@ -5,11 +5,10 @@ A scaled gradient exists in this module only. Its functions return true gradient
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import (
@@ -21,14 +20,17 @@ from jmp_lite.casting.dtypes import (
     upcast_tree,
 )
 from jmp_lite.casting.losses import with_float32_loss
+from jmp_lite.casting.types import Dtype, Leaf, LossFn, PyTree, Scalar, Tree
 from jmp_lite.mutables import refusing_modules
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
 Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Aux = TypeVar("Aux")
 
 
 def value_and_grad(
-    fun: Callable[Args, Any],
+    fun: Callable[Args, Result],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -36,7 +38,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
-) -> Callable[Args, tuple[Any, Any]]:
+) -> Callable[Args, tuple[Result, PyTree]]:
     """Returns a function that computes ``fun`` and its gradient under a loss scale.
 
     It multiplies the loss by the scale before the backward pass, and divides the
@@ -97,12 +99,12 @@ def value_and_grad(
 
 
 def under_scale(
-    transform: Callable[..., Any],
-    fun: Callable[..., Any],
+    transform: Callable[..., LossFn],
+    fun: Callable[Args, Result],
     loss_scale: LossScale,
     has_aux: bool,
     grad_dtype: DTypeLike,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[Args, tuple[Result, PyTree]]:
     """Returns ``value_and_grad`` built on a given transformation.
 
     Args:
@@ -117,14 +119,18 @@ def under_scale(
     dtype = parse_grad_dtype(grad_dtype)
 
     @functools.wraps(fun)  # nnx reads keywords from the signature.
-    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    def scaled_fun(
+        *args: Args.args, **kwargs: Args.kwargs
+    ) -> tuple[Scalar, tuple[Scalar, PyTree]]:
         value, aux = _call(with_float32_loss(fun), has_aux, args, kwargs)
         return loss_scale.scale(value), (value, aux)
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True)
 
     @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_grad_fun(
+        *args: Args.args, **kwargs: Args.kwargs
+    ) -> tuple[PyTree, PyTree]:
         (_, (value, aux)), scaled_grads = scaled_value_and_grad(*args, **kwargs)
         grads = rounded_gradients(loss_scale.unscale(scaled_grads), dtype)
         return ((value, aux) if has_aux else value), grads
@@ -132,7 +138,7 @@ def under_scale(
     return value_and_grad_fun
 
 
-def parse_grad_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+def parse_grad_dtype(dtype: DTypeLike) -> Dtype:
     """Returns the dtype for the argument ``grad_dtype``.
 
     Raises:
@@ -152,18 +158,32 @@ def parse_grad_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     return parsed
 
 
-def rounded_gradients(grads: Any, dtype: np.dtype[Any]) -> Any:
+def rounded_gradients(grads: Tree, dtype: Dtype) -> Tree:
     """Casts the real gradients of 32 bits or fewer to a dtype."""
 
-    def rounded(leaf: Any) -> Any:
+    def rounded(leaf: Leaf) -> Leaf:
         is_wide = not is_floating(leaf) or jnp.finfo(leaf.dtype).bits > 32
         return leaf if is_wide else leaf.astype(dtype)
 
     return jax.tree.map(rounded, upcast_tree(grads))
 
 
+@overload
 def grad(
-    fun: Callable[Args, Any],
+    fun: Callable[Args, tuple[PyTree, Aux]],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    grad_dtype: DTypeLike = "float32",
+) -> Callable[Args, tuple[PyTree, Aux]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[Args, PyTree],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -171,7 +191,19 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
-) -> Callable[Args, Any]:
+) -> Callable[Args, PyTree]: ...
+
+
+def grad(
+    fun: Callable[Args, PyTree],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    grad_dtype: DTypeLike = "float32",
+) -> Callable[Args, PyTree]:
     """Returns a function that computes the gradient of ``fun`` under a loss scale.
 
     It is ``value_and_grad`` without the value.
@@ -208,7 +240,7 @@ def grad(
     )
 
     @functools.wraps(fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+    def grad_fun(*args: Args.args, **kwargs: Args.kwargs) -> PyTree:
         value, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
@@ -216,12 +248,12 @@ def grad(
 
 
 def _value_and_grad_of_arrays(
-    fun: Callable[..., Any],
+    fun: LossFn,
     *,
     argnums: int | Sequence[int],
     allow_int: bool,
-    **options: Any,
-) -> Callable[..., Any]:
+    **options: bool,
+) -> LossFn:
     """Like ``jax.value_and_grad``, for arguments with leaves that are not arrays."""
     differentiate = functools.partial(
         jax.value_and_grad, argnums=argnums, allow_int=allow_int, **options
@@ -229,7 +261,7 @@ def _value_and_grad_of_arrays(
     of_all = differentiate(fun)
     nums = tuple(argnums) if isinstance(argnums, Sequence) else (int(argnums),)
 
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_fun(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         if not _has_leaves_to_leave_out(args, nums, allow_int):
             return of_all(*args, **kwargs)
         given = list(args)
@@ -238,7 +270,7 @@ def _value_and_grad_of_arrays(
                 lambda leaf: leaf if _is_inexact_array(leaf) else None, args[i]
             )
 
-        def fun_of_arrays(*given: Any, **kwargs: Any) -> Any:
+        def fun_of_arrays(*given: PyTree, **kwargs: PyTree) -> PyTree:
             whole = list(given)
             for i in nums:
                 whole[i] = filled_in(given[i], args[i])
@@ -250,7 +282,7 @@ def _value_and_grad_of_arrays(
 
 
 def _has_leaves_to_leave_out(
-    args: tuple[Any, ...], nums: tuple[int, ...], allow_int: bool
+    args: tuple[PyTree, ...], nums: tuple[int, ...], allow_int: bool
 ) -> bool:
     """Whether arguments mix inexact arrays with leaves without a derivative.
 
@@ -260,22 +292,22 @@ def _has_leaves_to_leave_out(
         return False
     leaves = jax.tree.leaves([args[i] for i in nums])
 
-    def has_derivative(leaf: Any) -> bool:
+    def has_derivative(leaf: Leaf) -> bool:
         return is_inexact(leaf) or (allow_int and _is_discrete(leaf))
 
     return any(map(_is_inexact_array, leaves)) and not all(map(has_derivative, leaves))
 
 
-def _is_inexact_array(leaf: Any) -> bool:
+def _is_inexact_array(leaf: Leaf) -> bool:
     return is_array(leaf) and is_inexact(leaf)
 
 
-def _is_discrete(leaf: Any) -> bool:
+def _is_discrete(leaf: Leaf) -> bool:
     is_bool = isinstance(leaf, bool) or (is_array(leaf) and leaf.dtype == jnp.bool_)
     return is_bool or is_number(leaf, jnp.integer)
 
 
-def filled_in(arrays: Any, whole: Any) -> Any:
+def filled_in(arrays: PyTree, whole: Tree) -> Tree:
     """Returns a tree of arrays with each None replaced by the leaf of another tree."""
     return jax.tree.map(
         lambda array, leaf: leaf if array is None else array,
@@ -286,8 +318,8 @@ def filled_in(arrays: Any, whole: Any) -> Any:
 
 
 def _call(
-    fun: Callable[..., Any], has_aux: bool, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
+    fun: LossFn, has_aux: bool, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[Scalar, PyTree]:
     """Returns ``(loss, aux)`` of a call; ``aux`` is None without ``has_aux``."""
     result = fun(*args, **kwargs)
     if not has_aux:

@@ -7,13 +7,25 @@ import jax.numpy as jnp
 
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_number, upcast_tree
 from jmp_lite.casting.type_of import type_of
-from jmp_lite.casting.types import OptState, Path
+from jmp_lite.casting.types import (
+    Leaf,
+    OptimizerExtraArgs,
+    Params,
+    Path,
+    PyTree,
+    Tree,
+    Updates,
+)
 from jmp_lite.scaling.wrapping import check_grads, check_same_structure, strongly_typed
 
 
 def update_inner(
-    inner: Any, grads: Any, inner_state: Any, params: Any, extra_args: dict[str, Any]
-) -> tuple[Any, Any, Any]:
+    inner: OptimizerExtraArgs,
+    grads: Updates,
+    inner_state: PyTree,
+    params: Params | None,
+    extra_args: dict[str, Any],
+) -> tuple[Updates, PyTree, PyTree]:
     """Returns the updates, and the inner state before and after, of the same types."""
     check_grads(grads, params)
     # A user may have put a Python number into it, such as a new learning rate.
@@ -39,7 +51,10 @@ def update_inner(
 
 
 def _check_structure(
-    updates: Any, grads: Any, params: Any, cause: Exception | None = None
+    updates: Updates,
+    grads: Updates,
+    params: Params | None,
+    cause: Exception | None = None,
 ) -> None:
     """Raises a TypeError for updates that do not match the parameters.
 
@@ -74,7 +89,7 @@ def _check_structure(
         ) from cause
 
 
-def as_seen_by_init(inner: Any, params: Any) -> Any:
+def as_seen_by_init(inner: OptimizerExtraArgs, params: Params) -> Params:
     """Returns parameters as the inner optimizer sees them.
 
     It sees 16-bit parameters in float32, except those that a wrapper inside rounds. The
@@ -82,13 +97,13 @@ def as_seen_by_init(inner: Any, params: Any) -> Any:
     """
     if not any(map(is_16_bit, jax.tree.leaves(params))):
         return params
-    kept = []
+    kept: list[set[Path] | None] = []
     # Only the structure of the state is needed, so no numbers are computed.
     jax.eval_shape(lambda: kept.append(kept_in_16_bits(inner.init(params))))
     return _as_seen(kept[0], params)
 
 
-def _as_seen(kept: Any, params: Any) -> Any:
+def _as_seen(kept: set[Path] | None, params: Tree) -> Tree:
     if kept is None:
         return params
     if not kept <= {path for path, _ in jax.tree.leaves_with_path(params)}:
@@ -98,7 +113,7 @@ def _as_seen(kept: Any, params: Any) -> Any:
     )
 
 
-def _like(old_state: Any, new_state: Any) -> Any:
+def _like(old_state: Tree, new_state: PyTree) -> Tree:
     """Returns the new inner state in the dtypes of the old one."""
     check_same_structure(old_state, new_state, "a skipped step cannot keep the old one")
     return jax.tree_util.tree_map_with_path(_leaf_like, old_state, new_state)
@@ -109,7 +124,7 @@ _OF_INTEGERS = (
 )
 
 
-def _leaf_like(path: Any, before: Any, after: Any) -> Any:
+def _leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
     if not is_array(before) or not (is_array(after) or is_number(after)):
         return after
     after = jnp.asarray(after)
@@ -126,13 +141,13 @@ def _leaf_like(path: Any, before: Any, after: Any) -> Any:
     return after.astype(before.dtype) if same_kind else after
 
 
-def kept_in_16_bits(state: OptState) -> set[Path] | None:
+def kept_in_16_bits(state: PyTree) -> set[Path] | None:
     """Returns the key paths of the parameters that wrappers in a state round.
 
     None means all of them.
     """
 
-    def rounds(node: Any) -> TypeGuard[Rounding]:
+    def rounds(node: PyTree) -> TypeGuard[Rounding]:
         return isinstance(node, Rounding)
 
     found: set[Path] = set()

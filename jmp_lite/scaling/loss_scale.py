@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_inexact
-from jmp_lite.casting.types import Tree
+from jmp_lite.casting.types import Array, Leaf, Scalar, Tree
 from jmp_lite.scaling.numbers import boolean_scalar, number_on_host
 
 
@@ -136,7 +136,7 @@ class StaticLossScale(LossScale):
         return self.loss_scale
 
 
-def check_is_loss_scale(loss_scale: Any) -> None:
+def check_is_loss_scale(loss_scale: object) -> None:
     """Raises a TypeError for an object that is not a ``LossScale`` or not a pytree."""
     if not isinstance(loss_scale, LossScale):
         if isinstance(loss_scale, type):
@@ -155,13 +155,13 @@ def check_is_loss_scale(loss_scale: Any) -> None:
         )
 
 
-def multiplied(tree: Tree, loss_scale: Any) -> Tree:
+def multiplied(tree: Tree, loss_scale: Scalar) -> Tree:
     """Multiplies the floating-point leaves by a factor, in float32."""
     with jax.named_scope("loss_scale"):  # A profile and explain find it by that name.
         return _map_inexact(jnp.multiply, tree, loss_scale)
 
 
-def divided(tree: Tree, loss_scale: Any) -> Tree:
+def divided(tree: Tree, loss_scale: Scalar) -> Tree:
     """Divides the floating-point leaves by a factor, in float32."""
     # A division, not a product with the reciprocal: it is exact whenever the product
     # is, and rounds once for a scale that is not a power of two.
@@ -170,11 +170,11 @@ def divided(tree: Tree, loss_scale: Any) -> Tree:
 
 
 def _map_inexact(
-    op: Callable[[jax.Array, jax.Array], jax.Array], tree: Tree, loss_scale: Any
+    op: Callable[[Array, Array], Array], tree: Tree, loss_scale: Scalar
 ) -> Tree:
     """Applies ``op(leaf, loss_scale)`` to real and complex leaves, in >= 32 bits."""
 
-    def apply(leaf: Any) -> Any:
+    def apply(leaf: Leaf) -> Leaf:
         if not is_inexact(leaf):
             return leaf
         array = jnp.asarray(leaf)

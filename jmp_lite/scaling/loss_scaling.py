@@ -6,11 +6,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_inexact
-from jmp_lite.casting.types import Tree
+from jmp_lite.casting.types import (
+    Array,
+    AxisName,
+    Leaf,
+    Optimizer,
+    OptimizerExtraArgs,
+    Params,
+    PyTree,
+    Tree,
+    Updates,
+)
 from jmp_lite.scaling.dynamic import DynamicLossScale
-from jmp_lite.scaling.finite import AxisName, all_finite, select_tree
+from jmp_lite.scaling.finite import all_finite, select_tree
 from jmp_lite.scaling.inner_update import as_seen_by_init, update_inner
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, check_is_loss_scale
 from jmp_lite.scaling.state import LossScalingState, copied_scale
@@ -18,7 +29,7 @@ from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_ar
 
 
 def loss_scaling(
-    inner: Any,
+    inner: Optimizer,
     loss_scale: LossScale | None = None,
     *,
     axis_name: AxisName | None = None,
@@ -106,7 +117,7 @@ def loss_scaling(
             "StaticLossScale(128.0) or NoOpLossScale(), or leave skip=False out."
         )
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> PyTree:
         start = DynamicLossScale() if loss_scale is None else loss_scale
         inner_state = strongly_typed(inner.init(as_seen_by_init(inner, params)))
         if not isinstance(start, NoOpLossScale):
@@ -120,8 +131,11 @@ def loss_scaling(
         )
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: Updates,
+        state: PyTree,
+        params: Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, PyTree]:
         check_state(state, LossScalingState, "loss_scaling")
         grads_finite = all_finite(updates, axis_name)
         if skip:
@@ -137,7 +151,7 @@ def loss_scaling(
 
 
 def skip_nonfinite(
-    inner: Any, *, axis_name: AxisName | None = None
+    inner: Optimizer, *, axis_name: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it skips steps with non-finite gradients.
 
@@ -168,14 +182,14 @@ def skip_nonfinite(
 
 
 def update_if(
-    grads_finite: jax.Array,
-    inner: Any,
-    updates: Any,
+    grads_finite: Array,
+    inner: OptimizerExtraArgs,
+    updates: Updates,
     state: LossScalingState,
-    params: Any,
+    params: Params | None,
     extra_args: dict[str, Any],
     axis_name: AxisName | None = None,
-) -> tuple[Any, LossScalingState]:
+) -> tuple[Updates, LossScalingState]:
     """Runs ``inner.update`` and keeps its results only if they are finite.
 
     They are if the gradients are. An exception is an optimizer that calls a function
@@ -206,7 +220,7 @@ def update_if(
 def _noting_calls(extra_args: dict[str, Any], called: list[str]) -> dict[str, Any]:
     """Returns extra arguments whose functions add their name to a list if called."""
 
-    def noting(name: str, fun: Any) -> Any:
+    def noting(name: str, fun: PyTree) -> PyTree:
         if not callable(fun) or not jax.tree_util.treedef_is_leaf(
             jax.tree.structure(fun)
         ):
@@ -222,13 +236,13 @@ def _noting_calls(extra_args: dict[str, Any], called: list[str]) -> dict[str, An
     return {name: noting(name, arg) for name, arg in extra_args.items()}
 
 
-def _stays_finite(before: Any, after: Any) -> Any:
+def _stays_finite(before: PyTree, after: PyTree) -> PyTree:
     """Returns numbers that are not finite where a state has lost a finite number.
 
     Some states start with an infinity, such as the best loss so far.
     """
 
-    def lost(old: Any, new: Any) -> Any:
+    def lost(old: Leaf, new: Leaf) -> Array | None:
         if not (is_inexact(old) and is_inexact(new)):
             return None
         return jnp.where(jnp.isfinite(old), new, 0)
@@ -237,7 +251,7 @@ def _stays_finite(before: Any, after: Any) -> Any:
 
 
 def _counted(
-    state: LossScalingState, grads_finite: jax.Array, inner_state: Any
+    state: LossScalingState, grads_finite: Array, inner_state: PyTree
 ) -> LossScalingState:
     """Returns the state after a step."""
     consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)
@@ -251,16 +265,16 @@ def _counted(
     )
 
 
-def _negative_zeros(update: Any) -> Any:
+def _negative_zeros(update: ArrayLike) -> Array:
     """Returns updates that change no bit of a parameter: -0.0 + 0.0 would be 0.0."""
     zeros = jnp.zeros_like(update)
     return -zeros if is_inexact(update) else zeros
 
 
-def _refuse_a_second_scale(inner_state: Any) -> None:
+def _refuse_a_second_scale(inner_state: PyTree) -> None:
     """Raises a ValueError if an inner wrapper holds a loss scale, too."""
 
-    def is_scaled(node: Any) -> bool:
+    def is_scaled(node: PyTree) -> bool:
         has_scale = isinstance(node, LossScalingState)
         return has_scale and not isinstance(node.loss_scale, NoOpLossScale)
 
@@ -271,13 +285,13 @@ def _refuse_a_second_scale(inner_state: Any) -> None:
         )
 
 
-def _finite_or_ones(grads_finite: jax.Array, tree: Tree) -> Tree:
+def _finite_or_ones(grads_finite: Array, tree: Tree) -> Tree:
     """Replaces floating-point leaves by ones on a non-finite step.
 
     Ones, not zeros: a normalizing optimizer would divide 0 by 0.
     """
 
-    def replace(leaf: Any) -> Any:
+    def replace(leaf: Leaf) -> Leaf:
         if not is_inexact(leaf):
             return leaf
         return jnp.where(grads_finite, leaf, jnp.ones_like(leaf))

@@ -1,22 +1,22 @@
 """Checks the numbers and booleans that loss scales are made of."""
 
 import warnings
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_array
 from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import Array, Leaf, Number, Scalar
 
 
-def is_selectable(leaf: Any) -> bool:
+def is_selectable(leaf: Leaf) -> bool:
     """Whether a leaf is an array or a number."""
     return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
-def boolean_scalar(pred: Any) -> jax.Array:
+def boolean_scalar(pred: ArrayLike) -> Array:
     """Returns a boolean scalar.
 
     Raises:
@@ -31,7 +31,12 @@ def boolean_scalar(pred: Any) -> jax.Array:
     return array
 
 
-def as_number(value: Any, dtype: Any, name: str, stack: tuple[int, ...] | None) -> Any:
+def as_number(
+    value: Scalar,
+    dtype: type[np.float32] | type[np.int32],
+    name: str,
+    stack: tuple[int, ...] | None,
+) -> Number:
     """Returns a strongly typed number: on the host if it was a host number.
 
     A loss scale that is made at import then starts no backend.
@@ -59,7 +64,7 @@ def as_number(value: Any, dtype: Any, name: str, stack: tuple[int, ...] | None) 
     return jnp.broadcast_to(array, stack)
 
 
-def number_on_host(value: Any, name: str) -> float:
+def number_on_host(value: Scalar, name: str) -> float:
     """Returns a number whose value is known; otherwise raises a TypeError."""
     try:
         return float(value)
@@ -70,7 +75,7 @@ def number_on_host(value: Any, name: str) -> float:
         ) from error
 
 
-def as_whole_number(value: Any, name: str, at_least: int) -> int:
+def as_whole_number(value: Scalar, name: str, at_least: int) -> int:
     """Returns a whole number; raises a ValueError for any other."""
     number = number_on_host(value, name)
     if not at_least <= number < 2**31 or number != int(number):
@@ -81,14 +86,16 @@ def as_whole_number(value: Any, name: str, at_least: int) -> int:
     return int(number)
 
 
-def as_counter(value: Any, name: str, stack: tuple[int, ...] | None = None) -> Any:
+def as_counter(
+    value: Scalar, name: str, stack: tuple[int, ...] | None = None
+) -> Number:
     """Returns an int32 number, or an array of them; see ``as_number``."""
     if isinstance(value, bool | int | float):
         value = as_whole_number(value, name, at_least=0)
     return as_number(value, np.int32, name, stack)
 
 
-def warn_if_not_floating(value: Any, name: str) -> None:
+def warn_if_not_floating(value: Scalar, name: str) -> None:
     """Warns of a number without a fraction, as jmp does."""
     try:
         dtype = jnp.result_type(value)

@@ -1,12 +1,12 @@
 """The state of ``loss_scaling``: found in an optimizer's state, read, and set."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 
-from jmp_lite.casting.types import Tree
+from jmp_lite.casting.types import Array, Path, PyTree, Tree
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
 
@@ -32,13 +32,13 @@ class LossScalingState(NamedTuple):
     """
 
     loss_scale: LossScale
-    inner_state: Any
-    grads_finite: Any
-    skipped: Any
-    consecutive_skipped: Any
+    inner_state: PyTree
+    grads_finite: Array
+    skipped: Array
+    consecutive_skipped: Array
 
 
-def get_loss_scale(opt_state: Any) -> LossScale:
+def get_loss_scale(opt_state: PyTree) -> LossScale:
     """Returns the loss scale in an optimizer state.
 
     Args:
@@ -100,7 +100,7 @@ def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
     get_loss_scale(opt_state)  # Raises unless there is exactly one.
     new = copied_scale(loss_scale)
 
-    def replace(node: Any) -> Any:
+    def replace(node: PyTree) -> PyTree:
         if not _is_scaling_state(node):
             return node
         stacked = functools.partial(_stacked, jnp.shape(node.consecutive_skipped))
@@ -114,13 +114,13 @@ def copied_scale(loss_scale: LossScale) -> LossScale:
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), loss_scale)
 
 
-def _stacked(stack: tuple[int, ...], leaf: jax.Array) -> jax.Array:
+def _stacked(stack: tuple[int, ...], leaf: Array) -> Array:
     """Returns a number of a loss scale for each of some stacked states."""
     is_stacked = leaf.shape[: len(stack)] == stack
     return leaf if is_stacked else jnp.broadcast_to(leaf, stack + leaf.shape)
 
 
-def loss_scaling_states(tree: Any) -> list[tuple[str, LossScalingState]]:
+def loss_scaling_states(tree: PyTree) -> list[tuple[str, LossScalingState]]:
     """Returns each ``LossScalingState`` in a tree with its path; at least one."""
     found = find_states(tree, ())
     if not found:
@@ -136,9 +136,7 @@ def loss_scaling_states(tree: Any) -> list[tuple[str, LossScalingState]]:
     return [(jax.tree_util.keystr(path) or "the root", state) for path, state in found]
 
 
-def find_states(
-    tree: Any, prefix: tuple[Any, ...]
-) -> list[tuple[tuple[Any, ...], LossScalingState]]:
+def find_states(tree: PyTree, prefix: Path) -> list[tuple[Path, LossScalingState]]:
     """Returns each ``LossScalingState`` in a tree with its path.
 
     Args:
@@ -146,7 +144,7 @@ def find_states(
       prefix: the path of the tree.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_scaling_state)
-    found: list[tuple[tuple[Any, ...], LossScalingState]] = []
+    found: list[tuple[Path, LossScalingState]] = []
     for path, leaf in leaves:
         if _is_scaling_state(leaf):
             inner_prefix = (*prefix, *path, jax.tree_util.GetAttrKey("inner_state"))
@@ -155,5 +153,5 @@ def find_states(
     return found
 
 
-def _is_scaling_state(node: Any) -> bool:
+def _is_scaling_state(node: PyTree) -> TypeGuard[LossScalingState]:
     return isinstance(node, LossScalingState)

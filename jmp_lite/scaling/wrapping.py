@@ -1,16 +1,26 @@
 """What all wrappers do with the optimizer inside of them."""
 
-from typing import Any
+from typing import overload
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jmp_lite.casting.dtypes import is_number
-from jmp_lite.casting.types import Tree
+from jmp_lite.casting.types import Leaf, OptimizerExtraArgs, PyTree, Tree
 
 
-def with_extra_args(inner: Any) -> Any:
+@overload
+def with_extra_args(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs: ...
+
+
+@overload
+def with_extra_args(inner: optax.MultiSteps) -> optax.MultiSteps: ...
+
+
+def with_extra_args(inner: object) -> OptimizerExtraArgs:
     """Returns a transformation that accepts extra arguments."""
     if isinstance(inner, optax.GradientTransformation):
         return optax.with_extra_args_support(inner)
@@ -26,7 +36,7 @@ def with_extra_args(inner: Any) -> Any:
 def strongly_typed(state: Tree) -> Tree:
     """Removes weak types from the numbers of an initial state."""
 
-    def strengthen(leaf: Any) -> Any:
+    def strengthen(leaf: Leaf) -> Leaf:
         if not is_number(leaf):
             return leaf
         array = jnp.asarray(leaf)
@@ -35,7 +45,7 @@ def strongly_typed(state: Tree) -> Tree:
     return jax.tree.map(strengthen, state)
 
 
-def check_grads(grads: Any, params: Any) -> None:
+def check_grads(grads: PyTree, params: PyTree) -> None:
     """Raises a TypeError for ``(loss, grads)`` in place of gradients."""
     if params is None or not isinstance(grads, tuple) or len(grads) != 2:
         return
@@ -49,7 +59,7 @@ def check_grads(grads: Any, params: Any) -> None:
         )
 
 
-def check_same_structure(old_state: Any, new_state: Any, effect: str) -> None:
+def check_same_structure(old_state: PyTree, new_state: PyTree, effect: str) -> None:
     """Raises a TypeError for an optimizer that changes the structure of its state."""
     old, new = map(jax.tree.structure, (old_state, new_state))
     if old != new:
@@ -60,7 +70,7 @@ def check_same_structure(old_state: Any, new_state: Any, effect: str) -> None:
         )
 
 
-def check_state(state: Any, expected: type[Any], name: str) -> None:
+def check_state(state: PyTree, expected: type, name: str) -> None:
     """Raises a TypeError for a state that a wrapper does not make.
 
     Args:

@@ -1,26 +1,26 @@
 """Gradients of a batch that is split into micro-batches."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmp_lite.casting.dtypes import is_array, upcast_tree
 from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import Array, AxisName, Key, Params, PyTree, Updates
 from jmp_lite.jaxprs.sharding import is_sharded
-from jmp_lite.scaling.finite import AxisName
 from jmp_lite.scaling.wrapping import strongly_typed
 from jmp_lite.training.devices import of_this_device
+from jmp_lite.training.loss_at import GradFn, WithAux
 
 
 def accumulated_gradients(
-    grad_fn: Callable[..., Any], times: int, batch_axes: Any, axis_name: AxisName | None
-) -> Callable[..., Any]:
+    grad_fn: GradFn, times: int, batch_axes: PyTree, axis_name: AxisName | None
+) -> GradFn:
     """Returns a gradient function that runs its batch in micro-batches."""
 
-    def accumulated(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+    def accumulated(
+        params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
+    ) -> tuple[WithAux, Updates]:
         leaves, treedef = jax.tree.flatten(batch)
         axes = _split_axes(batch, batch_axes, times)
         parts = [
@@ -29,7 +29,9 @@ def accumulated_gradients(
             if axis is not None
         ]
 
-        def one(carry: Any, now: Any) -> Any:
+        def one(
+            carry: tuple[PyTree, Updates], now: tuple[Array, list[Array]]
+        ) -> tuple[tuple[PyTree, Updates], tuple[Array, PyTree]]:
             model_state, total = carry
             i, parts = now
             given = iter(parts)
@@ -58,7 +60,7 @@ def accumulated_gradients(
     return accumulated
 
 
-def _split_axes(batch: Any, batch_axes: Any, times: int) -> list[int | None]:
+def _split_axes(batch: PyTree, batch_axes: PyTree, times: int) -> list[int | None]:
     """Returns the axis along which each leaf is split; None for a whole leaf."""
     axes: list[int | None] = []
     sizes: dict[str, int] = {}
@@ -86,11 +88,11 @@ def _split_axes(batch: Any, batch_axes: Any, times: int) -> list[int | None]:
     return axes
 
 
-def _broadcast(batch_axes: Any, batch: Any) -> list[int | None]:
+def _broadcast(batch_axes: PyTree, batch: PyTree) -> list[int | None]:
     """Returns an axis for each leaf of a batch."""
     axes: list[int | None] = []
 
-    def add(axis: int | None, part: Any) -> None:
+    def add(axis: int | None, part: PyTree) -> None:
         axes.extend([axis] * len(jax.tree.leaves(part)))
 
     try:
@@ -118,7 +120,7 @@ def _check_one_size(sizes: dict[str, int], times: int) -> None:
             )
 
 
-def _split(leaf: Any, axis: int, times: int) -> Any:
+def _split(leaf: Array, axis: int, times: int) -> Array:
     shape, rows = leaf.shape, leaf.shape[axis] // times
     if is_sharded(leaf):
         devices = shape[axis] // jax.typeof(leaf).sharding.shard_shape(shape)[axis]
@@ -134,7 +136,7 @@ def _split(leaf: Any, axis: int, times: int) -> Any:
     return jnp.moveaxis(parts, axis + 1, 0)
 
 
-def _check_types(before: Any, after: Any) -> None:
+def _check_types(before: PyTree, after: PyTree) -> None:
     pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
     for (path, old), new in pairs:
         given, returned = type_of(old), type_of(new)

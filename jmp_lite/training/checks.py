@@ -1,7 +1,6 @@
 """Checks the arguments of ``build_train_step``, and what a loss function returns."""
 
 import inspect
-from typing import Any
 
 import jax
 import numpy as np
@@ -9,9 +8,10 @@ import numpy as np
 from jmp_lite.autocasting.rules.presets import check_convertible
 from jmp_lite.casting.dtypes import is_array, is_inexact
 from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import LossFn, PyTree
 
 
-def check_loss_fn(loss_fn: Any) -> None:
+def check_loss_fn(loss_fn: LossFn) -> None:
     """Raises a TypeError for a function that does not take the four arguments."""
     check_convertible(loss_fn)
     try:
@@ -29,7 +29,7 @@ def check_loss_fn(loss_fn: Any) -> None:
         ) from None
 
 
-def check_accumulation(accumulate: Any, batch_axes: Any) -> None:
+def check_accumulation(accumulate: float | np.integer, batch_axes: PyTree) -> None:
     """Raises an error for a wrong number of micro-batches, or wrong axes."""
     if not isinstance(accumulate, int | np.integer) or accumulate < 1:
         is_whole = isinstance(accumulate, float) and accumulate.is_integer()
@@ -46,7 +46,7 @@ def check_accumulation(accumulate: Any, batch_axes: Any) -> None:
             )
 
 
-def check_trainable(params: Any) -> None:
+def check_trainable(params: PyTree) -> None:
     """Raises a TypeError for parameters without a gradient."""
     for path, leaf in jax.tree.leaves_with_path(params):
         if not is_inexact(leaf):
@@ -65,10 +65,10 @@ NO_KEY = (
 )
 
 
-def check_result(result: Any, model_state: Any) -> None:
+def check_result(result: PyTree, model_state: PyTree) -> None:
     """Raises a TypeError if a loss function returns something else."""
 
-    def is_pair(node: Any) -> bool:
+    def is_pair(node: PyTree) -> bool:
         return isinstance(node, tuple | list) and len(node) == 2
 
     if not (is_pair(result) and is_pair(result[1])):
@@ -85,7 +85,7 @@ def check_result(result: Any, model_state: Any) -> None:
         )
 
 
-def _in_words(result: Any) -> str:
+def _in_words(result: PyTree) -> str:
     if result is None:
         return "None"
     name = f"{result.dtype} array" if is_array(result) else type(result).__name__

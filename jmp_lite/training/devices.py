@@ -1,21 +1,19 @@
 """What each device of a mapped axis has for itself, and averages over devices."""
 
-from typing import Any
-
 import jax
 from jax import lax
 
 from jmp_lite.casting.dtypes import is_inexact
+from jmp_lite.casting.types import AxisName, Key, Leaf, Tree
 from jmp_lite.jaxprs.sharding import as_varying
-from jmp_lite.scaling.finite import AxisName
 
 
-def key_of_this_device(rng: Any, axis_name: AxisName) -> Any:
+def key_of_this_device(rng: Key, axis_name: AxisName) -> Key:
     """Returns a key that differs from device to device."""
     return jax.random.fold_in(rng, lax.axis_index(axis_name))
 
 
-def of_this_device(tree: Any, axis_name: AxisName | None) -> Any:
+def of_this_device(tree: Tree, axis_name: AxisName | None) -> Tree:
     """Returns a tree whose real and complex arrays belong to this device only.
 
     With type checks, ``shard_map`` would sum a gradient with respect to shared values
@@ -25,18 +23,18 @@ def of_this_device(tree: Any, axis_name: AxisName | None) -> Any:
         return tree
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
 
-    def local(x: Any) -> Any:
+    def local(x: Leaf) -> Leaf:
         return as_varying(x, names) if is_inexact(x) else x
 
     return jax.tree.map(local, tree)
 
 
-def averaged(tree: Any, axis_name: AxisName | None) -> Any:
+def averaged(tree: Tree, axis_name: AxisName | None) -> Tree:
     """Returns the mean over devices of the floating-point arrays of a tree."""
     if axis_name is None:
         return tree
 
-    def average(x: Any) -> Any:
+    def average(x: Leaf) -> Leaf:
         return lax.pmean(x, axis_name) if is_inexact(x) else x
 
     return jax.tree.map(average, tree)

@@ -1,20 +1,22 @@
 """Finds the parameters that an optimizer never updates."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jmp_lite.casting.losses import with_float32_loss
+from jmp_lite.casting.types import LossFn, OptimizerExtraArgs, Params
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.types import Eqn, PyTree
 from jmp_lite.scaling.gradients import filled_in
 
 
-def find_frozen(optimizer: Any, parameters: PyTree, state: PyTree) -> list[bool]:
+def find_frozen(
+    optimizer: OptimizerExtraArgs, parameters: Params, state: PyTree
+) -> list[bool]:
     """Returns whether each parameter is frozen, as by ``optax.set_to_zero``.
 
     The update of such a parameter depends on nothing: on no gradient, parameter or
@@ -88,8 +90,8 @@ class _Depends(Forward[bool]):
 
 
 def trained_part(
-    loss_fn: Callable[..., Any], params: Any, frozen: list[bool]
-) -> tuple[Any, Callable[..., Any]]:
+    loss_fn: LossFn, params: Params, frozen: list[bool]
+) -> tuple[Params, LossFn]:
     """Returns the parameters that are not frozen, and the loss as their function."""
     if not any(frozen):
         return params, loss_fn
@@ -99,7 +101,7 @@ def trained_part(
         for leaf, is_frozen in zip(leaves, frozen, strict=True)
     ]
 
-    def loss_of_trained(trained: Any, *others: Any) -> Any:
+    def loss_of_trained(trained: Params, *others: PyTree) -> PyTree:
         return with_float32_loss(loss_fn)(filled_in(trained, params), *others)
 
     return jax.tree.unflatten(treedef, trained), loss_of_trained

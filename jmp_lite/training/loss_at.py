@@ -2,18 +2,35 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jmp_lite.casting.dtypes import upcast_tree
+from jmp_lite.casting.types import (
+    Array,
+    Key,
+    OptimizerExtraArgs,
+    Params,
+    PyTree,
+    Updates,
+)
 from jmp_lite.scaling.finite import all_finite
+
+WithAux: TypeAlias = tuple[Array, tuple[PyTree, PyTree]]
+"""What a loss function returns: the loss, and the new model state and the rest."""
+GradFn: TypeAlias = Callable[
+    [Params, PyTree, PyTree, Key | None], tuple[WithAux, Updates]
+]
+"""A function of the arguments of a loss that returns what it does, and gradients."""
+Evaluate: TypeAlias = Callable[[Params], tuple[Array, PyTree, PyTree, Updates]]
+"""The loss of this step, the new model state, the rest, and the gradients."""
 
 
 def functions_of_parameters(
-    evaluate: Callable[..., Any], params: Any
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    evaluate: Evaluate, params: Params
+) -> tuple[Callable[..., Array], Callable[..., Updates]]:
     """Returns the loss and its gradient as functions of the parameters.
 
     Args:
@@ -21,7 +38,7 @@ def functions_of_parameters(
       params: the parameters of this step; other parameters are cast to their dtypes.
     """
 
-    def evaluate_like(others: Any) -> Any:
+    def evaluate_like(others: Params) -> tuple[Array, Updates]:
         cast = jax.tree.map(lambda new, old: new.astype(old.dtype), others, params)
         loss, _, _, grads = evaluate(cast)
         # An overflow makes all gradients NaN: clipping would hide an infinity.
@@ -30,13 +47,13 @@ def functions_of_parameters(
         return upcast_tree(loss), grads
 
     @jax.custom_jvp
-    def loss_of(others: Any) -> Any:
+    def loss_of(others: Params) -> Array:
         return evaluate_like(others)[0]
 
     # A caller that differentiates the loss gets these gradients: without a loss scale,
     # 16-bit ones would become zero.
     @loss_of.defjvp
-    def _(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+    def _(primals: tuple[Params], tangents: tuple[Updates]) -> tuple[Array, Array]:  # pyright: ignore[reportUnusedFunction]
         loss, grads = evaluate_like(*primals)
         terms = jax.tree.map(
             lambda g, t: jnp.sum(jnp.real(g * t.astype(g.dtype))).astype(loss.dtype),
@@ -46,18 +63,22 @@ def functions_of_parameters(
         return loss, sum(jax.tree.leaves(terms), jnp.zeros_like(loss))
 
     # optax's line searches refuse extra arguments that value_fn does not name.
-    def value_fn(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> Any:
+    def value_fn(
+        params: Params, obj_fn: PyTree = None, grad_fn: PyTree = None
+    ) -> Array:
         del obj_fn, grad_fn
         return loss_of(params)
 
-    def grad_fn(params: Any, i: Any = 0) -> Any:
+    def grad_fn(params: Params, i: Array | int = 0) -> Updates:
         del i  # The step number of sam: all steps use this batch.
         return evaluate_like(params)[1]
 
     return value_fn, grad_fn
 
 
-def accepted_arguments(optimizer: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(
+    optimizer: OptimizerExtraArgs, extra_args: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the extra arguments that an optimizer's update accepts."""
     accepted = inspect.signature(optimizer.update).parameters
     if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):

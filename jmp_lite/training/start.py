@@ -9,6 +9,7 @@ import numpy as np
 
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_16_bit
+from jmp_lite.casting.types import OptimizerExtraArgs, Params, PyTree
 from jmp_lite.optimizers.compensated import CompensatedState
 from jmp_lite.optimizers.master_weights import MasterWeightsState
 from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
@@ -34,14 +35,16 @@ def scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
     return loss_scale
 
 
-def init_optimizer(wrapped: Any, inner: Any, params: Any) -> LossScalingState:
+def init_optimizer(
+    wrapped: Any, inner: OptimizerExtraArgs, params: Params
+) -> LossScalingState:
     """Returns the state of an optimizer; warns of parameters that lose updates."""
     opt_state = wrapped.init(params)
     _warn_of_rounding(
         params, opt_state, find_frozen(inner, params, opt_state.inner_state)
     )
 
-    def is_state(node: Any) -> bool:
+    def is_state(node: PyTree) -> bool:
         return isinstance(node, LossScalingState)
 
     if any(map(is_state, jax.tree.leaves(opt_state.inner_state, is_leaf=is_state))):
@@ -55,10 +58,10 @@ def init_optimizer(wrapped: Any, inner: Any, params: Any) -> LossScalingState:
 _REMEMBERING = (MasterWeightsState, CompensatedState, StochasticRoundingState)
 
 
-def _warn_of_rounding(params: Any, opt_state: Any, frozen: list[bool]) -> None:
+def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> None:
     """Warns if 16-bit parameters would lose small updates."""
 
-    def remembers(node: Any) -> bool:
+    def remembers(node: PyTree) -> bool:
         return isinstance(node, _REMEMBERING)
 
     narrow = [

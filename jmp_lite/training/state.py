@@ -1,11 +1,12 @@
 """The state of a training."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from jmp_lite.casting.dtypes import is_array
+from jmp_lite.casting.types import Array, Key, Leaf, PyTree, Tree
 from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.scaling.wrapping import strongly_typed
 
@@ -32,28 +33,49 @@ class TrainingState(NamedTuple):
       (dtype('float32'), dtype('float32'), dtype('int32'))
     """
 
-    params: Any
-    model_state: Any
+    params: PyTree
+    model_state: PyTree
     opt_state: LossScalingState
-    ema: Any
-    rng: Any
-    step: Any
+    ema: PyTree
+    rng: Key | None
+    step: Array
+
+
+class Metrics(TypedDict):
+    """What a step measures; see ``build_train_step``."""
+
+    loss: Array
+    grad_norm: Array
+    grads_finite: Array
+    loss_scale: Array
+    skipped: Array
+    aux: PyTree
+
+
+class Init(Protocol):
+    """Returns the state before the first step; see ``build_train_step``."""
+
+    def __call__(
+        self, params: PyTree, model_state: PyTree = None, rng: Key | None = None
+    ) -> TrainingState:
+        """Returns the state for parameters."""
+        ...
 
 
 def copied(state: TrainingState) -> TrainingState:
     """Copies all arrays: two of them may be one object, or belong to the caller."""
 
-    def copy(leaf: Any) -> Any:
+    def copy(leaf: Leaf) -> Leaf:
         return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
 
     return jax.tree.map(copy, strongly_typed(state))
 
 
-def moving_average(decay: float, average: Any, params: Any) -> Any:
+def moving_average(decay: float, average: Tree, params: PyTree) -> Tree:
     """Returns the moving average of parameters after a step."""
 
     # In float32: in 16 bits it would stall when (1 - decay) rounds away.
-    def mix(old: Any, new: Any) -> Any:
+    def mix(old: Array, new: Array) -> Array:
         return decay * old + (1 - decay) * new.astype(old.dtype)
 
     return jax.tree.map(mix, average, params)

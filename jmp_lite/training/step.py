@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -15,11 +14,16 @@ from jmp_lite.autocasting.rules.presets import choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import upcast_tree
 from jmp_lite.casting.types import (
+    Array,
     AxisName,
+    Dtype,
     Key,
     LossFn,
+    Optimizer,
+    OptimizerExtraArgs,
     Params,
     PyTree,
+    Scalar,
     Updates,
 )
 from jmp_lite.optimizers.parameters import check_key
@@ -50,24 +54,40 @@ from jmp_lite.training.devices import (
     of_this_device,
 )
 from jmp_lite.training.frozen import find_frozen, trained_part
-from jmp_lite.training.loss_at import accepted_arguments, functions_of_parameters
+from jmp_lite.training.loss_at import (
+    Evaluate,
+    GradFn,
+    WithAux,
+    accepted_arguments,
+    functions_of_parameters,
+)
 from jmp_lite.training.start import init_optimizer, scale_at_start
-from jmp_lite.training.state import TrainingState, copied, moving_average
+from jmp_lite.training.state import (
+    Init,
+    Metrics,
+    TrainingState,
+    copied,
+    moving_average,
+)
+
+Batch = TypeVar("Batch")
 
 
 def build_train_step(
-    loss_fn: Callable[..., Any],
-    optimizer: Any,
+    loss_fn: Callable[
+        [PyTree, PyTree, Batch, PyTree], tuple[Scalar, tuple[PyTree, PyTree]]
+    ],
+    optimizer: Optimizer,
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
     loss_scale: LossScale | None = None,
     accumulate: int = 1,
-    batch_axes: Any = 0,
+    batch_axes: PyTree = 0,
     ema: float | None = None,
     axis_name: AxisName | None = None,
     grad_dtype: DTypeLike = "float32",
-) -> tuple[Callable[..., TrainingState], Callable[..., tuple[TrainingState, Any]]]:
+) -> tuple[Init, Callable[[TrainingState, Batch], tuple[TrainingState, Metrics]]]:
     """Builds ``init`` and ``step`` for a training loop in mixed precision.
 
     A step whose loss or gradients are not finite is skipped. Some optimizers compute
@@ -191,7 +211,7 @@ def _in_low_precision(
     @autocast(rules=rules, compute_dtype=compute_dtype)
     def low_loss_fn(
         params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
-    ) -> Any:
+    ) -> WithAux:
         try:
             result = loss_fn(params, model_state, batch, rng)
         except Exception as error:
@@ -218,15 +238,15 @@ class _Training:
     """
 
     loss_fn: LossFn
-    optimizer: Any
-    inner: Any
+    optimizer: Optimizer
+    inner: OptimizerExtraArgs
     rules: Callable[[], Rules]
     loss_scale: LossScale | None
     times: int
     batch_axes: PyTree
     ema: float | None
     axis_name: AxisName | None
-    grad_dtype: np.dtype[Any]
+    grad_dtype: Dtype
 
     def init(
         self, params: Params, model_state: PyTree = None, rng: Key | None = None
@@ -250,7 +270,7 @@ class _Training:
 
     def step(
         self, state: TrainingState, batch: PyTree
-    ) -> tuple[TrainingState, dict[str, Any]]:
+    ) -> tuple[TrainingState, Metrics]:
         """Returns the state after a step, and its metrics."""
         if not isinstance(state, TrainingState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
@@ -261,7 +281,7 @@ class _Training:
         frozen = find_frozen(self.inner, params, opt_state.inner_state)
         rng = self._key(state)
 
-        def evaluate(params: Params) -> tuple[Any, PyTree, PyTree, Updates]:
+        def evaluate(params: Params) -> tuple[Array, PyTree, PyTree, Updates]:
             return self._evaluate(params, state, batch, rng, frozen)
 
         loss, model_state, aux, grads = evaluate(params)
@@ -279,7 +299,7 @@ class _Training:
             step=state.step + 1,
         )
         finite = new_opt_state.grads_finite
-        metrics = {
+        metrics: Metrics = {
             "loss": upcast_tree(loss),
             "grad_norm": optax.tree.norm(upcast_tree(grads)),
             "grads_finite": finite,
@@ -310,13 +330,13 @@ class _Training:
         batch: PyTree,
         rng: Key | None,
         frozen: list[bool],
-    ) -> tuple[Any, PyTree, PyTree, Updates]:
+    ) -> tuple[Array, PyTree, PyTree, Updates]:
         """Returns the loss, the new model state, the rest, and the gradients."""
         local = of_this_device(params, self.axis_name)
         trained, loss_of_trained = trained_part(self.loss_fn, local, frozen)
         # The loss is scaled in float32, and the gradients are unscaled in float32.
         scale = state.opt_state.loss_scale
-        grad_fn = value_and_grad(loss_of_trained, scale, has_aux=True)
+        grad_fn: GradFn = value_and_grad(loss_of_trained, scale, has_aux=True)
         if self.times > 1:
             grad_fn = accumulated_gradients(
                 grad_fn, self.times, self.batch_axes, self.axis_name
@@ -332,8 +352,8 @@ class _Training:
 
     def _update(
         self,
-        evaluate: Callable[[Params], Any],
-        loss: Any,
+        evaluate: Evaluate,
+        loss: Array,
         grads: Updates,
         opt_state: LossScalingState,
         params: Params,

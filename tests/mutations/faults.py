@@ -2814,27 +2814,27 @@ FAULTS = (
     Fault(
         "optimizers/master_weights.py",
         "master_weights.update",
-        "def update(updates: Any, state: Any, params: Any=None, **extra_args: Any) -> tuple[Any, Any]:\n"
-        "    check_state(state, MasterWeightsState, 'master_weights')",
-        "def update(updates: Any, state: Any, params: Any=None, **extra_args: Any) -> tuple[Any, Any]:",
+        "check_state(state, MasterWeightsState, 'master_weights')\n"
+        "    check_params(updates, params, 'master_weights')",
+        "check_params(updates, params, 'master_weights')",
         "master_weights takes the state of another wrapper",
         "test_scaling_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),
     Fault(
         "optimizers/compensated.py",
         "compensated.update",
-        "def update(updates: Any, state: Any, params: Any=None, **extra_args: Any) -> tuple[Any, Any]:\n"
-        "    check_state(state, CompensatedState, 'compensated')",
-        "def update(updates: Any, state: Any, params: Any=None, **extra_args: Any) -> tuple[Any, Any]:",
+        "check_state(state, CompensatedState, 'compensated')\n"
+        "    check_params(updates, params, 'compensated')",
+        "check_params(updates, params, 'compensated')",
         "compensated takes the state of another wrapper",
         "test_scaling_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),
     Fault(
         "optimizers/stochastic_rounding.py",
         "stochastic_rounding.update",
-        "def update(updates: Any, state: Any, params: Any=None, **extra_args: Any) -> tuple[Any, Any]:\n"
-        "    check_state(state, StochasticRoundingState, 'stochastic_rounding')",
-        "def update(updates: Any, state: Any, params: Any=None, **extra_args: Any) -> tuple[Any, Any]:",
+        "check_state(state, StochasticRoundingState, 'stochastic_rounding')\n"
+        "    check_params(updates, params, 'stochastic_rounding')",
+        "check_params(updates, params, 'stochastic_rounding')",
         "stochastic_rounding takes the state of another wrapper",
         "test_scaling_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),

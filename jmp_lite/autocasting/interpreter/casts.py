@@ -4,8 +4,6 @@ A value is cast when an op reads it in the other dtype, not earlier. A computed 
 cast once for all its readers.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,6 +18,7 @@ from jmp_lite.autocasting.decide.given import Given
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.jaxprs import sharding, structure
+from jmp_lite.jaxprs.bilinear import Operand
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Literal, Var
 
 
@@ -54,7 +53,7 @@ class Casts:
         """Returns the value of a literal."""
         found = given.literal(atom, self.low_dtype)
         is_float32 = found.state is not None
-        number: Any = given.as_float32(atom.val) if is_float32 else atom.val
+        number = given.as_float32(atom.val) if is_float32 else atom.val
         return _value(structure.as_array(number), found)
 
     def full(self, value: Value) -> Array:
@@ -84,7 +83,7 @@ class Casts:
             return value.array
         return sharding.cast(self.full(value), dtype)
 
-    def typed(self, value: Value, aval: Aval) -> Any:
+    def typed(self, value: Value, aval: Aval) -> Array:
         """Returns the array of a result; in another dtype if its type has another."""
         if value.state is None or aval.dtype == np.float32:
             return self.full(value)
@@ -95,7 +94,7 @@ class Casts:
         array = self.low(value) if state is State.LOW else self.full(value)
         return Value(array, state, origin=value.origin)
 
-    def rounded(self, value: Value, number_format: NumberFormat) -> Any:
+    def rounded(self, value: Value, number_format: NumberFormat) -> Array | Operand:
         """Returns a value as an operand of a product in a number format."""
         cast = self.full if number_format.takes_float32 else self.low
         if not value.kind.is_cast_once:

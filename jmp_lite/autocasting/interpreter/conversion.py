@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jmp_lite.autocasting.decide import leaving
 from jmp_lite.autocasting.decide.decisions import (
@@ -37,7 +37,7 @@ from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.evaluate import Body, Evaluator
-from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Literal, Var
 
 Given: TypeAlias = tuple[tuple[Spec, ...], tuple[Lineage | None, ...]]
 """The specs and the lineages of the inputs of a jaxpr."""
@@ -119,11 +119,11 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
 
     # ---------------------------------------------------------------------- values
 
-    def constant(self, var: Var, array: Any) -> Value:
+    def constant(self, var: Var, array: Array) -> Value:
         """Returns the value of a constant."""
         return self.casts.constant(var, array)
 
-    def literal(self, atom: Any) -> Value:
+    def literal(self, atom: Literal) -> Value:
         """Returns the value of a literal."""
         return self.casts.literal(atom)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +95,9 @@ def _moved_linearly(
         return params.bind_in(eqn, arrays, held, bound=casts.bound)
 
     @move.defjvp
-    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:  # pyright: ignore[reportUnusedFunction]
+    def jvp(  # pyright: ignore[reportUnusedFunction]
+        primals: Sequence[Array], tangents: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
         def in_full(*floats: Array) -> list[Array]:
             every = list(primals)
             for i, array in zip(of_floats, floats, strict=True):

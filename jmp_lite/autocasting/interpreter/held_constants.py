@@ -5,7 +5,6 @@ the derivative is that of the same scan on float32 constants, which each step ca
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -32,7 +31,7 @@ def run_scan(
     """
     wide = scan_of(eqn, _with_casts(jaxpr, held))
 
-    def raised(arrays: Sequence[Any]) -> list[Any]:
+    def raised(arrays: Sequence[Array | SymbolicZero]) -> list[Array | SymbolicZero]:
         return [
             sharding.cast(array, "float32")
             if i in held and not isinstance(array, SymbolicZero)
@@ -47,7 +46,9 @@ def run_scan(
     def run(*arrays: Array) -> list[Array]:
         return params.bind_scan(eqn, arrays, jaxpr)
 
-    def jvp(primals: Sequence[Array], tangents: Sequence[Any]) -> Any:
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+    ) -> tuple[list[Array], list[Array]]:
         at, along = raised(primals), raised(tangents)
         moved = [i for i, t in enumerate(along) if not isinstance(t, SymbolicZero)]
 

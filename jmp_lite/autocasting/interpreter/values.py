@@ -1,10 +1,10 @@
 """Values: traced arrays together with their precision while a function runs."""
 
 import dataclasses
-from typing import Any
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, Spec, State
 from jmp_lite.formats.number_format import NumberFormat
+from jmp_lite.jaxprs.bilinear import Operand
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
@@ -38,10 +38,12 @@ class Value:
     held: Dtype | None = None
     region: str | None = None
     is_from_low: bool = False
-    cast: Any = None
-    raised: Any = None
+    cast: Array | None = None
+    raised: Array | None = None
     is_shared: bool = False
-    rounded: dict[NumberFormat, Any] = dataclasses.field(default_factory=dict)
+    rounded: dict[NumberFormat, Array | Operand] = dataclasses.field(
+        default_factory=dict
+    )
     origin: Origin = None
     lineage: Lineage | None = None
     root: object = None

@@ -9,7 +9,7 @@ the stacked arrays of a step, as in a recurrent network. Results do not change.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite.jaxprs import cost, params, rewrite, sharding, source, structure
 from jmp_lite.jaxprs.dataflow import readers_of
-from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, PyTree, Var
+from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.ops import MOVING_OR_CASTING
 
 
@@ -90,7 +90,9 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
         fixed = _fixed(body.uses, weights)
         return _scan(_without_weights(body), fixed, {}, [], arrays)[0]
 
-    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+    ) -> tuple[list[Array], list[Array]]:
         return _linearized(body, primals, tangents)
 
     run = jax.custom_jvp(plain)
@@ -167,8 +169,8 @@ def _sum_of(product: Eqn, readers: Mapping[Var, list[Eqn | None]]) -> Var:
 
 
 def _linearized(
-    body: _Body, primals: Sequence[Array], tangents: Sequence[Array]
-) -> Any:
+    body: _Body, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+) -> tuple[list[Array], list[Array]]:
     """Returns the results of a loop and their tangents.
 
     The tangents of the products are computed for all steps at once. Their transpose is
@@ -192,7 +194,9 @@ def _linearized(
     )
     fixed = _fixed(uses, fixed_weights)
 
-    def shifted(shifts: Sequence[Array], *arrays: Array) -> Any:
+    def shifted(
+        shifts: Sequence[Array], *arrays: Array
+    ) -> tuple[list[Array], list[Array]]:
         every = [*primals]
         for i, array in zip(moved, arrays, strict=True):
             every[i] = array
@@ -311,7 +315,9 @@ def _scan(
     n_consts, n_carry = params.scan_counts(body.eqn)
     consts, start = arrays[:n_consts], arrays[n_consts : n_consts + n_carry]
 
-    def step(carry: Sequence[Array], now: PyTree) -> Any:
+    def step(
+        carry: Sequence[Array], now: tuple[Sequence[Array], Sequence[Array]]
+    ) -> tuple[list[Array], tuple[list[Array], list[Array]]]:
         sliced, shifts_now = now
         shift = dict(zip(shifts, shifts_now, strict=True))
         env = dict(zip(parts.constvars, parts.consts, strict=True))

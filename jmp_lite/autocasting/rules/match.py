@@ -58,7 +58,7 @@ def name_of(precision: AnyPrecision) -> str:
     return precision.name if isinstance(precision, NumberFormat) else precision.value
 
 
-def in_json(precision: AnyPrecision) -> Any:
+def in_json(precision: AnyPrecision) -> str | dict[str, Any]:
     """Returns a precision for JSON: its name, and options of its own.
 
     Raises:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.formats.own import Format
 from jmp_lite.formats.table import FORMATS
 from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Dtype
 from jmp_lite.ops import (
     EDITABLE,
     LOWERABLE,
@@ -39,6 +40,8 @@ from jmp_lite.ops import (
     ops_of,
     record_of,
 )
+
+Item = TypeVar("Item")
 
 AUTOCAST_SCOPE = "__autocast__"
 
@@ -478,7 +481,7 @@ def fields_of(rules: Rules) -> dict[str, Any]:
     return {f.name: getattr(rules, f.name) for f in dataclasses.fields(Rules)}
 
 
-def _first_match(rules: Iterable[tuple[str, Any]], path: str) -> Any:
+def _first_match(rules: Iterable[tuple[str, Item]], path: str) -> Item | None:
     return next((value for pattern, value in rules if re.search(pattern, path)), None)
 
 
@@ -558,7 +561,7 @@ _CALLED_OTHERWISE = {
 HALF_OF_DEVICE = "half"
 
 
-def _check_compute_dtype(dtype: DTypeLike) -> "np.dtype[Any] | str":
+def _check_compute_dtype(dtype: DTypeLike) -> "Dtype | str":
     if isinstance(dtype, str) and dtype == HALF_OF_DEVICE:
         return HALF_OF_DEVICE
     parsed = parse_dtype(dtype)
@@ -576,7 +579,7 @@ def _name_of(dtype: DTypeLike) -> str:
     return HALF_OF_DEVICE if isinstance(dtype, str) else np.dtype(dtype).name
 
 
-def _check_float8(given: Any) -> Float8:
+def _check_float8(given: object) -> Float8:
     if isinstance(given, Mapping):  # From JSON.
         names = [field.name for field in dataclasses.fields(Float8)]
         for name in cast("Mapping[str, Any]", given):
@@ -602,7 +605,7 @@ def _check_carry(carry: Carry) -> Carry:
     return check_pattern(pattern), precision
 
 
-def _check_passes(passes: Any) -> tuple[str, ...]:
+def _check_passes(passes: object) -> tuple[str, ...]:
     if not isinstance(passes, tuple | list):
         raise ValueError(
             f"Expected passes as a tuple of names, such as {PASSES[-1:]!r}, got "

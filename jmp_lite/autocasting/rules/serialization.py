@@ -89,7 +89,7 @@ def fields_in_json(text: str, names: Sequence[str]) -> dict[str, Any]:
     return _from_fields(data, names)
 
 
-def _is_ascend(entry: Any) -> bool:
+def _is_ascend(entry: object) -> bool:
     """Whether an entry of a JSON object is in Ascend's format."""
     return isinstance(entry, dict) and "precision_reduce" in entry
 

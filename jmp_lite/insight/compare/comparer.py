@@ -6,9 +6,10 @@ and trip counts of the first.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight.compare import twins
@@ -16,7 +17,7 @@ from jmp_lite.insight.compare.twins import Error, Twin
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import bilinear, params, structure
-from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Var
 from jmp_lite.ops import KEEPING_ERRORS
 
 
@@ -49,9 +50,9 @@ class Sums(NamedTuple):
       given: the largest relative error of an operand, times ``size``.
     """
 
-    off: Any
-    size: Any
-    given: Any
+    off: Array
+    size: Array
+    given: Array
 
 
 class Comparer(CountingEvaluator[Twin, bool, Op]):
@@ -125,7 +126,7 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, var: Any, array: Any) -> Twin:
+    def constant(self, var: Var, array: Array) -> Twin:
         """Returns a constant, which no rounding affects."""
         del var
         return Twin(array)
@@ -157,7 +158,7 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         is_narrow = twins.is_narrow(aval.dtype)
         return [aval, structure.retyped(aval, jnp.float32) if is_narrow else aval]
 
-    def specs(self, spec: Any, form: bool) -> list[Any]:
+    def specs(self, spec: PartitionSpec, form: bool) -> list[PartitionSpec]:
         """Returns the specs of the first lane and of the twin."""
         return [spec] * self.width(form)
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +148,7 @@ _ELEMENTS = 2**16
 
 
 def compare(
-    fun: Callable[Params, Any],
+    fun: Callable[Params, PyTree],
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
@@ -269,7 +269,7 @@ def _error_of_result(twin: Twin) -> Error:
     return found._replace(off=jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off))
 
 
-def _joined(column: Any) -> np.ndarray:
+def _joined(column: np.ndarray) -> np.ndarray:
     """Returns sums over the axes that vmap, scan or devices have stacked."""
     column = np.asarray(column, np.float64)
     return column.sum(axis=tuple(range(column.ndim - 1)))

@@ -6,7 +6,7 @@ has no twin, and is computed once.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ from jax import lax
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.insight.statistics import sample
 from jmp_lite.jaxprs import bilinear, params, primitives, structure
-from jmp_lite.jaxprs.types import Array, Eqn
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 from jmp_lite.ops import EDITABLE, EXACT
 
 
@@ -37,11 +37,11 @@ class Error(NamedTuple):
       size: the sum of absolute float32 values; for integers, the number of elements.
     """
 
-    off: Any
-    size: Any
+    off: Array | np.float32
+    size: Array | np.float32
 
     @property
-    def relative(self) -> Any:
+    def relative(self) -> Array:
         """The relative error; infinite if all float32 values are zero."""
         is_off = self.off > 0
         unit = jnp.where(self.size > 0, self.size, 1)
@@ -68,7 +68,7 @@ class Twin:
     error: Error | None = None
 
     @property
-    def full(self) -> Any:
+    def full(self) -> Array:
         """The value on the lane of float32."""
         return widened(self.low) if self.exact is None else self.exact
 
@@ -83,12 +83,12 @@ class Twin:
         return self.error
 
 
-def is_narrow(dtype: Any) -> bool:
+def is_narrow(dtype: Dtype) -> bool:
     """Whether a dtype is a float of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def widened(array: Any) -> Any:
+def widened(array: Array) -> Array:
     """Casts floats of fewer than 32 bits to float32, and returns others unchanged."""
     array = structure.as_array(array)
     return array.astype(jnp.float32) if is_narrow(array.dtype) else array
@@ -104,7 +104,7 @@ def run_twice(eqn: Eqn, operands: Sequence[Twin]) -> list[Twin]:
     return list(map(Twin, low, exact))
 
 
-def dtype_it_runs_in(eqn: Eqn) -> np.dtype[Any]:
+def dtype_it_runs_in(eqn: Eqn) -> Dtype:
     """Returns the narrowest floating dtype that an equation reads or returns.
 
     For a product in a number format it is the dtype of the rounded operands.
@@ -164,13 +164,13 @@ def _highest(eqn: Eqn) -> lax.Precision | None:
     return None if params.product_params(eqn) is None else lax.Precision.HIGHEST
 
 
-def _cast(array: Array, dtype: Any) -> Array:
+def _cast(array: Array, dtype: Dtype) -> Array:
     if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
         array = lax.real(array)
     return array.astype(np.dtype("float32") if is_narrow(dtype) else dtype)
 
 
-def _has_numbers(array: Any) -> bool:
+def _has_numbers(array: Array) -> bool:
     return isinstance(structure.as_array(array).dtype, np.dtype)
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -253,7 +253,7 @@ Params = ParamSpec("Params")
 
 
 def explain(
-    fun: Callable[Params, Any],
+    fun: Callable[Params, PyTree],
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,

@@ -7,7 +7,7 @@ that it was made for.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jmp_lite.autocasting.rules.match import AnyPrecision, format_of
 from jmp_lite.autocasting.rules.rules import (
@@ -75,7 +75,7 @@ class Units(NamedTuple):
         """Returns the halves of a group, the more expensive one first."""
         kinds = {name: tuple(self.kind_of(name)) for name in group}
         shared = _shared(kinds.values())
-        alike: dict[Any, list[str]] = {}
+        alike: dict[tuple[str, ...], list[str]] = {}
         for name, kind in kinds.items():
             alike.setdefault(kind[: shared + 1], []).append(name)
         parts = [[name] for name in group] if len(alike) == 1 else alike.values()

@@ -7,7 +7,7 @@ itself does not determine are not judged.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class Sample:
       not_judged: the names of results and gradients that float32 does not determine.
     """
 
-    def __init__(self, fun: Function, args: Sequence[Any]) -> None:
+    def __init__(self, fun: Function, args: Sequence[PyTree]) -> None:
         _check_arguments(args)
         self.fun, self.args = fun, tuple(args)
         rules = get_rules("mixed")
@@ -110,7 +110,7 @@ class Sample:
                 "change in the last bit of the arguments changes each one by more.)"
             )
 
-    def error(self, rules: Rules, options: Mapping[str, Any]) -> Error:
+    def error(self, rules: Rules, options: Mapping[str, bool]) -> Error:
         """Returns the error under some rules, with some compiler options."""
         run = functools.partial(
             Interpreter(rules).run_function,
@@ -135,12 +135,12 @@ class Sample:
         self,
         fun: Function,
         arrays: Sequence[Array],
-        options: Mapping[str, Any] = WAYS_TO_COMPILE[0],
-    ) -> list[Array]:
+        options: Mapping[str, bool] = WAYS_TO_COMPILE[0],
+    ) -> list[np.ndarray]:
         """Returns the floating-point results of a function, and its gradients."""
         both = self._function.with_gradients(fun)
 
-        def measured(*arrays: Array) -> PyTree:
+        def measured(*arrays: Array) -> list[Array]:
             found = both(*arrays)
             return [found[i] for i in self._measured]
 
@@ -182,7 +182,7 @@ def _check_arguments(args: PyTree) -> None:
         )
 
 
-def _in_the_last_bit(array: Array) -> PyTree:
+def _in_the_last_bit(array: Array) -> Array:
     """Changes floats in their last bit.
 
     Whole numbers stay: they may be labels, counts or masks.
@@ -195,18 +195,18 @@ def _in_the_last_bit(array: Array) -> PyTree:
     return jnp.where(is_whole, array, changed.astype(array.dtype))
 
 
-def _wide(array: Array) -> PyTree:
+def _wide(array: np.ndarray) -> np.ndarray:
     known = np.asarray(array)
     is_complex = np.issubdtype(known.dtype, np.complexfloating)
     return known.astype(np.complex128 if is_complex else np.float64)
 
 
-def _is_broken(a: PyTree, b: PyTree) -> bool:
+def _is_broken(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether a number is infinite or NaN while the reference is not."""
     return bool((~np.isfinite(a) & (a != b)).any())
 
 
-def _distance(a: PyTree, b: PyTree) -> float:
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
     """Returns the relative distance between numbers and a reference.
 
     Both may be infinite at the same positions.

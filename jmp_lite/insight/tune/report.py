@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jmp_lite.autocasting.rules.match import AnyPrecision, name_of
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
@@ -174,7 +174,7 @@ def _names(names: Sequence[str]) -> str:
     return listed + (f" and {more} more" if more > 0 else "")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns a value with JSON types only."""
     if isinstance(value, Precision | NumberFormat):
         return name_of(value)

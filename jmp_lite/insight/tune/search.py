@@ -7,7 +7,6 @@ and tolerates their error.
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from jmp_lite.insight.tune.products import (
 )
 from jmp_lite.insight.tune.report import Kept, TunedRules, TuningReport
 from jmp_lite.insight.tune.trials import Trials
-from jmp_lite.jaxprs.types import Function
+from jmp_lite.jaxprs.types import Function, PyTree
 from jmp_lite.ops import Precision
 
 
@@ -34,7 +33,7 @@ def _to_stderr(line: str) -> None:
 
 def tune(
     fun: Function,
-    args: Sequence[Any],
+    args: Sequence[PyTree],
     tolerance: float,
     rules: Rules | str = "mixed",
     *,
@@ -136,7 +135,7 @@ def _found(trials: Trials, start: Rules) -> TunedRules:
     return TunedRules(**fields_of(rules_with(base, kept)), report=report)
 
 
-def _positive(tolerance: Any) -> float:
+def _positive(tolerance: object) -> float:
     is_number = isinstance(tolerance, int | float | np.floating | np.integer)
     if not is_number or isinstance(tolerance, bool) or not 0 < tolerance < math.inf:
         raise ValueError(

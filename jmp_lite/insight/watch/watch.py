@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.watch.watcher import Op, Seen, Watcher
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import check_function, trace_function
+from jmp_lite.jaxprs.types import PyTree
 from jmp_lite.mutables import returning_changes, write_changes
 
 
@@ -52,7 +53,7 @@ class WatchedNumerics:
       dtype: the dtype that the shares are given for.
     """
 
-    counts: Mapping[str, Any]
+    counts: Mapping[str, PyTree]
     ops: tuple[Op, ...]
     dtype: str
 
@@ -143,7 +144,9 @@ def watch(
         statistics.check_elements(elements)
 
     @functools.wraps(fun)
-    def watched(*args: Any, **kwargs: Any) -> tuple[Any, WatchedNumerics]:
+    def watched(
+        *args: Params.args, **kwargs: Params.kwargs
+    ) -> tuple[Result, WatchedNumerics]:
         traced = trace_function(returning_changes(fun), args, kwargs)
         watcher = Watcher(target, elements)
         seen = watcher.run_program(traced.jaxpr, list(map(Seen, traced.arrays)))

@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jmp_lite.autocasting.rules.rules import of_the_user
 from jmp_lite.insight import statistics
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
+from jmp_lite.insight.statistics import Counts
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.evaluate import Evaluator
-from jmp_lite.jaxprs.types import Eqn
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Var
 from jmp_lite.ops import KEEPING_NUMBERS
 
 
@@ -49,13 +51,13 @@ class Counted:
       count: counts this array, together with others.
     """
 
-    def __init__(self, array: Any, count: Callable[[], None]) -> None:
+    def __init__(self, array: Array, count: Callable[[], None]) -> None:
         self.array = array
-        self.known: dict[str, Any] | None = None
+        self.known: Counts | None = None
         self._count = count
 
     @property
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Counts:
         """The counts."""
         if self.known is None:
             self._count()
@@ -75,9 +77,9 @@ class Seen:
 
     def __init__(
         self,
-        array: Any,
-        is_finite: Any = None,
-        of_steps: Any = None,
+        array: Array,
+        is_finite: Array | np.bool_ | None = None,
+        of_steps: Array | None = None,
         counted: Counted | None = None,
     ) -> None:
         self.array = array
@@ -86,7 +88,7 @@ class Seen:
         self._of_steps = of_steps
 
     @property
-    def is_finite(self) -> Any:
+    def is_finite(self) -> Array | np.bool_:
         """Whether all its numbers are finite; True if they are not floats."""
         if self._is_finite is None and self.counted is not None:
             self._is_finite = statistics.are_finite(self.counted.counts)
@@ -96,14 +98,14 @@ class Seen:
             self._is_finite = _all_finite(self.array)
         return self._is_finite
 
-    def of_steps(self) -> Any:
+    def of_steps(self) -> Array:
         """Whether the numbers of each element of its first axis are finite."""
         if self._of_steps is None:
             array = jnp.asarray(self.array)
             self._of_steps = _all_finite(array, tuple(range(1, array.ndim)))
         return self._of_steps
 
-    def with_array(self, array: Any) -> "Seen":
+    def with_array(self, array: Array) -> "Seen":
         """Returns a value with the same numbers in another array."""
         return Seen(array, self._is_finite, counted=self.counted)
 
@@ -122,7 +124,7 @@ class Note(NamedTuple):
     operands: Sequence[Seen]
 
     @property
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Counts:
         """The counts of its results, without ``is_first``."""
         each = [result.counts for result in self.results]
         return functools.reduce(statistics.added, each)
@@ -139,7 +141,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
 
     def __init__(
         self,
-        dtype: np.dtype[Any],
+        dtype: Dtype,
         elements: int | None = None,
         numbers: Iterator[int] | None = None,
     ) -> None:
@@ -187,7 +189,10 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         return [Seen(array, value.is_finite) for array, value in pairs]
 
     def _counted(
-        self, operands: Sequence[Seen], results: Sequence[Any], op: tuple[str, str, str]
+        self,
+        operands: Sequence[Seen],
+        results: Sequence[Array],
+        op: tuple[str, str, str],
     ) -> list[Seen]:
         """Counts the numbers of results, and returns the results with their flags."""
         each = [
@@ -203,7 +208,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
             for array, counted in zip(results, each, strict=True)
         ]
 
-    def _sample(self, array: Any) -> Any:
+    def _sample(self, array: Array) -> Array:
         array = lax.stop_gradient(jnp.asarray(array))
         if self._elements is None:
             return array
@@ -219,7 +224,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
             one.known = counts
         self._uncounted.clear()
 
-    def found(self) -> tuple[list[Op], dict[str, Any]]:
+    def found(self) -> tuple[list[Op], Counts]:
         """Returns the ops that ran, and their counts."""
         parts = list(self._noted)
         if self._notes:
@@ -228,15 +233,15 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
             parts.insert(0, ([note.op for note in self._notes], columns))
         return self.joined(parts)
 
-    def nothing(self, n: int) -> dict[str, Any]:
+    def nothing(self, n: int) -> Counts:
         """Returns the counts of ops that did not run."""
         return statistics.nothing(n)
 
-    def add(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    def add(self, one: Counts, other: Counts) -> Counts:
         """Returns the counts of two steps."""
         return statistics.added(one, other)
 
-    def _are_first(self, is_finite: Any) -> Any:
+    def _are_first(self, is_finite: Array) -> Array:
         """Returns which ops have non-finite results of finite operands.
 
         One computation answers for all ops: a kernel for each would cost more.
@@ -246,7 +251,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
             for i, note in enumerate(self._notes)
             if len(note.results) == 1
         }
-        outside: dict[int, Any] = {}
+        outside: dict[int, tuple[int, Array | np.bool_]] = {}
         reads: list[tuple[int, int]] = []
         for i, note in enumerate(self._notes):
             for value in note.operands:
@@ -266,7 +271,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, var: Any, array: Any) -> Seen:
+    def constant(self, var: Var, array: Array) -> Seen:
         """Returns a constant, which has no flag yet."""
         del var
         return Seen(array)
@@ -281,7 +286,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         """Returns two: an array and a flag."""
         return 2
 
-    def unpack(self, value: Seen, form: None) -> tuple[Any, Any]:
+    def unpack(self, value: Seen, form: None) -> tuple[Array, Array]:
         """Returns an array and its flag."""
         flag = jnp.asarray(value.is_finite)
         return value.array, sharding.as_varying(flag, sharding.axes_of(value.array))
@@ -290,32 +295,34 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         """Returns the value of an array and its flag."""
         return Seen(*arrays)
 
-    def types(self, aval: Any, form: None) -> tuple[Any, Any]:
+    def types(self, aval: Aval, form: None) -> tuple[Aval, Aval]:
         """Returns the types of an array and its flag."""
         return aval, structure.flag_beside(aval)
 
-    def unpack_rows(self, value: Seen, form: None) -> tuple[Any, Any]:
+    def unpack_rows(self, value: Seen, form: None) -> tuple[Array, Array]:
         """Returns an array and a flag for each of its rows."""
         return value.array, value.of_steps()
 
-    def pack_rows(self, arrays: Sequence[Any], form: None) -> Seen:
+    def pack_rows(self, arrays: Sequence[Array], form: None) -> Seen:
         """Returns the value of an array with a flag for each of its rows."""
         array, of_steps = arrays
         return Seen(array, of_steps=of_steps)
 
-    def specs(self, spec: Any, form: None) -> tuple[Any, Any]:
+    def specs(
+        self, spec: PartitionSpec, form: None
+    ) -> tuple[PartitionSpec, PartitionSpec]:
         """Returns the specs of an array and its flag."""
         return spec, jax.P()
 
     def from_devices(
         self, value: Seen, form: None, axes: frozenset[str]
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Array, Array]:
         """Returns an array, and a flag that holds for all devices."""
         array, flag = self.unpack(value, form)
         return array, sharding.gathered(flag, axes).all(0)
 
 
-def _is_cast_in_range(eqn: Any) -> bool:
+def _is_cast_in_range(eqn: Eqn) -> bool:
     """Whether an op casts floats to a floating dtype with at least their range."""
     if params.op_of(eqn) != "convert_element_type":
         return False
@@ -326,11 +333,11 @@ def _is_cast_in_range(eqn: Any) -> bool:
     return after.maxexp >= before.maxexp and after.minexp <= before.minexp
 
 
-def _is_float(array: Any) -> bool:
+def _is_float(array: Array) -> bool:
     return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
 
 
-def _all_finite(array: Any, axes: tuple[int, ...] | None = None) -> Any:
+def _all_finite(array: Array, axes: tuple[int, ...] | None = None) -> Array:
     if not _is_float(array):
         shape = np.shape(array)[:1] if axes is not None else ()
         return jnp.ones(shape, bool)
