@@ -37,7 +37,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def pytest_collection_modifyitems(items):
     """Marks the tests of the benchmarks."""
     for item in items:
-        if item.path.name.startswith("test_benchmarks_"):
+        if item.path.parent.name == "benchmarks":
             item.add_marker(pytest.mark.benchmarks)
 
 

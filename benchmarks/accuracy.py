@@ -151,7 +151,7 @@ def digits(variant: Variant, steps: int) -> Trainer:
     (images, labels), (test_images, test_labels) = load_digits()
     # With the 0.99 of Flax the averages lag behind in so few steps, which the test
     # losses would show above all else. It spares O3, whose averages in bfloat16 then
-    # fall short (tests/test_linen.py).
+    # fall short (tests/flax/test_linen.py).
     model = ResNet(widths=(8, 16, 32), momentum=0.9)
     schedule = optax.cosine_decay_schedule(3e-3, steps)
     per_epoch = len(images) // 64
@@ -169,7 +169,7 @@ def digits(variant: Variant, steps: int) -> Trainer:
     )
     jitted = jax.jit(step, donate_argnums=0)
 
-    def start(seed: int) -> jmp.TrainingState:
+    def start(seed: int) -> jmp.states.TrainingState:
         variables = _initialized(model)(seed)
         return init(variables["params"], variables["batch_stats"])
 
@@ -179,7 +179,7 @@ def digits(variant: Variant, steps: int) -> Trainer:
             yield images[rows], labels[rows]
 
     @jax.jit
-    def evaluate(state: jmp.TrainingState) -> tuple[Any, Any]:
+    def evaluate(state: jmp.states.TrainingState) -> tuple[Any, Any]:
         @jmp.autocast(rules=rules)
         def predict(params: Any, batch_stats: Any) -> Any:
             variables = {"params": params, "batch_stats": batch_stats}

@@ -48,7 +48,7 @@ def by_optimizer(optimizer: Any) -> Way:
     """A step of an optimizer, which carries the loss scale along if there is one."""
 
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        if isinstance(state, jmp.LossScalingState):
+        if isinstance(state, jmp.states.LossScalingState):
             grads = jmp.get_loss_scale(state).unscale(grads)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state

@@ -24,9 +24,9 @@ from jax import lax
 from benchmarks.compiled import TARGETS, missing
 from benchmarks.loss_scaling import SHAPE, by_optimizer, compile_step
 from benchmarks.report import stamp, write
+from jmp_lite.optimizers import storage
 from jmp_lite.optimizers.rounding import noise
 from jmp_lite.optimizers.storage import SQUARES, Stored
-from jmp_lite.scaling import storage
 
 BLOCK = 256
 E4M3 = np.dtype("float8_e4m3fn")

@@ -246,7 +246,7 @@ def show(runs: Sequence[Run], seed: int, picture: pathlib.Path) -> None:
     print(f"Losses and loss scale, step by step: {picture}")
 
 
-def explain_loss(seed: int) -> jmp.Explanation:
+def explain_loss(seed: int) -> jmp.results.Explanation:
     """Explains the scaled loss of one batch under autocast to float16."""
     (images, labels), _ = load_digits()
     model = LeNet()

@@ -3,8 +3,12 @@
 Code that was written for jmp 0.0.4 also runs with ``import jmp_lite as jmp``.
 """
 
-# The import registers pytrees with jax.export.
+# ``serialization`` registers pytrees with jax.export when it is imported.
+from jmp_lite import numerics as numerics
+from jmp_lite import ops as ops
+from jmp_lite import results as results
 from jmp_lite import serialization as serialization
+from jmp_lite import states as states
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import (
     as_full,
@@ -16,40 +20,27 @@ from jmp_lite.autocasting.marks import (
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import (
-    DtypeSummary,
-    DtypeTotals,
     cast_to_full,
     cast_to_half,
     cast_tree,
     dtype_summary,
-    dtype_to_names,
     half_dtype,
 )
 from jmp_lite.casting.policy import Policy, get_policy
 from jmp_lite.formats.float8 import Float8
 from jmp_lite.formats.own import Format
 from jmp_lite.formats.table import get_format
-from jmp_lite.insight.compare.comparison import Comparison, OpError, compare
-from jmp_lite.insight.explain.explanation import Explanation, explain
-from jmp_lite.insight.report import (
-    NumericsReport,
-    nonfinite_report,
-    numerics_report,
-    suggest_loss_scale,
-)
-from jmp_lite.insight.tune.report import TunedRules, TuningReport
+from jmp_lite.insight.compare.comparison import compare
+from jmp_lite.insight.explain.explanation import explain
 from jmp_lite.insight.tune.search import tune
-from jmp_lite.insight.watch.watch import WatchedNumerics, first_nonfinite, watch
-from jmp_lite.ops import Precision
-from jmp_lite.optimizers.compensated import CompensatedState, compensated
+from jmp_lite.insight.watch.watch import first_nonfinite, watch
+from jmp_lite.optimizers.compensated import compensated
 from jmp_lite.optimizers.convert import convert_state
 from jmp_lite.optimizers.low_precision_state import (
-    LowPrecisionState,
     low_precision_state,
 )
-from jmp_lite.optimizers.master_weights import MasterWeightsState, master_weights
+from jmp_lite.optimizers.master_weights import master_weights
 from jmp_lite.optimizers.stochastic_rounding import (
-    StochasticRoundingState,
     stochastic_rounding,
 )
 from jmp_lite.optimizers.updates import apply_updates
@@ -59,38 +50,21 @@ from jmp_lite.scaling.finite import all_finite, select_tree
 from jmp_lite.scaling.gradients import grad, value_and_grad
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite.scaling.loss_scaling import loss_scaling, skip_nonfinite
-from jmp_lite.scaling.state import LossScalingState, get_loss_scale, set_loss_scale
-from jmp_lite.training.state import TrainingState
+from jmp_lite.scaling.state import get_loss_scale, set_loss_scale
 from jmp_lite.training.step import build_train_step
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Comparison",
-    "CompensatedState",
-    "DtypeSummary",
-    "DtypeTotals",
     "DynamicLossScale",
-    "Explanation",
     "Float8",
     "Format",
     "LossScale",
     "LossScaleError",
-    "LossScalingState",
-    "LowPrecisionState",
-    "MasterWeightsState",
     "NoOpLossScale",
-    "NumericsReport",
-    "OpError",
     "Policy",
-    "Precision",
     "Rules",
     "StaticLossScale",
-    "StochasticRoundingState",
-    "TrainingState",
-    "TunedRules",
-    "TuningReport",
-    "WatchedNumerics",
     "all_finite",
     "apply_updates",
     "as_full",
@@ -106,7 +80,6 @@ __all__ = [
     "convert_state",
     "default_loss_scale",
     "dtype_summary",
-    "dtype_to_names",
     "explain",
     "first_nonfinite",
     "full_precision",
@@ -121,13 +94,10 @@ __all__ = [
     "low_precision",
     "low_precision_state",
     "master_weights",
-    "nonfinite_report",
-    "numerics_report",
     "select_tree",
     "set_loss_scale",
     "skip_nonfinite",
     "stochastic_rounding",
-    "suggest_loss_scale",
     "tune",
     "value_and_grad",
     "watch",

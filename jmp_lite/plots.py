@@ -18,6 +18,8 @@ from jmp_lite.casting.dtypes import is_floating, parse_dtype
 from jmp_lite.casting.quantize import scale_for
 from jmp_lite.casting.types import Path, PyTree
 
+__all__ = ["magnitudes"]
+
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MARGIN = 24
 """Powers of two that the plot shows beyond the numbers: more than float8 has."""

@@ -20,7 +20,6 @@ from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
 from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.training.state import TrainingState
 
-
 Static = TypeVar("Static")
 """The auxiliary data of a loss scale."""
 

@@ -53,7 +53,7 @@ batch = images[:256], labels[:256]
 # %%
 small_loss_fn = functools.partial(loss_fn, weight=1e-5)
 exact = jax.grad(small_loss_fn)(params, *batch)
-print(jmp.numerics_report(exact, "float16"))
+print(jmp.numerics.numerics_report(exact, "float16"))
 
 # %% [markdown]
 # ## Fixed scales
@@ -87,7 +87,7 @@ assert not np.isfinite(errors[-1])
 # that leaves some headroom:
 
 # %%
-suggested = jmp.suggest_loss_scale(exact)
+suggested = jmp.numerics.suggest_loss_scale(exact)
 print(f"suggested: 2**{np.log2(suggested.loss_scale):.0f}")
 print(f"of the gradients, {suggested.lost:.0%} vanish without a scale")
 print(f"of these, it rescues {suggested.rescued:.0%}")
@@ -135,7 +135,7 @@ adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
 grads = jmp.grad(low_loss_fn, jmp.StaticLossScale(2.0**24))(params, *batch)
 updates, _ = adam.update(grads, adam.init(params), params)
 lost = optax.apply_updates(params, updates)
-print(jmp.nonfinite_report(lost))
+print(jmp.numerics.nonfinite_report(lost))
 assert not jmp.all_finite(lost)
 
 # %% [markdown]

@@ -188,7 +188,7 @@ assert "no loss scale" in [lint.name for lint in explained.lints]
 
 # %%
 grads = jax.device_get(jax.jit(jax.grad(low_loss_fn))(params, *batch))
-print(jmp.nonfinite_report(grads))
+print(jmp.numerics.nonfinite_report(grads))
 
 # %% [markdown]
 # `watch` returns statistics of every operation beside the result of a function. It
@@ -320,7 +320,8 @@ def gradients(params, batch, loss_scale):
 
 
 no_scale = jmp.DynamicLossScale(1.0)
-report = jmp.nonfinite_report(jax.device_get(gradients(params, batch, no_scale)))
+found = jax.device_get(gradients(params, batch, no_scale))
+report = jmp.numerics.nonfinite_report(found)
 print(report)
 assert not report
 
@@ -333,7 +334,7 @@ assert not report
 # %%
 last = params_at(history, 0, STEPS)
 grads = jax.jit(jax.grad(loss_fn))(last, *batch)
-print(jmp.numerics_report(grads, "float16"))
+print(jmp.numerics.numerics_report(grads, "float16"))
 
 # %%
 figure = jmp_lite.plots.magnitudes(grads, ["float16", "bfloat16"])

@@ -157,7 +157,7 @@ def inputs(params, x):
 
 
 operands = jax.jit(inputs)(start, x)
-report = jmp.numerics_report(operands, "float8_e4m3fn")
+report = jmp.numerics.numerics_report(operands, "float8_e4m3fn")
 print("block     values that vanish  that lose digits")
 for row in report.rows:
     print(f"{row.path[2:-2]:10}{row.underflow:18.1%}{row.subnormal:18.1%}")

@@ -154,7 +154,7 @@ def test_an_inventory_is_what_intersphinx_reads(import_docs, tmp_path):
         ("autocast", "jmp_lite.autocast"),
         ("jmp.autocast(loss_fn, rules)", "jmp_lite.autocast"),
         ("@full_precision", "jmp_lite.full_precision"),
-        ("LossScalingState.skipped", "jmp_lite.LossScalingState.skipped"),
+        ("LossScalingState.skipped", "jmp_lite.states.LossScalingState.skipped"),
         ("jmp_lite.nnx.autocast", "jmp_lite.nnx.autocast"),
         ("nnx.jit", "flax.nnx.jit"),
         ("lax.scan(body, x)", "jax.lax.scan"),
@@ -270,7 +270,7 @@ def test_the_site_builds_without_warnings_and_documents_every_member(tmp_path):
     # Members of a base class are documented there.
     missing = {re.match(r"[\w.]+", line)[0] for line in PUBLIC} - set(names)
     assert {name.rpartition(".")[0] for name in missing} <= {
-        "jmp_lite.TunedRules",
+        "jmp_lite.results.TunedRules",
         "jmp_lite.insight.report.LeafNumerics",
         "jmp_lite.insight.watch.watch.OpNumerics",
     }

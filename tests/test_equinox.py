@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from every_optimizer import lenient
 from helpers import live_equations, products, relative_error
-from optimizers import lenient
 
 import jmp_lite as jmp
 

@@ -28,7 +28,7 @@ def signatures_stay(weights: jax.Array) -> None:
 
     marked = jmp.full_precision(loss)
     assert_type(marked(weights, scale=2.0), jax.Array)
-    assert_type(jmp.explain(loss)(weights, scale=2.0), jmp.Explanation)
+    assert_type(jmp.explain(loss)(weights, scale=2.0), jmp.results.Explanation)
     graded = jmp.value_and_grad(loss, jmp.StaticLossScale(2.0))
     graded(weights, scale=2.0)
     graded(weights, size=2.0)  # pyright: ignore[reportCallIssue]

@@ -151,7 +151,7 @@ def _error_by_hand(
     return relative_error(found[1], expected[1]) if _is_finite(found) else float("nan")
 
 
-def _share(explanation: jmp.Explanation) -> float | None:
+def _share(explanation: jmp.results.Explanation) -> float | None:
     flops = explanation.totals.flops
     low = sum(n for dtype, n in flops.items() if dtype in DTYPES)
     return low / sum(flops.values()) if sum(flops.values()) else None

@@ -7,6 +7,7 @@ no effect.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar, overload
 
 import jax
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.rules import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.casting.dtypes import cast_tree, is_floating, parse_dtype, upcast_tree
+from jmp_lite.casting.types import Leaf
 from jmp_lite.jaxprs.types import Function, PyTree
 
 Tree = TypeVar("Tree")
@@ -27,10 +29,12 @@ def full_precision(fun: Callable[Params, Result]) -> Callable[Params, Result]: .
 
 
 @overload
-def full_precision(fun: None = None) -> PyTree: ...
+def full_precision(fun: None = None) -> AbstractContextManager[None]: ...
 
 
-def full_precision(fun: Function | None = None) -> PyTree:
+def full_precision(
+    fun: Function | None = None,
+) -> Function | AbstractContextManager[None]:
     """Marks part of a function as float32 under autocast.
 
     The ops inside run in float32, and the results stay float32. Use
@@ -60,10 +64,12 @@ def low_precision(fun: Callable[Params, Result]) -> Callable[Params, Result]: ..
 
 
 @overload
-def low_precision(fun: None = None) -> PyTree: ...
+def low_precision(fun: None = None) -> AbstractContextManager[None]: ...
 
 
-def low_precision(fun: Function | None = None) -> PyTree:
+def low_precision(
+    fun: Function | None = None,
+) -> Function | AbstractContextManager[None]:
     """Marks part of a function as 16-bit under autocast.
 
     Every op inside that has a 16-bit form runs in the compute dtype. Use
@@ -88,7 +94,9 @@ def low_precision(fun: Function | None = None) -> PyTree:
     return _region(LOW_SCOPE, fun)
 
 
-def _region(scope: str, fun: Function | None) -> PyTree:
+def _region(
+    scope: str, fun: Function | None
+) -> Function | AbstractContextManager[None]:
     if fun is None:
         return jax.named_scope(scope)
 
@@ -189,7 +197,7 @@ def low_call(
 
 
 def _marked(tree: Tree, scope: str) -> Tree:
-    def mark(leaf: PyTree) -> PyTree:
+    def mark(leaf: Leaf) -> Leaf:
         return checkpoint_name(leaf, scope) if is_floating(leaf) else leaf
 
     with jax.named_scope(scope):

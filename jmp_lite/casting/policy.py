@@ -4,6 +4,7 @@ A policy is a value. It casts pytrees and changes nothing else.
 """
 
 import dataclasses
+
 import numpy as np
 from jax.typing import DTypeLike
 

@@ -32,10 +32,10 @@ AnyArray: TypeAlias = jax.Array | np.ndarray[Any, Any]
 """An array of JAX, a tracer of one, or an array of NumPy."""
 Scalar: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic | float | int | bool
 """A number: an array without axes, or one of Python."""
-Key: TypeAlias = jax.Array
-"""A key of ``jax.random``."""
 Number: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.number[Any]
 """A number with a dtype: an array without axes, or a scalar of NumPy."""
+Key: TypeAlias = jax.Array
+"""A key of ``jax.random``."""
 Dtype: TypeAlias = np.dtype[Any]
 AxisName: TypeAlias = Any
 """The name of a mapped axis, or several names. JAX accepts any hashable object."""

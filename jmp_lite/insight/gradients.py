@@ -71,7 +71,7 @@ class Differentiable:
           arrays: its arguments.
         """
 
-        def of_floats(*given: Array) -> PyTree:
+        def of_floats(*given: Array) -> tuple[list[Array], list[Array]]:
             merged = list(arrays)
             for i, array in zip(self.floats, given, strict=True):
                 merged[i] = array

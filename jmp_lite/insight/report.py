@@ -30,7 +30,7 @@ class LeafNumerics(statistics.Numbers):
     Example:
       >>> import jax.numpy as jnp
       >>> import jmp_lite as jmp
-      >>> row, = jmp.numerics_report({"w": jnp.array([1.0, jnp.inf])}).rows
+      >>> row, = jmp.numerics.numerics_report({"w": jnp.array([1.0, jnp.inf])}).rows
       >>> row.path, row.dtype, row.elements, row.inf
       ("['w']", 'float32', 2, 1)
     """
@@ -70,7 +70,7 @@ class NumericsReport:
     Example:
       >>> import jax.numpy as jnp
       >>> import jmp_lite as jmp
-      >>> report = jmp.numerics_report({"w": jnp.array([1.0, 1e6])}, "float16")
+      >>> report = jmp.numerics.numerics_report({"w": jnp.array([1.0, 1e6])}, "float16")
       >>> report.rows[0].dtype, report.rows[0].overflow
       ('float32', 0.5)
     """
@@ -138,13 +138,13 @@ def numerics_report(tree: PyTree, dtype: DTypeLike | None = None) -> NumericsRep
       >>> import jax.numpy as jnp
       >>> import jmp_lite as jmp
       >>> grads = {"w": jnp.array([0.0, 1e-9, 1.0, 1e6]), "b": jnp.array([jnp.nan])}
-      >>> b, w = jmp.numerics_report(grads, "float16").rows
+      >>> b, w = jmp.numerics.numerics_report(grads, "float16").rows
       >>> b.nan, w.overflow, w.underflow, w.max_abs
       (1, 0.25, 0.25, 1000000.0)
 
       With the scale 4096 of float8, the largest number fits, and 1.0 becomes zero too:
 
-      >>> b, w = jmp.numerics_report(grads, "float8_e4m3fn").rows
+      >>> b, w = jmp.numerics.numerics_report(grads, "float8_e4m3fn").rows
       >>> w.dtype, w.overflow, w.underflow, w.max_abs
       ('float32', 0.0, 0.5, 1000000.0)
     """
@@ -217,7 +217,7 @@ def nonfinite_report(tree: PyTree) -> NonfiniteReport:
       >>> import jax.numpy as jnp
       >>> import jmp_lite as jmp
       >>> tree = {"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(2)}
-      >>> report = jmp.nonfinite_report(tree)
+      >>> report = jmp.numerics.nonfinite_report(tree)
       >>> print(report)
       ['w']: 0 NaN, 1 infinite of 2
       >>> report[0].dtype
@@ -268,7 +268,7 @@ def suggest_loss_scale(
       >>> import jax.numpy as jnp
       >>> import jmp_lite as jmp
       >>> grads = {"w": jnp.array([1e-9, 1e-3], jnp.float32)}
-      >>> jmp.suggest_loss_scale(grads, "float16")
+      >>> jmp.numerics.suggest_loss_scale(grads, "float16")
       SuggestedLossScale(loss_scale=2097152.0, lost=0.5, rescued=1.0)
     """
     if not 1 <= headroom < math.inf:

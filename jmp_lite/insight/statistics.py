@@ -361,7 +361,7 @@ def on_host(counts: Mapping[str, PyTree]) -> dict[str, np.ndarray]:
     return {name: _joined(name, column) for name, column in fetched(counts).items()}
 
 
-def _joined(name: str, column: PyTree) -> np.ndarray:
+def _joined(name: str, column: Count | ArrayLike) -> np.ndarray:
     join, start = _JOINS.get(name, ("add", 0))
     if isinstance(column, Count):
         column = column.low + (column.high.astype(np.uint64) << np.uint64(32))

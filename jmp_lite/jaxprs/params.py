@@ -37,7 +37,7 @@ def op_of(eqn: Eqn) -> str:
 
 
 def checkpoint_name_of(eqn: Eqn) -> str:
-    """Returns the ``checkpoint_name`` that an equation gives to a value, or None."""
+    """Returns the ``checkpoint_name`` that an equation gives to a value; else empty."""
     if op_of(eqn) != "name":
         return ""
     params = eqn.params

@@ -1,14 +1,14 @@
 """Makes primitives of this library."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax._src.interpreters import ad, batching, mlir
 from jax.extend import core
 
-from jmp_lite.jaxprs.types import Array, Function, Primitive, Tangent
+from jmp_lite.jaxprs.types import Array, Primitive, Tangent
 
 
-def primitive(name: str, fun: Function) -> core.Primitive:
+def primitive(name: str, fun: Callable[..., Array]) -> core.Primitive:
     """Returns a primitive whose result has the type of its last operand.
 
     Unlike a ``custom_jvp``, whose rule JAX may drop if a loop is differentiated twice,

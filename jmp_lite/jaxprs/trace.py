@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jmp_lite.casting.dtypes import is_traceable
+from jmp_lite.casting.types import Leaf, Path
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
 from jmp_lite.mutables import is_module, noting_captures, refuse_modules
@@ -72,7 +73,7 @@ def trace_function(fun: Function, args: PyTree, kwargs: PyTree) -> Traced:
     return Traced(jaxpr, arrays, structures[-1], again)
 
 
-def arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[PyTree, Array]]:
+def arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[Path, Array]]:
     """Returns the arrays among the arguments of a function, each with its path."""
     leaves, _ = jax.tree.flatten_with_path((args, kwargs))
     return [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
@@ -96,7 +97,7 @@ def _refuse_mutable_graphs(fun: Function, args: PyTree, kwargs: PyTree) -> None:
         refuse_modules(found, place, "jmp_lite.nnx.autocast or jmp_lite.nnx.explain")
 
 
-def _captured(fun: PyTree) -> list[PyTree]:
+def _captured(fun: Leaf) -> list[Leaf]:
     """Returns a function, its owner, and the objects that it visibly captures."""
     found = [fun, getattr(fun, "__self__", None)]
     if isinstance(fun, functools.partial):

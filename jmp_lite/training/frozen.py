@@ -12,6 +12,7 @@ from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.types import Eqn, PyTree
 from jmp_lite.scaling.gradients import filled_in
+from jmp_lite.training.loss_at import WithAux
 
 
 def find_frozen(
@@ -101,7 +102,7 @@ def trained_part(
         for leaf, is_frozen in zip(leaves, frozen, strict=True)
     ]
 
-    def loss_of_trained(trained: Params, *others: PyTree) -> PyTree:
+    def loss_of_trained(trained: Params, *others: PyTree) -> WithAux:
         return with_float32_loss(loss_fn)(filled_in(trained, params), *others)
 
     return jax.tree.unflatten(treedef, trained), loss_of_trained

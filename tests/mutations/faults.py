@@ -86,7 +86,7 @@ FAULTS = (
         "is_cast = is_floating(leaf) and (where is None or where(path, leaf))",
         "is_cast = is_floating(leaf)",
         "cast_tree ignores its predicate",
-        "test_casting_dtypes.py::test_cast_tree_keeps_out_what_where_refuses_and_asks_about_floats_only",
+        "casting/test_dtypes.py::test_cast_tree_keeps_out_what_where_refuses_and_asks_about_floats_only",
     ),
     Fault(
         "casting/dtypes.py",
@@ -94,7 +94,7 @@ FAULTS = (
         "narrow = is_floating(leaf) and jnp.finfo(leaf.dtype).bits < 32",
         "narrow = is_floating(leaf) and jnp.finfo(leaf.dtype).bits < 16",
         "upcast_tree leaves 16-bit arrays as they are",
-        "test_casting_dtypes.py::test_upcast_tree_raises_narrow_floats_and_leaves_wide_ones",
+        "casting/test_dtypes.py::test_upcast_tree_raises_narrow_floats_and_leaves_wide_ones",
     ),
     Fault(
         "casting/dtypes.py",
@@ -102,7 +102,7 @@ FAULTS = (
         "if int(major) >= 8:",
         "if int(major) > 8:",
         "an A100 computes in float16",
-        "test_casting_dtypes.py::test_the_half_dtype_is_what_the_device_computes_in",
+        "casting/test_dtypes.py::test_the_half_dtype_is_what_the_device_computes_in",
     ),
     Fault(
         "casting/dtypes.py",
@@ -110,7 +110,7 @@ FAULTS = (
         "one = DtypeTotals(1, size, size * leaf.dtype.itemsize)",
         "one = DtypeTotals(1, size, size * 4)",
         "dtype_summary counts four bytes for every element",
-        "test_casting_dtypes.py::test_dtype_summary_counts_arrays_of_every_kind",
+        "casting/test_dtypes.py::test_dtype_summary_counts_arrays_of_every_kind",
     ),
     Fault(
         "casting/dtypes.py",
@@ -118,7 +118,7 @@ FAULTS = (
         "return jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp",
         "return jnp.finfo(dtype).minexp >= jnp.finfo(jnp.float32).minexp",
         "bfloat16 gets a loss scale",
-        "test_casting_dtypes.py::test_only_formats_with_fewer_exponents_than_float32_need_a_loss_scale",
+        "casting/test_dtypes.py::test_only_formats_with_fewer_exponents_than_float32_need_a_loss_scale",
     ),
     Fault(
         "casting/quantize.py",
@@ -126,7 +126,7 @@ FAULTS = (
         "return jnp.where(jnp.isfinite(ratio), scale, jnp.nan)",
         "return scale",
         "infinities are clipped to a finite number",
-        "test_casting_quantize.py::test_zeros_tiny_numbers_and_what_is_not_finite_have_scales",
+        "casting/test_quantize.py::test_zeros_tiny_numbers_and_what_is_not_finite_have_scales",
     ),
     Fault(
         "casting/quantize.py",
@@ -134,7 +134,7 @@ FAULTS = (
         "up = bits + _MANTISSA & ~_MANTISSA",
         "up = bits",
         "a scale is no power of two",
-        "test_casting_quantize.py::test_a_scale_is_the_least_power_of_two_that_brings_numbers_into_the_format",
+        "casting/test_quantize.py::test_a_scale_is_the_least_power_of_two_that_brings_numbers_into_the_format",
     ),
     Fault(
         "casting/policy.py",
@@ -142,7 +142,7 @@ FAULTS = (
         "compute = parts.get('compute_dtype', param)",
         "compute = parts.get('compute_dtype', np.dtype(np.float32))",
         "a policy's compute dtype does not follow its parameters'",
-        "test_casting_policy.py::test_get_policy_reads_jmp_s_grammar_and_keras_s_names",
+        "casting/test_policy.py::test_get_policy_reads_jmp_s_grammar_and_keras_s_names",
     ),
     Fault(
         "casting/policy.py",
@@ -150,7 +150,7 @@ FAULTS = (
         "return Policy(param, compute, parts.get('output_dtype', compute))",
         "return Policy(param, compute, parts.get('output_dtype', param))",
         "a policy's output dtype does not follow its compute dtype",
-        "test_casting_policy.py::test_get_policy_reads_jmp_s_grammar_and_keras_s_names",
+        "casting/test_policy.py::test_get_policy_reads_jmp_s_grammar_and_keras_s_names",
     ),
     Fault(
         "flax/selectors.py",
@@ -158,7 +158,7 @@ FAULTS = (
         "return any((is_selected(one, path, item) for one in selector))",
         "return all((is_selected(one, path, item) for one in selector))",
         "a tuple of selectors selects what all of them select",
-        "test_linen.py::test_parts_are_selected_by_class_or_path",
+        "flax/test_linen.py::test_parts_are_selected_by_class_or_path",
     ),
     Fault(
         "insight/statistics.py",
@@ -166,7 +166,7 @@ FAULTS = (
         "return cls(largest + spacing / 2, smallest / 2, normal)",
         "return cls(largest, smallest / 2, normal)",
         "the largest finite number counts as an overflow",
-        "test_numerics.py::test_what_is_counted_is_what_a_cast_would_do",
+        "insight/test_numerics.py::test_what_is_counted_is_what_a_cast_would_do",
     ),
     Fault(
         "insight/statistics.py",
@@ -174,7 +174,7 @@ FAULTS = (
         "return Count(low, a.high + b.high + (low < a.low).astype(np.uint32))",
         "return Count(low, a.high + b.high)",
         "a count loses its carry at 2**32",
-        "test_numerics.py::test_counts_are_whole_numbers_however_large",
+        "insight/test_numerics.py::test_counts_are_whole_numbers_however_large",
     ),
     # ---------------------------------------------------------------- autocasting
     Fault(
@@ -183,7 +183,7 @@ FAULTS = (
         "return self._with(scopes=(*mine, new, *preset))",
         "return self._with(scopes=(*preset, *mine, new))",
         "a user's scope stands behind the preset's norms",
-        "test_autocasting_rules.py::test_user_s_scopes_come_in_order_and_before_the_preset_s",
+        "autocasting/test_rules.py::test_user_s_scopes_come_in_order_and_before_the_preset_s",
     ),
     Fault(
         "autocasting/rules/rules.py",
@@ -191,7 +191,7 @@ FAULTS = (
         "for name in reversed(path.split('/')):",
         "for name in path.split('/'):",
         "the outermost mark wins",
-        "test_autocasting_functions.py::test_the_innermost_mark_wins_and_blocks_may_be_nested",
+        "autocasting/test_functions.py::test_the_innermost_mark_wins_and_blocks_may_be_nested",
     ),
     Fault(
         "ops.py",
@@ -207,7 +207,7 @@ FAULTS = (
         "return follow or not _BY_TABLE[precision] <= named",
         "return not _BY_TABLE[precision] <= named",
         "the default is no part of whether rules change anything",
-        "test_autocasting_rules.py::test_what_rules_change_is_read_off_them_as_off_every_op",
+        "autocasting/test_rules.py::test_what_rules_change_is_read_off_them_as_off_every_op",
     ),
     Fault(
         "autocasting/rules/rules.py",
@@ -215,7 +215,7 @@ FAULTS = (
         "return not named_full & LOWERABLE and (not _leaves_ops(rules, Precision.FULL))",
         "return not named_full and (not _leaves_ops(rules, Precision.FULL))",
         "rules that keep a solver in float32 do not ask for 16 bits",
-        "test_autocasting_rules.py::test_what_rules_change_is_read_off_them_as_off_every_op",
+        "autocasting/test_rules.py::test_what_rules_change_is_read_off_them_as_off_every_op",
     ),
     Fault(
         "autocasting/rules/serialization.py",
@@ -223,7 +223,7 @@ FAULTS = (
         "precision = Precision.LOW if flag == 'true' else Precision.FULL",
         "precision = Precision.LOW if flag == 'false' else Precision.FULL",
         "Ascend's flag is read the other way round",
-        "test_autocasting_rules.py::test_ascend_s_json_becomes_rules",
+        "autocasting/test_rules.py::test_ascend_s_json_becomes_rules",
     ),
     Fault(
         "autocasting/rules/rules.py",
@@ -231,7 +231,7 @@ FAULTS = (
         "': [list(carry) for carry in self.carries], '",
         "': [], '",
         "JSON loses the carry rules",
-        "test_autocasting_rules.py::test_rules_read_back_from_their_json",
+        "autocasting/test_rules.py::test_rules_read_back_from_their_json",
     ),
     Fault(
         "ops.py",
@@ -239,7 +239,7 @@ FAULTS = (
         "gather: takes_slices adds_up_backward\\n    slice",
         "gather: takes_slices\\n    slice",
         "the gradient of a gather adds up in 16 bits",
-        "test_autocasting_presets.py::test_every_preset_keeps_the_types_of_every_program_and_lowers_products",
+        "autocasting/test_presets.py::test_every_preset_keeps_the_types_of_every_program_and_lowers_products",
     ),
     Fault(
         "autocasting/rules/presets.py",
@@ -247,7 +247,7 @@ FAULTS = (
         "=Precision.LOW, scopes=(NORM_LAYERS,)), '",
         "=Precision.LOW), '",
         "O2 lowers norm layers",
-        "test_autocasting_rules.py::test_o2_is_low_but_for_the_full_table_and_norms",
+        "autocasting/test_rules.py::test_o2_is_low_but_for_the_full_table_and_norms",
     ),
     Fault(
         "autocasting/rules/rules.py",
@@ -255,7 +255,7 @@ FAULTS = (
         "if match and (op in LOWERABLE or match.precision is not Precision.LOW):",
         "if match:",
         "a LOW scope lowers what has no 16-bit form",
-        "test_autocasting_functions.py::test_what_has_no_form_in_16_bits_stays_float32_where_all_is_marked_low",
+        "autocasting/test_functions.py::test_what_has_no_form_in_16_bits_stays_float32_where_all_is_marked_low",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -263,7 +263,7 @@ FAULTS = (
         "if op in PASSING and rules.scope(path) is None:",
         "if op in PASSING:",
         "a mark does not reach a value that an op passes on",
-        "test_autocasting_functions.py::test_marks_win_over_every_preset_rule_and_special_case",
+        "autocasting/test_functions.py::test_marks_win_over_every_preset_rule_and_special_case",
     ),
     Fault(
         "autocasting/decide/cast.py",
@@ -273,7 +273,7 @@ FAULTS = (
         "        return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)",
         "        return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)",
         "a mark does not reach a cast",
-        "test_autocasting_explain.py::test_casts_of_the_user_have_rows",
+        "insight/test_explain.py::test_casts_of_the_user_have_rows",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -281,7 +281,7 @@ FAULTS = (
         "match = self._rules.match(op, path)",
         "match = self._rules.match(op, '')",
         "the demand pass does not know scope rules",
-        "test_autocasting_uses.py::test_a_scope_rule_holds_in_the_demand_pass",
+        "autocasting/test_uses.py::test_a_scope_rule_holds_in_the_demand_pass",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -289,7 +289,7 @@ FAULTS = (
         "carries = self.carries(eqn, results[:n_carry], path)",
         "carries = self.carries(eqn, results[:n_carry], '')",
         "the demand pass does not know carry rules of a path",
-        "test_autocasting_uses.py::test_a_carry_rule_of_a_path_does_in_the_demand_pass_what_one_of_all_paths_does",
+        "autocasting/test_uses.py::test_a_carry_rule_of_a_path_does_in_the_demand_pass_what_one_of_all_paths_does",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -297,7 +297,7 @@ FAULTS = (
         "key = (id(eqn), tuple(is_read), path)",
         "key = (id(eqn), path)",
         "a loop in a jitted call forgets who reads its last value",
-        "test_autocasting_carries.py::test_each_call_of_a_stack_is_decided_by_the_readers_of_its_last_value",
+        "autocasting/test_carries.py::test_each_call_of_a_stack_is_decided_by_the_readers_of_its_last_value",
     ),
     Fault(
         "autocasting/decide/carry.py",
@@ -305,7 +305,7 @@ FAULTS = (
         "return Carry(Slot.FOLLOW, Reason.CARRY_MARK)",
         "pass",
         "a mark does not reach the carries of a loop",
-        "test_autocasting_carries.py::test_a_mark_around_a_loop_decides_its_carries",
+        "autocasting/test_carries.py::test_a_mark_around_a_loop_decides_its_carries",
     ),
     Fault(
         "autocasting/interpreter/loops.py",
@@ -313,7 +313,7 @@ FAULTS = (
         "if 'scan_weight_gradients' in self.rules.passes:",
         "if True:",
         "a pass cannot be switched off",
-        "test_autocasting_scan_weight_gradients.py::test_it_can_be_switched_off",
+        "autocasting/test_scan_weight_gradients.py::test_it_can_be_switched_off",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -321,7 +321,7 @@ FAULTS = (
         "return Decision(Run.FULL, State.SOFT, Reason.POSITION)",
         "return Decision(Run.FULL, State.HARD, Reason.POSITION)",
         "sine and cosine widen what follows",
-        "test_autocasting_interpreter.py::test_sine_and_cosine_are_float32_and_what_follows_is_not",
+        "autocasting/test_interpreter.py::test_sine_and_cosine_are_float32_and_what_follows_is_not",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -329,7 +329,7 @@ FAULTS = (
         "if readers.want_float32:",
         "if False:",
         "no value is computed in float32 for its readers",
-        "test_autocasting_uses.py::test_a_whole_training_step_keeps_its_state_in_float32",
+        "autocasting/test_uses.py::test_a_whole_training_step_keeps_its_state_in_float32",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -337,7 +337,7 @@ FAULTS = (
         "joined, leader = (state, operand)",
         "joined, leader = (state, operands[0])",
         "a decision names the wrong operand as its leader",
-        "test_autocasting_explain.py::test_a_reason_leads_to_what_widened_the_stream",
+        "insight/test_explain.py::test_a_reason_leads_to_what_widened_the_stream",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -345,7 +345,7 @@ FAULTS = (
         "return all(map(_has_16_bits, operands))",
         "return any(map(_has_16_bits, operands))",
         "a selection among float32 numbers is low",
-        "test_autocasting_uses.py::test_a_selection_of_what_16_bits_would_round_is_float32",
+        "autocasting/test_uses.py::test_a_selection_of_what_16_bits_would_round_is_float32",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -353,7 +353,7 @@ FAULTS = (
         "widens = kind not in (Kind.LITERAL, Kind.EXACT, Kind.END)",
         "widens = True",
         "literals widen under WIDEST",
-        "test_autocasting_presets.py::test_in_torch_numbers_do_not_widen_and_arrays_do",
+        "autocasting/test_presets.py::test_in_torch_numbers_do_not_widen_and_arrays_do",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -361,7 +361,7 @@ FAULTS = (
         "return readers if follows_readers else Readers.OTHER",
         "return Readers.OTHER",
         "demand does not pass through ops that follow",
-        "test_autocasting_uses.py::test_a_whole_training_step_keeps_its_state_in_float32",
+        "autocasting/test_uses.py::test_a_whole_training_step_keeps_its_state_in_float32",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -369,7 +369,7 @@ FAULTS = (
         "results = [readers or Readers.OUTPUT for readers in results]",
         "results = [readers or Readers.OTHER for readers in results]",
         "a value that nobody reads counts as read by a product",
-        "test_autocasting_uses.py::test_what_nothing_reads_counts_as_returned",
+        "autocasting/test_uses.py::test_what_nothing_reads_counts_as_returned",
     ),
     Fault(
         "jaxprs/dataflow.py",
@@ -377,7 +377,7 @@ FAULTS = (
         "return [self.of_predicate(), *self._join_all(rows)]",
         "return [self.of_predicate(), *rows[0]]",
         "demand looks into the first branch of a cond only",
-        "test_autocasting_uses.py::test_what_any_branch_multiplies_with_is_low",
+        "autocasting/test_uses.py::test_what_any_branch_multiplies_with_is_low",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -385,7 +385,7 @@ FAULTS = (
         "key = (id(jaxpr), tuple(outputs), self._rules.inside(jaxpr, path))",
         "key = (id(jaxpr), self._rules.inside(jaxpr, path))",
         "demand inside a jitted call forgets who reads its results",
-        "test_autocasting_uses.py::test_each_call_of_a_block_is_demanded_by_its_own_readers",
+        "autocasting/test_uses.py::test_each_call_of_a_block_is_demanded_by_its_own_readers",
     ),
     Fault(
         "autocasting/rules/rules.py",
@@ -393,7 +393,7 @@ FAULTS = (
         "is_for_op = requested is None or op in requested.ops",
         "is_for_op = True",
         "a float8 scope decides of all ops in it",
-        "test_autocasting_float8.py::test_a_float8_scope_decides_of_matrix_products_and_of_nothing_else",
+        "formats/test_float8.py::test_a_float8_scope_decides_of_matrix_products_and_of_nothing_else",
     ),
     Fault(
         "formats/eight_bits.py",
@@ -401,7 +401,7 @@ FAULTS = (
         "if code is None and is_last:",
         "if False:",
         "logits are float8",
-        "test_autocasting_float8.py::test_what_a_later_product_reads_is_float8_and_the_last_product_is_not",
+        "formats/test_float8.py::test_what_a_later_product_reads_is_float8_and_the_last_product_is_not",
     ),
     Fault(
         "formats/eight_bits.py",
@@ -409,7 +409,7 @@ FAULTS = (
         "return isinstance(size, int) and size > 0 and (size % 16 == 0)",
         "return isinstance(size, int) and size > 0 and (size % 8 == 0)",
         "sizes of 8 are float8",
-        "test_autocasting_float8.py::test_what_cannot_be_float8_is_16_bit_and_explain_says_why",
+        "formats/test_float8.py::test_what_cannot_be_float8_is_16_bit_and_explain_says_why",
     ),
     Fault(
         "formats/float8.py",
@@ -418,7 +418,7 @@ FAULTS = (
         "    rounded = dequantize(Quantized(numbers, scale), array.dtype)\n"
         "    return bilinear.rounded(array, [rounded.view(np.uint16), scale])",
         "float8 operands wait in 16 bits",
-        "test_autocasting_float8.py::test_a_loop_keeps_one_byte_a_number",
+        "formats/test_float8.py::test_a_loop_keeps_one_byte_a_number",
     ),
     Fault(
         "formats/float8.py",
@@ -426,7 +426,7 @@ FAULTS = (
         "return quantize_operand(cotangent, self.cotangent)",
         "return Operand(cotangent)",
         "cotangents are not quantized",
-        "test_autocasting_float8.py::test_both_operands_and_both_backward_products_are_float8",
+        "formats/test_float8.py::test_both_operands_and_both_backward_products_are_float8",
     ),
     Fault(
         "formats/float8.py",
@@ -434,7 +434,7 @@ FAULTS = (
         "precision = None if is_forward or is_tpu else lax.Precision.HIGHEST",
         "precision = None",
         "backward products add up in few digits",
-        "test_autocasting_float8.py::test_backward_products_add_up_in_full",
+        "formats/test_float8.py::test_backward_products_add_up_in_full",
     ),
     Fault(
         "formats/float8.py",
@@ -442,7 +442,7 @@ FAULTS = (
         "return bool(operand.parts) and all((axis >= operand.parts[1].ndim for axis in contracted))",
         "return bool(operand.parts) and any([True]) or all((axis >= operand.parts[1].ndim for axis in contracted))",
         "a scale that differs along a contracted axis is taken out of the sum",
-        "test_autocasting_float8.py::test_on_a_tpu_a_scale_along_a_contracted_axis_comes_before_the_product",
+        "formats/test_float8.py::test_on_a_tpu_a_scale_along_a_contracted_axis_comes_before_the_product",
     ),
     Fault(
         "jaxprs/bilinear.py",
@@ -450,7 +450,7 @@ FAULTS = (
         "lowered = functools.partial(_multiply, is_tpu=platform == 'tpu')",
         "lowered = functools.partial(_multiply, is_tpu=False)",
         "a TPU multiplies dequantized numbers",
-        "test_autocasting_float8.py::test_the_form_is_chosen_for_the_platform_when_a_program_is_lowered",
+        "formats/test_float8.py::test_the_form_is_chosen_for_the_platform_when_a_program_is_lowered",
     ),
     Fault(
         "formats/float8.py",
@@ -458,7 +458,7 @@ FAULTS = (
         "return bilinear.rounded(array, [lax.bitcast_convert_type(numbers, np.uint8), scale])",
         "return bilinear.rounded(array, [numbers, scale])",
         "jax.checkpoint makes NaN of saved numbers",
-        "test_autocasting_float8.py::test_derivatives_of_any_order_are_near_float32s",
+        "formats/test_float8.py::test_derivatives_of_any_order_are_near_float32s",
     ),
     Fault(
         "autocasting/interpreter/casts.py",
@@ -466,7 +466,7 @@ FAULTS = (
         "if number_format not in value.rounded:",
         "if True:",
         "an activation is quantized for each product",
-        "test_autocasting_float8.py::test_what_several_products_read_is_quantized_once",
+        "formats/test_float8.py::test_what_several_products_read_is_quantized_once",
     ),
     Fault(
         "autocasting/decide/result.py",
@@ -474,7 +474,7 @@ FAULTS = (
         "if _takes_one_slice(op, eqn) or _takes_rows_of_16_bits(op, eqn):",
         "if False or _takes_rows_of_16_bits(op, eqn):",
         "a layer that a loop index takes is no weight",
-        "test_autocasting_float8.py::test_weights_of_scans_jits_branches_and_remat_are_weights",
+        "formats/test_float8.py::test_weights_of_scans_jits_branches_and_remat_are_weights",
     ),
     Fault(
         "autocasting/interpreter/interpreter.py",
@@ -482,7 +482,7 @@ FAULTS = (
         "saved = [name for one in requested for name in one.saved] if requested else None",
         "saved = []",
         "remat computes scales twice",
-        "test_autocasting_float8.py::test_remat_computes_no_scale_twice",
+        "formats/test_float8.py::test_remat_computes_no_scale_twice",
     ),
     Fault(
         "jaxprs/primitives.py",
@@ -490,7 +490,7 @@ FAULTS = (
         "return (made.bind(*primals), tangents[-1])",
         "return (jnp.zeros_like(primals[-1]), tangents[-1])",
         "a primitive loses its second derivative",
-        "test_autocasting_float8.py::test_derivatives_of_any_order_are_near_float32s",
+        "formats/test_float8.py::test_derivatives_of_any_order_are_near_float32s",
     ),
     Fault(
         "insight/statistics.py",
@@ -498,7 +498,7 @@ FAULTS = (
         "return is_scaled(dtype) and np.dtype(dtype) != given",
         "return False and np.dtype(dtype) != given",
         "numbers are judged against float8 without their scale",
-        "test_numerics.py::test_float8_is_judged_by_each_arrays_own_scale",
+        "insight/test_numerics.py::test_float8_is_judged_by_each_arrays_own_scale",
     ),
     Fault(
         "insight/statistics.py",
@@ -506,7 +506,7 @@ FAULTS = (
         "return scale_for(jnp.minimum(largest, end), dtype)",
         "return scale_for(largest, dtype)",
         "one number beyond float32 leaves an array without a scale",
-        "test_numerics.py::test_what_is_beyond_float32_overflows_under_the_largest_scale",
+        "insight/test_numerics.py::test_what_is_beyond_float32_overflows_under_the_largest_scale",
     ),
     Fault(
         "autocasting/interpreter/evaluate.py",
@@ -514,7 +514,7 @@ FAULTS = (
         "is_spread = op in BROADCASTING and (not value.is_number)",
         "is_spread = False",
         "a bias is cast before it is broadcast",
-        "test_autocasting_backward.py::test_no_derivative_adds_up_or_takes_an_exponential_in_16_bits",
+        "insight/test_backward.py::test_no_derivative_adds_up_or_takes_an_exponential_in_16_bits",
     ),
     Fault(
         "autocasting/decide/cast.py",
@@ -524,7 +524,7 @@ FAULTS = (
         "    if structure.dtype_of(atom) == np.bool_:\n"
         "        return Decision(Run.FULL, State.HARD, Reason.CAST_OF_NUMBER)",
         "a mask of booleans widens what it multiplies",
-        "test_autocasting_interpreter.py::test_a_mask_of_booleans_widens_nothing",
+        "autocasting/test_interpreter.py::test_a_mask_of_booleans_widens_nothing",
     ),
     Fault(
         "autocasting/decide/cast.py",
@@ -532,7 +532,7 @@ FAULTS = (
         "return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_GIVEN)",
         "return Decision(Run.FULL, State.HARD, Reason.CAST_OF_GIVEN)",
         "a 16-bit constant that is upcast widens the stream",
-        "test_autocasting_arguments.py::test_a_cast_of_moved_constants_widens_nothing",
+        "autocasting/test_arguments.py::test_a_cast_of_moved_constants_widens_nothing",
     ),
     Fault(
         "autocasting/decide/result.py",
@@ -540,7 +540,7 @@ FAULTS = (
         "return Kind.INTEGER if Kind.INTEGER in found else Kind.SCALED",
         "return Kind.SCALED",
         "scaled positions are not known as positions",
-        "test_autocasting_interpreter.py::test_scaled_positions_end_where_16_bits_end",
+        "autocasting/test_interpreter.py::test_scaled_positions_end_where_16_bits_end",
     ),
     Fault(
         "autocasting/interpreter/evaluate.py",
@@ -549,7 +549,7 @@ FAULTS = (
         "    return again(*(value.array for value in operands))",
         "    return from_arrays(*(value.array for value in operands))",
         "what is raised for one op is kept in float32",
-        "test_autocasting_interpreter.py::test_what_an_op_reads_in_float32_for_its_derivative_is_kept_in_16_bits",
+        "autocasting/test_interpreter.py::test_what_an_op_reads_in_float32_for_its_derivative_is_kept_in_16_bits",
     ),
     Fault(
         "jaxprs/params.py",
@@ -557,7 +557,7 @@ FAULTS = (
         "changed: dict[str, Any] = {name: dtype for name in names if eqn.params.get(name) is not None}",
         "changed: dict[str, Any] = {name: eqn.params[name] for name in names if name in eqn.params}",
         "low products return float32",
-        "test_autocasting_functions.py::test_a_marked_function_runs_in_float32_and_so_does_its_backward_pass",
+        "autocasting/test_functions.py::test_a_marked_function_runs_in_float32_and_so_does_its_backward_pass",
     ),
     Fault(
         "autocasting/interpreter/casts.py",
@@ -565,7 +565,7 @@ FAULTS = (
         "if value.cast is None:",
         "if True:",
         "a computed value is cast anew for each use",
-        "test_autocasting_interpreter.py::test_a_computed_value_is_cast_once_for_all_its_uses",
+        "autocasting/test_interpreter.py::test_a_computed_value_is_cast_once_for_all_its_uses",
     ),
     Fault(
         "autocasting/interpreter/casts.py",
@@ -573,7 +573,7 @@ FAULTS = (
         "if not value.kind.is_cast_once:",
         "if False:",
         "a weight is cast once for all its uses",
-        "test_autocasting_interpreter.py::test_a_program_keeps_its_values",
+        "autocasting/test_interpreter.py::test_a_program_keeps_its_values",
     ),
     Fault(
         "autocasting/decide/given.py",
@@ -581,7 +581,7 @@ FAULTS = (
         "if not too_large.size:",
         "if True:",
         "a constant mask overflows",
-        "test_autocasting_interpreter.py::test_masks_of_every_kind_leave_no_nan_in_a_fully_masked_row",
+        "autocasting/test_interpreter.py::test_masks_of_every_kind_leave_no_nan_in_a_fully_masked_row",
     ),
     Fault(
         "autocasting/decide/given.py",
@@ -589,7 +589,7 @@ FAULTS = (
         "return bool(np.isfinite(low) and (low != 0 or number == 0) and (low != 1 or number == 1))",
         "return bool(np.isfinite(low) and (low != 0 or number == 0))",
         "1 - 1e-7 becomes 1",
-        "test_autocasting_interpreter.py::test_numbers_that_become_one_in_16_bits_keep_an_op_in_float32",
+        "autocasting/test_interpreter.py::test_numbers_that_become_one_in_16_bits_keep_an_op_in_float32",
     ),
     Fault(
         "autocasting/decide/given.py",
@@ -597,7 +597,7 @@ FAULTS = (
         "if number in _ENDS:",
         "if False:",
         "the end of the range is a number like any other",
-        "test_autocasting_uses.py::test_a_selection_among_numbers_of_16_bits_stays_low_though_float32_reads_it",
+        "autocasting/test_uses.py::test_a_selection_among_numbers_of_16_bits_stays_low_though_float32_reads_it",
     ),
     Fault(
         "autocasting/interpreter/casts.py",
@@ -605,7 +605,7 @@ FAULTS = (
         "if saturates:",
         "if False:",
         "what is out of range becomes infinite",
-        "test_autocasting_interpreter.py::test_a_program_keeps_its_values",
+        "autocasting/test_interpreter.py::test_a_program_keeps_its_values",
     ),
     Fault(
         "autocasting/decide/lookup.py",
@@ -613,7 +613,7 @@ FAULTS = (
         "if like != op and self.match(op, path).source is RuleSource.TABLE:",
         "if False:",
         "positions times rates lose their digits",
-        "test_autocasting_functions.py::test_an_outer_product_of_positions_is_float32_unless_it_is_asked_for",
+        "autocasting/test_functions.py::test_an_outer_product_of_positions_is_float32_unless_it_is_asked_for",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -621,7 +621,7 @@ FAULTS = (
         "return rules.is_identity and (not any((LOW_SCOPE in p.split('/') for p in paths)))",
         "return rules.is_identity",
         "O0 drops marks",
-        "test_autocasting_functions.py::test_marks_win_over_a_preset_that_changes_nothing",
+        "autocasting/test_functions.py::test_marks_win_over_a_preset_that_changes_nothing",
     ),
     Fault(
         "formats/number_format.py",
@@ -629,7 +629,7 @@ FAULTS = (
         "is_pinned = product.dtype == jnp.bfloat16 and _is_of_matrices(product.eqn)",
         "is_pinned = False",
         "nothing asks for sums in float32",
-        "test_autocasting_lowering.py::test_matrix_products_in_bfloat16_are_added_up_in_float32",
+        "autocasting/test_lowering.py::test_matrix_products_in_bfloat16_are_added_up_in_float32",
     ),
     Fault(
         "autocasting/marks.py",
@@ -637,7 +637,7 @@ FAULTS = (
         "with jax.named_scope(AS_WRITTEN_SCOPE):",
         "if True:",
         "the inside of a kernel is converted",
-        "test_autocasting_functions.py::test_a_kernel_is_run_as_it_was_written_and_its_result_is_low",
+        "autocasting/test_functions.py::test_a_kernel_is_run_as_it_was_written_and_its_result_is_low",
     ),
     Fault(
         "insight/report.py",
@@ -645,7 +645,7 @@ FAULTS = (
         "of_all_devices = jax.tree.map(gathered, columns)",
         "of_all_devices = columns",
         "a NaN on the second device is not reported",
-        "test_numerics.py::test_a_nan_on_any_device_is_reported",
+        "insight/test_numerics.py::test_a_nan_on_any_device_is_reported",
     ),
     Fault(
         "training/accumulation.py",
@@ -655,7 +655,7 @@ FAULTS = (
         "    parts = jnp.reshape(leaf, (*shape[:axis], times, rows, *shape[axis + 1:]))\n"
         "    return jnp.moveaxis(parts, axis, 0)",
         "micro-batches are sent from device to device",
-        "test_devices.py::test_micro_batches_of_a_sharded_batch_stay_on_their_devices",
+        "training/test_devices.py::test_micro_batches_of_a_sharded_batch_stay_on_their_devices",
     ),
     Fault(
         "autocasting/decide/product.py",
@@ -663,7 +663,7 @@ FAULTS = (
         "return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST",
         "return lax.Precision.HIGHEST in asked",
         "a global precision switches autocast off",
-        "test_autocasting_interpreter.py::test_a_dot_algorithm_that_is_everyone_s_does_not_switch_autocast_off",
+        "autocasting/test_interpreter.py::test_a_dot_algorithm_that_is_everyone_s_does_not_switch_autocast_off",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -671,7 +671,7 @@ FAULTS = (
         "return not has_float32 or any((dtype != low_dtype for dtype in others))",
         "return False and (not has_float32) or any((dtype != low_dtype for dtype in others))",
         "an op of the user's own 16 bits is decided like one of float32",
-        "test_autocasting_interpreter.py::test_a_product_of_16_bits_that_the_user_adds_up_in_float32_stays_so",
+        "autocasting/test_interpreter.py::test_a_product_of_16_bits_that_the_user_adds_up_in_float32_stays_so",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -679,7 +679,7 @@ FAULTS = (
         "key = (id(jaxpr), readers, rules, is_outside, tuple(required))",
         "key = (id(jaxpr), rules, is_outside, tuple(required))",
         "a converted call forgets who reads its results",
-        "test_autocasting_uses.py::test_each_call_of_a_block_is_demanded_by_its_own_readers",
+        "autocasting/test_uses.py::test_each_call_of_a_block_is_demanded_by_its_own_readers",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -687,7 +687,7 @@ FAULTS = (
         "key = (id(jaxpr), readers, rules, is_outside, tuple(required))",
         "key = (id(jaxpr), readers, is_outside, tuple(required))",
         "a converted call forgets the scope rules",
-        "test_autocasting_higher_order.py::test_a_block_that_stands_in_two_scopes_is_decided_in_each",
+        "autocasting/test_higher_order.py::test_a_block_that_stands_in_two_scopes_is_decided_in_each",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -695,7 +695,7 @@ FAULTS = (
         "return Spec(max(states, default=None), kind, held)",
         "return Spec(min(states, default=None), kind, held)",
         "the lowest branch of a cond wins",
-        "test_autocasting_higher_order.py::test_what_one_branch_makes_in_float32_on_purpose_stays_so",
+        "autocasting/test_higher_order.py::test_what_one_branch_makes_in_float32_on_purpose_stays_so",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -703,7 +703,7 @@ FAULTS = (
         "if op == 'custom_jvp_call' and params.is_custom_root(eqn):",
         "if False:",
         "a root is sought in 16 bits",
-        "test_autocasting_higher_order.py::test_a_root_is_found_to_as_many_digits_as_in_float32",
+        "autocasting/test_higher_order.py::test_a_root_is_found_to_as_many_digits_as_in_float32",
     ),
     Fault(
         "autocasting/decide/leaving.py",
@@ -711,7 +711,7 @@ FAULTS = (
         "return Spec(State.SOFT, Kind.GIVEN) if spec.state is State.LOW else spec",
         "return spec",
         "the gradient of a loop's constant adds up in 16 bits",
-        "test_autocasting_carries.py::test_the_gradient_of_a_value_that_every_step_scales_with_adds_up_in_float32",
+        "autocasting/test_carries.py::test_the_gradient_of_a_value_that_every_step_scales_with_adds_up_in_float32",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -719,7 +719,7 @@ FAULTS = (
         "if name and 'upcasts' in self.rules.passes:",
         "if False:",
         "a value is raised inside of each call that reads it",
-        "test_autocasting_rematerialize.py::test_a_low_value_that_a_call_only_raises_is_raised_outside",
+        "autocasting/test_rematerialize.py::test_a_low_value_that_a_call_only_raises_is_raised_outside",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -727,7 +727,7 @@ FAULTS = (
         "raised = upcasts.only_raised(new.jaxpr) & are_low",
         "raised = upcasts.only_raised(new.jaxpr)",
         "an argument that has 16 bits itself is not raised for a call",
-        "test_autocasting_higher_order.py::test_a_jitted_call_takes_arguments_that_have_16_bits_themselves",
+        "autocasting/test_higher_order.py::test_a_jitted_call_takes_arguments_that_have_16_bits_themselves",
     ),
     Fault(
         "autocasting/interpreter/custom_rules.py",
@@ -735,7 +735,7 @@ FAULTS = (
         "return [*map(_boxed, out[:n_kept]), *out[n_kept:]]",
         "return out",
         "a number among residuals becomes an array",
-        "test_autocasting_higher_order.py::test_numbers_among_the_residuals_reach_the_backward_function_as_they_are",
+        "autocasting/test_higher_order.py::test_numbers_among_the_residuals_reach_the_backward_function_as_they_are",
     ),
     Fault(
         "jaxprs/sharding.py",
@@ -743,7 +743,7 @@ FAULTS = (
         "if is_type_sharded(aval):",
         "if False:",
         "the gradient of a recurrent weight forgets how its batch is sharded",
-        "test_autocasting_scan_weight_gradients.py::test_a_batch_may_be_sharded_on_an_explicit_mesh",
+        "autocasting/test_scan_weight_gradients.py::test_a_batch_may_be_sharded_on_an_explicit_mesh",
     ),
     Fault(
         "autocasting/interpreter/loops.py",
@@ -751,7 +751,7 @@ FAULTS = (
         "if 'rematerialize' in self.rules.passes:",
         "if False:",
         "a loop keeps what cheap ops make",
-        "test_autocasting_rematerialize.py::test_a_loop_stacks_16_bits_alone_and_less_than_half_of_float32_s",
+        "autocasting/test_rematerialize.py::test_a_loop_stacks_16_bits_alone_and_less_than_half_of_float32_s",
     ),
     Fault(
         "autocasting/interpreter/custom_rules.py",
@@ -759,7 +759,7 @@ FAULTS = (
         "self._computed = [one.spec._replace(kind=Kind.COMPUTED) if isinstance(one, Value) else None for one in kept]",
         "self._computed = [Spec(None) if isinstance(one, Value) else None for one in kept]",
         "a backward rule meets residuals in 16 bits",
-        "test_autocasting_higher_order.py::test_a_custom_vjp_rule_is_kept_and_low_inside",
+        "autocasting/test_higher_order.py::test_a_custom_vjp_rule_is_kept_and_low_inside",
     ),
     Fault(
         "autocasting/decide/carry.py",
@@ -767,7 +767,7 @@ FAULTS = (
         "if facts.is_added_to:",
         "if False:",
         "a running sum may be low",
-        "test_autocasting_carries.py::test_what_a_stack_of_layers_adds_up_beside_its_state_is_float32",
+        "autocasting/test_carries.py::test_what_a_stack_of_layers_adds_up_beside_its_state_is_float32",
     ),
     Fault(
         "autocasting/decide/carry.py",
@@ -775,7 +775,7 @@ FAULTS = (
         "if not facts.last_is_read:",
         "if False:",
         "weights trained in a loop may be low",
-        "test_autocasting_carries.py::test_weights_that_are_trained_in_a_loop_are_float32",
+        "autocasting/test_carries.py::test_weights_that_are_trained_in_a_loop_are_float32",
     ),
     Fault(
         "autocasting/decide/carry.py",
@@ -783,7 +783,7 @@ FAULTS = (
         "if facts.is_multiplied:",
         "if False:",
         "an LSTM's hidden state is float32",
-        "test_autocasting_carries.py::test_the_hidden_state_of_an_lstm_is_low_and_its_cell_is_float32",
+        "autocasting/test_carries.py::test_the_hidden_state_of_an_lstm_is_low_and_its_cell_is_float32",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -791,7 +791,7 @@ FAULTS = (
         "if op == 'while' and rules.carry(path) != 'follow':",
         "if op == 'while':",
         "no rule converts a loop that a float ends",
-        "test_autocasting_carries.py::test_a_carry_rule_decides_for_a_while_that_a_float_ends",
+        "autocasting/test_carries.py::test_a_carry_rule_decides_for_a_while_that_a_float_ends",
     ),
     Fault(
         "autocasting/decide/carry.py",
@@ -799,7 +799,7 @@ FAULTS = (
         "if facts.is_multiplied_later and (not facts.is_multiplied):",
         "if False:",
         "a cache of keys in a while loop is float32",
-        "test_autocasting_carries.py::test_a_cache_in_a_while_is_low_and_never_cast_as_a_whole",
+        "autocasting/test_carries.py::test_a_cache_in_a_while_is_low_and_never_cast_as_a_whole",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -807,7 +807,7 @@ FAULTS = (
         "is_counted = any(map(loop.is_count, conditions))",
         "is_counted = True",
         "a loop without a count may run for ever",
-        "test_autocasting_carries.py::test_a_token_that_is_the_most_likely_one_is_no_tolerance",
+        "autocasting/test_carries.py::test_a_token_that_is_the_most_likely_one_is_no_tolerance",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -815,7 +815,7 @@ FAULTS = (
         "return value in self._next and value.is_float",
         "return False",
         "a loop to a tolerance is converted",
-        "test_autocasting_carries.py::test_a_float_decides_only_where_the_end_depends_on_it",
+        "autocasting/test_carries.py::test_a_float_decides_only_where_the_end_depends_on_it",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -823,7 +823,7 @@ FAULTS = (
         "if any(map(loop.is_changing_float, values)) and _are_low(values, runs_low):",
         "if any(map(loop.is_changing_float, values)):",
         "a loop that a time of fixed steps ends is float32",
-        "test_autocasting_carries.py::test_a_time_that_grows_by_fixed_steps_is_no_tolerance",
+        "autocasting/test_carries.py::test_a_time_that_grows_by_fixed_steps_is_no_tolerance",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -831,7 +831,7 @@ FAULTS = (
         "for condition in conditions:",
         "for condition in [loop.predicate]:",
         "conditions of a loop are judged together",
-        "test_autocasting_ending.py::test_each_of_several_conditions_is_judged_by_itself",
+        "autocasting/test_ending.py::test_each_of_several_conditions_is_judged_by_itself",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -839,7 +839,7 @@ FAULTS = (
         "self._next = {carry: result for carry, result in pairs if carry is not result}",
         "self._next = {carry: result for carry, result in pairs}",
         "a limit that is carried along bounds no loop",
-        "test_autocasting_ending.py::test_the_limit_and_the_step_of_a_count_are_loop_invariant",
+        "autocasting/test_ending.py::test_the_limit_and_the_step_of_a_count_are_loop_invariant",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -847,7 +847,7 @@ FAULTS = (
         "and any((limit not in self._varying and self._counts(",
         "and any((self._counts(",
         "a limit that grows bounds a loop",
-        "test_autocasting_ending.py::test_the_limit_and_the_step_of_a_count_are_loop_invariant",
+        "autocasting/test_ending.py::test_the_limit_and_the_step_of_a_count_are_loop_invariant",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -855,7 +855,7 @@ FAULTS = (
         "return is_added_to or (one is carry and other not in self._varying)",
         "return is_added_to or one is carry",
         "steps that shrink bound a loop",
-        "test_autocasting_ending.py::test_the_limit_and_the_step_of_a_count_are_loop_invariant",
+        "autocasting/test_ending.py::test_the_limit_and_the_step_of_a_count_are_loop_invariant",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -863,7 +863,7 @@ FAULTS = (
         "is_added_to = after.op == 'add' and other is carry and (one not in self._varying)",
         "is_added_to = other is carry and one not in self._varying",
         "a number that alternates bounds a loop",
-        "test_autocasting_ending.py::test_a_count_bounds_a_loop_in_any_direction_and_through_calls",
+        "autocasting/test_ending.py::test_a_count_bounds_a_loop_in_any_direction_and_through_calls",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -871,7 +871,7 @@ FAULTS = (
         "return structure.is_float(self.eqn.invars[0]) and (not self.is_float)",
         "return structure.is_float(self.eqn.invars[0])",
         "the largest float itself is no tolerance",
-        "test_autocasting_ending.py::test_the_largest_float_itself_is_a_tolerance_where_it_is_compared",
+        "autocasting/test_ending.py::test_the_largest_float_itself_is_a_tolerance_where_it_is_compared",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -879,7 +879,7 @@ FAULTS = (
         "waiting.append((self._next[value], is_compared))",
         "waiting.append((self._next[value], True))",
         "choices that are compared with each other are no tolerance",
-        "test_autocasting_ending.py::test_choices_in_two_steps_that_are_compared_with_each_other_are_a_tolerance",
+        "autocasting/test_ending.py::test_choices_in_two_steps_that_are_compared_with_each_other_are_a_tolerance",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -887,7 +887,7 @@ FAULTS = (
         "yield (operand, is_compared or other not in self._varying)",
         "yield (operand, other not in self._varying)",
         "a comparison that is compared in turn is a tolerance",
-        "test_autocasting_ending.py::test_a_choice_is_compared_with_what_does_not_change_in_any_step_after_any_op",
+        "autocasting/test_ending.py::test_a_choice_is_compared_with_what_does_not_change_in_any_step_after_any_op",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -895,7 +895,7 @@ FAULTS = (
         "return any((any(map(structure.is_float32, (*op.invars, *op.outvars))) and runs_low(op,",
         "return any((runs_low(op,",
         "an op on integers changes a time",
-        "test_autocasting_ending.py::test_an_op_on_integers_that_a_rule_lowers_changes_no_time",
+        "autocasting/test_ending.py::test_an_op_on_integers_that_a_rule_lowers_changes_no_time",
     ),
     Fault(
         "autocasting/decide/ending.py",
@@ -903,7 +903,7 @@ FAULTS = (
         "yield from equations(jaxpr, path)",
         "yield from equations(jaxpr, '')",
         "a scope rule does not reach a loop inside of a loop",
-        "test_autocasting_ending.py::test_a_rule_for_the_scope_of_a_product_decides_for_the_loop",
+        "autocasting/test_ending.py::test_a_rule_for_the_scope_of_a_product_decides_for_the_loop",
     ),
     Fault(
         "optimizers/moments.py",
@@ -911,7 +911,7 @@ FAULTS = (
         "}, 'MasterWeightsState': {'masters': _EXACT}, 'MechanicState':",
         "}, 'MechanicState':",
         "masters are not known",
-        "test_scaling_low_precision_state.py::test_masters_around_an_optimizer_that_cannot_be_tried_are_float32",
+        "optimizers/test_low_precision_state.py::test_masters_around_an_optimizer_that_cannot_be_tried_are_float32",
     ),
     Fault(
         "optimizers/moments.py",
@@ -919,7 +919,7 @@ FAULTS = (
         "}, 'MultiStepsState': {'acc_grads': _EXACT}, 'PerElementMeanAndSumSqDiffGradsState':",
         "}, 'PerElementMeanAndSumSqDiffGradsState':",
         "sums of gradients are stored in 16 bits",
-        "test_scaling_low_precision_state.py::test_sums_of_gradients_over_steps_are_float32",
+        "optimizers/test_low_precision_state.py::test_sums_of_gradients_over_steps_are_float32",
     ),
     Fault(
         "optimizers/low_precision_state.py",
@@ -927,7 +927,7 @@ FAULTS = (
         "by = None if now is None else noise(now, number, x.shape)",
         "by = None if now is None else noise(now, 0, x.shape)",
         "moments of one shape are rounded alike",
-        "test_scaling_low_precision_state.py::test_arrays_of_one_shape_are_rounded_by_chances_of_their_own",
+        "optimizers/test_low_precision_state.py::test_arrays_of_one_shape_are_rounded_by_chances_of_their_own",
     ),
     Fault(
         "optimizers/low_precision_state.py",
@@ -935,7 +935,7 @@ FAULTS = (
         "return store(full, low.numbers.dtype, by, is_scaled=is_scaled)",
         "return store(full, low.numbers.dtype, is_scaled=is_scaled)",
         "an average stands still with a key too",
-        "test_scaling_low_precision_state.py::test_an_average_that_would_stand_still_moves_by_chance_and_is_refused_without",
+        "optimizers/test_low_precision_state.py::test_an_average_that_would_stand_still_moves_by_chance_and_is_refused_without",
     ),
     Fault(
         "optimizers/moment_formats.py",
@@ -943,7 +943,7 @@ FAULTS = (
         "if not is_by_chance:",
         "if False:",
         "an average that stands still is taken",
-        "test_scaling_low_precision_state.py::test_an_average_that_would_stand_still_moves_by_chance_and_is_refused_without",
+        "optimizers/test_low_precision_state.py::test_an_average_that_would_stand_still_moves_by_chance_and_is_refused_without",
     ),
     Fault(
         "optimizers/moment_formats.py",
@@ -951,7 +951,7 @@ FAULTS = (
         "if squares and dtype == jnp.float16:",
         "if False:",
         "squares are stored in float16",
-        "test_scaling_low_precision_state.py::test_float16_is_refused_for_averages_of_squares_in_words",
+        "optimizers/test_low_precision_state.py::test_float16_is_refused_for_averages_of_squares_in_words",
     ),
     Fault(
         "optimizers/storage.py",
@@ -959,7 +959,7 @@ FAULTS = (
         "return Stored(jnp.where(x > 0, _encoded(numbers), SQUARES.type(0)), scale)",
         "return Stored(jnp.where(numbers > 0, _encoded(numbers), SQUARES.type(0)), scale)",
         "small squares become zero",
-        "test_scaling_low_precision_state.py::test_a_square_that_is_not_zero_is_never_stored_as_zero",
+        "optimizers/test_low_precision_state.py::test_a_square_that_is_not_zero_is_never_stored_as_zero",
     ),
     Fault(
         "optimizers/storage.py",
@@ -967,7 +967,7 @@ FAULTS = (
         "sizes = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))",
         "sizes = jnp.abs(x)",
         "a NaN is stored as zero",
-        "test_scaling_low_precision_state.py::test_a_row_that_is_not_finite_is_nan_and_no_other_one",
+        "optimizers/test_low_precision_state.py::test_a_row_that_is_not_finite_is_nan_and_no_other_one",
     ),
     Fault(
         "optimizers/storage.py",
@@ -975,7 +975,7 @@ FAULTS = (
         "return max(axes, key=lambda axis: (min(shape[axis], _ROW), axis))",
         "return max(axes, key=lambda axis: axis)",
         "rows of three numbers have a scale each",
-        "test_scaling_low_precision_state.py::test_moments_are_float8_squares_have_no_sign_and_each_row_has_a_scale",
+        "optimizers/test_low_precision_state.py::test_moments_are_float8_squares_have_no_sign_and_each_row_has_a_scale",
     ),
     Fault(
         "optimizers/moment_formats.py",
@@ -983,7 +983,7 @@ FAULTS = (
         "is_8_bit_square = moment != Moment.AVERAGE and dtype.itemsize == 1",
         "is_8_bit_square = dtype.itemsize == 1",
         "first moments are stored without a sign",
-        "test_scaling_low_precision_state.py::test_moments_are_float8_squares_have_no_sign_and_each_row_has_a_scale",
+        "optimizers/test_low_precision_state.py::test_moments_are_float8_squares_have_no_sign_and_each_row_has_a_scale",
     ),
     Fault(
         "optimizers/trial.py",
@@ -991,7 +991,7 @@ FAULTS = (
         "if is_linear and far * far_below < 0:",
         "if is_linear:",
         "an average of sizes behind an L2 penalty is stored with a sign",
-        "test_scaling_low_precision_state.py::test_the_arrays_of_an_optimizer_of_one_s_own_are_tried_behind_anything",
+        "optimizers/test_low_precision_state.py::test_the_arrays_of_an_optimizer_of_one_s_own_are_tried_behind_anything",
     ),
     Fault(
         "optimizers/trial.py",
@@ -999,7 +999,7 @@ FAULTS = (
         "if kept is not None and kept >= 1:",
         "if False:",
         "sums of gradients are averages",
-        "test_scaling_low_precision_state.py::test_the_arrays_of_an_optimizer_of_one_s_own_are_tried_behind_anything",
+        "optimizers/test_low_precision_state.py::test_the_arrays_of_an_optimizer_of_one_s_own_are_tried_behind_anything",
     ),
     Fault(
         "optimizers/low_precision_state.py",
@@ -1007,7 +1007,7 @@ FAULTS = (
         "if state.key is not None:",
         "if key is not None:",
         "a saved state is rounded as another optimizer says",
-        "test_scaling_low_precision_state.py::test_a_state_decides_whether_it_is_rounded_by_chance",
+        "optimizers/test_low_precision_state.py::test_a_state_decides_whether_it_is_rounded_by_chance",
     ),
     Fault(
         "optimizers/trial.py",
@@ -1015,7 +1015,7 @@ FAULTS = (
         "if is_of_params:",
         "if False:",
         "copies of the parameters are not recognized",
-        "test_scaling_low_precision_state.py::test_the_arrays_of_an_optimizer_of_one_s_own_are_tried_behind_anything",
+        "optimizers/test_low_precision_state.py::test_the_arrays_of_an_optimizer_of_one_s_own_are_tried_behind_anything",
     ),
     Fault(
         "optimizers/low_precision_state.py",
@@ -1023,7 +1023,7 @@ FAULTS = (
         "scales = jnp.zeros(0)",
         "pass",
         "optax finds no parts of parameters in 8 bits",
-        "test_scaling_low_precision_state.py::test_the_parts_of_parameters_in_the_state_are_found_by_optax",
+        "optimizers/test_low_precision_state.py::test_the_parts_of_parameters_in_the_state_are_found_by_optax",
     ),
     Fault(
         "optimizers/low_precision_state.py",
@@ -1031,7 +1031,7 @@ FAULTS = (
         "scales = tuple((x.scale for x in stored))",
         "pass",
         "scales stay those of the start",
-        "test_scaling_low_precision_state.py::test_large_moments_are_stored_and_what_they_are_is_float32_s",
+        "optimizers/test_low_precision_state.py::test_large_moments_are_stored_and_what_they_are_is_float32_s",
     ),
     Fault(
         "optimizers/moment_formats.py",
@@ -1039,7 +1039,7 @@ FAULTS = (
         "return is_array(leaf) and is_floating(leaf) and (leaf.size >= SMALLEST)",
         "return is_array(leaf)",
         "small arrays are stored in 16 bits",
-        "test_scaling_low_precision_state.py::test_large_moments_are_stored_and_what_they_are_is_float32_s",
+        "optimizers/test_low_precision_state.py::test_large_moments_are_stored_and_what_they_are_is_float32_s",
     ),
     Fault(
         "jaxprs/cost.py",
@@ -1047,7 +1047,7 @@ FAULTS = (
         "except jax.errors.InconclusiveDimensionOperation:",
         "except ZeroDivisionError:",
         "a loop over a batch of any size is not exported",
-        "test_autocasting_scan_weight_gradients.py::test_a_batch_of_any_size_is_exported_with_its_gradient",
+        "autocasting/test_scan_weight_gradients.py::test_a_batch_of_any_size_is_exported_with_its_gradient",
     ),
     Fault(
         "formats/number_format.py",
@@ -1055,7 +1055,7 @@ FAULTS = (
         "return not are_vectors or (n_copies != 1 and len(batch) < 3)",
         "return True",
         "products with a vector have an algorithm",
-        "test_autocasting_lowering.py::test_what_has_no_algorithm_is_lowered_without_one",
+        "autocasting/test_lowering.py::test_what_has_no_algorithm_is_lowered_without_one",
     ),
     Fault(
         "autocasting/decide/leaving.py",
@@ -1063,7 +1063,7 @@ FAULTS = (
         "if readers.want_float32:",
         "if False:",
         "running statistics leave a norm in 16 bits",
-        "test_nnx.py::test_statistics_and_counts_are_those_of_float32",
+        "flax/test_nnx.py::test_statistics_and_counts_are_those_of_float32",
     ),
     Fault(
         "autocasting/decide/leaving.py",
@@ -1071,7 +1071,7 @@ FAULTS = (
         "return of_function(readers) if is_from_low else State.SOFT",
         "return State.SOFT",
         "a norm's result is float32",
-        "test_nnx.py::test_all_products_are_low_and_norms_are_found_by_their_class",
+        "flax/test_nnx.py::test_all_products_are_low_and_norms_are_found_by_their_class",
     ),
     Fault(
         "autocasting/passes/scan_weight_gradients.py",
@@ -1079,7 +1079,7 @@ FAULTS = (
         "return cost.is_at_most(1, stacked) and cost.is_at_most(stacked, use.weight.aval.size)",
         "return False and cost.is_at_most(stacked, use.weight.aval.size)",
         "a recurrent weight's gradient is added up at each step",
-        "test_autocasting_scan_weight_gradients.py::test_the_gradient_of_a_weight_is_not_added_up_in_the_loop",
+        "autocasting/test_scan_weight_gradients.py::test_the_gradient_of_a_weight_is_not_added_up_in_the_loop",
     ),
     Fault(
         "autocasting/passes/scan_weight_gradients.py",
@@ -1087,7 +1087,7 @@ FAULTS = (
         "return jnp.moveaxis(out, range(-n_free, 0), range(1, 1 + n_free))",
         "return jnp.moveaxis(out, range(-n_free, 0), range(0, n_free))",
         "the axes of a recurrent weight's gradient are swapped",
-        "test_autocasting_scan_weight_gradients.py::test_derivatives_are_those_of_float32",
+        "autocasting/test_scan_weight_gradients.py::test_derivatives_are_those_of_float32",
     ),
     Fault(
         "autocasting/marks.py",
@@ -1095,7 +1095,7 @@ FAULTS = (
         "args, kwargs = cast_tree((args, kwargs), dtype)",
         "args = cast_tree(args, dtype)",
         "low_call leaves keyword arguments in float32",
-        "test_autocasting_functions.py::test_a_kernel_for_16_bits_is_given_16_bits_and_its_result_is_low",
+        "autocasting/test_functions.py::test_a_kernel_for_16_bits_is_given_16_bits_and_its_result_is_low",
     ),
     Fault(
         "jaxprs/trace.py",
@@ -1103,7 +1103,7 @@ FAULTS = (
         "is_leaf=is_module), 'the function itself or an object that it captures': _captured(fun)}",
         "is_leaf=is_module)}",
         "a captured nnx module loses its updates",
-        "test_nnx.py::test_the_core_refuses_what_would_lose_its_updates",
+        "flax/test_nnx.py::test_the_core_refuses_what_would_lose_its_updates",
     ),
     Fault(
         "autocasting/rules/rules.py",
@@ -1111,7 +1111,7 @@ FAULTS = (
         "if parsed.itemsize not in (2, 4):",
         "if False:",
         "a compute dtype of 8 bits is accepted",
-        "test_autocasting_interpreter.py::test_bad_rules_are_refused_when_the_function_is_made",
+        "autocasting/test_interpreter.py::test_bad_rules_are_refused_when_the_function_is_made",
     ),
     Fault(
         "jaxprs/cost.py",
@@ -1119,7 +1119,7 @@ FAULTS = (
         "n_times = math.prod(inserted_zeros(eqn))",
         "pass",
         "the gradient of a strided convolution counts zeros as work",
-        "test_autocasting_explain_totals.py::test_the_work_of_a_backward_pass_is_that_of_its_products",
+        "insight/test_explain_totals.py::test_the_work_of_a_backward_pass_is_that_of_its_products",
     ),
     Fault(
         "insight/places.py",
@@ -1127,7 +1127,7 @@ FAULTS = (
         "=self.times and trips and self.times * trips, is_backward",
         "=self.times, is_backward",
         "explain counts a loop once",
-        "test_autocasting_explain_totals.py::test_work_is_counted_in_all_trips_and_products_once",
+        "insight/test_explain_totals.py::test_work_is_counted_in_all_trips_and_products_once",
     ),
     Fault(
         "insight/explain/rows.py",
@@ -1135,7 +1135,7 @@ FAULTS = (
         "flops[row.precision] += row.flops * counted(row.times)",
         "flops[row.precision] += row.flops",
         "the operations of a loop count once",
-        "test_autocasting_explain_totals.py::test_work_is_counted_in_all_trips_and_products_once",
+        "insight/test_explain_totals.py::test_work_is_counted_in_all_trips_and_products_once",
     ),
     Fault(
         "insight/explain/lints.py",
@@ -1143,7 +1143,7 @@ FAULTS = (
         "odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 8]",
         "odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 16]",
         "a width of 24 counts as a misfit",
-        "test_autocasting_lints.py::test_sizes_that_miss_tensor_cores_are_told",
+        "insight/test_lints.py::test_sizes_that_miss_tensor_cores_are_told",
     ),
     Fault(
         "insight/explain/lints.py",
@@ -1151,7 +1151,7 @@ FAULTS = (
         "if name not in is_cast_back or len(rows) == 1:",
         "if False:",
         "a single float32 op counts as a widened stream",
-        "test_autocasting_lints.py::test_a_single_float32_op_between_products_is_clean",
+        "insight/test_lints.py::test_a_single_float32_op_between_products_is_clean",
     ),
     Fault(
         "insight/explain/backward.py",
@@ -1159,7 +1159,7 @@ FAULTS = (
         "var))} - there",
         "var))}",
         "arguments count as residuals",
-        "test_autocasting_explain_totals.py::test_what_waits_for_the_backward_pass_is_told_where_it_is_asked_for",
+        "insight/test_explain_totals.py::test_what_waits_for_the_backward_pass_is_told_where_it_is_asked_for",
     ),
     Fault(
         "insight/explain/backward.py",
@@ -1167,7 +1167,7 @@ FAULTS = (
         ") if use is not _Use.TANGENT and (not structure.is_literal(var))} -",
         ") if not structure.is_literal(var)} -",
         "zeros that nothing reads count as residuals",
-        "test_autocasting_float8.py::test_a_loop_keeps_one_byte_a_number",
+        "formats/test_float8.py::test_a_loop_keeps_one_byte_a_number",
     ),
     Fault(
         "insight/explain/explanation.py",
@@ -1175,7 +1175,7 @@ FAULTS = (
         "added = tuple((n - m for n, m in zip(as_run, as_traced, strict=True)))",
         "added = as_run",
         "the user's own casts count as autocast's",
-        "test_autocasting_explain_totals.py::test_casts_are_those_that_autocast_adds_with_their_bytes",
+        "insight/test_explain_totals.py::test_casts_are_those_that_autocast_adds_with_their_bytes",
     ),
     Fault(
         "insight/tune/search.py",
@@ -1183,7 +1183,7 @@ FAULTS = (
         "return min(map(self._weakened, [*found, everything]), key=self._in_float32)",
         "return max(map(self._weakened, [*found, everything]), key=self._in_float32)",
         "tune keeps the most ops in float32",
-        "test_autocasting_tune.py::test_the_block_that_loses_digits_is_kept_and_no_other",
+        "insight/test_tune.py::test_the_block_that_loses_digits_is_kept_and_no_other",
     ),
     Fault(
         "insight/tune/products.py",
@@ -1191,7 +1191,7 @@ FAULTS = (
         "others = [s for s in {**asked, **named} if asked[s] != named[s]]",
         "others = []",
         "tune puts products in float8 that float32 alone reads",
-        "test_autocasting_tune.py::test_a_product_that_float32_alone_reads_is_not_put_in_float8",
+        "insight/test_tune.py::test_a_product_that_float32_alone_reads_is_not_put_in_float8",
     ),
     Fault(
         "insight/tune/products.py",
@@ -1199,7 +1199,7 @@ FAULTS = (
         "more = {*self._given, *group}",
         "more = set(group)",
         "tune has the products of the last step alone in float8",
-        "test_autocasting_tune.py::test_a_layer_with_outliers_stays_out_of_float8_and_no_other",
+        "insight/test_tune.py::test_a_layer_with_outliers_stays_out_of_float8_and_no_other",
     ),
     Fault(
         "insight/tune/trials.py",
@@ -1207,7 +1207,7 @@ FAULTS = (
         "return self.error(rules, kept).largest <= self.tolerance",
         "return self.error(rules, kept).outputs <= self.tolerance",
         "tune does not judge gradients",
-        "test_autocasting_tune.py::test_a_gradient_that_vanishes_is_an_error_though_the_result_is_exact",
+        "insight/test_tune.py::test_a_gradient_that_vanishes_is_an_error_though_the_result_is_exact",
     ),
     Fault(
         "insight/tune/candidates.py",
@@ -1215,7 +1215,7 @@ FAULTS = (
         "if kept.issuperset(self.matched(pattern)):",
         "if True:",
         "a pattern of tune's keeps more than was measured",
-        "test_autocasting_tune.py::test_patterns_for_float8_match_what_they_are_for_and_nothing_else",
+        "insight/test_tune.py::test_patterns_for_float8_match_what_they_are_for_and_nothing_else",
     ),
     Fault(
         "insight/tune/measure.py",
@@ -1223,7 +1223,7 @@ FAULTS = (
         "is_whole = array == jnp.round(array)",
         "is_whole = jnp.zeros_like(array, bool)",
         "tune changes whole numbers in their last bit",
-        "test_autocasting_tune.py::test_whole_numbers_among_floats_stay_what_they_are",
+        "insight/test_tune.py::test_whole_numbers_among_floats_stay_what_they_are",
     ),
     Fault(
         "insight/watch/watcher.py",
@@ -1231,7 +1231,7 @@ FAULTS = (
         "return ~is_finite & jnp.all(known | ~is_read, axis=1)",
         "return ~is_finite",
         "every op after the first NaN is the first",
-        "test_numerics.py::test_the_first_op_that_stops_being_finite_is_named_with_its_line",
+        "insight/test_numerics.py::test_the_first_op_that_stops_being_finite_is_named_with_its_line",
     ),
     Fault(
         "insight/counting.py",
@@ -1239,7 +1239,7 @@ FAULTS = (
         "return ((out[:len(start)], self.add(sums, new)), out[len(start):])",
         "return ((out[:len(start)], new), out[len(start):])",
         "watch counts the last trip of a loop only",
-        "test_numerics.py::test_loops_are_counted_over_all_trips",
+        "insight/test_numerics.py::test_loops_are_counted_over_all_trips",
     ),
     Fault(
         "insight/watch/watcher.py",
@@ -1247,7 +1247,7 @@ FAULTS = (
         "self._is_finite = self._of_steps.all()",
         "self._is_finite = self._of_steps.any()",
         "one finite step makes a stack of steps finite",
-        "test_numerics.py::test_a_stack_of_which_one_step_is_not_finite_is_not_finite",
+        "insight/test_numerics.py::test_a_stack_of_which_one_step_is_not_finite_is_not_finite",
     ),
     Fault(
         "insight/watch/watcher.py",
@@ -1255,7 +1255,7 @@ FAULTS = (
         "return after.maxexp >= before.maxexp and after.minexp <= before.minexp",
         "return True",
         "a cast that overflows is passed over",
-        "test_numerics.py::test_what_makes_no_other_numbers_is_not_counted",
+        "insight/test_numerics.py::test_what_makes_no_other_numbers_is_not_counted",
     ),
     Fault(
         "insight/watch/watcher.py",
@@ -1263,7 +1263,7 @@ FAULTS = (
         "stopped = [Seen(lax.stop_gradient(x.array), x.is_finite) for x in operands]",
         "stopped = operands",
         "what is run once more to be seen is differentiated",
-        "test_numerics.py::test_what_is_run_once_more_to_be_seen_needs_no_derivative",
+        "insight/test_numerics.py::test_what_is_run_once_more_to_be_seen_needs_no_derivative",
     ),
     Fault(
         "insight/watch/watcher.py",
@@ -1271,7 +1271,7 @@ FAULTS = (
         "if not params.has_only_axis_effects(eqn):",
         "if False:",
         "effects happen twice under watch",
-        "test_numerics.py::test_effects_happen_as_often_as_they_did",
+        "insight/test_numerics.py::test_effects_happen_as_often_as_they_did",
     ),
     Fault(
         "training/step.py",
@@ -1279,7 +1279,7 @@ FAULTS = (
         "return (loss, model_state, aux, rounded_gradients(grads, self.grad_dtype))",
         "return (loss, model_state, aux, grads)",
         "grad_dtype does nothing in a train step",
-        "test_train.py::test_gradients_in_bfloat16_are_averages_in_float32_that_are_rounded_once",
+        "training/test_step.py::test_gradients_in_bfloat16_are_averages_in_float32_that_are_rounded_once",
     ),
     Fault(
         "scaling/gradients.py",
@@ -1287,7 +1287,7 @@ FAULTS = (
         "if parsed == jnp.float16:",
         "if False:",
         "gradients in float16 get an error of no use",
-        "test_scaling_gradients.py::test_gradients_in_other_dtypes_are_refused",
+        "scaling/test_gradients.py::test_gradients_in_other_dtypes_are_refused",
     ),
     Fault(
         "scaling/gradients.py",
@@ -1295,7 +1295,7 @@ FAULTS = (
         "return leaf if is_wide else leaf.astype(dtype)",
         "return leaf.astype(dtype)",
         "complex gradients lose their imaginary part",
-        "test_scaling_gradients.py::test_gradients_in_bfloat16_are_those_of_float32_rounded_once",
+        "scaling/test_gradients.py::test_gradients_in_bfloat16_are_those_of_float32_rounded_once",
     ),
     Fault(
         "scaling/gradients.py",
@@ -1303,7 +1303,7 @@ FAULTS = (
         "grads = rounded_gradients(loss_scale.unscale(scaled_grads), dtype)",
         "grads = loss_scale.unscale(rounded_gradients(scaled_grads, dtype))",
         "gradients are rounded before they are unscaled, and raised again",
-        "test_scaling_gradients.py::test_gradients_in_bfloat16_are_those_of_float32_rounded_once",
+        "scaling/test_gradients.py::test_gradients_in_bfloat16_are_those_of_float32_rounded_once",
     ),
     # -------------------------------------------------------------------- compare
     Fault(
@@ -1312,7 +1312,7 @@ FAULTS = (
         "return after.nmant >= before.nmant and after.nexp >= before.nexp",
         "return True",
         "a cast to fewer bits is taken for exact",
-        "test_autocasting_compare.py::test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32",
+        "insight/test_compare.py::test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32",
     ),
     Fault(
         "insight/compare/twins.py",
@@ -1320,7 +1320,7 @@ FAULTS = (
         "if not _departs(eqn, operands) or not params.has_only_axis_effects(eqn):",
         "if not params.has_only_axis_effects(eqn):",
         "what no rounding has touched is computed twice",
-        "test_autocasting_compare.py::test_what_no_rounding_has_touched_is_computed_once",
+        "insight/test_compare.py::test_what_no_rounding_has_touched_is_computed_once",
     ),
     Fault(
         "insight/compare/twins.py",
@@ -1328,7 +1328,7 @@ FAULTS = (
         "off = jnp.where(jnp.isnan(off), jnp.inf, off)",
         "off = jnp.where(jnp.isnan(off), 0, off)",
         "a NaN on one lane is no error",
-        "test_autocasting_compare.py::test_a_nan_on_one_lane_is_an_infinite_error",
+        "insight/test_compare.py::test_a_nan_on_one_lane_is_an_infinite_error",
     ),
     Fault(
         "insight/compare/twins.py",
@@ -1336,7 +1336,7 @@ FAULTS = (
         "is_equal = (low == exact) | jnp.isnan(low) & jnp.isnan(exact)",
         "is_equal = low == exact",
         "a NaN on both lanes is an error",
-        "test_autocasting_compare.py::test_numbers_that_float32_has_no_use_for_have_no_error",
+        "insight/test_compare.py::test_numbers_that_float32_has_no_use_for_have_no_error",
     ),
     Fault(
         "insight/compare/twins.py",
@@ -1344,7 +1344,7 @@ FAULTS = (
         "return [_cast(full[0], dtypes[-1])]",
         "return [full[0].astype(dtypes[-1])]",
         "the lane of float32 is rounded where a program rounds",
-        "test_autocasting_compare.py::test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32",
+        "insight/test_compare.py::test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32",
     ),
     Fault(
         "scaling/loss_scaling.py",
@@ -1352,7 +1352,7 @@ FAULTS = (
         "if not isinstance(start, NoOpLossScale):",
         "if False:",
         "one loss scale inside of another is accepted",
-        "test_scaling_transforms.py::test_one_scale_is_enough",
+        "scaling/test_loss_scaling.py::test_one_scale_is_enough",
     ),
     Fault(
         "insight/compare/comparison.py",
@@ -1360,7 +1360,7 @@ FAULTS = (
         "return found._replace(off=jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off))",
         "return found",
         "a result that is NaN in float32 has no error",
-        "test_autocasting_compare.py::test_a_result_that_is_nan_in_float32_has_no_error_of_zero",
+        "insight/test_compare.py::test_a_result_that_is_nan_in_float32_has_no_error_of_zero",
     ),
     Fault(
         "insight/places.py",
@@ -1368,7 +1368,7 @@ FAULTS = (
         "_cell(file) or file",
         "file",
         "a cell of a notebook is named by its hash",
-        "test_autocasting_explain.py::test_in_a_notebook_a_source_is_the_number_of_a_cell_and_a_line",
+        "insight/test_explain.py::test_in_a_notebook_a_source_is_the_number_of_a_cell_and_a_line",
     ),
     Fault(
         "insight/watch/watcher.py",
@@ -1376,7 +1376,7 @@ FAULTS = (
         "return statistics.sample(array, self._elements)",
         "return array",
         "watch counts all numbers where a sample is asked for",
-        "test_numerics.py::test_a_sample_of_each_result_is_counted_where_that_is_asked_for",
+        "insight/test_numerics.py::test_a_sample_of_each_result_is_counted_where_that_is_asked_for",
     ),
     Fault(
         "insight/statistics.py",
@@ -1384,7 +1384,7 @@ FAULTS = (
         ", *(_has_scale(array, dtype), (",
         ", *(False, (",
         "an array of float8 is scaled again where it is counted with others",
-        "test_numerics.py::test_small_arrays_are_counted_together_as_they_would_be_alone",
+        "insight/test_numerics.py::test_small_arrays_are_counted_together_as_they_would_be_alone",
     ),
     Fault(
         "insight/statistics.py",
@@ -1392,7 +1392,7 @@ FAULTS = (
         "is_alone = array.size > _SMALL or sharding.is_sharded(array)",
         "is_alone = True",
         "each small array is counted in a kernel of its own",
-        "test_numerics.py::test_small_results_are_counted_in_one_kernel_and_large_ones_alone",
+        "insight/test_numerics.py::test_small_results_are_counted_in_one_kernel_and_large_ones_alone",
     ),
     Fault(
         "insight/statistics.py",
@@ -1400,7 +1400,7 @@ FAULTS = (
         "strides[axis] *= 2",
         "strides[axis] *= 2 ** 20",
         "of a large result one row is looked at",
-        "test_autocasting_compare.py::test_few_numbers_of_a_large_result_are_looked_at",
+        "insight/test_compare.py::test_few_numbers_of_a_large_result_are_looked_at",
     ),
     Fault(
         "insight/compare/comparer.py",
@@ -1408,7 +1408,7 @@ FAULTS = (
         "result.error = operand.measured(self._elements) or twins.NO_ERROR",
         "pass",
         "a cast counts as an op of its own",
-        "test_autocasting_compare.py::test_errors_are_those_of_the_arrays",
+        "insight/test_compare.py::test_errors_are_those_of_the_arrays",
     ),
     Fault(
         "insight/compare/comparer.py",
@@ -1416,7 +1416,7 @@ FAULTS = (
         "return Sums(*(a + b for a, b in zip(one, other, strict=True)))",
         "return other",
         "only the last step of a loop is compared",
-        "test_autocasting_compare.py::test_a_loop_is_one_row_an_op_however_often_it_runs",
+        "insight/test_compare.py::test_a_loop_is_one_row_an_op_however_often_it_runs",
     ),
     Fault(
         "jaxprs/evaluate.py",
@@ -1424,7 +1424,7 @@ FAULTS = (
         "if found == forms:",
         "if True:",
         "what a loop rounds has no twin in the next step",
-        "test_autocasting_compare.py::test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32",
+        "insight/test_compare.py::test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32",
     ),
     Fault(
         "insight/counting.py",
@@ -1432,7 +1432,7 @@ FAULTS = (
         "(goes_on, *_), new = self._split(test, [*of_test, *carry])",
         "(*_, goes_on), new = self._split(test, [*of_test, *carry])",
         "a loop ends where float32's would",
-        "test_autocasting_compare.py::test_both_lanes_take_the_branches_and_the_steps_of_the_first",
+        "insight/test_compare.py::test_both_lanes_take_the_branches_and_the_steps_of_the_first",
     ),
     Fault(
         "insight/compare/comparison.py",
@@ -1440,7 +1440,7 @@ FAULTS = (
         "return after / max(before, rounding) if math.isfinite(before) else 1.0",
         "return after",
         "ops are sorted by their error",
-        "test_autocasting_compare.py::test_the_op_that_amplifies_comes_first_though_others_are_as_wrong",
+        "insight/test_compare.py::test_the_op_that_amplifies_comes_first_though_others_are_as_wrong",
     ),
     # -------------------------------------------------------------------- numerics
     Fault(
@@ -1449,7 +1449,7 @@ FAULTS = (
         "scale = 2.0 ** math.floor(exponent)",
         "scale = 2.0 ** math.ceil(exponent)",
         "a suggested loss scale overflows",
-        "test_numerics.py::test_a_suggested_scale_keeps_its_headroom_and_rescues_what_it_says",
+        "insight/test_numerics.py::test_a_suggested_scale_keeps_its_headroom_and_rescues_what_it_says",
     ),
     Fault(
         "insight/report.py",
@@ -1457,7 +1457,7 @@ FAULTS = (
         "return NonfiniteReport((row for row in rows if row.nan or row.inf))",
         "return NonfiniteReport((row for row in rows if row.nan))",
         "nonfinite_report passes infinities over",
-        "test_numerics.py::test_the_quick_question_has_a_quick_answer",
+        "insight/test_numerics.py::test_the_quick_question_has_a_quick_answer",
     ),
     # --------------------------------------------------------------------- scaling
     Fault(
@@ -1466,7 +1466,7 @@ FAULTS = (
         "counter = jnp.where(counter >= self.period, 0, counter)",
         "counter = jnp.where(counter > self.period, 0, counter)",
         "the scale grows one step late",
-        "test_scaling_loss_scale.py::test_a_dynamic_scale_follows_the_plain_python_reference",
+        "scaling/test_loss_scale.py::test_a_dynamic_scale_follows_the_plain_python_reference",
     ),
     Fault(
         "scaling/dynamic.py",
@@ -1474,7 +1474,7 @@ FAULTS = (
         "return (overflows, overflows >= self.hysteresis)",
         "return (overflows, overflows > self.hysteresis)",
         "hysteresis never backs off",
-        "test_scaling_loss_scale.py::test_a_dynamic_scale_follows_the_plain_python_reference",
+        "scaling/test_loss_scale.py::test_a_dynamic_scale_follows_the_plain_python_reference",
     ),
     Fault(
         "scaling/dynamic.py",
@@ -1482,7 +1482,7 @@ FAULTS = (
         "overflows = jnp.where(finite, 0, more)",
         "overflows = more",
         "a finite step does not start the count of overflows again",
-        "test_scaling_loss_scale.py::test_a_dynamic_scale_follows_the_plain_python_reference",
+        "scaling/test_loss_scale.py::test_a_dynamic_scale_follows_the_plain_python_reference",
     ),
     Fault(
         "scaling/dynamic.py",
@@ -1490,7 +1490,7 @@ FAULTS = (
         "floor = max(self.min_loss_scale, float(_FLOAT32.tiny))",
         "floor = self.min_loss_scale",
         "the scale reaches zero",
-        "test_scaling_loss_scale.py::test_a_scale_never_reaches_zero_or_infinity",
+        "scaling/test_loss_scale.py::test_a_scale_never_reaches_zero_or_infinity",
     ),
     Fault(
         "scaling/dynamic.py",
@@ -1498,7 +1498,7 @@ FAULTS = (
         "grown = jnp.minimum(loss_scale * self.factor, self.max_loss_scale)",
         "grown = loss_scale * self.factor",
         "the scale grows without bound",
-        "test_scaling_loss_scale.py::test_a_dynamic_scale_follows_the_plain_python_reference",
+        "scaling/test_loss_scale.py::test_a_dynamic_scale_follows_the_plain_python_reference",
     ),
     Fault(
         "scaling/loss_scale.py",
@@ -1506,7 +1506,7 @@ FAULTS = (
         "width = max(jnp.finfo(array.dtype).bits, 32)",
         "width = jnp.finfo(array.dtype).bits",
         "a float16 loss is scaled in float16",
-        "test_scaling_loss_scale.py::test_scaling_and_unscaling_happen_in_float32",
+        "scaling/test_loss_scale.py::test_scaling_and_unscaling_happen_in_float32",
     ),
     Fault(
         "scaling/finite.py",
@@ -1514,7 +1514,7 @@ FAULTS = (
         "return lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)",
         "return finite",
         "replicas skip by themselves",
-        "test_scaling_loss_scale.py::test_all_finite_agrees_over_a_mapped_axis",
+        "scaling/test_loss_scale.py::test_all_finite_agrees_over_a_mapped_axis",
     ),
     Fault(
         "scaling/gradients.py",
@@ -1522,7 +1522,7 @@ FAULTS = (
         "(_, (value, aux)), scaled_grads = scaled_value_and_grad(*args, **kwargs)",
         "(value, (_, aux)), scaled_grads = scaled_value_and_grad(*args, **kwargs)",
         "the loss that is returned is scaled",
-        "test_scaling_gradients.py::test_value_and_gradients_are_those_of_the_plain_function",
+        "scaling/test_gradients.py::test_value_and_gradients_are_those_of_the_plain_function",
     ),
     Fault(
         "scaling/gradients.py",
@@ -1530,7 +1530,7 @@ FAULTS = (
         "grads = rounded_gradients(loss_scale.unscale(scaled_grads), dtype)",
         "grads = loss_scale.unscale(loss_scale.unscale(scaled_grads))",
         "gradients are unscaled twice",
-        "test_scaling_gradients.py::test_value_and_gradients_are_those_of_the_plain_function",
+        "scaling/test_gradients.py::test_value_and_gradients_are_those_of_the_plain_function",
     ),
     Fault(
         "scaling/loss_scaling.py",
@@ -1538,7 +1538,7 @@ FAULTS = (
         "return jnp.where(grads_finite, leaf, jnp.ones_like(leaf))",
         "return jnp.where(grads_finite, leaf, jnp.zeros_like(leaf))",
         "a normalizing optimizer divides 0 by 0",
-        "test_scaling_optimizers.py::test_under_debug_nans_only_what_the_bare_optimizer_raises_is_raised",
+        "scaling/test_every_optimizer.py::test_under_debug_nans_only_what_the_bare_optimizer_raises_is_raised",
     ),
     Fault(
         "scaling/loss_scaling.py",
@@ -1546,7 +1546,7 @@ FAULTS = (
         ", inner_state=select_tree(is_kept, new_inner_state, inner_state)))",
         ", inner_state=new_inner_state))",
         "a skipped step changes the optimizer's state",
-        "test_scaling_transforms.py::test_around_a_composition_a_skipped_step_never_happened",
+        "scaling/test_loss_scaling.py::test_around_a_composition_a_skipped_step_never_happened",
     ),
     Fault(
         "scaling/loss_scaling.py",
@@ -1554,7 +1554,7 @@ FAULTS = (
         "consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)",
         "consecutive_skipped = state.consecutive_skipped + jnp.where(grads_finite, 0, 1)",
         "the count of skipped steps in a row is never reset",
-        "test_scaling_transforms.py::test_around_lookahead_it_takes_its_pairs_of_parameters",
+        "scaling/test_loss_scaling.py::test_around_lookahead_it_takes_its_pairs_of_parameters",
     ),
     Fault(
         "scaling/loss_scaling.py",
@@ -1562,7 +1562,7 @@ FAULTS = (
         "grads_finite = all_finite(updates, axis_name)",
         "grads_finite = all_finite(updates)",
         "loss_scaling ignores its axis",
-        "test_scaling_transforms.py::test_in_shard_map_one_shard_s_overflow_makes_all_replicas_skip",
+        "scaling/test_loss_scaling.py::test_in_shard_map_one_shard_s_overflow_makes_all_replicas_skip",
     ),
     Fault(
         "scaling/check.py",
@@ -1570,7 +1570,7 @@ FAULTS = (
         "if in_a_row > max_consecutive_skips:",
         "if in_a_row >= max_consecutive_skips:",
         "check_loss_scale raises one step early",
-        "test_scaling_transforms.py::test_check_loss_scale_raises_when_too_many_steps_in_a_row_were_skipped",
+        "scaling/test_loss_scaling.py::test_check_loss_scale_raises_when_too_many_steps_in_a_row_were_skipped",
     ),
     Fault(
         "scaling/wrapping.py",
@@ -1578,7 +1578,7 @@ FAULTS = (
         "return inner",
         "return optax.with_extra_args_support(inner.gradient_transformation())",
         "MultiSteps loses extra arguments",
-        "test_scaling_transforms.py::test_a_multi_steps_object_gets_the_extra_arguments",
+        "scaling/test_loss_scaling.py::test_a_multi_steps_object_gets_the_extra_arguments",
     ),
     Fault(
         "scaling/loss_scaling.py",
@@ -1587,7 +1587,7 @@ FAULTS = (
         "    start = DynamicLossScale() if loss_scale is None else loss_scale\n"
         "    start = start.adjust(True)",
         "a fresh scale has counted a step",
-        "test_scaling_transforms.py::test_the_first_step_is_the_first_that_the_scale_counts",
+        "scaling/test_loss_scaling.py::test_the_first_step_is_the_first_that_the_scale_counts",
     ),
     Fault(
         "optimizers/master_weights.py",
@@ -1595,7 +1595,7 @@ FAULTS = (
         "return jnp.array(leaf, parsed, copy=True) if is_floating(leaf) else leaf",
         "return jnp.asarray(leaf, parsed) if is_floating(leaf) else leaf",
         "masters share their buffers with the parameters",
-        "test_scaling_masters.py::test_other_leaves_pass_and_nothing_is_shared_with_the_parameters",
+        "optimizers/test_16_bit_parameters.py::test_other_leaves_pass_and_nothing_is_shared_with_the_parameters",
     ),
     Fault(
         "optimizers/master_weights.py",
@@ -1603,7 +1603,7 @@ FAULTS = (
         "return jnp.where((jnp.abs(off) <= _TINY) | is_tie, master, wide)",
         "return master",
         "masters undo what somebody else has done to their parameters",
-        "test_scaling_masters.py::test_weights_that_are_loaded_after_init_are_trained",
+        "optimizers/test_16_bit_parameters.py::test_weights_that_are_loaded_after_init_are_trained",
     ),
     Fault(
         "optimizers/compensated.py",
@@ -1611,7 +1611,7 @@ FAULTS = (
         "is_added = may_differ_by(error, param) & (error != 0)",
         "is_added = error != 0",
         "a changed parameter gets the rounding error of the old one",
-        "test_scaling_masters.py::test_a_changed_parameter_leaves_its_rounding_error_behind",
+        "optimizers/test_16_bit_parameters.py::test_a_changed_parameter_leaves_its_rounding_error_behind",
     ),
     Fault(
         "optimizers/rounding.py",
@@ -1619,7 +1619,7 @@ FAULTS = (
         "steps = lax.round(inside / spacing, lax.RoundingMethod.TO_NEAREST_EVEN)",
         "steps = lax.round(inside / spacing, lax.RoundingMethod.AWAY_FROM_ZERO)",
         "ties round away from zero",
-        "test_scaling_masters.py::test_what_is_rounded_by_arithmetic_is_what_a_cast_would_make",
+        "optimizers/test_16_bit_parameters.py::test_what_is_rounded_by_arithmetic_is_what_a_cast_would_make",
     ),
     Fault(
         "optimizers/compensated.py",
@@ -1627,7 +1627,7 @@ FAULTS = (
         "error = jnp.where(jnp.isfinite(wide), master - wide, 0)",
         "error = jnp.zeros_like(master)",
         "compensated forgets the rounding errors of float16",
-        "test_scaling_masters.py::test_a_compensated_parameter_has_the_digits_of_both",
+        "optimizers/test_16_bit_parameters.py::test_a_compensated_parameter_has_the_digits_of_both",
     ),
     Fault(
         "optimizers/compensated.py",
@@ -1635,7 +1635,7 @@ FAULTS = (
         "return (update, kept.astype(jnp.int16))",
         "return (update, jnp.zeros_like(remainder))",
         "compensated forgets the remainders of bfloat16",
-        "test_scaling_masters.py::test_build_train_step_takes_each_and_warns_where_there_is_none",
+        "optimizers/test_16_bit_parameters.py::test_build_train_step_takes_each_and_warns_where_there_is_none",
     ),
     Fault(
         "optimizers/compensated.py",
@@ -1643,7 +1643,7 @@ FAULTS = (
         "return (update, kept.astype(jnp.int16))",
         "return (update, remainder)",
         "a remainder is joined to a number of which it is not",
-        "test_scaling_masters.py::test_a_parameter_that_misses_its_master_is_the_new_master",
+        "optimizers/test_16_bit_parameters.py::test_a_parameter_that_misses_its_master_is_the_new_master",
     ),
     Fault(
         "optimizers/master_weights.py",
@@ -1653,7 +1653,7 @@ FAULTS = (
         "        return to_float32(split(master)[0])",
         '    """Rounds a master to the numbers of a parameter\'s dtype, in its own dtype."""',
         "masters round ties to even, and compensated away from zero",
-        "test_scaling_masters.py::test_a_tie_that_a_cast_rounded_to_even_keeps_its_master",
+        "optimizers/test_16_bit_parameters.py::test_a_tie_that_a_cast_rounded_to_even_keeps_its_master",
     ),
     Fault(
         "optimizers/master_weights.py",
@@ -1661,7 +1661,7 @@ FAULTS = (
         "return jnp.where((jnp.abs(off) <= _TINY) | is_tie, master, wide)",
         "return jnp.where(jnp.abs(off) <= _TINY, master, wide)",
         "a tie that was rounded to even costs its master",
-        "test_scaling_masters.py::test_a_tie_that_a_cast_rounded_to_even_keeps_its_master",
+        "optimizers/test_16_bit_parameters.py::test_a_tie_that_a_cast_rounded_to_even_keeps_its_master",
     ),
     Fault(
         "optimizers/compensated.py",
@@ -1669,7 +1669,7 @@ FAULTS = (
         "if not is_array(bits) or bits.dtype != expected:",
         "if not is_array(bits):",
         "compensated trains with the remainders of another dtype",
-        "test_scaling_masters.py::test_parameters_that_were_cast_after_init_are_refused_with_the_cure",
+        "optimizers/test_16_bit_parameters.py::test_parameters_that_were_cast_after_init_are_refused_with_the_cure",
     ),
     Fault(
         "optimizers/rounding.py",
@@ -1677,7 +1677,7 @@ FAULTS = (
         "bits = jnp.where(is_too_large, bits & _SIGN | _LARGEST, bits)",
         "bits = bits + 0 * is_too_large",
         "a finite master has an infinite parameter",
-        "test_scaling_masters.py::test_a_number_and_its_remainder_are_the_number_of_all_of_an_exponent",
+        "optimizers/test_16_bit_parameters.py::test_a_number_and_its_remainder_are_the_number_of_all_of_an_exponent",
     ),
     Fault(
         "optimizers/rounding.py",
@@ -1685,7 +1685,7 @@ FAULTS = (
         "upper = jnp.where(size > _INFINITY, bits >> 16 | _QUIET, bits + _HALF >> 16)",
         "upper = bits + _HALF >> 16",
         "a NaN becomes a zero",
-        "test_scaling_masters.py::test_a_number_and_its_remainder_are_the_number_of_all_of_an_exponent",
+        "optimizers/test_16_bit_parameters.py::test_a_number_and_its_remainder_are_the_number_of_all_of_an_exponent",
     ),
     Fault(
         "optimizers/rounding.py",
@@ -1693,7 +1693,7 @@ FAULTS = (
         "is_alone = (size >= _INFINITY) | (size == 0) & (remainder < 0)",
         "is_alone = size >= _INFINITY",
         "a pruned parameter is a NaN",
-        "test_scaling_masters.py::test_a_remainder_of_another_number_does_not_change_the_parameter",
+        "optimizers/test_16_bit_parameters.py::test_a_remainder_of_another_number_does_not_change_the_parameter",
     ),
     Fault(
         "optimizers/rounding.py",
@@ -1701,7 +1701,7 @@ FAULTS = (
         "is_alone = (size >= _INFINITY) | (size == 0) & (remainder < 0)",
         "is_alone = (size == 0) & (remainder < 0)",
         "an infinite parameter is finite",
-        "test_scaling_masters.py::test_a_remainder_of_another_number_does_not_change_the_parameter",
+        "optimizers/test_16_bit_parameters.py::test_a_remainder_of_another_number_does_not_change_the_parameter",
     ),
     Fault(
         "optimizers/updates.py",
@@ -1751,7 +1751,7 @@ FAULTS = (
         "return (moved, StochasticRoundingState(later, inner_state))",
         "return (moved, StochasticRoundingState(state.key, inner_state))",
         "each step rounds by the same chance",
-        "test_scaling_masters.py::test_build_train_step_takes_each_and_warns_where_there_is_none",
+        "optimizers/test_16_bit_parameters.py::test_build_train_step_takes_each_and_warns_where_there_is_none",
     ),
     Fault(
         "optimizers/rounding.py",
@@ -1759,7 +1759,7 @@ FAULTS = (
         "return jax.random.uniform(jax.random.fold_in(key, number), shape)",
         "return jax.random.uniform(key, shape)",
         "parameters of one shape round by the same chance",
-        "test_scaling_masters.py::test_parameters_of_one_shape_are_rounded_by_chances_of_their_own",
+        "optimizers/test_16_bit_parameters.py::test_parameters_of_one_shape_are_rounded_by_chances_of_their_own",
     ),
     # ----------------------------------------------------------------------- train
     Fault(
@@ -1768,7 +1768,7 @@ FAULTS = (
         "attempt = state.step + state.opt_state.skipped",
         "attempt = state.step",
         "a step after a skipped one draws the same random numbers",
-        "test_train.py::test_the_step_after_a_skipped_one_draws_new_random_numbers",
+        "training/test_step.py::test_the_step_after_a_skipped_one_draws_new_random_numbers",
     ),
     Fault(
         "training/state.py",
@@ -1776,7 +1776,7 @@ FAULTS = (
         "return decay * old + (1 - decay) * new.astype(old.dtype)",
         "return (1 - decay) * old + decay * new.astype(old.dtype)",
         "the moving average decays the other way round",
-        "test_train.py::test_finite_steps_are_those_written_by_hand",
+        "training/test_step.py::test_finite_steps_are_those_written_by_hand",
     ),
     Fault(
         "training/accumulation.py",
@@ -1784,7 +1784,7 @@ FAULTS = (
         "grads = jax.tree.map(lambda x: x / times, total)",
         "grads = total",
         "accumulated gradients are summed",
-        "test_train.py::test_micro_batches_give_the_step_of_the_whole_batch",
+        "training/test_step.py::test_micro_batches_give_the_step_of_the_whole_batch",
     ),
     Fault(
         "training/step.py",
@@ -1792,7 +1792,7 @@ FAULTS = (
         "finite = all_finite((loss, grads))",
         "finite = all_finite(grads)",
         "a step whose loss is NaN is not skipped",
-        "test_train.py::test_a_skipped_step_changes_no_state_bit_for_bit",
+        "training/test_step.py::test_a_skipped_step_changes_no_state_bit_for_bit",
     ),
     Fault(
         "training/step.py",
@@ -1800,7 +1800,7 @@ FAULTS = (
         "loss, model_state, grads = averaged(on_device, self.axis_name)",
         "loss, _, grads = averaged(on_device, self.axis_name)",
         "batch statistics differ between devices",
-        "test_train.py::test_all_devices_skip_where_one_overflows_and_statistics_are_averaged",
+        "training/test_step.py::test_all_devices_skip_where_one_overflows_and_statistics_are_averaged",
     ),
     Fault(
         "training/accumulation.py",
@@ -1808,7 +1808,7 @@ FAULTS = (
         "key = None if rng is None else jax.random.fold_in(rng, i)",
         "key = rng",
         "micro-batches draw the same random numbers",
-        "test_train.py::test_each_micro_batch_draws_its_own_random_numbers",
+        "training/test_step.py::test_each_micro_batch_draws_its_own_random_numbers",
     ),
     Fault(
         "training/step.py",
@@ -1816,7 +1816,7 @@ FAULTS = (
         "return (select_tree(finite, new_state, kept), metrics)",
         "return (new_state._replace(params=select_tree(finite, new_params, params)), metrics)",
         "a skipped step changes the model state",
-        "test_train.py::test_a_skipped_step_changes_no_state_bit_for_bit",
+        "training/test_step.py::test_a_skipped_step_changes_no_state_bit_for_bit",
     ),
     # ------------------------------------------------------------------ nnx, linen
     Fault(
@@ -1826,7 +1826,7 @@ FAULTS = (
         "    remove_scopes((inputs, out), depth)",
         "    inputs = jax.tree.map(_if_mutable, (args, kwargs), is_leaf=is_mutable)",
         "modules keep another class",
-        "test_nnx.py::test_statistics_and_counts_are_those_of_float32",
+        "flax/test_nnx.py::test_statistics_and_counts_are_those_of_float32",
     ),
     Fault(
         "flax/nnx_casts.py",
@@ -1834,7 +1834,7 @@ FAULTS = (
         "if isinstance(variable, nnx.Param) and id(variable) not in kept | named:",
         "if isinstance(variable, nnx.Param) and id(variable) not in named:",
         "cast lowers norm layers",
-        "test_nnx.py::test_parameters_are_cast_and_norms_statistics_counts_and_keys_are_kept",
+        "flax/test_nnx.py::test_parameters_are_cast_and_norms_statistics_counts_and_keys_are_kept",
     ),
     Fault(
         "flax/nnx_scopes.py",
@@ -1842,7 +1842,7 @@ FAULTS = (
         "name = (type(inner).__name__,) if is_leaf or not path else ()",
         "name = ()",
         "a module's class is not in its path",
-        "test_nnx.py::test_all_products_are_low_and_norms_are_found_by_their_class",
+        "flax/test_nnx.py::test_all_products_are_low_and_norms_are_found_by_their_class",
     ),
     Fault(
         "flax/linen.py",
@@ -1850,7 +1850,7 @@ FAULTS = (
         "above = (path[:n] for n in range(len(path) + 1))",
         "above = (path,)",
         "what is inside of a selected module stays float32",
-        "test_linen.py::test_parts_are_selected_by_class_or_path",
+        "flax/test_linen.py::test_parts_are_selected_by_class_or_path",
     ),
     Fault(
         "flax/linen.py",
@@ -1858,7 +1858,7 @@ FAULTS = (
         "return dataclasses.replace(scale, **state)",
         "return scale",
         "a checkpoint's loss scale is not restored",
-        "test_linen.py::test_scales_go_through_flax_s_serialization_bit_for_bit",
+        "flax/test_linen.py::test_scales_go_through_flax_s_serialization_bit_for_bit",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -1866,7 +1866,7 @@ FAULTS = (
         "found[i] |= Readers.AMPLIFIER",
         "found[i] |= Readers.NOBODY",
         "no op demands float32 by itself",
-        "test_autocasting_amplified.py::test_an_amplified_value_is_as_exact_as_if_all_but_products_were_float32",
+        "autocasting/test_amplified.py::test_an_amplified_value_is_as_exact_as_if_all_but_products_were_float32",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -1874,7 +1874,7 @@ FAULTS = (
         "return range(op in AMPLIFYING_DIVISORS, len(eqn.invars))",
         "return range(len(eqn.invars))",
         "a dividend is amplified like a divisor",
-        "test_autocasting_amplified.py::test_a_quotient_amplifies_its_divisor_only",
+        "autocasting/test_amplified.py::test_a_quotient_amplifies_its_divisor_only",
     ),
     Fault(
         "autocasting/decide/facts.py",
@@ -1882,7 +1882,7 @@ FAULTS = (
         "return Readers.OTHER | self & Readers.AMPLIFIER",
         "return Readers.OTHER",
         "a product cancels the demand of a logarithm",
-        "test_autocasting_amplified.py::test_an_amplified_value_is_as_exact_as_if_all_but_products_were_float32",
+        "autocasting/test_amplified.py::test_an_amplified_value_is_as_exact_as_if_all_but_products_were_float32",
     ),
     Fault(
         "autocasting/decide/facts.py",
@@ -1890,7 +1890,7 @@ FAULTS = (
         "return self & (Readers.OTHER | Readers.AMPLIFIER) if is_low else self",
         "return self & Readers.OTHER if is_low else self",
         "a logarithm outside of a jit demands nothing inside",
-        "test_autocasting_amplified.py::test_a_value_that_enters_or_leaves_a_function_keeps_its_digits",
+        "autocasting/test_amplified.py::test_a_value_that_enters_or_leaves_a_function_keeps_its_digits",
     ),
     Fault(
         "autocasting/decide/leaving.py",
@@ -1898,7 +1898,7 @@ FAULTS = (
         "return State.SOFT if readers.amplify else State.LOW",
         "return State.LOW",
         "a norm leaves a branch in 16 bits for an amplifying reader",
-        "test_autocasting_amplified.py::test_a_function_of_one_value_leaves_with_its_digits_for_an_amplifying_reader",
+        "autocasting/test_amplified.py::test_a_function_of_one_value_leaves_with_its_digits_for_an_amplifying_reader",
     ),
     Fault(
         "autocasting/interpreter/lineages.py",
@@ -1906,7 +1906,7 @@ FAULTS = (
         "return tuple((_own_root(i) if value.state is State.SOFT and value.has_lineage else None for i",
         "return tuple((None for i",
         "a softplus of a shifted product widens the stream",
-        "test_autocasting_amplified.py::test_a_softplus_of_a_shifted_product_widens_nothing",
+        "autocasting/test_amplified.py::test_a_softplus_of_a_shifted_product_widens_nothing",
     ),
     Fault(
         "autocasting/interpreter/custom_rules.py",
@@ -1914,7 +1914,7 @@ FAULTS = (
         "out = _follow(converter, tangents_first, values, avals, jaxpr, site)",
         "out = _follow(converter, tangents_first, values, avals, jaxpr, site._replace(readers=()))",
         "a derivative rule rounds the result of its function",
-        "test_autocasting_amplified.py::test_the_derivative_rule_of_a_function_keeps_the_digits_of_its_result",
+        "autocasting/test_amplified.py::test_the_derivative_rule_of_a_function_keeps_the_digits_of_its_result",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -1922,7 +1922,7 @@ FAULTS = (
         "rounds = op not in SELECTING or not all(map(_has_16_bits, operands))",
         "rounds = True",
         "a move for an amplifying reader is float32",
-        "test_autocasting_amplified.py::test_a_move_of_16_bit_numbers_stays_16_bit_for_an_amplifying_reader",
+        "autocasting/test_amplified.py::test_a_move_of_16_bit_numbers_stays_16_bit_for_an_amplifying_reader",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -1930,7 +1930,7 @@ FAULTS = (
         "if is_narrow and _is_power(op, operands):",
         "if False:",
         "a cube overflows in float16",
-        "test_autocasting_ranges.py::test_a_function_of_one_number_has_a_finite_gradient_in_float16",
+        "autocasting/test_ranges.py::test_a_function_of_one_number_has_a_finite_gradient_in_float16",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -1938,7 +1938,7 @@ FAULTS = (
         "if is_narrow and _is_power(op, operands):",
         "if _is_power(op, operands):",
         "powers are float32 in bfloat16 too",
-        "test_autocasting_ranges.py::test_powers_are_float32_inside_in_float16_only",
+        "autocasting/test_ranges.py::test_powers_are_float32_inside_in_float16_only",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -1946,7 +1946,7 @@ FAULTS = (
         "is_cast_late = op in ADDED_UP or (is_quotient and are_low) or (is_narrow and (not are_low))",
         "is_cast_late = op in ADDED_UP or (is_narrow and (not are_low))",
         "the derivative of a quotient is 16-bit",
-        "test_autocasting_ranges.py::test_a_quotient_is_float32_inside_and_16_bit_outside",
+        "autocasting/test_ranges.py::test_a_quotient_is_float32_inside_and_16_bit_outside",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -1954,7 +1954,7 @@ FAULTS = (
         "is_cast_late = op in ADDED_UP or (is_quotient and are_low) or (is_narrow and (not are_low))",
         "is_cast_late = op in ADDED_UP or (is_quotient and are_low)",
         "a computed operand overflows in its cast to float16",
-        "test_autocasting_ranges.py::test_a_function_of_one_number_has_a_finite_gradient_in_float16",
+        "autocasting/test_ranges.py::test_a_function_of_one_number_has_a_finite_gradient_in_float16",
     ),
     Fault(
         "autocasting/decide/lookup.py",
@@ -1962,7 +1962,7 @@ FAULTS = (
         "if op == 'integer_pow' and params.exponent_of(eqn) < 0:",
         "if False:",
         "a negative power is no reciprocal",
-        "test_autocasting_ranges.py::test_a_negative_power_is_a_reciprocal_unless_a_rule_names_powers",
+        "autocasting/test_ranges.py::test_a_negative_power_is_a_reciprocal_unless_a_rule_names_powers",
     ),
     Fault(
         "autocasting/decide/result.py",
@@ -1970,7 +1970,7 @@ FAULTS = (
         "return Kind.SCALED if is_table else Kind.COMPUTED",
         "return Kind.COMPUTED",
         "frequencies that a program computes from numbers are not given",
-        "test_autocasting_tails.py::test_phases_of_scaled_coordinates_and_computed_frequencies_are_float32",
+        "autocasting/test_tails.py::test_phases_of_scaled_coordinates_and_computed_frequencies_are_float32",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -1978,7 +1978,7 @@ FAULTS = (
         "return Readers.FULL if is_wide else Readers.OTHER",
         "return Readers.OTHER",
         "a Fourier transform demands nothing",
-        "test_autocasting_tails.py::test_what_becomes_complex_is_float32",
+        "autocasting/test_tails.py::test_what_becomes_complex_is_float32",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -1986,7 +1986,7 @@ FAULTS = (
         "is_cast_late = op in ADDED_UP or (is_quotient and are_low) or (is_narrow and (not are_low))",
         "is_cast_late = op in ADDED_UP or is_quotient or (is_narrow and (not are_low))",
         "a softmax by hand stacks float32 arrays under O2",
-        "test_autocasting_ranges.py::test_a_quotient_keeps_no_float32_operand_for_the_backward_pass",
+        "autocasting/test_ranges.py::test_a_quotient_keeps_no_float32_operand_for_the_backward_pass",
     ),
     # ---------------------------------------------------------------------- others
     Fault(
@@ -2019,7 +2019,7 @@ FAULTS = (
         "return Readers.SOLVER",
         "return Readers.FULL",
         "solvers read 16-bit products",
-        "test_autocasting_tails.py::test_factorizations_and_solvers_read_float32_products",
+        "autocasting/test_tails.py::test_factorizations_and_solvers_read_float32_products",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -2027,7 +2027,7 @@ FAULTS = (
         "return Readers.INTEGER_CAST",
         "return Readers.FULL",
         "integers are made of 16-bit products",
-        "test_autocasting_tails.py::test_integers_by_way_of_products_are_exact",
+        "autocasting/test_tails.py::test_integers_by_way_of_products_are_exact",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -2035,7 +2035,7 @@ FAULTS = (
         "return Readers.PHASE if is_demanded else Readers.LOW_PHASE",
         "return Readers.FULL if is_demanded else Readers.OTHER",
         "phases are 16-bit products",
-        "test_autocasting_tails.py::test_phases_of_given_coordinates_are_float32",
+        "autocasting/test_tails.py::test_phases_of_given_coordinates_are_float32",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -2043,7 +2043,7 @@ FAULTS = (
         "if discerns and follows(match):",
         "if False:",
         "comparisons demand nothing",
-        "test_autocasting_tails.py::test_what_is_compared_or_picked_from_is_float32",
+        "autocasting/test_tails.py::test_what_is_compared_or_picked_from_is_float32",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -2051,7 +2051,7 @@ FAULTS = (
         "if op not in KEEPING_DIGITS or readers & Readers.OTHER:",
         "if readers & Readers.OTHER:",
         "digits are needed however far the reader is",
-        "test_autocasting_tails.py::test_what_lies_between_and_is_no_scaling_needs_no_digits",
+        "autocasting/test_tails.py::test_what_lies_between_and_is_no_scaling_needs_no_digits",
     ),
     Fault(
         "autocasting/decide/product.py",
@@ -2059,7 +2059,7 @@ FAULTS = (
         "if reason is None or asks_for_low(rules.rules, op, path):",
         "if reason is None:",
         "a rule for products does not win over their readers",
-        "test_autocasting_tails.py::test_a_rule_that_names_products_wins",
+        "autocasting/test_tails.py::test_a_rule_that_names_products_wins",
     ),
     Fault(
         "autocasting/decide/product.py",
@@ -2067,7 +2067,7 @@ FAULTS = (
         "if reason is Reason.PHASE and any((o.kind is Kind.COMPUTED for o in operands)):",
         "if False:",
         "phases of 16-bit values are float32 products",
-        "test_autocasting_tails.py::test_phases_of_given_coordinates_are_float32",
+        "autocasting/test_tails.py::test_phases_of_given_coordinates_are_float32",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -2075,7 +2075,7 @@ FAULTS = (
         "return match.precision is Precision.LOW and match.source is RuleSource.DEFAULT",
         "return False",
         "O2 lowers the tail of a loss",
-        "test_autocasting_tails.py::test_a_loss_on_large_targets_is_as_close_as_under_o1",
+        "autocasting/test_tails.py::test_a_loss_on_large_targets_is_as_close_as_under_o1",
     ),
     Fault(
         "autocasting/decide/function.py",
@@ -2083,7 +2083,7 @@ FAULTS = (
         "return found if len(found) <= 1 else None",
         "return found",
         "a function of two values leaves in 16 bits",
-        "test_autocasting_functions_of_one_value.py::test_a_function_of_two_values_is_float32",
+        "autocasting/test_functions_of_one_value.py::test_a_function_of_two_values_is_float32",
     ),
     Fault(
         "autocasting/decide/function.py",
@@ -2091,7 +2091,7 @@ FAULTS = (
         "return None",
         "continue",
         "float32 on purpose is part of a function",
-        "test_autocasting_functions_of_one_value.py::test_float32_on_purpose_is_no_part_of_a_function",
+        "autocasting/test_functions_of_one_value.py::test_float32_on_purpose_is_no_part_of_a_function",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -2099,7 +2099,7 @@ FAULTS = (
         "leaves = not (stays_inside and is_one_function(operands))",
         "leaves = False",
         "a function of one value never ends",
-        "test_autocasting_functions_of_one_value.py::test_what_leaves_a_function_of_one_value_is_16_bit",
+        "autocasting/test_functions_of_one_value.py::test_what_leaves_a_function_of_one_value_is_16_bit",
     ),
     Fault(
         "autocasting/decide/function.py",
@@ -2107,7 +2107,7 @@ FAULTS = (
         "return Lineage(roots, is_rejoined=True)",
         "return Lineage(roots)",
         "a norm widens what it is added to",
-        "test_autocasting_functions_of_one_value.py::test_what_leaves_a_function_of_one_value_is_16_bit",
+        "autocasting/test_functions_of_one_value.py::test_what_leaves_a_function_of_one_value_is_16_bit",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -2115,7 +2115,7 @@ FAULTS = (
         "if precision is Precision.FOLLOW and is_one_function(operands):",
         "if False:",
         "the inside of a norm is 16-bit, or has no end",
-        "test_autocasting_functions_of_one_value.py::test_what_leaves_a_function_of_one_value_is_16_bit",
+        "autocasting/test_functions_of_one_value.py::test_what_leaves_a_function_of_one_value_is_16_bit",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -2123,7 +2123,7 @@ FAULTS = (
         "path, is_call = (source.join(site.path, name or ''), name is not None)",
         "path, is_call = (source.join(site.path, name or ''), False)",
         "a function ends where a call begins",
-        "test_autocasting_functions_of_one_value.py::test_a_function_goes_on_in_a_call_and_behind_it",
+        "autocasting/test_functions_of_one_value.py::test_a_function_goes_on_in_a_call_and_behind_it",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -2131,7 +2131,7 @@ FAULTS = (
         "value.is_rejoined and (not each.want_float32) else value",
         "value.is_rejoined else value",
         "a demanded result leaves its function in 16 bits",
-        "test_autocasting_functions_of_one_value.py::test_what_a_product_reads_too_enters_and_leaves_a_branch_in_float32",
+        "autocasting/test_functions_of_one_value.py::test_what_a_product_reads_too_enters_and_leaves_a_branch_in_float32",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -2139,7 +2139,7 @@ FAULTS = (
         "if are_raised and is_same:",
         "if are_raised:",
         "blocks that decide otherwise share a jaxpr",
-        "test_autocasting_carries.py::test_a_block_that_decides_otherwise_of_a_16_bit_input_is_converted_anew",
+        "autocasting/test_carries.py::test_a_block_that_decides_otherwise_of_a_16_bit_input_is_converted_anew",
     ),
     Fault(
         "autocasting/interpreter/lineages.py",
@@ -2147,7 +2147,7 @@ FAULTS = (
         "roots = [known.setdefault(root, object()) for root in lineage.roots]",
         "roots = [object() for root in lineage.roots]",
         "results of a call forget what they are functions of",
-        "test_autocasting_functions_of_one_value.py::test_a_value_and_what_is_made_of_it_may_come_from_one_call",
+        "autocasting/test_functions_of_one_value.py::test_a_value_and_what_is_made_of_it_may_come_from_one_call",
     ),
     Fault(
         "autocasting/decide/loop.py",
@@ -2155,7 +2155,7 @@ FAULTS = (
         "return varies and (not stack.inputs & self._varying)",
         "return True",
         "any slice makes a stack of layers",
-        "test_autocasting_carries.py::test_weights_that_no_step_chooses_are_no_layers",
+        "autocasting/test_carries.py::test_weights_that_no_step_chooses_are_no_layers",
     ),
     Fault(
         "insight/explain/provenance.py",
@@ -2163,7 +2163,7 @@ FAULTS = (
         "if joint.products and is_apart and is_of_both:",
         "if joint.products and is_of_both:",
         "a value and its own mean cancel",
-        "test_autocasting_lints.py::test_what_is_float32_on_purpose_is_clean_and_so_are_gradients",
+        "insight/test_lints.py::test_what_is_float32_on_purpose_is_clean_and_so_are_gradients",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -2171,7 +2171,7 @@ FAULTS = (
         "if op not in ('mul', 'div') or low_dtype != jnp.bfloat16:",
         "if op not in ('mul', 'div'):",
         "float16 is scaled where it may overflow",
-        "test_autocasting_tails.py::test_a_scale_by_a_power_of_two_rounds_nothing",
+        "autocasting/test_tails.py::test_a_scale_by_a_power_of_two_rounds_nothing",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -2179,7 +2179,7 @@ FAULTS = (
         "return one.state is State.LOW and is_scale and _is_power_of_two(other.origin)",
         "return one.state is State.LOW and is_scale",
         "any scale is taken for one that rounds nothing",
-        "test_autocasting_tails.py::test_a_scale_by_a_power_of_two_rounds_nothing",
+        "autocasting/test_tails.py::test_a_scale_by_a_power_of_two_rounds_nothing",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -2187,7 +2187,7 @@ FAULTS = (
         "if not any((op in params.REMAT for op in ops)):",
         "if True:",
         "blocks that are lowered as one keep their inputs in float32",
-        "test_autocasting_higher_order.py::test_a_jitted_checkpoint_keeps_its_input_in_16_bits",
+        "autocasting/test_higher_order.py::test_a_jitted_checkpoint_keeps_its_input_in_16_bits",
     ),
     Fault(
         "flax/linen.py",
@@ -2195,7 +2195,7 @@ FAULTS = (
         "if getattr(self, 'scope', None) is None:",
         "if False:",
         "methods of an unbound module look for its parts",
-        "test_linen.py::test_methods_that_need_no_variables_work_on_an_unbound_module",
+        "flax/test_linen.py::test_methods_that_need_no_variables_work_on_an_unbound_module",
     ),
     Fault(
         "flax/linen.py",
@@ -2203,7 +2203,7 @@ FAULTS = (
         "namespace.update({'__reduce_ex__': reduce_ex, _MADE_OF: (cls, dtype, where)})",
         "namespace.update({_MADE_OF: (cls, dtype, where)})",
         "modules that to_float made do not pickle",
-        "test_linen.py::test_a_module_survives_pickle",
+        "flax/test_linen.py::test_a_module_survives_pickle",
     ),
     Fault(
         "flax/linen.py",
@@ -2211,7 +2211,7 @@ FAULTS = (
         "if is_inside and hasattr(module, 'dtype') and (not is_norm_of_weights):",
         "if is_inside and hasattr(module, 'dtype'):",
         "norms of weights store 16-bit parameters",
-        "test_linen.py::test_norms_of_weights_keep_their_parameters_in_float32",
+        "flax/test_linen.py::test_norms_of_weights_keep_their_parameters_in_float32",
     ),
     Fault(
         "flax/linen.py",
@@ -2219,7 +2219,7 @@ FAULTS = (
         "state = {'overflows': None, **state}",
         "pass",
         "a checkpoint without hysteresis cannot be restored",
-        "test_linen.py::test_a_checkpoint_without_hysteresis_starts_to_count_overflows",
+        "flax/test_linen.py::test_a_checkpoint_without_hysteresis_starts_to_count_overflows",
     ),
     Fault(
         "flax/nnx_gradients.py",
@@ -2227,7 +2227,7 @@ FAULTS = (
         "return select_tree(is_finite, leaf, was) if is_alike else leaf",
         "return select_tree(is_finite, leaf, was)",
         "arrays that changed their shape are restored",
-        "test_flax.py::test_what_a_step_adds_and_takes_away_stays_so_and_values_return",
+        "flax/test_flax.py::test_what_a_step_adds_and_takes_away_stays_so_and_values_return",
     ),
     Fault(
         "flax/nnx_gradients.py",
@@ -2235,7 +2235,7 @@ FAULTS = (
         "models = jax.tree.leaves(model, is_leaf=is_mutable) or [model]",
         "models = (jax.tree.leaves(model, is_leaf=is_mutable) or [model])[:1]",
         "of several modules one is restored",
-        "test_flax.py::test_one_block_restores_all_modules_that_a_loss_runs",
+        "flax/test_flax.py::test_one_block_restores_all_modules_that_a_loss_runs",
     ),
     Fault(
         "scaling/dynamic.py",
@@ -2243,7 +2243,7 @@ FAULTS = (
         "stack = counter.shape",
         "stack = ()",
         "a stacked loss scale is refused",
-        "test_scaling_loss_scale.py::test_numbers_out_of_range_are_refused_by_name",
+        "scaling/test_loss_scale.py::test_numbers_out_of_range_are_refused_by_name",
     ),
     Fault(
         "scaling/loss_scaling.py",
@@ -2251,7 +2251,7 @@ FAULTS = (
         "if called:",
         "if False:",
         "what an optimizer computes by itself is not checked",
-        "test_train.py::test_optimizers_that_ask_for_more_than_gradients_get_it",
+        "training/test_step.py::test_optimizers_that_ask_for_more_than_gradients_get_it",
     ),
     Fault(
         "scaling/state.py",
@@ -2259,7 +2259,7 @@ FAULTS = (
         "return leaf if is_stacked else jnp.broadcast_to(leaf, stack + leaf.shape)",
         "return leaf",
         "a loss scale that is set for stacked states is one number",
-        "test_scaling_transforms.py::test_set_loss_scale_reaches_every_state_of_a_stack",
+        "scaling/test_loss_scaling.py::test_set_loss_scale_reaches_every_state_of_a_stack",
     ),
     Fault(
         "scaling/inner_update.py",
@@ -2268,7 +2268,7 @@ FAULTS = (
         "        _check_structure(updates, grads, params)",
         "    _check_structure(updates, grads, params)",
         "updates that measure are refused",
-        "test_scaling_transforms.py::test_around_a_measurement_it_returns_what_is_measured",
+        "scaling/test_loss_scaling.py::test_around_a_measurement_it_returns_what_is_measured",
     ),
     Fault(
         "training/step.py",
@@ -2277,7 +2277,7 @@ FAULTS = (
         "    finite = new_opt_state.grads_finite",
         "    new_state = TrainingState(params=new_params, model_state=model_state, opt_state=new_opt_state, ema=average, rng=state.rng, step=state.step + 1)",
         "a step that the optimizer skips changes model state",
-        "test_train.py::test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step",
+        "training/test_step.py::test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step",
     ),
     Fault(
         "training/loss_at.py",
@@ -2285,7 +2285,7 @@ FAULTS = (
         "poison = jnp.where(all_finite(grads), 1.0, jnp.nan)",
         "poison = jnp.asarray(1.0)",
         "clipping hides an overflow of an optimizer's own gradients",
-        "test_train.py::test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step",
+        "training/test_step.py::test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step",
     ),
     Fault(
         "serialization.py",
@@ -2293,7 +2293,7 @@ FAULTS = (
         ", LossScalingState, LowPrecisionState, MasterWeightsState, StochasticRoundingState",
         ", LossScalingState, MasterWeightsState, StochasticRoundingState",
         "a state in few bits is not exported",
-        "test_train.py::test_each_state_has_a_name_in_exported_programs",
+        "training/test_step.py::test_each_state_has_a_name_in_exported_programs",
     ),
     Fault(
         "autocasting/interpreter/interpreter.py",
@@ -2301,7 +2301,7 @@ FAULTS = (
         "    self.results = list(map(_operand, results))\n    self._start_memories()",
         "    self.results = list(map(_operand, results))",
         "captured arrays stay alive",
-        "test_autocasting_functions.py::test_captured_arrays_are_freed_with_the_function",
+        "autocasting/test_functions.py::test_captured_arrays_are_freed_with_the_function",
     ),
     Fault(
         "jaxprs/params.py",
@@ -2309,7 +2309,7 @@ FAULTS = (
         "return False if others is None else others(known, *args, **params)",
         "return bool(others and others(known, *args, **params) is True)",
         "a checkpoint policy that offloads saves nothing",
-        "test_autocasting_float8.py::test_remat_offloads_as_its_policy_says_and_computes_no_scale_twice",
+        "formats/test_float8.py::test_remat_offloads_as_its_policy_says_and_computes_no_scale_twice",
     ),
     Fault(
         "jaxprs/custom_rules.py",
@@ -2317,7 +2317,7 @@ FAULTS = (
         ", optimize_remat=coming.unbatched(primitive).opt_remat and (not takes_zeros))",
         ", optimize_remat=False)",
         "custom_vjp forgets optimize_remat",
-        "test_autocasting_higher_order.py::test_an_optimized_checkpoint_computes_the_function_and_not_its_forward_rule",
+        "autocasting/test_higher_order.py::test_an_optimized_checkpoint_computes_the_function_and_not_its_forward_rule",
     ),
     Fault(
         "jaxprs/custom_rules.py",
@@ -2325,7 +2325,7 @@ FAULTS = (
         "zero = _internal_zero if has_zeros else _instantiated",
         "zero = (lambda z: z) if has_zeros else _instantiated",
         "symbolic zeros reach vmap as a user's",
-        "test_autocasting_higher_order.py::test_a_mapped_rule_gets_zeros_for_cotangents_that_are_not_needed",
+        "autocasting/test_higher_order.py::test_a_mapped_rule_gets_zeros_for_cotangents_that_are_not_needed",
     ),
     Fault(
         "autocasting/interpreter/api.py",
@@ -2333,7 +2333,7 @@ FAULTS = (
         "results = list(map(structure.as_typed, evaluated, types))",
         "results = list(evaluated)",
         "results are literals",
-        "test_autocasting_interpreter.py::test_results_are_arrays_of_the_types_that_were_traced_weak_ones_too",
+        "autocasting/test_interpreter.py::test_results_are_arrays_of_the_types_that_were_traced_weak_ones_too",
     ),
     Fault(
         "optimizers/master_weights.py",
@@ -2341,7 +2341,7 @@ FAULTS = (
         "return jnp.where((jnp.abs(off) <= _TINY) | is_tie, master, wide)",
         "return master",
         "a master undoes every change of its parameter",
-        "test_scaling_masters.py::test_a_parameter_that_was_changed_between_steps_is_the_new_master",
+        "optimizers/test_16_bit_parameters.py::test_a_parameter_that_was_changed_between_steps_is_the_new_master",
     ),
     Fault(
         "optimizers/moments.py",
@@ -2349,7 +2349,7 @@ FAULTS = (
         "z': _EXACT}, '",
         "z': _AVERAGE}, '",
         "copies of parameters are stored in few bits",
-        "test_scaling_low_precision_state.py::test_large_moments_are_stored_and_what_they_are_is_float32_s",
+        "optimizers/test_low_precision_state.py::test_large_moments_are_stored_and_what_they_are_is_float32_s",
     ),
     Fault(
         "optimizers/moments.py",
@@ -2357,7 +2357,7 @@ FAULTS = (
         "grad_acc': _EXACT}, '",
         "grad_acc': _AVERAGE}, '",
         "sums of gradients are stored in few bits",
-        "test_scaling_low_precision_state.py::test_copies_and_sums_are_float32_though_the_optimizer_cannot_be_tried",
+        "optimizers/test_low_precision_state.py::test_copies_and_sums_are_float32_though_the_optimizer_cannot_be_tried",
     ),
     Fault(
         "jaxprs/sharding.py",
@@ -2365,7 +2365,7 @@ FAULTS = (
         "if mesh.empty or inside.empty or mesh == inside:",
         "if True:",
         "a value is cast on the mesh of its reader",
-        "test_devices.py::test_a_part_on_a_mesh_of_other_axis_types_is_cast_on_its_own_mesh",
+        "training/test_devices.py::test_a_part_on_a_mesh_of_other_axis_types_is_cast_on_its_own_mesh",
     ),
     Fault(
         "autocasting/interpreter/custom_rules.py",
@@ -2373,7 +2373,7 @@ FAULTS = (
         "avals = [*types, *(aval.to_tangent_aval() for aval in types)]",
         "avals = 2 * types",
         "the tangent of a key is a key",
-        "test_autocasting_functions.py::test_a_key_among_the_operands_of_a_jvp_rule_has_a_tangent_without_numbers",
+        "autocasting/test_functions.py::test_a_key_among_the_operands_of_a_jvp_rule_has_a_tangent_without_numbers",
     ),
     Fault(
         "autocasting/decide/lookup.py",
@@ -2381,7 +2381,7 @@ FAULTS = (
         "found = tuple(((*(self._scope(place, op) for op in ('', *PRODUCTS)), self.carry(place)) for place in places))",
         "found = tuple(((*(self._scope(place, op) for op in ('',)), self.carry(place)) for place in places))",
         "a jit call shares its products' format with calls out of the scope",
-        "test_autocasting_float8.py::test_a_function_called_in_and_out_of_a_float8_scope_is_converted_for_each",
+        "formats/test_float8.py::test_a_function_called_in_and_out_of_a_float8_scope_is_converted_for_each",
     ),
     Fault(
         "autocasting/rules/match.py",
@@ -2389,7 +2389,7 @@ FAULTS = (
         "names: dict[str, AnyPrecision] = {**FORMATS, **members}",
         "names: dict[str, AnyPrecision] = {**members}",
         "rules do not know a number format by its name",
-        "test_formats.py::test_a_format_is_requested_by_op_and_by_scope_and_by_the_record_itself",
+        "formats/test_number_formats.py::test_a_format_is_requested_by_op_and_by_scope_and_by_the_record_itself",
     ),
     Fault(
         "autocasting/decide/decisions.py",
@@ -2397,7 +2397,7 @@ FAULTS = (
         "return self.requested if self.verdict.qualifies else LOW",
         "return self.requested",
         "a product has a number format that it does not qualify for",
-        "test_formats.py::test_explain_shows_the_format_of_each_product_and_why_others_have_none",
+        "formats/test_number_formats.py::test_explain_shows_the_format_of_each_product_and_why_others_have_none",
     ),
     Fault(
         "autocasting/decide/product.py",
@@ -2405,7 +2405,7 @@ FAULTS = (
         "if not match.precision.lowers or match.source is RuleSource.MARK:",
         "if not match.precision.lowers or False:",
         "a product of a requested precision is float32 though a mark lowers it",
-        "test_autocasting_functions.py::test_marks_win_over_every_preset_rule_and_special_case",
+        "autocasting/test_functions.py::test_marks_win_over_every_preset_rule_and_special_case",
     ),
     Fault(
         "training/frozen.py",
@@ -2413,7 +2413,7 @@ FAULTS = (
         "return [not depends for depends in found]",
         "return [False] * n_leaves",
         "frozen parameters have gradients",
-        "test_train.py::test_frozen_parameters_have_no_gradient_and_no_warning",
+        "training/test_step.py::test_frozen_parameters_have_no_gradient_and_no_warning",
     ),
     Fault(
         "training/frozen.py",
@@ -2421,7 +2421,7 @@ FAULTS = (
         "return [any(facts)] * len(eqn.outvars)",
         "return [all(facts)] * len(eqn.outvars)",
         "parameters whose updates are scaled gradients count as frozen",
-        "test_train.py::test_frozen_parameters_have_no_gradient_and_no_warning",
+        "training/test_step.py::test_frozen_parameters_have_no_gradient_and_no_warning",
     ),
     Fault(
         "training/start.py",
@@ -2429,7 +2429,7 @@ FAULTS = (
         "is_16_bit(leaf) and (not is_frozen)]",
         "is_16_bit(leaf)]",
         "frozen parameters of 16 bits are warned of",
-        "test_train.py::test_frozen_parameters_have_no_gradient_and_no_warning",
+        "training/test_step.py::test_frozen_parameters_have_no_gradient_and_no_warning",
     ),
     # ---------------------------------------------------------- arguments of 16 bits
     Fault(
@@ -2438,7 +2438,7 @@ FAULTS = (
         "return Spec(self.state, self.kind, self.held)",
         "return Spec(self.state, self.kind)",
         "a loop takes its 16-bit arguments in float32",
-        "test_autocasting_arguments.py::test_the_slices_of_a_stack_of_weights_stay_16_bits",
+        "autocasting/test_arguments.py::test_the_slices_of_a_stack_of_weights_stay_16_bits",
     ),
     Fault(
         "insight/explain/rows.py",
@@ -2446,7 +2446,7 @@ FAULTS = (
         "if decision.held is not None:",
         "if False:",
         "a move in 16 bits is explained as one in float32",
-        "test_autocasting_arguments.py::test_a_move_runs_on_16_bits_and_its_result_is_given_too",
+        "autocasting/test_arguments.py::test_a_move_runs_on_16_bits_and_its_result_is_given_too",
     ),
     Fault(
         "autocasting/interpreter/arguments.py",
@@ -2454,7 +2454,7 @@ FAULTS = (
         "if is_narrow(before) and _is_narrow_or_float32(after):",
         "if False:",
         "16-bit arguments are traced as they are",
-        "test_autocasting_arguments.py::test_what_is_small_against_a_16_bit_number_is_not_lost_in_a_loss",
+        "autocasting/test_arguments.py::test_what_is_small_against_a_16_bit_number_is_not_lost_in_a_loss",
     ),
     Fault(
         "casting/losses.py",
@@ -2462,7 +2462,7 @@ FAULTS = (
         "return found.call if owner is None else types.MethodType(found.call, owner)",
         "return found.call if owner is None else fun",
         "a method returns its loss in 16 bits",
-        "test_autocasting_arguments.py::test_a_method_returns_its_float32_loss_too",
+        "autocasting/test_arguments.py::test_a_method_returns_its_float32_loss_too",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -2470,7 +2470,7 @@ FAULTS = (
         "if op in MOVING and (not gathers.fills_with_number(eqn)):",
         "if op in MOVING:",
         "a number in place of rows out of range is rounded",
-        "test_autocasting_arguments.py::test_a_number_in_place_of_rows_out_of_range_is_not_rounded",
+        "autocasting/test_arguments.py::test_a_number_in_place_of_rows_out_of_range_is_not_rounded",
     ),
     Fault(
         "autocasting/interpreter/held_constants.py",
@@ -2478,7 +2478,7 @@ FAULTS = (
         "return wide(*raised(arrays))",
         "return params.bind_scan(eqn, arrays, jaxpr)",
         "an effect in a loop makes gradients add up in 16 bits",
-        "test_autocasting_arguments.py::test_an_effect_in_a_loop_changes_no_gradient",
+        "autocasting/test_arguments.py::test_an_effect_in_a_loop_changes_no_gradient",
     ),
     Fault(
         "training/frozen.py",
@@ -2486,7 +2486,7 @@ FAULTS = (
         "if params.op_of(eqn) in params.CONTROL:",
         "if False:",
         "a parameter whose update depends on a branch counts as frozen",
-        "test_train.py::test_a_parameter_whose_update_depends_on_a_branch_is_trained",
+        "training/test_step.py::test_a_parameter_whose_update_depends_on_a_branch_is_trained",
     ),
     Fault(
         "autocasting/decide/result.py",
@@ -2494,7 +2494,7 @@ FAULTS = (
         "return structure.is_float(var) and (not structure.is_float32(var))",
         "return False",
         "rows of a 16-bit table are not given",
-        "test_autocasting_arguments.py::test_a_cast_of_moved_constants_widens_nothing",
+        "autocasting/test_arguments.py::test_a_cast_of_moved_constants_widens_nothing",
     ),
     Fault(
         "autocasting/interpreter/arguments.py",
@@ -2502,7 +2502,7 @@ FAULTS = (
         "is_widened = not is_unchanged and rules.default is not Precision.KEEP",
         "is_widened = not is_unchanged",
         "rules that keep every op read arguments in float32",
-        "test_autocasting_arguments.py::test_rules_that_keep_everything_keep_such_arguments",
+        "autocasting/test_arguments.py::test_rules_that_keep_everything_keep_such_arguments",
     ),
     Fault(
         "autocasting/interpreter/arguments.py",
@@ -2510,7 +2510,7 @@ FAULTS = (
         "if treedef != traced.treedef:",
         "if False:",
         "results take the structure that float32 arguments give them",
-        "test_autocasting_arguments.py::test_a_function_that_is_valid_for_16_bits_alone_runs_as_it_is_traced",
+        "autocasting/test_arguments.py::test_a_function_that_is_valid_for_16_bits_alone_runs_as_it_is_traced",
     ),
     Fault(
         "autocasting/interpreter/arguments.py",
@@ -2518,7 +2518,7 @@ FAULTS = (
         "if not _is_alike(before, after):",
         "if False:",
         "results take the shapes that float32 arguments give them",
-        "test_autocasting_arguments.py::test_a_function_that_is_valid_for_16_bits_alone_runs_as_it_is_traced",
+        "autocasting/test_arguments.py::test_a_function_that_is_valid_for_16_bits_alone_runs_as_it_is_traced",
     ),
     Fault(
         "autocasting/interpreter/arguments.py",
@@ -2526,7 +2526,7 @@ FAULTS = (
         "return [traced, *types[1:]]",
         "return types",
         "a loss scale meets a loss in 16 bits",
-        "test_autocasting_arguments.py::test_every_float16_scale_fits_float16_parameters",
+        "autocasting/test_arguments.py::test_every_float16_scale_fits_float16_parameters",
     ),
     Fault(
         "casting/losses.py",
@@ -2534,7 +2534,7 @@ FAULTS = (
         "if not isinstance(found, _Variant) or found.of() is not function:",
         "if not isinstance(found, _Variant):",
         "a function is taken for the one that it wraps",
-        "test_autocasting_arguments.py::test_a_function_around_an_autocast_function_is_not_taken_for_it",
+        "autocasting/test_arguments.py::test_a_function_around_an_autocast_function_is_not_taken_for_it",
     ),
     Fault(
         "autocasting/interpreter/interpreter.py",
@@ -2542,7 +2542,7 @@ FAULTS = (
         "types = types or [var.aval for var in parts.outvars]",
         "types = [var.aval for var in parts.outvars]",
         "results of 16-bit arguments are float32",
-        "test_autocasting_arguments.py::test_a_result_is_the_rounded_result_of_float32_arguments",
+        "autocasting/test_arguments.py::test_a_result_is_the_rounded_result_of_float32_arguments",
     ),
     Fault(
         "autocasting/interpreter/interpreter.py",
@@ -2550,7 +2550,7 @@ FAULTS = (
         ") if value.held is not None and call.adds_up_gradient(i) else value",
         ") if False else value",
         "the gradient of a replicated array adds up in 16 bits over devices",
-        "test_autocasting_arguments.py::test_replicated_parameters_add_up_in_float32_over_devices",
+        "autocasting/test_arguments.py::test_replicated_parameters_add_up_in_float32_over_devices",
     ),
     Fault(
         "autocasting/interpreter/casts.py",
@@ -2558,7 +2558,7 @@ FAULTS = (
         "if value.held is not None and value.held == self.low_dtype:",
         "if False:",
         "a product casts an argument of its own dtype",
-        "test_autocasting_arguments.py::test_a_product_reads_such_arguments_without_a_cast",
+        "autocasting/test_arguments.py::test_a_product_reads_such_arguments_without_a_cast",
     ),
     Fault(
         "autocasting/interpreter/casts.py",
@@ -2566,7 +2566,7 @@ FAULTS = (
         "if is_low or (value.held == dtype and (not value.is_shared)):",
         "if is_low or value.held == dtype:",
         "the gradients of many uses of a 16-bit argument add up in 16 bits",
-        "test_autocasting_arguments.py::test_the_gradients_of_many_reads_add_up_in_float32",
+        "autocasting/test_arguments.py::test_the_gradients_of_many_reads_add_up_in_float32",
     ),
     Fault(
         "autocasting/interpreter/evaluate.py",
@@ -2574,7 +2574,7 @@ FAULTS = (
         "if has_sum:",
         "if False:",
         "the gradients of looked-up rows add up in 16 bits",
-        "test_autocasting_arguments.py::test_the_gradients_of_many_reads_add_up_in_float32",
+        "autocasting/test_arguments.py::test_the_gradients_of_many_reads_add_up_in_float32",
     ),
     Fault(
         "autocasting/interpreter/loops.py",
@@ -2582,7 +2582,7 @@ FAULTS = (
         "if not held:",
         "if True:",
         "the gradient of a 16-bit constant adds up in 16 bits over steps",
-        "test_autocasting_arguments.py::test_the_gradients_of_many_reads_add_up_in_float32",
+        "autocasting/test_arguments.py::test_the_gradients_of_many_reads_add_up_in_float32",
     ),
     Fault(
         "autocasting/decide/equation.py",
@@ -2590,7 +2590,7 @@ FAULTS = (
         "if state is State.SOFT and held is not None:",
         "if False:",
         "a move of a 16-bit argument casts it",
-        "test_autocasting_arguments.py::test_a_move_runs_on_16_bits_and_its_result_is_given_too",
+        "autocasting/test_arguments.py::test_a_move_runs_on_16_bits_and_its_result_is_given_too",
     ),
     Fault(
         "autocasting/decide/given.py",
@@ -2598,7 +2598,7 @@ FAULTS = (
         "return Given(None, kind if fits else Kind.COMPUTED)",
         "return Given(None, Kind.LITERAL if fits else Kind.COMPUTED)",
         "an integer of the program is not exact in 16 bits",
-        "test_autocasting_arguments.py::test_a_move_runs_on_16_bits_and_its_result_is_given_too",
+        "autocasting/test_arguments.py::test_a_move_runs_on_16_bits_and_its_result_is_given_too",
     ),
     Fault(
         "autocasting/passes/scan_weight_gradients.py",
@@ -2606,7 +2606,7 @@ FAULTS = (
         "if not is_cast or cost.is_at_most(params.scan_length(eqn), 1):",
         "if True or cost.is_at_most(params.scan_length(eqn), 1):",
         "each step of a loop without a derivative casts the weight",
-        "test_autocasting_scan_weight_gradients.py::test_a_loop_without_a_derivative_casts_its_weight_once_before_it",
+        "autocasting/test_scan_weight_gradients.py::test_a_loop_without_a_derivative_casts_its_weight_once_before_it",
     ),
     Fault(
         "insight/explain/lints.py",
@@ -2614,7 +2614,7 @@ FAULTS = (
         "if is_narrow(var.aval) and var.aval.shape:",
         "if False:",
         "a captured array of 16 bits has no lint",
-        "test_autocasting_arguments.py::test_captured_arrays_of_16_bits_get_a_lint",
+        "autocasting/test_arguments.py::test_captured_arrays_of_16_bits_get_a_lint",
     ),
     # ------------------------------------------------- optimizers/convert: other precisions
     Fault(
@@ -2623,7 +2623,7 @@ FAULTS = (
         "return master_of(param, as_array(master)) if is_floating(param) else full",
         "return full",
         "masters of the old state are dropped",
-        "test_scaling_convert.py::test_the_way_there_and_back_changes_no_bit",
+        "optimizers/test_convert.py::test_the_way_there_and_back_changes_no_bit",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2631,7 +2631,7 @@ FAULTS = (
         "return with_remainder(param, as_array(remainder))",
         "return param.astype(jnp.float32)",
         "remainders of the old state are dropped",
-        "test_scaling_convert.py::test_the_way_there_and_back_changes_no_bit",
+        "optimizers/test_convert.py::test_the_way_there_and_back_changes_no_bit",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2639,7 +2639,7 @@ FAULTS = (
         "return copied(full, master)",
         "return master",
         "new masters are rounded parameters",
-        "test_scaling_convert.py::test_every_form_goes_on_in_every_other_from_its_exact_values",
+        "optimizers/test_convert.py::test_every_form_goes_on_in_every_other_from_its_exact_values",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2647,7 +2647,7 @@ FAULTS = (
         "return remainder_of(param, full)",
         "return remainder",
         "a new remainder is zero",
-        "test_scaling_convert.py::test_every_form_goes_on_in_every_other_from_its_exact_values",
+        "optimizers/test_convert.py::test_every_form_goes_on_in_every_other_from_its_exact_values",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2655,7 +2655,7 @@ FAULTS = (
         "full = _zipped(lambda _, master, x: x.astype(master.dtype) if is_floating(x) else x, *(state.masters, full))",
         "pass",
         "parameters are rounded in another precision than their masters",
-        "test_scaling_convert.py::test_masters_of_another_width_stay_at_the_next_step",
+        "optimizers/test_convert.py::test_masters_of_another_width_stay_at_the_next_step",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2663,7 +2663,7 @@ FAULTS = (
         "if isinstance(state, CompensatedState):",
         "if isinstance(state, ()):",
         "a tie of a compensated float16 parameter becomes its other neighbor",
-        "test_scaling_convert.py::test_the_way_there_and_back_changes_no_bit",
+        "optimizers/test_convert.py::test_the_way_there_and_back_changes_no_bit",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2671,7 +2671,7 @@ FAULTS = (
         "if not any(map(is_left_out, jax.tree.leaves(masters, is_leaf=is_left_out))):",
         "if True:",
         "a part in float32 may not have masters",
-        "test_scaling_convert.py::test_a_part_in_float32_may_have_masters_of_its_own",
+        "optimizers/test_convert.py::test_a_part_in_float32_may_have_masters_of_its_own",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2680,7 +2680,7 @@ FAULTS = (
         "            _check_narrower(state.masters, params, advice)",
         "            advice = 'Pass the parameters of the old state, without casting them.'",
         "parameters that were cast before lose their masters in silence",
-        "test_scaling_convert.py::test_parameters_that_were_cast_before_are_refused",
+        "optimizers/test_convert.py::test_parameters_that_were_cast_before_are_refused",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2689,7 +2689,7 @@ FAULTS = (
         "        _check_narrower(new.masters, params, _CAST)",
         "    if isinstance(new, MasterWeightsState):",
         "masters of float32 parameters are made",
-        "test_scaling_convert.py::test_wrappers_for_16_bits_ask_for_a_dtype_and_where_for_one_too",
+        "optimizers/test_convert.py::test_wrappers_for_16_bits_ask_for_a_dtype_and_where_for_one_too",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2697,7 +2697,7 @@ FAULTS = (
         "if not is_half_of_bits and remainder.dtype != param.dtype:",
         "if not is_half_of_bits and remainder.dtype == jnp.float32:",
         "a remainder is joined to a parameter of another dtype",
-        "test_scaling_convert.py::test_parameters_that_were_cast_before_are_refused",
+        "optimizers/test_convert.py::test_parameters_that_were_cast_before_are_refused",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2705,7 +2705,7 @@ FAULTS = (
         "if where is not None and dtype is None:",
         "if where is not None and dtype == 0:",
         "where is ignored without a dtype",
-        "test_scaling_convert.py::test_wrappers_for_16_bits_ask_for_a_dtype_and_where_for_one_too",
+        "optimizers/test_convert.py::test_wrappers_for_16_bits_ask_for_a_dtype_and_where_for_one_too",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2713,7 +2713,7 @@ FAULTS = (
         "is_same_scale = jax.tree.structure(scales[0]) == jax.tree.structure(scales[1])",
         "is_same_scale = type(scales[0]) is type(scales[1])",
         "a loss scale keeps settings that the new optimizer has not",
-        "test_scaling_convert.py::test_a_loss_scale_goes_on_in_one_of_the_same_settings",
+        "optimizers/test_convert.py::test_a_loss_scale_goes_on_in_one_of_the_same_settings",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2721,7 +2721,7 @@ FAULTS = (
         "kept = old._replace(loss_scale=scales[0 if is_same_scale else 1], inner_state=None)",
         "kept = old._replace(loss_scale=scales[1], inner_state=None)",
         "each loss scale starts again",
-        "test_scaling_convert.py::test_a_loss_scale_goes_on_in_one_of_the_same_settings",
+        "optimizers/test_convert.py::test_a_loss_scale_goes_on_in_one_of_the_same_settings",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2729,7 +2729,7 @@ FAULTS = (
         "if old is None:",
         "if old is None or True:",
         "counts of skipped steps start again",
-        "test_scaling_convert.py::test_float16_becomes_bfloat16_and_the_counts_of_skipped_steps_stay",
+        "optimizers/test_convert.py::test_float16_becomes_bfloat16_and_the_counts_of_skipped_steps_stay",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2737,7 +2737,7 @@ FAULTS = (
         "return copied(keys[0]) if is_kept else keys[1]",
         "return keys[1]",
         "random keys start again",
-        "test_scaling_convert.py::test_random_keys_go_on_where_both_optimizers_have_the_wrapper",
+        "optimizers/test_convert.py::test_random_keys_go_on_where_both_optimizers_have_the_wrapper",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2745,7 +2745,7 @@ FAULTS = (
         "is_kept = len(types) == 2 and types[0] == types[1]",
         "is_kept = len(types) == 2",
         "a raw key becomes a typed one",
-        "test_scaling_convert.py::test_random_keys_go_on_where_both_optimizers_have_the_wrapper",
+        "optimizers/test_convert.py::test_random_keys_go_on_where_both_optimizers_have_the_wrapper",
     ),
     Fault(
         "optimizers/convert.py",
@@ -2753,7 +2753,7 @@ FAULTS = (
         "return leaves[0] if is_left_out(held) else fun(path, held, *leaves)",
         "return held if is_left_out(held) else fun(path, held, *leaves)",
         "parameters that a wrapper leaves out are lost",
-        "test_scaling_convert.py::test_wrappers_are_found_inside_and_around_the_transformations_of_optax",
+        "optimizers/test_convert.py::test_wrappers_are_found_inside_and_around_the_transformations_of_optax",
     ),
     Fault(
         "optimizers/inner_state.py",
@@ -2761,7 +2761,7 @@ FAULTS = (
         "            yield node\n            yield from wrappers(node.inner_state)",
         "            yield node",
         "a wrapper inside of another one is not found",
-        "test_scaling_convert.py::test_every_form_goes_on_in_every_other_from_its_exact_values",
+        "optimizers/test_convert.py::test_every_form_goes_on_in_every_other_from_its_exact_values",
     ),
     Fault(
         "optimizers/inner_state.py",
@@ -2769,7 +2769,7 @@ FAULTS = (
         "if is_stored(old) and is_stored(new) and (_format(old) == _format(new)):",
         "if is_stored(old) and is_stored(new):",
         "moments in bfloat16 stay where 8 bits are asked for",
-        "test_scaling_convert.py::test_every_form_goes_on_in_every_other_from_its_exact_values",
+        "optimizers/test_convert.py::test_every_form_goes_on_in_every_other_from_its_exact_values",
     ),
     Fault(
         "optimizers/inner_state.py",
@@ -2777,7 +2777,7 @@ FAULTS = (
         "return jnp.array(leaf, like.dtype if is_cast else None, copy=True)",
         "return jnp.asarray(leaf, like.dtype if is_cast else None)",
         "a converted state shares memory with the old one",
-        "test_scaling_convert.py::test_the_results_share_no_memory_with_the_arguments",
+        "optimizers/test_convert.py::test_the_results_share_no_memory_with_the_arguments",
     ),
     Fault(
         "optimizers/inner_state.py",
@@ -2785,7 +2785,7 @@ FAULTS = (
         "if old_type != new_type:",
         "if len(old_parts) != len(new_parts):",
         "the state of another class with the same fields is taken",
-        "test_scaling_convert.py::test_the_state_of_another_optimizer_is_refused_where_it_differs",
+        "optimizers/test_convert.py::test_the_state_of_another_optimizer_is_refused_where_it_differs",
     ),
     Fault(
         "optimizers/inner_state.py",
@@ -2793,7 +2793,7 @@ FAULTS = (
         "return (kind, leaf.shape)",
         "return (kind, leaf.ndim)",
         "a moment of another shape is taken",
-        "test_scaling_convert.py::test_a_state_of_other_parameters_is_refused_by_the_shape_of_a_moment",
+        "optimizers/test_convert.py::test_a_state_of_other_parameters_is_refused_by_the_shape_of_a_moment",
     ),
     Fault(
         "optimizers/compensated.py",
@@ -2801,7 +2801,7 @@ FAULTS = (
         "if remainder.dtype == jnp.int16:",
         "if param.dtype == jnp.bfloat16:",
         "rounding errors of an older version are read as bits",
-        "test_scaling_convert.py::test_the_rounding_errors_that_an_older_version_saved_are_added",
+        "optimizers/test_convert.py::test_the_rounding_errors_that_an_older_version_saved_are_added",
     ),
     Fault(
         "optimizers/compensated.py",
@@ -2809,7 +2809,7 @@ FAULTS = (
         "elif not is_16_bit(param):",
         "else:",
         "a parameter that was cast to 16 bits after init has no remainder",
-        "test_scaling_masters.py::test_parameters_that_were_cast_after_init_are_refused_with_the_cure",
+        "optimizers/test_16_bit_parameters.py::test_parameters_that_were_cast_after_init_are_refused_with_the_cure",
     ),
     Fault(
         "optimizers/master_weights.py",
@@ -2818,7 +2818,7 @@ FAULTS = (
         "    check_params(updates, params, 'master_weights')",
         "check_params(updates, params, 'master_weights')",
         "master_weights takes the state of another wrapper",
-        "test_scaling_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
+        "optimizers/test_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),
     Fault(
         "optimizers/compensated.py",
@@ -2827,7 +2827,7 @@ FAULTS = (
         "    check_params(updates, params, 'compensated')",
         "check_params(updates, params, 'compensated')",
         "compensated takes the state of another wrapper",
-        "test_scaling_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
+        "optimizers/test_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),
     Fault(
         "optimizers/stochastic_rounding.py",
@@ -2836,16 +2836,16 @@ FAULTS = (
         "    check_params(updates, params, 'stochastic_rounding')",
         "check_params(updates, params, 'stochastic_rounding')",
         "stochastic_rounding takes the state of another wrapper",
-        "test_scaling_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
+        "optimizers/test_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),
     Fault(
         "scaling/loss_scaling.py",
         "loss_scaling.update",
-        "def update(updates: Any, state: Any, params: Any=None, **extra_args: Any) -> tuple[Any, Any]:\n"
+        "def update(updates: Updates, state: PyTree, params: Params | None=None, **extra_args: Any) -> tuple[Updates, PyTree]:\n"
         "    check_state(state, LossScalingState, 'loss_scaling')",
-        "def update(updates: Any, state: Any, params: Any=None, **extra_args: Any) -> tuple[Any, Any]:",
+        "def update(updates: Updates, state: PyTree, params: Params | None=None, **extra_args: Any) -> tuple[Updates, PyTree]:",
         "loss_scaling takes the state of another wrapper",
-        "test_scaling_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
+        "optimizers/test_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),
     Fault(
         "optimizers/low_precision_state.py",
@@ -2854,7 +2854,7 @@ FAULTS = (
         "    check_state(state, LowPrecisionState, 'low_precision_state')",
         "        check_grads(updates, params)",
         "low_precision_state takes the state of another wrapper",
-        "test_scaling_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
+        "optimizers/test_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),
     Fault(
         "autocasting/interpreter/interpreter.py",
@@ -2862,7 +2862,7 @@ FAULTS = (
         "if 'labels' in converter.rules.passes:",
         "if True:",
         "the pass labels cannot be switched off",
-        "test_autocasting_labels.py::test_the_derivative_is_no_scatter_and_no_bit_changes",
+        "autocasting/test_labels.py::test_the_derivative_is_no_scatter_and_no_bit_changes",
     ),
     Fault(
         "autocasting/interpreter/interpreter.py",
@@ -2870,7 +2870,7 @@ FAULTS = (
         "return at.match('gather', path).precision is Precision.KEEP",
         "return False",
         "the pass labels changes what runs as written",
-        "test_autocasting_labels.py::test_what_runs_as_written_keeps_its_gathers",
+        "autocasting/test_labels.py::test_what_runs_as_written_keeps_its_gathers",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2880,7 +2880,7 @@ FAULTS = (
         "            return False",
         "        is_batch = i in dimensions.operand_batching_dims",
         "a gather of windows counts as one of labels",
-        "test_autocasting_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
+        "autocasting/test_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2888,7 +2888,7 @@ FAULTS = (
         "return all((size == 1 for size in free))",
         "return True",
         "several labels of a row count as one",
-        "test_autocasting_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
+        "autocasting/test_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2896,7 +2896,7 @@ FAULTS = (
         "is_row = counted is not None and column.aval.shape[counted] == size",
         "is_row = counted is not None",
         "a gather from some of the rows counts as one from all",
-        "test_autocasting_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
+        "autocasting/test_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2904,7 +2904,7 @@ FAULTS = (
         "counted = np.arange(numbers.size)",
         "counted = numbers.ravel()",
         "any constant counts",
-        "test_autocasting_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
+        "autocasting/test_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2912,7 +2912,7 @@ FAULTS = (
         "if op == 'select_n' and self._is_negative(*eqn.invars[:2]):",
         "if op == 'select_n':",
         "any selection of positions counts",
-        "test_autocasting_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
+        "autocasting/test_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2920,7 +2920,7 @@ FAULTS = (
         "if params['mode'] == lax.GatherScatterMode.CLIP:",
         "if False:",
         "the derivative of a clipped label is zero",
-        "test_autocasting_labels.py::test_the_derivative_is_no_scatter_and_no_bit_changes",
+        "autocasting/test_labels.py::test_the_derivative_is_no_scatter_and_no_bit_changes",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2928,7 +2928,7 @@ FAULTS = (
         "is_narrow = labels.dtype.itemsize < 4",
         "is_narrow = False",
         "the positions of a row overflow the dtype of its label",
-        "test_autocasting_labels.py::test_narrow_labels_index_more_rows_than_they_can_count",
+        "autocasting/test_labels.py::test_narrow_labels_index_more_rows_than_they_can_count",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2936,7 +2936,7 @@ FAULTS = (
         "fill = {} if params['fill_value'] is None else {'fill_value': 0}",
         "fill = {}",
         "the tangent of a label out of range is no zero",
-        "test_autocasting_labels.py::test_the_derivative_is_no_scatter_and_no_bit_changes",
+        "autocasting/test_labels.py::test_the_derivative_is_no_scatter_and_no_bit_changes",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2944,7 +2944,7 @@ FAULTS = (
         "if axes[0] is None:",
         "if False:",
         "labels of shared rows count as labels of their own rows",
-        "test_autocasting_labels.py::test_mapping_over_labels_of_shared_rows_adds_up",
+        "autocasting/test_labels.py::test_mapping_over_labels_of_shared_rows_adds_up",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -2952,7 +2952,7 @@ FAULTS = (
         "return (gather(*primals), _jvp(tangents[0], *primals, **params))",
         "return (gather(*primals), gather(tangents[0], primals[1]))",
         "the derivative stays a scatter",
-        "test_autocasting_labels.py::test_the_derivative_is_no_scatter_and_no_bit_changes",
+        "autocasting/test_labels.py::test_the_derivative_is_no_scatter_and_no_bit_changes",
     ),
     Fault(
         "formats/wide.py",
@@ -2960,7 +2960,7 @@ FAULTS = (
         "return QUALIFIES if is_last else Verdict(False, 'read_in_16_bits')",
         "return QUALIFIES",
         "a float32 result widens a 16-bit stream",
-        "test_formats_wide.py::test_a_product_that_a_16_bit_op_reads_stays_low_and_explain_says_why",
+        "formats/test_wide.py::test_a_product_that_a_16_bit_op_reads_stays_low_and_explain_says_why",
     ),
     Fault(
         "autocasting/decide/product.py",
@@ -2968,7 +2968,7 @@ FAULTS = (
         "is_wide = verdict.qualifies and requested.returns_float32",
         "is_wide = False",
         "a float32 product counts as one of 16 bits",
-        "test_formats_wide.py::test_explain_counts_the_bytes_of_float32_logits",
+        "formats/test_wide.py::test_explain_counts_the_bytes_of_float32_logits",
     ),
     Fault(
         "jaxprs/wide_dot.py",
@@ -2976,7 +2976,7 @@ FAULTS = (
         "low = {**params, 'preferred_element_type': primals[0].dtype}",
         "low = params",
         "the cotangent of a wide product is float32",
-        "test_formats_wide.py::test_logits_are_float32_and_all_operands_have_16_bits",
+        "formats/test_wide.py::test_logits_are_float32_and_all_operands_have_16_bits",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -2984,7 +2984,7 @@ FAULTS = (
         "at = len(self.batch[0]) if left else len(shape) - n_contracted",
         "at = len(self.batch[0])",
         "a product that is mapped over its weights has the new axis in the wrong place",
-        "test_formats_wide.py::test_it_can_be_mapped_over_any_axes",
+        "formats/test_wide.py::test_it_can_be_mapped_over_any_axes",
     ),
     Fault(
         "jaxprs/wide_dot.py",
@@ -2992,7 +2992,7 @@ FAULTS = (
         "found, = transpose(sharding.cast(cotangent, aval.dtype))",
         "found, = transpose(0 * sharding.cast(cotangent, aval.dtype))",
         "the second derivative of a loop lacks the terms of a wide product",
-        "test_formats_wide.py::test_derivatives_of_any_order_are_close_to_float32",
+        "formats/test_wide.py::test_derivatives_of_any_order_are_close_to_float32",
     ),
     Fault(
         "jaxprs/bilinear.py",
@@ -3000,7 +3000,7 @@ FAULTS = (
         "if not structure.is_zero(of_lhs):",
         "if True:",
         "a wide product multiplies zeros",
-        "test_formats_wide.py::test_only_operands_with_a_tangent_cost_a_product",
+        "formats/test_wide.py::test_only_operands_with_a_tangent_cost_a_product",
     ),
     Fault(
         "insight/tune/products.py",
@@ -3008,7 +3008,7 @@ FAULTS = (
         "return found is not None and found.has_fewer_digits",
         "return found is not None",
         "tune takes a wide product for one that it may lower",
-        "test_formats_wide.py::test_tune_keeps_it_beside_the_format_that_it_searches_for",
+        "formats/test_wide.py::test_tune_keeps_it_beside_the_format_that_it_searches_for",
     ),
     Fault(
         "jaxprs/params.py",
@@ -3016,7 +3016,7 @@ FAULTS = (
         "return jaxpr is not None and bool(structure.parts(jaxpr).eqns)",
         "return False",
         "a function that is applied at an index is bound for another dtype",
-        "test_autocasting_functions.py::test_a_function_that_is_applied_at_an_index_runs_as_traced",
+        "autocasting/test_functions.py::test_a_function_that_is_applied_at_an_index_runs_as_traced",
     ),
     Fault(
         "formats/rows.py",
@@ -3024,7 +3024,7 @@ FAULTS = (
         "return (numbers, jnp.where(is_finite, divisor, jnp.nan))",
         "return (numbers, divisor)",
         "an infinity becomes a finite int8 number",
-        "test_formats_rows.py::test_what_is_not_finite_stays_in_its_row_and_is_skipped",
+        "formats/test_rows.py::test_what_is_not_finite_stays_in_its_row_and_is_skipped",
     ),
     Fault(
         "formats/rows.py",
@@ -3032,7 +3032,7 @@ FAULTS = (
         "divisor = jnp.where((scale == 0) | ~is_finite, 1, scale)",
         "divisor = jnp.where(~is_finite, 1, scale)",
         "a row of zeros is divided by zero",
-        "test_formats_rows.py::test_a_row_of_zeros_divides_nothing_by_zero",
+        "formats/test_rows.py::test_a_row_of_zeros_divides_nothing_by_zero",
     ),
     Fault(
         "formats/rows.py",
@@ -3040,7 +3040,7 @@ FAULTS = (
         "is_precise = self.is_backward and (not is_integer) and (not is_tpu)",
         "is_precise = False",
         "float8 products of the backward pass add up with few digits",
-        "test_formats_rows.py::test_all_three_products_have_8_bits_and_add_up_as_they_should",
+        "formats/test_rows.py::test_all_three_products_have_8_bits_and_add_up_as_they_should",
     ),
     Fault(
         "formats/rows.py",
@@ -3048,7 +3048,7 @@ FAULTS = (
         "return ByRows(self.cotangent, other, self.cotangent, is_backward=True)",
         "return ByRows(other, other, self.cotangent, is_backward=True)",
         "the cotangent has the dtype of operands",
-        "test_formats_rows.py::test_all_three_products_have_8_bits_and_add_up_as_they_should",
+        "formats/test_rows.py::test_all_three_products_have_8_bits_and_add_up_as_they_should",
     ),
     Fault(
         "formats/rows.py",
@@ -3056,7 +3056,7 @@ FAULTS = (
         "largest = jnp.max(jnp.abs(array), contracted, keepdims=True, initial=0)",
         "largest = jnp.max(jnp.abs(array), keepdims=True, initial=0)",
         "all rows have one scale",
-        "test_formats_rows.py::test_rows_of_zeros_and_rows_of_tiny_numbers_keep_their_digits",
+        "formats/test_rows.py::test_rows_of_zeros_and_rows_of_tiny_numbers_keep_their_digits",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -3064,7 +3064,7 @@ FAULTS = (
         "summed = (mine for _, mine in sorted(pairs))",
         "summed = (mine for _, mine in pairs)",
         "the cotangent of several contracted axes has them in another order",
-        "test_formats_rows.py::test_any_product_and_its_gradients_are_close_to_float32s",
+        "formats/test_rows.py::test_any_product_and_its_gradients_are_close_to_float32s",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -3072,7 +3072,7 @@ FAULTS = (
         "first = n_batch + (len(kept) if side == 0 else 0)",
         "first = n_batch",
         "the cotangent of the left operand contracts the wrong axes",
-        "test_formats_rows.py::test_any_product_and_its_gradients_are_close_to_float32s",
+        "formats/test_rows.py::test_any_product_and_its_gradients_are_close_to_float32s",
     ),
     Fault(
         "jaxprs/sharding.py",
@@ -3080,7 +3080,7 @@ FAULTS = (
         "return aval.sharding.update(spec=jax.P(*(spec[axis] for axis in axes)))",
         "return None",
         "the cotangent of a sharded product has no sharding",
-        "test_formats_rows.py::test_a_sharded_gradient_is_that_of_one_device",
+        "formats/test_rows.py::test_a_sharded_gradient_is_that_of_one_device",
     ),
     Fault(
         "formats/eight_bits.py",
@@ -3088,7 +3088,7 @@ FAULTS = (
         "if params.are_batches(product.eqn):",
         "if False:",
         "a product whose groups are a batch is bound as one of rows",
-        "test_formats_groups.py::test_groups_that_are_products_of_a_batch_stay_low_with_a_reason",
+        "formats/test_groups.py::test_groups_that_are_products_of_a_batch_stay_low_with_a_reason",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -3096,7 +3096,7 @@ FAULTS = (
         "return Transposed(Groups(new, rows, self.group, self.sizes), axes)",
         "return Transposed(Groups(new, self.rows, self.group, self.sizes), axes)",
         "the cotangent of mapped rows has its groups along another axis",
-        "test_formats_groups.py::test_rows_may_have_axes_around_them",
+        "formats/test_groups.py::test_rows_may_have_axes_around_them",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -3104,7 +3104,7 @@ FAULTS = (
         "return result * jnp.take_along_axis(spread, of_rows, 0)[0]",
         "return result * spread[0]",
         "all rows have the scales of the first group",
-        "test_formats_groups.py::test_each_group_of_weights_has_scales_of_its_own",
+        "formats/test_groups.py::test_each_group_of_weights_has_scales_of_its_own",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -3112,7 +3112,7 @@ FAULTS = (
         "return jnp.where(lax.expand_dims(mask, missing), array, jnp.zeros_like(array))",
         "return array",
         "rows of no group make a NaN of zeros",
-        "test_formats_groups.py::test_a_row_of_no_group_is_not_read",
+        "formats/test_groups.py::test_a_row_of_no_group_is_not_read",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -3120,7 +3120,7 @@ FAULTS = (
         "return (new._replace(sizes=wide), at + (self.group is None))",
         "return (new._replace(sizes=wide), at)",
         "the mapped gradient of weights of groups has the new axis in the wrong place",
-        "test_formats_groups.py::test_a_mapped_product_is_that_of_each",
+        "formats/test_groups.py::test_a_mapped_product_is_that_of_each",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -3128,7 +3128,7 @@ FAULTS = (
         "wide = lax.expand_dims(wide, [before.index(0)])",
         "wide = lax.expand_dims(wide, [0])",
         "a product that is mapped twice has the sizes of other groups",
-        "test_formats_groups.py::test_it_can_be_mapped_twice",
+        "formats/test_groups.py::test_it_can_be_mapped_twice",
     ),
     Fault(
         "jaxprs/bilinear.py",
@@ -3136,7 +3136,7 @@ FAULTS = (
         "lhs, is_left = _in_front(lhs, of_lhs, length, sizes is not None)",
         "lhs, is_left = _in_front(lhs, of_lhs, length, False)",
         "a product that is mapped over its groups alone fails",
-        "test_formats_groups.py::test_a_mapped_product_is_that_of_each",
+        "formats/test_groups.py::test_a_mapped_product_is_that_of_each",
     ),
     Fault(
         "jaxprs/cost.py",
@@ -3144,7 +3144,7 @@ FAULTS = (
         "n_times = known_size(eqn.invars[2].aval.shape[-1:])",
         "pass",
         "each group is counted with the rows of all groups",
-        "test_autocasting_explain.py::test_products_of_groups_count_the_rows_of_each_group",
+        "insight/test_explain.py::test_products_of_groups_count_the_rows_of_each_group",
     ),
     Fault(
         "jaxprs/params.py",
@@ -3152,7 +3152,7 @@ FAULTS = (
         "known = primitives.taken_for(primitive)",
         "known = primitive",
         "checkpoint policies do not know products in a format",
-        "test_formats_rows.py::test_checkpoint_policies_know_its_products",
+        "formats/test_rows.py::test_checkpoint_policies_know_its_products",
     ),
     Fault(
         "formats/own.py",
@@ -3160,7 +3160,7 @@ FAULTS = (
         "if getattr(result, 'shape', None) != expected:",
         "if False:",
         "a format may return another shape",
-        "test_formats_own.py::test_a_result_of_another_shape_is_an_error_that_names_the_format",
+        "formats/test_own.py::test_a_result_of_another_shape_is_an_error_that_names_the_format",
     ),
     Fault(
         "formats/own.py",
@@ -3168,7 +3168,7 @@ FAULTS = (
         "return sharding.cast(result, dtype)",
         "return result",
         "the result of a format has any dtype",
-        "test_formats_own.py::test_a_result_is_cast_to_the_dtype_that_the_format_says",
+        "formats/test_own.py::test_a_result_is_cast_to_the_dtype_that_the_format_says",
     ),
     Fault(
         "autocasting/interpreter/casts.py",
@@ -3176,7 +3176,7 @@ FAULTS = (
         "cast = self.full if number_format.takes_float32 else self.low",
         "cast = self.low",
         "a format that takes float32 gets 16 bits",
-        "test_formats_own.py::test_its_operands_and_its_result_are_low_unless_it_says_float32",
+        "formats/test_own.py::test_its_operands_and_its_result_are_low_unless_it_says_float32",
     ),
     Fault(
         "autocasting/rules/match.py",
@@ -3184,7 +3184,7 @@ FAULTS = (
         "    if type(known) is not type(precision):",
         "    if known is None:\n        return precision.name\n    if False:",
         "rules with a function go to JSON and do not come back",
-        "test_formats_own.py::test_rules_with_it_are_values_and_cannot_go_to_json",
+        "formats/test_own.py::test_rules_with_it_are_values_and_cannot_go_to_json",
     ),
     Fault(
         "autocasting/rules/match.py",
@@ -3192,7 +3192,7 @@ FAULTS = (
         "return {'format': precision.name, **options} if options else precision.name",
         "return precision.name",
         "JSON forgets the options of a format",
-        "test_formats_rows.py::test_json_keeps_the_name_and_the_options",
+        "formats/test_rows.py::test_json_keeps_the_name_and_the_options",
     ),
     Fault(
         "insight/explain/rows.py",
@@ -3202,7 +3202,7 @@ FAULTS = (
         "        return dtype.name",
         '    """Returns the widest float of an equation; for a product, of its operands."""',
         "explain counts 8-bit products of the backward pass as 16-bit ones",
-        "test_formats_rows.py::test_explain_counts_the_products_of_both_passes",
+        "formats/test_rows.py::test_explain_counts_the_products_of_both_passes",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -3210,7 +3210,7 @@ FAULTS = (
         "return axis if cost.is_at_most(atom.aval.shape[axis] - 1, most) else None",
         "return axis",
         "a count that wraps around counts",
-        "test_autocasting_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
+        "autocasting/test_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -3218,7 +3218,7 @@ FAULTS = (
         "return new if operand.aval.shape[axis] == atom.aval.shape[new] else None",
         "return new",
         "one row counts as all rows",
-        "test_autocasting_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
+        "autocasting/test_labels.py::test_a_gather_that_may_read_an_element_twice_is_left_alone",
     ),
     Fault(
         "jaxprs/gathers.py",
@@ -3227,7 +3227,7 @@ FAULTS = (
         "        is_row = is_row and counted != rank - 1",
         "        is_row = is_row and axis in dimensions.collapsed_slice_dims",
         "the axis of index vectors counts as one of rows",
-        "test_autocasting_labels.py::test_a_count_along_the_axis_of_index_vectors_is_no_row",
+        "autocasting/test_labels.py::test_a_count_along_the_axis_of_index_vectors_is_no_row",
     ),
     Fault(
         "formats/rows.py",
@@ -3235,7 +3235,7 @@ FAULTS = (
         "limit = min(127, math.isqrt(np.iinfo(np.int32).max // max(n_terms, 1)))",
         "limit = 127",
         "a sum of many int8 products overflows",
-        "test_formats_rows.py::test_sums_of_many_terms_do_not_overflow",
+        "formats/test_rows.py::test_sums_of_many_terms_do_not_overflow",
     ),
     Fault(
         "formats/number_format.py",
@@ -3243,7 +3243,7 @@ FAULTS = (
         "return all(map(structure.is_float, eqn.invars[:2]))",
         "return True",
         "a product with integers is quantized",
-        "test_formats_rows.py::test_a_product_with_integers_is_low",
+        "formats/test_rows.py::test_a_product_with_integers_is_low",
     ),
     Fault(
         "jaxprs/params.py",
@@ -3251,7 +3251,7 @@ FAULTS = (
         "if (sharding := out_sharding(eqn)) is not None:",
         "if (sharding := None) is not None:",
         "a format does not get the sharding of its result",
-        "test_formats_own.py::test_it_is_asked_for_the_sharding_of_its_result",
+        "formats/test_own.py::test_it_is_asked_for_the_sharding_of_its_result",
     ),
     Fault(
         "jaxprs/axes.py",
@@ -3259,7 +3259,7 @@ FAULTS = (
         "return result * sharding.beside(spread, result)",
         "return result * spread",
         "scales of split rows do not multiply",
-        "test_formats_rows.py::test_a_sharded_gradient_is_that_of_one_device",
+        "formats/test_rows.py::test_a_sharded_gradient_is_that_of_one_device",
     ),
     Fault(
         "jaxprs/bilinear.py",
@@ -3267,7 +3267,7 @@ FAULTS = (
         "out_sharding = sharding.with_axis(params['out_sharding'], at, first.array)",
         "out_sharding = None",
         "a mapped product forgets the sharding of its result",
-        "test_formats_rows.py::test_it_can_be_mapped_on_a_mesh_that_splits_what_it_contracts",
+        "formats/test_rows.py::test_it_can_be_mapped_on_a_mesh_that_splits_what_it_contracts",
     ),
     Fault(
         "insight/compare/twins.py",
@@ -3275,6 +3275,6 @@ FAULTS = (
         "if (results := bilinear.unrounded(eqn, full)) is not None:",
         "if (results := None) is not None:",
         "products of 8 bits are rounded on the lane of float32",
-        "test_autocasting_compare.py::test_a_format_of_8_bits_is_undone_on_the_lane_of_float32",
+        "insight/test_compare.py::test_a_format_of_8_bits_is_undone_on_the_lane_of_float32",
     ),
 )

@@ -44,7 +44,7 @@ def autocast(
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
-) -> PyTree:
+) -> Function:
     """Returns ``fun`` in mixed precision.
 
     Each op of ``fun`` gets a precision: matrix products and convolutions run in the

@@ -11,8 +11,17 @@ import jax
 from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec
 from jmp_lite.autocasting.interpreter.conversion import Converted, Converter, Site
 from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.casting.types import Leaf
 from jmp_lite.jaxprs import custom_rules, params, structure
-from jmp_lite.jaxprs.types import Array, Aval, Eqn, Function, Jaxpr, PyTree
+from jmp_lite.jaxprs.types import (
+    Array,
+    Aval,
+    Eqn,
+    Function,
+    Jaxpr,
+    PyTree,
+    Tangent,
+)
 
 
 def run(
@@ -47,13 +56,13 @@ def _bind_jvp(
     """Binds a function with a ``jvp`` rule."""
     jaxpr, states, specs = params.body_of(eqn), inside.given, inside.made
 
-    def replace(fun: Function, jvp: Function) -> PyTree:
+    def replace(fun: Function, jvp: Function) -> tuple[Function, Function]:
         del fun  # It evaluates the jaxpr.
 
         def low_fun(*arrays: Array) -> list[Array]:
             return structure.evaluate(inside.jaxpr, arrays)
 
-        def tangents_first(*arrays: Array) -> PyTree:
+        def tangents_first(*arrays: Array) -> list[Tangent]:
             out = jvp(*arrays)
             return [*out[len(specs) :], *out[: len(specs)]]
 
@@ -82,7 +91,9 @@ def _bind_vjp(
 ) -> list[Array]:
     """Binds a ``custom_vjp`` to its operands, with its functions converted."""
 
-    def replace(fun: Function, fwd: Function, bwd: Function) -> PyTree:
+    def replace(
+        fun: Function, fwd: Function, bwd: Function
+    ) -> tuple[Function, Function, Function]:
         del fun  # It evaluates the jaxpr.
         return _LowVjp(converter, eqn, site, inside, fwd, bwd).functions()
 
@@ -130,11 +141,11 @@ class _LowVjp:
     def _function(self, *arrays: Array) -> list[Array]:
         return structure.evaluate(self._inside.jaxpr, arrays)
 
-    def _forward(self, *args: PyTree) -> list[Array]:
+    def _forward(self, *args: Leaf) -> list[Array]:
         """Runs ``fwd`` on operands, each followed by whether it is differentiated."""
         n_out = len(self._inside.made)
 
-        def flat(*arrays: Array) -> PyTree:
+        def flat(*arrays: Array) -> list[Leaf]:
             pairs = zip(arrays, args[1::2], strict=True)
             out = self._fwd(*(item for pair in pairs for item in pair))
             n_kept = len(out) - n_out
@@ -151,7 +162,7 @@ class _LowVjp:
         arrays = [one.array if isinstance(one, Value) else one.number for one in kept]
         return arrays + self._converter.unpack_all(results, self._inside.made)
 
-    def _backward(self, *args: PyTree) -> PyTree:
+    def _backward(self, *args: Leaf) -> PyTree:
         """Runs ``bwd`` on residuals and cotangents."""
         forwarded = custom_rules.forwarded_residuals(self._eqn, len(self._computed))
         fresh = iter(self._computed)
@@ -191,7 +202,7 @@ class _LowVjp:
         values: Sequence[Value],
         avals: Sequence[Aval],
         readers: Sequence[Readers] = (),
-    ) -> list[PyTree]:
+    ) -> list[Leaf]:
         site = self._site._replace(readers=readers)
         return _follow(self._converter, fun, values, avals, self._jaxpr, site)
 
@@ -217,7 +228,7 @@ def _bind_vmap(
     return custom_rules.bind_custom_vmap(eqn, arrays, inside.jaxpr, low_rule)
 
 
-def _type_as_traced(value: Value) -> PyTree:
+def _type_as_traced(value: Value) -> Aval:
     aval = structure.type_of_value(value.array)
     return aval if value.state is None else structure.retyped(aval, "float32")
 
@@ -229,7 +240,7 @@ def _follow(
     avals: Sequence[Aval],
     like: Jaxpr,
     site: Site,
-) -> list[PyTree]:
+) -> list[Leaf]:
     """Runs a function of a derivative rule under the rules.
 
     It is traced with its original types and then interpreted. Symbolic zeros and items
@@ -252,7 +263,7 @@ def _follow(
         for i, value in enumerate(values)
         if not structure.is_symbolic_zero(value.array)
     ]
-    others: list[PyTree] = []
+    others: list[Leaf] = []
 
     def traced(*arrays: Array) -> list[Array]:
         full = [
@@ -274,7 +285,7 @@ def _follow(
     return [next(results) if item is None else item for item in others]
 
 
-def _out(converter: Converter, item: PyTree, spec: Spec) -> PyTree:
+def _out(converter: Converter, item: Leaf, spec: Spec) -> Leaf:
     if isinstance(item, Value):
         return converter.unpack(item, spec)[0]
     if not structure.is_zero(item) or spec.state is None:
@@ -289,12 +300,12 @@ class _PythonNumber(NamedTuple):
     number: complex
 
 
-def _boxed(item: PyTree) -> PyTree:
+def _boxed(item: Leaf) -> Leaf:
     is_number = isinstance(item, bool | int | float | complex)
     return _PythonNumber(item) if is_number else item
 
 
-def _is_array(item: PyTree) -> bool:
+def _is_array(item: Leaf) -> bool:
     """Whether an item is an array or a typed number, not a symbolic zero."""
     if structure.is_tracer(item):  # Of any type: some have no dtype.
         return True

@@ -156,7 +156,7 @@ def _is_worth_it(use: _Use) -> bool:
 
 
 def _sum_of(product: Eqn, readers: Mapping[Var, list[Eqn | None]]) -> Var:
-    """Returns the sum that is the only reader of a product, or None."""
+    """Returns the sum that is the only reader of a product, or else the product."""
     (var,) = product.outvars
     while True:
         reader, *others = readers.get(var, [None])

@@ -17,7 +17,7 @@ from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import bilinear, cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
-from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, PyTree
+from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
 
 
@@ -51,7 +51,7 @@ def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
     gradient = Differentiable(program, treedef)
     gradient.check()
 
-    def forward(*arrays: Array) -> PyTree:
+    def forward(*arrays: Array) -> tuple[list[Array], tuple[Function, list[Array]]]:
         run = functools.partial(structure.evaluate, program)
         out, back, results = gradient.differentiated(run, arrays)
         return results, (back, out)
@@ -114,11 +114,11 @@ def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
       traced: the backward pass without autocast.
     """
 
-    def likeness(row: Row) -> PyTree:
+    def likeness(row: Row) -> tuple[str, ...]:
         # A shape without its dtype.
         return row.scope, row.op, *(shape.partition("[")[2] for shape in row.shapes)
 
-    as_traced: dict[object, list[int]] = defaultdict(list)
+    as_traced: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row in _rows_for(traced):
         as_traced[likeness(row)].append(row.bytes_run)
     for row in _rows_for(run):

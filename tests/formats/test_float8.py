@@ -1,0 +1,806 @@
+"""Matrix products in float8: which ones, what they compute, and their derivatives."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from helpers import equations, live_equations
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from weight_products import (
+    DIRECTION,
+    LAYERS,
+    PROGRAMS,
+    SMALL,
+    TRANSFORMS,
+    V,
+    W,
+    X,
+    again,
+    block,
+    layers,
+    looping,
+    net,
+    not_defined,
+)
+
+import jmp_lite as jmp
+from benchmarks.compiled import compile_for, missing
+from benchmarks.formats import transformers, wire
+from jmp_lite.formats.float8 import Scaled, quantize_operand
+from jmp_lite.jaxprs.axes import Dimensions
+
+EVERY_SIZE = jmp.Float8(smallest=0)
+RULES = dataclasses.replace(jmp.get_rules("float8"), float8_format=EVERY_SIZE)
+E4, E5 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def autocast(fun, rules=RULES):
+    return jmp.autocast(fun, rules)
+
+
+def codes(fun, *args, rules=RULES):
+    rows = jmp.explain(fun, rules)(*args).rows
+    return [row.code for row in rows if row.op == "dot_general"]
+
+
+def precisions(fun, *args, rules=RULES):
+    rows = jmp.explain(fun, rules)(*args).rows
+    return [row.precision for row in rows if row.op == "dot_general"]
+
+
+# ------------------------------------------------------------------------------ rules
+
+
+def test_float8_is_for_matrix_products_alone():
+    rules = jmp.get_rules("mixed").float8("dot_general", "ragged_dot_general")
+    assert rules.precision_of("dot_general") is jmp.ops.Precision.FLOAT8
+    assert rules == jmp.get_rules("float8")
+    with pytest.raises(ValueError, match="'conv_general_dilated' cannot be FLOAT8"):
+        jmp.Rules().float8("conv_general_dilated")
+    with pytest.raises(ValueError, match=r"'tanh' cannot be FLOAT8: .* 'dot_general'"):
+        jmp.Rules(ops=(("tanh", "float8"),))
+
+
+def test_a_float8_scope_decides_of_matrix_products_and_of_nothing_else():
+    rules = jmp.get_rules("mixed").scope("mlp", "float8").scope("mlp/out", "full")
+    assert rules.match("dot_general", "mlp").precision is jmp.ops.Precision.FLOAT8
+    assert rules.match("exp", "mlp").precision is jmp.ops.Precision.FULL
+    assert rules.match("conv_general_dilated", "mlp").precision is jmp.ops.Precision.LOW
+    assert rules.match("tanh", "mlp/out").precision is jmp.ops.Precision.FULL
+    assert rules.precision_in("mlp") is None
+    # A norm inside of it is a norm.
+    assert rules.precision_in("mlp/LayerNorm_0") is jmp.ops.Precision.FULL_INSIDE
+    assert rules.region_in("mlp/LayerNorm_0/var") == "mlp/LayerNorm_0"
+
+
+def test_rules_with_float8_travel_as_json():
+    rules = dataclasses.replace(
+        jmp.Rules().float8("dot_general").scope("a", "float8"),
+        float8_format=jmp.Float8(backward="e4m3fn", smallest=100.5),
+    )
+    assert jmp.Rules.from_json(rules.to_json()) == rules
+    assert hash(rules) == hash(jmp.Rules.from_json(rules.to_json()))
+    old = '{"compute_dtype": "bfloat16", "ops": {"tanh": "low"}}'
+    assert jmp.Rules.from_json(old).float8_format == jmp.Float8()
+    with pytest.raises(ValueError, match=r"float8_format 'forwards'\. Did you mean"):
+        jmp.Rules.from_json('{"float8_format": {"forwards": "e4m3fn"}}')
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forward": "e5m2"}, "Unknown forward format 'e5m2'.*e4m3fn"),
+        ({"forward": "e4m3"}, "Did you mean 'e4m3fn'"),
+        ({"backward": "bfloat16"}, "Unknown backward format 'bfloat16'"),
+        ({"smallest": -1}, "at least 0 for smallest, got -1"),
+        ({"smallest": "large"}, "at least 0 for smallest, got 'large'"),
+        ({"smallest": True}, "at least 0 for smallest, got True"),
+        ({"smallest": float("nan")}, "at least 0 for smallest, got nan"),
+    ],
+)
+def test_formats_that_matrix_units_do_not_have_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        jmp.Float8(**options)
+
+
+def test_rules_take_their_formats_as_a_value():
+    with pytest.raises(ValueError, match=r"as jmp_lite.Float8\(...\), got 'e4m3fn'"):
+        jmp.Rules(float8_format="e4m3fn")
+    with pytest.raises(ValueError, match="FLOAT8 is for matrix products"):
+        jmp.Rules(default="float8")
+    assert not jmp.Rules().keep("dot_general").float8("dot_general").is_identity
+
+
+# -------------------------------------------------------------------------- decisions
+
+
+def test_what_a_later_product_reads_is_float8_and_the_last_product_is_not():
+    assert codes(net, X, W, V) == ["op", "float8_read_in_float32"]
+    assert precisions(net, X, W, V) == ["float8_e4m3fn", "bfloat16"]
+    assert codes(block, X, W, V) == ["op", "op", "float8_read_in_float32"]
+
+
+def test_a_router_and_logits_are_not_float8_and_gates_are():
+    def mixture(x, gate, router, w):
+        probabilities = jax.nn.softmax(x @ router)
+        _, chosen = lax.top_k(x @ router, 2)
+        h = jax.nn.silu(x @ gate) * (x @ w)
+        return jax.nn.log_softmax(h @ w.T), probabilities, chosen
+
+    found = codes(mixture, X, W, W[:, :16], W)
+    last = "float8_read_in_float32"
+    assert found == [last, last, "op", "op", last]
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "code", "words"),
+    [
+        (
+            lambda x, w: (x @ w) @ w.T,
+            (X, W[:, :50]),
+            "float8_size",
+            "LOW, not float8: N = 50 is not a multiple of 16",
+        ),
+        (
+            lambda x, w: (x @ w) @ w.T,
+            (X[:20], W),
+            "float8_size",
+            "M = 20 is not a multiple of 16",
+        ),
+        (
+            lambda x, w: (x[:, :40] @ w[:40]) @ w.T,
+            (X, W),
+            "float8_size",
+            "K = 40 is not a multiple of 16",
+        ),
+        (
+            lambda x, w: (jnp.tanh(x) @ jnp.tanh(w)) @ w.T,
+            (X, W),
+            "float8_no_weight",
+            "no operand is a weight",
+        ),
+        (
+            lambda x, w: (x[0] @ w) @ w.T,
+            (X, W),
+            "float8_size",
+            "M = 1 is not a multiple",
+        ),
+    ],
+)
+def test_what_cannot_be_float8_is_16_bit_and_explain_says_why(fun, args, code, words):
+    row = next(r for r in jmp.explain(fun, RULES)(*args).rows if r.op == "dot_general")
+    assert (row.code, row.precision) == (code, "bfloat16")
+    assert words in row.reason
+    alike = jmp.autocast(fun, "mixed")
+    a, b = jax.make_jaxpr(autocast(fun))(*args), jax.make_jaxpr(alike)(*args)
+    assert str(a) == str(b)
+
+
+def test_a_batch_of_weights_is_float8():
+    experts, rows = jnp.stack([W, 2 * W]), jnp.stack([X, X / 4])
+
+    def batched(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w.mT)
+
+    assert precisions(batched, rows, experts)[0] == "float8_e4m3fn"
+    found, full = (f(rows, experts) for f in (autocast(batched), batched))
+    assert relative_error(found, full) < 0.06
+    gradient = lambda f: jax.grad(lambda w: jnp.sum(f(rows, w) ** 2))(experts)
+    assert relative_error(gradient(autocast(batched)), gradient(batched)) < 0.1
+
+
+def test_what_is_too_small_to_gain_is_16_bit():
+    rules = dataclasses.replace(RULES, float8_format=jmp.Float8(smallest=45))
+    assert codes(net, X, W, V, rules=rules)[0] == "float8_small"
+    rules = dataclasses.replace(RULES, float8_format=jmp.Float8(smallest=44))
+    assert codes(net, X, W, V, rules=rules)[0] == "op"
+    assert codes(net, X, W, V, rules="float8")[0] == "float8_small"
+
+
+def test_products_as_wide_as_2048_are_float8_by_default_and_those_of_768_are_not():
+    def two(x, w):
+        return jnp.tanh(x @ w) @ w.T
+
+    def of(width):
+        x = jax.ShapeDtypeStruct((8192, width), jnp.float32)
+        w = jax.ShapeDtypeStruct((width, 4 * width), jnp.float32)
+        return codes(two, x, w, rules="float8")[0]
+
+    assert (of(768), of(1024), of(2048)) == ("float8_small", "op", "op")
+
+
+def test_float8_is_for_bfloat16_alone():
+    rules = dataclasses.replace(RULES, compute_dtype="float16")
+    assert codes(net, X, W, V, rules=rules)[0] == "float8_compute_dtype"
+
+
+MARKS = {
+    "full": jmp.full_precision,
+    "low": jmp.low_precision,
+    "off": functools.partial(jmp.autocast, rules="O0"),
+}
+
+
+@pytest.mark.parametrize("mark", MARKS.values(), ids=MARKS)
+def test_marks_and_inner_autocasts_come_before_float8(mark):
+    found = jax.make_jaxpr(autocast(lambda x, w: mark(jnp.dot)(x, w) @ w.T))(X, W)
+    assert "f8_" not in str(found)
+
+
+def test_products_that_need_digits_are_float32_whatever_asks_for_float8():
+    def lookup(x, w):
+        return jnp.round(x @ w).astype(jnp.int32)
+
+    assert codes(lookup, X, W) == ["cast_to_integers"]
+    assert codes(lookup, X, W, rules=RULES.scope("", "float8")) == ["cast_to_integers"]
+    highest = functools.partial(jnp.dot, precision="highest")
+    assert codes(lambda x, w: highest(x, w) @ w.T, X, W)[0] == "highest_precision"
+
+
+def test_a_scope_has_its_last_product_in_float8_and_a_lint_says_so():
+    def scoped(x, w, v):
+        with jax.named_scope("mlp"):
+            return net(x, w, v)
+
+    rules = jmp.get_rules("mixed").scope("mlp", "float8")
+    rules = dataclasses.replace(rules, float8_format=EVERY_SIZE)
+    explanation = jmp.explain(scoped, rules)(X, W, V)
+    assert explanation.precision_of(op="dot_general") == "float8_e4m3fn"
+    (lint,) = explanation.lints
+    assert lint.name == "last float8 product"
+    assert "logits" in str(lint)
+
+
+def test_jitting_a_part_changes_no_decision():
+    def jitted(x, w, v):
+        return jnp.sum(jnp.tanh(jax.jit(net)(x, w, v) @ w) ** 2)
+
+    assert codes(jitted, X, W, V) == codes(block, X, W, V)
+    results = [jax.jit(autocast(f))(X, W, V) for f in (jitted, block)]
+    np.testing.assert_array_equal(*results)
+
+
+def test_a_function_called_in_and_out_of_a_float8_scope_is_converted_for_each():
+    dense = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+    def fun(x, w):
+        for name in ("before", "mlp", "after"):
+            with jax.named_scope(name):
+                x = dense(x, w)
+        return x @ w
+
+    rules = jmp.get_rules("mixed").scope("mlp", "float8")
+    rules = dataclasses.replace(rules, float8_format=EVERY_SIZE)
+    found = precisions(fun, SMALL, LAYERS[0], rules=rules)
+    assert found == ["bfloat16", "float8_e4m3fn", "bfloat16", "bfloat16"]
+
+
+def test_weights_of_scans_jits_branches_and_remat_are_weights():
+    def loop(x, ws):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] @ ws[0]
+
+    def branches(x, ws):
+        return lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w.T, ws[0]) @ ws[1]
+
+    def again(x, ws):
+        return jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, ws[0]) @ ws[1]
+
+    def indexed(x, ws):
+        return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ ws[i]), x) @ ws[0]
+
+    def taken(x, ws):
+        def step(h, i):
+            return jnp.tanh(h @ jnp.take(ws, i, axis=0)), None
+
+        return lax.scan(step, x, jnp.arange(3))[0] @ ws[0]
+
+    x = X @ W[:, :48]
+    for fun in (loop, branches, again, indexed, taken):
+        assert codes(fun, x, LAYERS)[0] == "op", fun
+
+
+# ------------------------------------------------------------------------ what it runs
+
+
+def rounded(array, dtype):
+    """Returns what a quantized array stands for, by NumPy, in float32."""
+    array = np.asarray(jnp.asarray(array, jnp.bfloat16), np.float32)
+    ratio = np.abs(array).max() / float(ml_dtypes.finfo(dtype).max)
+    scale = np.float32(2.0) ** np.ceil(np.log2(ratio))
+    return (array / scale).astype(dtype).astype(np.float32) * scale
+
+
+def by_hand(x, w):
+    """Returns a product and its gradients for a cotangent of 2 * y, by NumPy."""
+    low, high = rounded(x, E4), rounded(w, E4)
+    y = np.asarray(jnp.asarray(low @ high, jnp.bfloat16), np.float32)
+    cotangent = rounded(2 * y, E5)
+    return y, cotangent @ high.T, low.T @ cotangent
+
+
+@jax.jit
+def product_and_gradients(x, w):
+    def product(x, w):
+        # A product reads it, so that it is not the last one.
+        return (x @ w) @ jnp.eye(w.shape[1])
+
+    y, back = jax.vjp(autocast(product), x, w)
+    return y, *back(2 * y)
+
+
+def test_a_product_and_its_gradients_are_those_by_hand():
+    for found, expected in zip(product_and_gradients(X, W), by_hand(X, W), strict=True):
+        # But for the order of sums, and one rounding to bfloat16.
+        np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**-20, 2.0**30])
+def test_values_that_float8_has_give_the_results_of_float32_bit_for_bit(factor):
+    # Sums of few small integers are exact in bfloat16 too.
+    x = factor * (jnp.arange(16.0 * 32).reshape(16, 32) % 3 - 1)
+    w = (jnp.arange(32 * 16).reshape(32, 16) % 16 == 3).astype(jnp.float32)
+
+    def loss(x, w):
+        return jnp.sum((x @ w) @ jnp.eye(16))
+
+    both = [
+        jax.jit(jax.value_and_grad(f, (0, 1)))(x, w) for f in (autocast(loss), loss)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *both)
+
+
+def test_both_operands_and_both_backward_products_are_float8():
+    def numbers(fun):
+        eqns = live_equations(fun, X, W, V)
+        casts = (e for e in eqns if e.primitive.name == "convert_element_type")
+        return Counter(str(eqn.outvars[0].aval.dtype) for eqn in casts)
+
+    assert numbers(autocast(block))["float8_e4m3fn"] == 4
+    gradient = numbers(jax.grad(autocast(block), (0, 1, 2)))
+    # Each backward product rounds its cotangent; XLA merges the two of one cotangent.
+    assert (gradient["float8_e4m3fn"], gradient["float8_e5m2"]) == (4, 4)
+
+
+def dots_for(fun, *platforms):
+    """Returns the StableHLO lines of the products of a function, lowered."""
+    lowered = jax.jit(fun).trace(X, W, V).lower(lowering_platforms=platforms)
+    text = lowered.as_text().splitlines()
+    return [line for line in text if "stablehlo.dot_general" in line]
+
+
+def operands_of(line):
+    """Returns the dtypes of the operands of a product in StableHLO."""
+    types = line.partition(": (")[2].partition(")")[0]
+    return tuple(one.rpartition("x")[2].strip(">") for one in types.split(", "))
+
+
+def test_backward_products_add_up_in_full():
+    lines = dots_for(jax.grad(autocast(block), (0, 1, 2)), "cuda")
+    assert sum("precision = [HIGHEST, HIGHEST]" in line for line in lines) == 4
+
+
+def test_the_form_is_chosen_for_the_platform_when_a_program_is_lowered():
+    gradient = jax.grad(autocast(block), (0, 1, 2))
+    for platform in ("cpu", "cuda", "rocm"):
+        lines = dots_for(gradient, platform)
+        assert {operands_of(line) for line in lines} == {("bf16", "bf16")}
+    on_tpu = Counter(map(operands_of, dots_for(gradient, "tpu")))
+    e4, e5 = "f8E4M3FN", "f8E5M2"
+    assert on_tpu == {
+        (e4, e4): 2,
+        (e5, e4): 4,
+        ("bf16", "bf16"): 3,
+    }
+    both = Counter(map(operands_of, dots_for(gradient, "tpu", "cuda")))
+    # 16-bit products of a TPU and of a GPU differ too.
+    assert both == {(e4, e4): 2, (e5, e4): 4, ("bf16", "bf16"): 6 + 2 * 3}
+
+
+def test_on_a_tpu_a_scale_along_a_contracted_axis_comes_before_the_product():
+    def gradient(x, w, v):
+        halves = x.reshape(2, 16, -1)
+        each = jax.vmap(autocast(net), (0, None, None))
+        return jax.grad(lambda w: jnp.sum(each(halves, w, v) ** 2))(w)
+
+    # The gradient of the weight adds up over both halves, and each has a scale.
+    on_tpu = Counter(map(operands_of, dots_for(gradient, "tpu")))
+    assert on_tpu == {("f8E4M3FN", "f8E4M3FN"): 1, ("bf16", "bf16"): 3}
+
+
+FORMS = {
+    "one scale": ((0, 0), (((1,), (0,)), ((), ()))),
+    "batches": ((1, 1), (((2,), (1,)), ((0,), (0,)))),
+    "a free axis": ((1, 0), (((2,), (0,)), ((), ()))),
+    "a contracted axis": ((1, 0), (((0, 2), (0, 1)), ((), ()))),
+    "two axes": ((2, 1), (((3,), (1,)), ((0,), (0,)))),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_both_forms_of_a_product_are_the_same_numbers(name):
+    (left, right), axes = FORMS[name]
+    shapes = {
+        "one scale": ((16, 32), (32, 8)),
+        "batches": ((3, 16, 32), (3, 32, 8)),
+        "a free axis": ((3, 16, 32), (32, 8)),
+        "a contracted axis": ((3, 16, 32), (3, 32, 8)),
+        "two axes": ((3, 2, 16, 32), (3, 32, 8)),
+    }[name]
+    made = []
+    keys = jax.random.split(jax.random.key(0))
+    for key, shape, n_axes in zip(keys, shapes, (left, right), strict=True):
+        size = jnp.exp2(jnp.arange(shape[0])).reshape(-1, *[1] * (len(shape) - 1))
+        array = (size * jax.random.normal(key, shape)).astype(jnp.bfloat16)
+        fun = functools.partial(quantize_operand, dtype=np.dtype(E4))
+        for _ in range(n_axes):
+            fun = jax.vmap(fun)
+        made.append(fun(array))
+    form = Scaled(*[np.dtype(E4)] * 2, np.dtype(E5))
+    run = functools.partial(form.multiply, *made, Dimensions(*axes), None)
+    after, before = run(is_tpu=True), run(is_tpu=False)
+    assert after.dtype == before.dtype == jnp.bfloat16
+    assert relative_error(after, before) < 2**-8
+
+
+def test_an_exported_program_serves_every_platform():
+    gradient = jax.jit(jax.grad(autocast(block), 1))
+    exported = jax.export.export(gradient, platforms=("tpu", "cuda", "cpu"))(X, W, V)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(X, W, V), gradient(X, W, V))
+
+
+def test_what_several_products_read_is_quantized_once():
+    def three(x, w):
+        h = jnp.tanh(x)
+        return (h @ w + h @ (2 * w) + h @ w) @ w.T
+
+    found = str(jax.make_jaxpr(autocast(three))(X, W))
+    # Once what three products read, and a weight at each of its two uses.
+    assert found.count("jit[name=quantize") == 3
+
+
+def test_other_formats_may_be_chosen():
+    rules = dataclasses.replace(
+        RULES,
+        float8_format=jmp.Float8(forward="e4m3fnuz", backward="e4m3fnuz", smallest=0),
+    )
+    found = str(jax.make_jaxpr(jax.grad(autocast(block, rules)))(X, W, V))
+    assert "f8_e4m3fnuz" in found
+    assert "f8_e5m2" not in found
+    assert "f8_e4m3fn[" not in found
+
+
+# ------------------------------------------------------------------------- transforms
+
+
+def relative_error(found, expected):
+    found, expected = (
+        np.concatenate([np.ravel(np.float64(leaf)) for leaf in jax.tree.leaves(tree)])
+        for tree in (found, expected)
+    )
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_derivatives_of_any_order_are_near_float32s(program, transform):
+    fun, change = PROGRAMS[program], TRANSFORMS[transform]
+    x = jnp.stack([SMALL, 2 * SMALL]) if "vmap" in transform else SMALL
+    if reason := not_defined(program, transform):
+        pytest.skip(reason)
+    found = jax.jit(change(autocast(fun)))(x, LAYERS)
+    expected = jax.jit(change(fun))(x, LAYERS)
+    assert jax.tree.map(jnp.result_type, found) == jax.tree.map(
+        jnp.result_type, expected
+    )
+    assert relative_error(found, expected) < 0.2
+    assert "f8_e4m3fn" in str(jax.make_jaxpr(change(autocast(fun)))(x, LAYERS))
+
+
+def test_a_while_loop_has_its_derivative_forward():
+    found, expected = (
+        jax.jit(lambda x, f=f: jax.jvp(f, (x, LAYERS), (DIRECTION, LAYERS)))(SMALL)
+        for f in (autocast(looping), looping)
+    )
+    assert relative_error(found, expected) < 0.2
+
+
+@pytest.mark.parametrize("program", ["a scan", "remat, written out", "a branch"])
+def test_op_by_op_is_as_under_jit(program):
+    gradient = jax.grad(autocast(PROGRAMS[program]), (0, 1))
+    found, expected = gradient(SMALL, LAYERS), jax.jit(gradient)(SMALL, LAYERS)
+    assert relative_error(found, expected) < 0.03
+
+
+def test_the_size_of_a_tangent_is_of_no_account():
+    def product(x, tangent):
+        fun = autocast(lambda x: jnp.sum(jax.grad(block, 1)(x, W, V)))
+        return jax.jvp(fun, (x,), (tangent,))[1]
+
+    results = [float(product(X, X * s)) / s for s in (1.0, 2.0**-60, 2.0**60)]
+    np.testing.assert_allclose(results, results[0], rtol=0.02)
+
+
+def test_a_power_of_two_scales_gradients_exactly():
+    gradient = jax.jit(
+        lambda scale: jax.grad(lambda w: scale * autocast(block)(X, w, V))(W)
+    )
+    for scale in (2.0**15, 2.0**-30, 2.0**-90, 2.0**110):
+        np.testing.assert_array_equal(gradient(scale) / scale, gradient(1.0))
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_reaches_the_gradients_and_is_skipped(bad):
+    gradient = jax.jit(jax.grad(autocast(block), 1))
+    assert np.isnan(gradient(X.at[3, 5].set(bad), W, V)).all()
+    overflow = jax.jit(jax.grad(lambda w: autocast(block)(X, w, V) * jnp.float32(bad)))
+    assert not np.isfinite(overflow(W)).any()
+    optimizer = jmp.skip_nonfinite(optax.sgd(1e-3))
+    state = optimizer.init(W)
+    updates, _ = optimizer.update(overflow(W), state, W)
+    np.testing.assert_array_equal(updates, 0)
+
+
+def test_a_loop_keeps_one_byte_a_number():
+    def kept(rules):
+        totals = jmp.explain(layers, rules, backward=True)(SMALL, LAYERS).totals
+        return totals.kept_run
+
+    by_op = dataclasses.replace(RULES, ops=())
+    # Of each step's operands a byte a number less, and two scales more.
+    assert kept(by_op) - kept(RULES) == 3 * SMALL.size + LAYERS.size - 3 * 2 * 4
+
+
+REMAT_SAVES_BY_NAME = pytest.mark.skipif(
+    getattr(jax.config, "jax_remat3", False),
+    reason="JAX's coming checkpoint has no forward mode for what is saved by name",
+)
+
+
+@REMAT_SAVES_BY_NAME
+def test_remat_offloads_as_its_policy_says_and_computes_no_scale_twice():
+    policies, memories = jax.checkpoint_policies, ("device", "pinned_host")
+    by_name = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src=memories[0],
+        offload_dst=memories[1],
+    )
+
+    def body(x, w):
+        hidden = jax.ad_checkpoint.checkpoint_name(x @ w, "hidden")
+        return jnp.tanh(hidden) @ w
+
+    def ops_of(policy, rules):
+        again = jax.checkpoint(body, policy=policy)
+        loss = autocast(lambda x, w: jnp.sum(again(x, w)), rules)
+        found = jax.make_jaxpr(jax.grad(loss, (0, 1)))(SMALL, LAYERS[0])
+        return Counter(eqn.primitive.name for eqn in equations(found.jaxpr))
+
+    for policy in (by_name, policies.offload_dot_with_no_batch_dims(*memories)):
+        # Two operands of one product, and its cotangent for two products.
+        assert ops_of(policy, RULES)["reduce_max"] == 4
+    offloaded = [ops_of(by_name, rules)["device_put"] for rules in (RULES, "mixed")]
+    assert offloaded == [2, 2]
+
+
+@REMAT_SAVES_BY_NAME
+def test_remat_computes_no_scale_twice():
+    def maxima(fun):
+        found = jax.make_jaxpr(jax.grad(fun, (0, 1)))(SMALL, LAYERS)
+        eqns = equations(found.jaxpr)
+        return sum(eqn.primitive.name == "reduce_max" for eqn in eqns)
+
+    # Two operands of one product, and its cotangent for two products.
+    assert maxima(autocast(again(None))) == 4
+
+
+def test_a_shape_is_traced_once():
+    traces = Counter()
+
+    def counted(x, w, v):
+        traces[x.shape] += 1
+        return block(x, w, v)
+
+    fun = jax.jit(autocast(counted))
+    for _ in range(3):
+        fun(X, W, V)
+    assert traces == {X.shape: 1}
+
+
+# ---------------------------------------------------------------------------- explain
+
+
+def test_explain_shows_both_formats_and_counts_8_bits_apart():
+    explanation = jmp.explain(block, RULES, backward=True)(X, W, V)
+    rows = [row for row in explanation.rows if row.op == "dot_general"]
+    found = Counter((row.precision, row.is_backward) for row in rows)
+    assert found == {
+        ("float8_e4m3fn", False): 2,
+        ("bfloat16", False): 1,
+        ("float8_e5m2", True): 4,
+        ("bfloat16", True): 2,
+    }
+    assert explanation.totals.products == {
+        "float8_e4m3fn": 2,
+        "bfloat16": 3,
+        "float8_e5m2": 4,
+    }
+    work = 2 * 32 * 48 * 64
+    assert explanation.totals.flops == {
+        "float8_e4m3fn": 2 * work,
+        "bfloat16": 3 * work,
+        "float8_e5m2": 4 * work,
+    }
+    assert explanation.share_low("dot_general") == 1
+    assert explanation.share_low("dot_general", bits=8) == pytest.approx(6 / 9)
+    with pytest.raises(ValueError, match="bits=8 or bits=16, got 4"):
+        explanation.share_low(bits=4)
+    assert "float8_e5m2" in str(explanation)
+
+
+def test_explain_counts_residuals_of_one_byte():
+    def kept(rules):
+        return jmp.explain(net, rules, backward=True)(X, W, V).totals.kept_run
+
+    by_hand = dataclasses.replace(RULES, ops=())
+    less = kept(by_hand) - kept(RULES)
+    # Of the first product's operands a byte a number less, and two scales more.
+    assert less == X.size + W.size - 2 * 4
+
+
+def lints(fun, *args, rules=RULES):
+    return [lint.name for lint in jmp.explain(fun, rules)(*args).lints]
+
+
+def test_lints_know_float8():
+    assert lints(block, X, W, V) == []
+    odd = lambda x, w: jnp.tanh(jnp.tanh(x[:, :40] @ w[:40]) @ w.T) @ w
+    assert lints(odd, X, W) == ["float8 sizes"]
+    only = lambda x, w: jnp.tanh(x @ w)
+    assert lints(only, X, W) == ["no float8 product"]
+    scope = jmp.get_rules("mixed").scope("^", "float8")
+    assert {*lints(net, X, W, V, rules=scope)} == {
+        "small float8 product",
+        "no float8 product",
+    }
+    assert lints(net, X, W, V, rules="mixed") == []
+
+
+def test_what_explain_says_of_float8_is_what_runs():
+    for fun in PROGRAMS.values():
+        said = jmp.explain(fun, RULES)(SMALL, LAYERS).totals.products
+        eqns = equations(jax.make_jaxpr(autocast(fun))(SMALL, LAYERS).jaxpr)
+        runs = sum("form" in eqn.params for eqn in eqns)
+        assert runs == said.get("float8_e4m3fn", 0), fun
+
+
+# ----------------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_gradient_is_that_of_one_device(kind):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    rows = NamedSharding(mesh, P("data"))
+    everywhere = NamedSharding(mesh, P())
+    gradient = jax.jit(jax.grad(autocast(block), 1))
+    alone = gradient(X, W, V)
+    with jax.set_mesh(mesh):
+        x, w, v = (
+            jax.device_put(X, rows),
+            *(jax.device_put(a, everywhere) for a in (W, V)),
+        )
+        sharded = gradient(x, w, v)
+    # One scale for all of the array, wherever its parts are. The order of sums may
+    # round a number of three digits to another one.
+    assert relative_error(sharded, alone) < 0.03
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_in_shard_map_each_device_has_its_own_scale(is_split):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(x, w, v):
+        if is_split:
+            w = lax.all_gather(w, "data", tiled=True)
+        return lax.pmean(autocast(block)(x, w, v), "data")
+
+    weight = P("data") if is_split else P()
+    mapped = jax.shard_map(
+        loss, mesh=mesh, in_specs=(P("data"), weight, P()), out_specs=P()
+    )
+    # The second device's rows are tiny: they keep their digits by their own scale.
+    x = X.at[16:].multiply(2.0**-12)
+    found = jax.jit(jax.grad(mapped, (0, 1)))(x, W, V)
+    expected = jax.grad(
+        lambda x, w: (block(x[:16], w, V) + block(x[16:], w, V)) / 2, (0, 1)
+    )(x, W)
+    assert relative_error(found[1], expected[1]) < 0.1
+    assert relative_error(found[0][16:], expected[0][16:]) < 0.1
+    jaxpr = jax.make_jaxpr(jax.grad(mapped, (0, 1)))(x, W, V)
+    eqns = equations(jaxpr.jaxpr)
+    assert any("form" in eqn.params for eqn in eqns)
+    names = {eqn.primitive.name for eqn in eqns}
+    assert not names & {"pmax", "pmax_invariant"}
+
+
+# ----------------------------------------------------------------- what XLA makes of it
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    ("size", "n_products", "bounds"),
+    [
+        ({"depth": 24}, 18 * 24, (0.83, 0.98, 0.90, 1.58)),
+        ({"depth": 24, "layout": "scan + remat"}, 23 * 24, (0.83, 1.04, 1.001, 1.56)),
+        ({"width": 4096}, 18 * 4, (0.78, 0.97, 0.94, 1.52)),
+        ({"width": 768}, 0, (1.0, 1.0, 1.0, 1.0)),
+        ({"target": "b200"}, 18 * 4, (0.86, 0.96, 0.92, 1.48)),
+    ],
+)
+def test_a_transformer_takes_less_time_on_a_gpu_and_no_product_is_raised(
+    size, n_products, bounds
+):
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own promotion.
+        found = transformers.compare(**size)
+    assert (found.products, found.raised) == (n_products, 0)
+    ratios = (found.roofline, found.moved, found.peak, found.kernels)
+    assert all(ratio <= bound for ratio, bound in zip(ratios, bounds, strict=True))
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("width", [512, 1024])
+def test_small_products_that_xla_would_merge_are_float8_too(width):
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    with jax.numpy_dtype_promotion("standard"):
+        program = transformers.compile_model(
+            transformers.EVERY_SIZE, width=width, depth=2
+        )
+    assert transformers.float8_products(program) == 18 * 2
+    assert transformers.raised(program) == 0
+
+
+@pytest.mark.targets
+def test_what_devices_send_each_other_of_weights_is_float8():
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    with jax.numpy_dtype_promotion("standard"):
+        found = wire.measure_sent("FSDP, jit", "float8").megabytes
+        low = wire.measure_sent("FSDP, jit", "mixed").megabytes
+    assert sum(found.values()) < 0.95 * sum(low.values())
+    # Two blocks of two weights, forward and backward, of which a device has an eighth.
+    gathered = 2 * 4 * (2048 * 8192) * 7 / 8
+    assert found["f8e4m3fn"] == pytest.approx(gathered / 1e6, rel=0.01)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["h100", "b200"])
+def test_a_kernel_need_not_compute_a_gelu_and_keep_the_product(target):
+    """XLA moves a gelu into the kernel of a product, and fails if both are needed."""
+    if missing(target):
+        pytest.skip(missing(target))
+
+    def loss(weights, x):
+        def layer(x, weights):
+            up, down = weights
+            return x + jax.nn.gelu(x @ up) @ down, None
+
+        x, _ = jax.lax.scan(layer, x, weights)
+        return jnp.mean((x @ weights[0][0]) ** 2)
+
+    shapes = (2, 2048, 2048), (2, 2048, 2048)
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    program = compile_for(target, jax.grad(autocast(loss, "float8")), weights, x)
+    assert transformers.float8_products(program) == 12

@@ -1,0 +1,540 @@
+"""What ``explain`` sums up, compares and tells of the backward pass."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from every_optimizer import lenient
+from flax import nnx
+from helpers import live_equations, products
+from jax import export, lax
+from programs import BLOCK, BLOCK_PARAMS, LAYERS, W, X
+
+import jmp_lite as jmp
+import jmp_lite.nnx
+from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.insight.explain.explanation import explain
+
+LOW, FULL = "bfloat16", "float32"
+
+
+def block_loss(params, x):
+    return jnp.mean(BLOCK.apply(params, x) ** 2)
+
+
+# ----------------------------------------------------------------------------- totals
+
+
+def test_work_is_counted_in_all_trips_and_products_once():
+    def fun(x, stack):
+        h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
+        return jnp.matmul(h, W, precision="highest") @ jnp.ones((8, 3))
+
+    totals = explain(fun)(X, LAYERS).totals
+    assert totals.products == {LOW: 2, FULL: 1}
+    a_product = 2 * 4 * 8 * 8
+    assert totals.flops == {LOW: 3 * a_product + 2 * 4 * 8 * 3, FULL: a_product}
+    assert sum(totals.equations.values()) == len(explain(fun)(X, LAYERS).rows)
+
+
+def test_what_never_runs_is_no_work_and_what_runs_unknown_times_counts_once():
+    step = lambda h: jnp.tanh(h @ W)
+
+    def times(n):
+        return lambda x: lax.scan(lambda h, _: (step(h), None), x, None, length=n)[0]
+
+    def counted(x, n):
+        return lax.fori_loop(0, n, lambda i, h: step(h), x)
+
+    a_product = 2 * 4 * 8 * 8
+    none = explain(times(0))(X).totals
+    assert none.flops == {LOW: 0}
+    # The carry starts low, and is raised in the end.
+    assert none.casts == 2
+    once = explain(times(1))(X).totals
+    assert (once.flops, once.casts) == ({LOW: a_product}, 3)
+    totals = explain(counted)(X, jnp.int32(3)).totals
+    assert totals.flops == {LOW: a_product}
+    # In each step the carry and the weights, and the result of the product.
+    assert totals.casts == 3
+    # All branches count, as if each were taken.
+    either = lambda x: lax.cond(x.sum() > 0, step, lambda x: step(step(x)), x)
+    totals = explain(either)(X).totals
+    assert totals.flops == {LOW: 3 * a_product}
+    assert totals.products == {LOW: 3}
+
+
+def test_the_work_of_a_backward_pass_is_that_of_its_products():
+    def strided(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            x, kernel, (2, 2), "SAME", dimension_numbers=numbers
+        )
+
+    args = jnp.ones((1, 16, 16, 8)), jnp.ones((3, 3, 8, 8))
+    once = explain(strided)(*args).totals.flops[LOW]
+    # Zeros between the numbers of a gradient are no work.
+    assert explain(strided, backward=True)(*args).totals.flops == {LOW: 3 * once}
+    z = jnp.ones((4, 5), "complex64")
+    totals = explain(lambda x: x @ x.T)(z).totals
+    assert totals.flops == {"complex64": 8 * 4 * 5 * 4}
+
+
+@pytest.mark.parametrize(
+    ("groups", "strides", "padding"),
+    [(1, (1, 1), "SAME"), (2, (2, 2), "VALID"), (4, (1, 1), "SAME")],
+)
+def test_the_work_of_a_convolution_is_that_of_its_window(groups, strides, padding):
+    x, kernel = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4 // groups, 8))
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def fun(x, kernel):
+        return lax.conv_general_dilated(
+            *(x, kernel, strides, padding),
+            dimension_numbers=numbers,
+            feature_group_count=groups,
+        )
+
+    size = np.prod(jax.eval_shape(fun, x, kernel).shape)
+    expected = {LOW: 2 * size * 3 * 3 * (4 // groups)}
+    assert explain(fun)(x, kernel).totals.flops == expected
+
+
+def test_casts_are_those_that_autocast_adds_with_their_bytes():
+    fun = lambda x, w: jnp.tanh(x @ w)
+    totals = explain(fun)(X, W).totals
+    # Both operands are rounded, and the result is raised.
+    assert (totals.casts, totals.cast_bytes) == (3, 6 * (32 + 64 + 32))
+    mixed = lambda x, w: (x.astype(LOW) @ w.astype(LOW)).astype(FULL)
+    assert (
+        explain(mixed)(X, W).totals.casts,
+        explain(fun, "O0")(X, W).totals.casts,
+    ) == (
+        0,
+        0,
+    )
+    stacked = lambda x, stack: lax.scan(lambda h, w: (h @ w, None), x, stack)[0] @ W
+    # The start, a layer in each of three trips, the last weights, and the result.
+    assert explain(stacked)(X, LAYERS).totals.casts == 1 + 3 * 1 + 1 + 1
+
+
+def test_what_waits_for_the_backward_pass_is_told_where_it_is_asked_for():
+    told = explain(block_loss, backward=True)(BLOCK_PARAMS, X)
+    assert 0 < told.totals.kept_run < told.totals.kept_traced
+    identity = explain(block_loss, "O0", backward=True)(BLOCK_PARAMS, X).totals
+    assert identity.kept_run == identity.kept_traced == told.totals.kept_traced
+    assert explain(block_loss)(BLOCK_PARAMS, X).totals.kept_run is None
+    # A product keeps its operands, which are arguments: there anyway, but in 16 bits.
+    fun = lambda x, w: jnp.sum(x @ w)
+    assert explain(fun, "O0", backward=True)(X, W).totals.kept_run == 0
+    assert explain(fun, backward=True)(X, W).totals.kept_run == 2 * (32 + 64)
+
+
+def test_the_backward_pass_has_rows_as_it_runs():
+    told = explain(block_loss, backward=True)(BLOCK_PARAMS, X)
+    forward = [row for row in told.rows if not row.is_backward]
+    assert tuple(forward) == explain(block_loss)(BLOCK_PARAMS, X).rows
+    assert told.share_low("dot_general") == 1.0
+    grad = jax.grad(jmp.autocast(block_loss), (0, 1))
+    counted = products(live_equations(grad, BLOCK_PARAMS, X))
+    assert told.totals.products == {LOW: sum(counted.values())}
+    sums = {r.precision for r in told.rows if r.is_backward and r.op == "reduce_sum"}
+    assert sums == {FULL}, "the gradients of biases add up in float32"
+    scopes = {row.scope for row in told.rows if row.is_backward}
+    assert "Block/Dense_1" in scopes
+    assert not any("__autocast__" in scope for scope in scopes)
+
+
+@jax.custom_vjp
+def with_a_costly_forward(x, w):
+    return x @ w
+
+
+def _forward(x, w):
+    return x @ w, (x, w, (x @ w) @ w)
+
+
+def _backward(residuals, grad):
+    x, w, z = residuals
+    return grad @ w.T + 0 * z, x.T @ grad
+
+
+with_a_costly_forward.defvjp(_forward, _backward)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w: jnp.tanh(x @ w).sum(),
+        lambda x, w: jnp.sin(x @ w).sum(),
+        lambda x, w: jax.nn.softmax(jax.jit(lambda x: x @ w)(x)).max(),
+        jax.checkpoint(lambda x, w: jnp.sum(jnp.exp(x @ w) @ w)),
+        lambda x, w: with_a_costly_forward(x, w).sum(),
+    ],
+)
+def test_the_rows_and_the_casts_are_those_of_the_gradient(fun):
+    told = explain(fun, backward=True)(X, W)
+    eqns = live_equations(jax.value_and_grad(jmp.autocast(fun), (0, 1)), X, W)
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    assert sum(told.totals.products.values()) == len(products)
+    ends = {np.dtype(LOW), np.dtype(FULL)}
+    casts = [
+        eqn
+        for eqn in eqns
+        if eqn.primitive.name == "convert_element_type"
+        and {eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype} == ends
+    ]
+    assert told.totals.casts == len(casts)
+
+
+def test_what_only_the_forward_pass_of_a_derivative_runs_is_told():
+    told = explain(lambda x: jnp.sin(x).sum(), backward=True)(X)
+    assert [(row.op, row.is_backward) for row in told.rows[:3]] == [
+        ("sin", False),
+        ("reduce_sum", False),
+        ("cos", True),
+    ]
+
+
+def test_a_loss_is_differentiated_and_what_stands_beside_it_is_not():
+    def loss(w, x):
+        return jnp.tanh(x @ w).sum()
+
+    def with_aux(w, x):
+        return loss(w, x), {"statistics": x @ w @ w}
+
+    def products(fun):
+        rows = explain(fun, backward=True)(W, X).rows
+        return sum(row.is_backward and row.op == "dot_general" for row in rows)
+
+    assert products(loss) == products(with_aux) == 2
+    # No scalar, or one that does not come first, is no loss.
+    assert products(lambda w, x: with_aux(w, x)[::-1]) == 6
+    assert products(lambda w, x: {"loss": loss(w, x), "more": x @ w}) == 4
+    assert products(lambda w, x: (jnp.argmax(x), x @ w)) == 2
+    # The state of an nnx module stands behind its results.
+    module = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    of_module = lambda module, x: (module(x).sum(), module(x) @ W)
+    rows = jmp_lite.nnx.explain(of_module, backward=True)(module, X).rows
+    assert sum(r.is_backward and r.op == "dot_general" for r in rows) == 2
+
+
+def test_bytes_of_the_backward_pass_are_those_that_were_traced():
+    def mixed(w, x):
+        w, x = w.astype(LOW), x.astype(LOW)
+        return jnp.sum(jnp.tanh(x @ w).astype(FULL))
+
+    args = W, X
+    for rules in ("O0", "mixed"):
+        rows = explain(mixed, rules, backward=True)(*args).rows
+        assert all(r.bytes_traced == r.bytes_run for r in rows if r.op != "reduce_sum")
+    rows = explain(lambda w, x: jnp.sum(jnp.tanh(x @ w)), backward=True)(W, X).rows
+    dots = [row for row in rows if row.is_backward and row.op == "dot_general"]
+    assert [(row.bytes_traced, row.bytes_run) for row in dots] == [
+        (4 * 64, 2 * 64),
+        (4 * 32, 2 * 32),
+    ]
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
+def test_a_backward_pass_in_a_loop_has_its_trips(wrap):
+    step = wrap(lambda h, w: jnp.tanh(h @ w))
+
+    def loss(x, stack):
+        h, _ = lax.scan(lambda h, w: (step(h, w), None), x, stack)
+        return jnp.sum(h @ W)
+
+    rows = explain(loss, backward=True)(X, LAYERS).rows
+    dots = [row for row in rows if row.is_backward and row.op == "dot_general"]
+    assert {row.times for row in dots} == {1, 3}
+    assert {row.precision for row in dots} == {LOW}
+
+
+def test_what_has_no_gradient_is_refused_in_words():
+    with pytest.raises(ValueError, match="has no floating-point result"):
+        explain(lambda x: x > 0, backward=True)(X)
+    with pytest.raises(ValueError, match="no backward pass"):
+        explain(lambda n: n + 1, backward=True)(3)
+
+
+def test_whole_train_steps_are_told():
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean((batch @ params) ** 2), (model_state, None)
+
+    init, step = jmp.build_train_step(
+        loss_fn, lenient(optax.adam(1e-2)), get_rules("mixed", "float16"), ema=0.9
+    )
+    told = explain(step)(init(W), X)
+    assert told.share_low("dot_general") == 1.0
+    assert told.totals.products == {"float16": 2}
+    assert told.precision_of(op="sqrt") == FULL
+    assert any("loss_scale" in row.scope for row in told.rows)
+
+
+# -------------------------------------------------------------------------- questions
+
+
+def test_a_test_can_ask_what_runs_in_what():
+    told = explain(BLOCK.apply)(BLOCK_PARAMS, X)
+    assert told.share_low("dot_general") == 1.0
+    assert told.share_low("reduce_sum") == 0.0
+    assert 0 < told.share_low() < 1
+    assert told.precision_of("LayerNorm", "reduce_sum") == FULL
+    assert told.precision_of(scope="Dense_1", op="dot_general") == LOW
+    with pytest.raises(ValueError, match=r"no equation of the op 'cumsum'.*are .*tanh"):
+        told.share_low("cumsum")
+    with pytest.raises(ValueError, match=r"Unknown op 'dot_genral'.*'dot_general'"):
+        told.share_low("dot_genral")
+    with pytest.raises(ValueError, match="Unknown op 'conv'"):
+        told.precision_of(op="conv")
+    with pytest.raises(ValueError, match=r"matches 'LayreNorm_0'.*'Block/LayerNorm"):
+        told.precision_of("LayreNorm_0")
+    with pytest.raises(ValueError, match="Expected a regular expression"):
+        told.precision_of("([")
+    with pytest.raises(TypeError, match="Expected an Explanation, got int"):
+        told.diff(3)
+    with pytest.raises(ValueError, match=r"dtypes: \d+ in .*bfloat16.*Narrow"):
+        told.precision_of("Block")
+
+
+def test_a_share_is_of_what_holds_floats():
+    ints = explain(lambda n: jnp.sort(n) + 1)(jnp.arange(3))
+    with pytest.raises(
+        ValueError, match="No sort in this function has a floating-point"
+    ):
+        ints.share_low("sort")
+    with pytest.raises(
+        ValueError, match="No equation in this function has a floating-point"
+    ):
+        ints.share_low()
+    with pytest.raises(ValueError, match=r"No equation exists\.$"):
+        explain(lambda: None)().precision_of()
+    tiny = explain(lambda x: jnp.exp(x @ x), compute_dtype="float16")(W)
+    assert tiny.share_low("dot_general") == 1.0
+    assert tiny.share_low() == 0.5
+
+
+def test_two_explanations_are_compared_row_by_row():
+    fun, args = BLOCK.apply, (BLOCK_PARAMS, X)
+    mixed, o1 = explain(fun)(*args), explain(fun, "O1")(*args)
+    assert not mixed.diff(explain(fun)(*args))
+    assert str(mixed.diff(mixed)) == "no difference"
+    difference = mixed.diff(o1)
+    assert difference
+    assert {(a.precision, b.precision) for a, b in difference.changed} == {(LOW, FULL)}
+    for a, b in difference.changed:
+        assert (a.scope, a.op, a.source) == (b.scope, b.op, b.source)
+        assert (a.precision, a.bytes_run) != (b.precision, b.bytes_run)
+    changed = {a.op for a, _ in difference.changed}
+    assert "tanh" in changed
+    assert not {"dot_general", "exp"} & changed
+    assert "FULL: the default of the rules" in str(difference)
+    backward = explain(fun, backward=True)(*args)
+    assert mixed.diff(backward).only_right
+    assert backward.diff(mixed).only_left
+    assert "reduce_sum" in str(mixed.diff(backward))
+
+
+def test_a_difference_has_its_scope_and_equal_ops_of_a_line_are_told_apart():
+    def fun(x):
+        with jax.named_scope("head"):
+            return jnp.tanh(x @ W) @ W + jnp.tanh(x)  # Of one line.
+
+    full = get_rules("mixed").full("dot_general")
+    difference = explain(fun)(X).diff(explain(fun, full)(X))
+    changed = [(a.op, a.precision, b.precision) for a, b in difference.changed]
+    assert changed == [
+        ("dot_general", LOW, FULL),
+        ("tanh", LOW, FULL),
+        ("dot_general", LOW, FULL),
+    ]
+    assert str(difference).splitlines()[1] == "head"
+    # What runs as before, on more or in more bytes, is told with them.
+    larger = explain(fun)(X).diff(explain(fun)(jnp.ones((8, 8))))
+    assert "float32, 128 B  float32, 256 B" in str(larger)
+    assert "bfloat16, 64 B  bfloat16, 128 B" in re.sub(" {3,}", "  ", str(larger))
+
+
+def test_unused_rules_are_told_with_the_nearest_name():
+    rules = get_rules("mixed").scope("LayerNrom_0", "full").full("tan")
+    rules = rules.scope("Dense_1", "full").carry("decoder", "full").full("tanh")
+    told = explain(BLOCK.apply, rules)(BLOCK_PARAMS, X)
+    assert told.unused == (
+        "scope 'LayerNrom_0' matches nothing. Did you mean 'LayerNorm_0' or "
+        "'RMSNorm_0'?",
+        "carry 'decoder' matches nothing.",
+        "op 'tan' matches nothing. Did you mean 'tanh'?",
+    )
+    assert "unused: scope 'LayerNrom_0' matches nothing." in str(told)
+    for preset in ("mixed", "O0", "O1", "O2", "O3", "torch"):
+        assert explain(BLOCK.apply, preset)(BLOCK_PARAMS, X).unused == ()
+
+
+def test_rules_that_can_decide_nothing_are_told():
+    def loops(x):
+        with jax.named_scope("Dense_0"):
+            x = x @ W
+        with jax.named_scope("Layers_0"):
+            x, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, LAYERS)
+        return jnp.tanh(x @ W)
+
+    def unused(rules):
+        return explain(loops, rules)(X).unused
+
+    mixed = get_rules("mixed")
+    (told,) = unused(mixed.carry("Dense_0", "full"))
+    assert told.startswith("carry 'Dense_0' matches nothing.")
+    assert unused(mixed.carry("Layers_0", "full")) == ()
+    assert unused(mixed.scope("Dense_0", "full").scope("Dense", "low")) == (
+        "scope 'Dense' has no effect: 'Dense_0' comes first.",
+    )
+    assert unused(mixed.scope("Dense_0", "full").scope("s_0|Den", "low")) == ()
+
+
+# ------------------------------------------------------------------------------ text
+
+
+def test_a_long_table_is_cut_and_any_depth_can_be_asked_for():
+    def model(params, x):
+        for i in range(12):
+            with jax.named_scope(f"layer_{i}"):
+                x = BLOCK.apply(params, x)
+        return x
+
+    told = explain(model, backward=True)(BLOCK_PARAMS, X)
+    lines = str(told).splitlines()
+    assert len(lines) < 80
+    assert lines[0] == f"autocast to bfloat16: {len(told.rows)} equations"
+    assert "layer_*/Block" in lines or "layer_*" in lines
+    assert len(told.table().splitlines()) > 400
+    assert "layer_11/Block/Dense_1" in told.table()
+    titles = [line for line in told.table(2).splitlines() if not line.startswith(" ")]
+    assert len(titles) == len(set(titles)), "each scope once"
+    assert "layer_*/Block" in titles
+    # Short functions are told equation by equation.
+    assert "16-bit operand: dot_general at" in str(
+        explain(lambda x: jnp.tanh(x @ W) @ W)(X)
+    )
+
+
+def test_a_block_that_a_rule_treats_otherwise_is_named_among_its_like():
+    def model(x):
+        for i in range(12):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ W)
+        return x @ W
+
+    rules = get_rules("mixed").scope("layer_7", "full")
+    lines = explain(model, rules)(X).table(1).splitlines()
+    told = [" ".join(line.split()) for line in lines]
+    assert told[1:6] == [
+        "layer_*",
+        "11 dot_general bfloat16",
+        "10 tanh bfloat16",
+        # What is read by the block that is float32 is float32 too.
+        "2 tanh float32 layer_6, layer_7",
+        "1 dot_general float32 layer_7",
+    ]
+    # Where nothing differs, nothing is named.
+    plain = explain(model)(X).table(1)
+    assert "layer_7" not in plain
+    # Nor where more than a few differ, or no fewer than do not.
+    rules = get_rules("mixed").scope(r"layer_[0-3]$", "full")
+    assert "layer_0" not in explain(model, rules)(X).table(1)
+    rules = get_rules("mixed").scope(r"layer_(\d|10)$", "full")
+    assert "layer_11" in explain(model, rules)(X).table(1)
+
+
+def test_blocks_are_compared_with_those_that_have_the_op():
+    def model(x):
+        for i in range(4):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ W)
+                x = jnp.exp(x) if i == 3 else x
+        return x
+
+    table = explain(model, get_rules("mixed").scope("layer_[0-2]", "full"))(X).table(1)
+    # The product of one of four is low; three of four and the only exp are not few.
+    assert {line.split()[-1] for line in table.splitlines() if "layer_" in line} == {
+        "layer_*",
+        "layer_3",
+    }
+    (exp,) = (line.split() for line in table.splitlines() if " exp " in line)
+    assert exp == ["1", "exp", "float32"]
+
+
+def test_the_sums_stand_below_the_table():
+    text = explain(lambda x, w: jnp.tanh(x @ w), backward=True)(X, W).summary()
+    equations, *lines, kept = text.splitlines()
+    # How JAX differentiates a tanh depends on its version.
+    told = r"equations: \d+ (float32|bfloat16), \d+ (float32|bfloat16)"
+    assert re.fullmatch(told, equations)
+    assert lines == [
+        "products: 3 bfloat16",
+        "work: 1.54 kflop in bfloat16 (100%)",
+        "casts: 6 (1.54 kB read and written)",
+    ]
+    told = r"saved for the backward pass: (\d+) B, without autocast (\d+) B"
+    low, full = map(int, re.fullmatch(told, kept).groups())
+    # Operands in 16 bits; of the tanh as much.
+    assert low - full == 2 * (32 + 64)
+
+
+def test_json_and_html_hold_all_of_it():
+    told = explain(block_loss, backward=True)(BLOCK_PARAMS, X)
+    read = json.loads(told.to_json())
+    assert len(read["rows"]) == len(told.rows)
+    assert read["rows"][0]["op"] == told.rows[0].op
+    assert read["totals"]["casts"] == told.totals.casts
+    assert jmp.Rules.from_json(json.dumps(read["rules"])) == told.rules
+    page = told._repr_html_()
+    assert page.count("<table>") == page.count("</table>") == 2
+    assert "dot_general" in page
+    odd = explain(jax.jit(lambda x: x @ x, static_argnames=()))(jnp.ones((2, 2)))
+    assert "&lt;lambda&gt;" in odd._repr_html_()
+
+
+def test_an_empty_function_is_told_too():
+    told = explain(lambda: None)()
+    assert told.rows == ()
+    assert str(told).startswith("autocast to bfloat16: 0 equations")
+    assert told.totals.casts == 0
+    assert told._repr_html_()
+    assert not told.diff(told)
+    with pytest.raises(
+        ValueError, match="No equation in this function has a floating-point"
+    ):
+        told.share_low()
+
+
+def test_an_explanation_is_a_value_and_its_table_holds_any_name():
+    def fun(x):
+        with jax.named_scope("two\nlines"):
+            return x @ W
+
+    told = explain(fun)(X)
+    assert told == explain(fun)(X)
+    assert hash(told) == hash(explain(fun)(X))
+    _, headers, scope, row, *_ = str(told).splitlines()
+    assert scope == "two lines"
+    assert row.index("dot_general") == headers.index("op")
+
+
+def test_symbolic_shapes_are_told():
+    (batch,) = export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, 12), jnp.float32)
+    fun = lambda x, w: jnp.sum(jnp.tanh(x @ w))
+    told = explain(fun, backward=True)(x, jnp.ones((12, 8)))
+    dot = told.rows[0]
+    # A size that is not known counts as one.
+    assert (dot.shapes, dot.flops) == (("float32[batch,8]",), 2 * 12 * 8)
+    assert (dot.bytes_traced, dot.bytes_run) == (4 * 8, 2 * 8)
+    assert json.loads(told.to_json())["totals"]["flops"] == told.totals.flops
+    (lint,) = told.lints
+    assert "in a product of sizes batch x 8 x 12" in lint.message
+    assert lint.message.startswith("12 is not a multiple")
+    assert str(told)
