@@ -299,7 +299,10 @@ def text(variant: Variant, steps: int) -> Trainer:
         model, optimizer = nnx.merge(graph, state)
         loss_scale = jmp.get_loss_scale(optimizer.opt_state)
         grad_fn = jmp_lite.nnx.value_and_grad(
-            low_loss_fn, loss_scale, has_aux=True, grad_dtype=variant.grad_dtype
+            low_loss_fn,
+            loss_scale=loss_scale,
+            has_aux=True,
+            grad_dtype=variant.grad_dtype,
         )
         _, grads = grad_fn(model, tokens)
         optimizer.update(model, grads)

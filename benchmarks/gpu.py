@@ -262,7 +262,9 @@ def make_step(variant: Variant, make: Make) -> Callable[..., Any]:
             scale = jmp.NoOpLossScale()
             if variant.is_scaled:
                 scale = jmp.get_loss_scale(opt_state)
-            grad_fn = jmp.value_and_grad(loss, scale, grad_dtype=variant.grad_dtype)
+            grad_fn = jmp.value_and_grad(
+                loss, loss_scale=scale, grad_dtype=variant.grad_dtype
+            )
             value, grads = grad_fn(params, batch)
         grads = jmp.cast_to_full(grads)  # The optimizer computes in float32.
         updates, opt_state = optimizer.update(grads, opt_state, params)

@@ -20,7 +20,7 @@ def loss_fn(params, x, y):
 @jax.jit
 def train_step(params, opt_state, x, y):
     loss_scale = jmp.get_loss_scale(opt_state)
-    loss, grads = jmp.value_and_grad(loss_fn, loss_scale)(params, x, y)
+    loss, grads = jmp.value_and_grad(loss_fn, loss_scale=loss_scale)(params, x, y)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 

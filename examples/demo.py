@@ -174,7 +174,9 @@ def make_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, images: Any, labels: Any) -> Any:
         scale = jmp.get_loss_scale(opt_state)
-        loss, grads = jmp.value_and_grad(loss_fn, scale)(params, images, labels)
+        loss, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(
+            params, images, labels
+        )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         return params, opt_state, (loss, scale.loss_scale, opt_state.grads_finite)

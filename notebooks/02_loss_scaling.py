@@ -66,7 +66,7 @@ print(jmp.numerics.numerics_report(exact, "float16"))
 # %%
 def gradients(scale):
     low_loss_fn = jmp.autocast(small_loss_fn, compute_dtype="float16")
-    return jmp.grad(low_loss_fn, jmp.StaticLossScale(scale))(params, *batch)
+    return jmp.grad(low_loss_fn, loss_scale=jmp.StaticLossScale(scale))(params, *batch)
 
 
 def error(grads):
@@ -132,7 +132,7 @@ plt.show()
 # %%
 low_loss_fn = jmp.autocast(loss_fn, compute_dtype="float16")
 adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
-grads = jmp.grad(low_loss_fn, jmp.StaticLossScale(2.0**24))(params, *batch)
+grads = jmp.grad(low_loss_fn, loss_scale=jmp.StaticLossScale(2.0**24))(params, *batch)
 updates, _ = adam.update(grads, adam.init(params), params)
 lost = optax.apply_updates(params, updates)
 print(jmp.numerics.nonfinite_report(lost))
@@ -164,7 +164,7 @@ def train(loss_fn, optimizer):
     def step(carry, rows):
         params, opt_state = carry
         loss_scale = jmp.get_loss_scale(opt_state)
-        grad_fn = jmp.value_and_grad(loss_fn, loss_scale)
+        grad_fn = jmp.value_and_grad(loss_fn, loss_scale=loss_scale)
         loss, grads = grad_fn(params, images[rows], labels[rows])
         updates, opt_state = optimizer.update(grads, opt_state, params)
         seen = loss, loss_scale.loss_scale, opt_state.grads_finite

@@ -92,7 +92,7 @@ def train(loss_fn, optimizer):
     def step(carry, chosen):
         params, state = carry
         loss_scale = jmp.get_loss_scale(state)
-        grad_fn = jmp.value_and_grad(loss_fn, loss_scale)
+        grad_fn = jmp.value_and_grad(loss_fn, loss_scale=loss_scale)
         loss, grads = grad_fn(params, images[chosen], labels[chosen])
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), (params, loss)
@@ -316,7 +316,7 @@ mended_loss_fn = jmp.autocast(loss_fn, by_hand)
 
 @jax.jit
 def gradients(params, batch, loss_scale):
-    return jmp.grad(mended_loss_fn, loss_scale)(params, *batch)
+    return jmp.grad(mended_loss_fn, loss_scale=loss_scale)(params, *batch)
 
 
 no_scale = jmp.DynamicLossScale(1.0)

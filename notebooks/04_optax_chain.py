@@ -80,7 +80,7 @@ for power in (5, 10, 15):
 # %%
 @jax.jit
 def by_value_and_grad(params, loss_scale):
-    _, grads = jmp.value_and_grad(loss_float16, loss_scale)(params, *train)
+    _, grads = jmp.value_and_grad(loss_float16, loss_scale=loss_scale)(params, *train)
     return optax.tree.norm(grads), clipped_norm(grads)
 
 
@@ -117,7 +117,7 @@ def show_steps(init, update, loss_scale_of):
 
     @jax.jit
     def train_step(params, opt_state, x, y):
-        grad_fn = jmp.value_and_grad(loss_float16, loss_scale_of(opt_state))
+        grad_fn = jmp.value_and_grad(loss_float16, loss_scale=loss_scale_of(opt_state))
         updates, opt_state, finite = update(grad_fn(params, x, y)[1], opt_state, params)
         moved = optax.tree.norm(updates)
         return optax.apply_updates(params, updates), opt_state, finite, moved
@@ -190,7 +190,7 @@ def run(optimizer, key):
     def one(carry, batch):
         params, opt_state = carry
         scale = jmp.get_loss_scale(opt_state)
-        _, grads = jmp.value_and_grad(loss_float16, scale)(params, *batch)
+        _, grads = jmp.value_and_grad(loss_float16, loss_scale=scale)(params, *batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         return (params, opt_state), (loss_fn(params, *train), scale.loss_scale)
@@ -272,7 +272,7 @@ many = jax.jit(right.update)
 order = jax.random.randint(jax.random.key(2), (50, 256), 0, 1500)
 training, step = init(params), jax.jit(step)
 by_multi, opt_state = params, right.init(params)
-grad_fn = jax.jit(jmp.value_and_grad(loss_float16, fixed))
+grad_fn = jax.jit(jmp.value_and_grad(loss_float16, loss_scale=fixed))
 for rows in order:
     training, _ = step(training, (images[rows], labels[rows]))
     for i in range(4):

@@ -104,7 +104,7 @@ def loss_fn(params, x, y):
 @jax.jit
 def train_step(state, x, y):
     loss_scale = jmp.get_loss_scale(state.opt_state)
-    loss, grads = jmp.value_and_grad(loss_fn, loss_scale)(state.params, x, y)
+    loss, grads = jmp.value_and_grad(loss_fn, loss_scale=loss_scale)(state.params, x, y)
     return state.apply_gradients(grads=grads), loss
 
 

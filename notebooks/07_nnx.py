@@ -70,7 +70,7 @@ def train_step(net, optimizer, x, y):
         return cross_entropy(net(x), y).mean()
 
     loss_scale = jmp.get_loss_scale(optimizer.opt_state)
-    loss, grads = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale)(net)
+    loss, grads = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=loss_scale)(net)
     optimizer.update(net, grads)
     return loss
 
@@ -139,7 +139,7 @@ def safe_step(net, optimizer, x, y):
 
     loss_scale = jmp.get_loss_scale(optimizer.opt_state)
     with jmp_lite.nnx.restore_if_skipped(net, optimizer):
-        loss, grads = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale)(net)
+        loss, grads = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=loss_scale)(net)
         optimizer.update(net, grads)
     return loss
 

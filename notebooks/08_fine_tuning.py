@@ -57,7 +57,8 @@ def float16_steps(carry, x, y):
     low_loss = jmp_lite.nnx.autocast(loss_of, compute_dtype="float16")
     loss_scale = jmp.get_loss_scale(optimizer.opt_state)
     with jmp_lite.nnx.restore_if_skipped(net, optimizer):
-        loss, grads = jmp_lite.nnx.value_and_grad(low_loss, loss_scale)(net, x, y)
+        grad_fn = jmp_lite.nnx.value_and_grad(low_loss, loss_scale=loss_scale)
+        loss, grads = grad_fn(net, x, y)
         optimizer.update(net, grads)
     return carry, loss
 

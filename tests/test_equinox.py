@@ -86,7 +86,7 @@ def test_a_training_step_in_float16(net):
         arrays, rest = eqx.partition(net, eqx.is_array)
         scale = jmp.get_loss_scale(opt_state)
         loss = lambda arrays: low(eqx.combine(arrays, rest), x)
-        value, grads = jmp.value_and_grad(loss, scale)(arrays)
+        value, grads = jmp.value_and_grad(loss, loss_scale=scale)(arrays)
         updates, opt_state = optimizer.update(grads, opt_state, arrays)
         return eqx.apply_updates(net, updates), opt_state, value
 
@@ -117,7 +117,9 @@ WRAPPERS = {
 def one_step(optimizer, net, opt_state, apply):
     @eqx.filter_jit
     def step(net, opt_state):
-        value, grads = jmp.value_and_grad(loss_fn, jmp.NoOpLossScale())(net, X)
+        value, grads = jmp.value_and_grad(loss_fn, loss_scale=jmp.NoOpLossScale())(
+            net, X
+        )
         params = eqx.filter(net, eqx.is_inexact_array)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return apply(net, updates), opt_state, value
@@ -170,7 +172,7 @@ def test_updates_may_be_a_prefix_of_a_module_under_strict_promotion(net):
 def test_a_module_is_differentiated_as_it_is(net, scale):
     """As by Equinox: None where there is no gradient, activations among the leaves."""
     assert jax.tree.leaves(eqx.filter(net, eqx.is_array, inverse=True))
-    value, grads = jmp.value_and_grad(loss_fn, scale)(net, X)
+    value, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(net, X)
     expected_value, expected = eqx.filter_value_and_grad(loss_fn)(net, X)
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
     assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
@@ -186,7 +188,7 @@ def test_a_training_step_of_a_module_needs_no_partition(net):
     @eqx.filter_jit
     def step(net, opt_state, x):
         scale = jmp.get_loss_scale(opt_state)
-        value, grads = jmp.value_and_grad(low, scale)(net, x)
+        value, grads = jmp.value_and_grad(low, loss_scale=scale)(net, x)
         params = eqx.filter(net, eqx.is_inexact_array)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return eqx.apply_updates(net, updates), opt_state, value

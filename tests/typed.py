@@ -29,10 +29,10 @@ def signatures_stay(weights: jax.Array) -> None:
     marked = jmp.full_precision(loss)
     assert_type(marked(weights, scale=2.0), jax.Array)
     assert_type(jmp.explain(loss)(weights, scale=2.0), jmp.results.Explanation)
-    graded = jmp.value_and_grad(loss, jmp.StaticLossScale(2.0))
+    graded = jmp.value_and_grad(loss, loss_scale=jmp.StaticLossScale(2.0))
     graded(weights, scale=2.0)
     graded(weights, size=2.0)  # pyright: ignore[reportCallIssue]
-    jmp.grad(loss, jmp.NoOpLossScale())(weights, scale=2.0)
+    jmp.grad(loss, loss_scale=jmp.NoOpLossScale())(weights, scale=2.0)
     value, stats = jmp.watch(loss)(weights, scale=2.0)
     assert_type(value, jax.Array)
     assert_type(stats.rows[0].op, str)

@@ -195,7 +195,9 @@ def _losses(loss: Loss, program: Program, dtype: str, steps: int) -> np.ndarray:
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
-        grad_fn = jmp.value_and_grad(loss, jmp.get_loss_scale(state), has_aux=True)
+        grad_fn = jmp.value_and_grad(
+            loss, loss_scale=jmp.get_loss_scale(state), has_aux=True
+        )
         (value, _), gradient = grad_fn(params, program.batch)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, value

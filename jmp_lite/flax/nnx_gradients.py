@@ -22,10 +22,10 @@ from jmp_lite.scaling.state import LossScalingState
 
 def value_and_grad(
     fun: Callable[Args, Result],
-    loss_scale: LossScale,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     *,
+    loss_scale: LossScale,
     grad_dtype: DTypeLike = "float32",
 ) -> Callable[Args, tuple[Result, PyTree]]:
     """Returns a function that computes ``fun`` and its gradient under a loss scale.
@@ -36,10 +36,10 @@ def value_and_grad(
 
     Args:
       fun: a function that returns a scalar loss, or ``(loss, aux)`` with ``has_aux``.
-      loss_scale: the scale of this step, such as
-        ``get_loss_scale(optimizer.opt_state)``.
       argnums: which arguments to differentiate: numbers, or a ``nnx.DiffState``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
+      loss_scale: the scale of this step, such as
+        ``get_loss_scale(optimizer.opt_state)``.
       grad_dtype: the dtype of the gradients: ``"float32"`` or ``"bfloat16"``.
 
     Returns:
@@ -48,9 +48,9 @@ def value_and_grad(
       ``nnx.value_and_grad``, in ``grad_dtype``.
 
     Raises:
-      TypeError: ``loss_scale`` is not a ``LossScale``; ``fun`` does not return a pair
-        although ``has_aux`` is True; or, in Flax's tree mode, an argument to
-        differentiate holds counts or keys.
+      TypeError: ``loss_scale`` is missing, or not a ``LossScale``; ``fun`` does not
+        return a pair although ``has_aux`` is True; or, in Flax's tree mode, an argument
+        to differentiate holds counts or keys.
       ValueError: ``grad_dtype`` is another dtype.
 
     Example:
@@ -62,11 +62,13 @@ def value_and_grad(
       >>> @jmp.nnx.autocast(compute_dtype="float16")
       ... def loss_fn(model, x):
       ...     return model(x).sum()
-      >>> grad_fn = jmp.nnx.value_and_grad(loss_fn, jmp.StaticLossScale(1024))
+      >>> scale = jmp.StaticLossScale(1024)
+      >>> grad_fn = jmp.nnx.value_and_grad(loss_fn, loss_scale=scale)
       >>> loss, grads = grad_fn(model, jnp.ones((8, 2)))
       >>> grads.bias[...]
       Array([8.], dtype=float32)
     """
+    gradients.check_argnums(argnums)
     transform = functools.partial(nnx.value_and_grad, argnums=argnums)
     found = gradients.under_scale(transform, fun, loss_scale, has_aux, grad_dtype)
     # Flax reads its mode at the transformation of a function, not at its call.

@@ -31,10 +31,10 @@ Aux = TypeVar("Aux")
 
 def value_and_grad(
     fun: Callable[Args, Result],
-    loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
+    loss_scale: LossScale,
     holomorphic: bool = False,
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
@@ -47,9 +47,9 @@ def value_and_grad(
 
     Args:
       fun: a function that returns a scalar loss, or ``(loss, aux)`` with ``has_aux``.
-      loss_scale: the scale of this step, such as ``get_loss_scale(opt_state)``.
       argnums: which positional argument or arguments to differentiate.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
+      loss_scale: the scale of this step, such as ``get_loss_scale(opt_state)``.
       holomorphic: as in ``jax.value_and_grad``.
       allow_int: as in ``jax.value_and_grad``.
       grad_dtype: the dtype of the gradients: ``"float32"`` or ``"bfloat16"``. bfloat16
@@ -70,9 +70,9 @@ def value_and_grad(
       Equinox module. The gradient of such a leaf is None.
 
     Raises:
-      TypeError: ``loss_scale`` is not a ``LossScale``; ``fun`` does not return a pair
-        although ``has_aux`` is True; or an argument is an nnx module, whose changes
-        would be lost.
+      TypeError: ``loss_scale`` is missing, or not a ``LossScale``; ``fun`` does not
+        return a pair although ``has_aux`` is True; or an argument is an nnx module,
+        whose changes would be lost.
       ValueError: ``grad_dtype`` is another dtype.
 
     Source: steps 3 to 6 of MindSpore's mixed-precision training;
@@ -84,10 +84,11 @@ def value_and_grad(
       >>> loss_fn = lambda w: (w * jnp.float16(1e-4)).sum()
       >>> w = jnp.ones(2, jnp.float16)
       >>> scale = jmp.StaticLossScale(2.0**10)
-      >>> loss, grads = jmp.value_and_grad(loss_fn, scale)(w)
+      >>> loss, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(w)
       >>> loss.dtype, grads.dtype
       (dtype('float16'), dtype('float32'))
     """
+    check_argnums(argnums)
     transform = functools.partial(
         _value_and_grad_of_arrays,
         argnums=argnums,
@@ -96,6 +97,15 @@ def value_and_grad(
     )
     found = under_scale(transform, fun, loss_scale, has_aux, grad_dtype)
     return refusing_modules(found, "jmp_lite.nnx.value_and_grad")
+
+
+def check_argnums(argnums: object) -> None:
+    """Raises a TypeError for a loss scale in place of ``argnums``."""
+    if isinstance(argnums, LossScale):
+        raise TypeError(
+            "Expected the numbers of arguments as argnums, as in jax.value_and_grad, "
+            f"got a {type(argnums).__name__}: pass it as loss_scale=..."
+        )
 
 
 def under_scale(
@@ -171,10 +181,10 @@ def rounded_gradients(grads: Tree, dtype: Dtype) -> Tree:
 @overload
 def grad(
     fun: Callable[Args, tuple[PyTree, Aux]],
-    loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: Literal[True],
+    loss_scale: LossScale,
     holomorphic: bool = False,
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
@@ -184,10 +194,10 @@ def grad(
 @overload
 def grad(
     fun: Callable[Args, PyTree],
-    loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
+    loss_scale: LossScale,
     holomorphic: bool = False,
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
@@ -196,10 +206,10 @@ def grad(
 
 def grad(
     fun: Callable[Args, PyTree],
-    loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
+    loss_scale: LossScale,
     holomorphic: bool = False,
     allow_int: bool = False,
     grad_dtype: DTypeLike = "float32",
@@ -210,9 +220,9 @@ def grad(
 
     Args:
       fun: see ``value_and_grad``.
-      loss_scale: see ``value_and_grad``.
       argnums: see ``value_and_grad``.
       has_aux: see ``value_and_grad``.
+      loss_scale: see ``value_and_grad``.
       holomorphic: see ``value_and_grad``.
       allow_int: see ``value_and_grad``.
       grad_dtype: see ``value_and_grad``.
@@ -226,14 +236,14 @@ def grad(
 
     Example:
       >>> import jmp_lite as jmp
-      >>> jmp.grad(lambda x: x**2, jmp.StaticLossScale(1024))(3.0)
+      >>> jmp.grad(lambda x: x**2, loss_scale=jmp.StaticLossScale(1024))(3.0)
       Array(6., dtype=float32)
     """
     value_and_grad_fun = value_and_grad(
         fun,
-        loss_scale,
         argnums,
         has_aux,
+        loss_scale=loss_scale,
         holomorphic=holomorphic,
         allow_int=allow_int,
         grad_dtype=grad_dtype,

@@ -336,7 +336,9 @@ class _Training:
         trained, loss_of_trained = trained_part(self.loss_fn, local, frozen)
         # The loss is scaled in float32, and the gradients are unscaled in float32.
         scale = state.opt_state.loss_scale
-        grad_fn: GradFn = value_and_grad(loss_of_trained, scale, has_aux=True)
+        grad_fn: GradFn = value_and_grad(
+            loss_of_trained, loss_scale=scale, has_aux=True
+        )
         if self.times > 1:
             grad_fn = accumulated_gradients(
                 grad_fn, self.times, self.batch_axes, self.axis_name

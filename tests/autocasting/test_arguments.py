@@ -118,7 +118,7 @@ def test_what_is_small_against_a_16_bit_number_is_not_lost_in_a_loss():
     exact = loss(cast(params, "float32"), x, x)
     low = autocast(loss)
     assert low(params, x, x).dtype == LOW
-    value, _ = jmp.value_and_grad(low, jmp.NoOpLossScale())(params, x, x)
+    value, _ = jmp.value_and_grad(low, loss_scale=jmp.NoOpLossScale())(params, x, x)
     assert value.dtype == jnp.float32
     assert relative_error(value, exact) < 1e-3
 
@@ -439,12 +439,14 @@ def test_every_float16_scale_fits_float16_parameters():
     """The cotangent of a float16 loss would be the scale: infinite above 2**15."""
     params, x = W.astype("float16"), X.astype("float16")
     loss = autocast(lambda w, x: jnp.mean(x @ w) * 1e-3, compute_dtype="float16")
-    value, grads = jmp.value_and_grad(loss, jmp.StaticLossScale(2.0**20))(params, x)
+    value, grads = jmp.value_and_grad(loss, loss_scale=jmp.StaticLossScale(2.0**20))(
+        params, x
+    )
     assert value.dtype == grads.dtype == jnp.float32
     assert jnp.isfinite(grads).all()
     (value, aux), _ = jmp.value_and_grad(
         autocast(lambda w, x: (jnp.mean(x @ w), x.sum())),
-        jmp.NoOpLossScale(),
+        loss_scale=jmp.NoOpLossScale(),
         has_aux=True,
     )(params, x)
     assert (value.dtype, aux.dtype) == (jnp.float32, jnp.float16)
@@ -458,7 +460,7 @@ def test_a_function_around_an_autocast_function_is_not_taken_for_it():
         return 2 * inner(w)
 
     w = jnp.zeros(3, LOW)
-    value, grads = jmp.value_and_grad(twice, jmp.NoOpLossScale())(w)
+    value, grads = jmp.value_and_grad(twice, loss_scale=jmp.NoOpLossScale())(w)
     assert value == 2
     np.testing.assert_allclose(grads, 2 / 3, rtol=1e-2)
 
@@ -472,7 +474,7 @@ def test_a_method_returns_its_float32_loss_too():
             return self.scale * jnp.mean(jnp.exp(w))
 
     w = jnp.linspace(0, 1, 3, dtype=LOW)
-    value, _ = jmp.value_and_grad(Model().loss, jmp.NoOpLossScale())(w)
+    value, _ = jmp.value_and_grad(Model().loss, loss_scale=jmp.NoOpLossScale())(w)
     exact = 3 * jnp.mean(jnp.exp(w.astype("float32")))
     assert value.dtype == jnp.float32
     assert relative_error(value, exact) < 1e-5
@@ -482,7 +484,7 @@ def test_nnx_and_linen_modules_with_16_bit_parameters_are_read_alike():
     model = nnx.Linear(8, 4, param_dtype=LOW, rngs=nnx.Rngs(0))
     loss = jmp.nnx.autocast(lambda model, x: jnp.mean(jnp.exp(model(x))))
     x = X.astype(LOW)
-    value, _ = jmp.nnx.value_and_grad(loss, jmp.NoOpLossScale())(model, x)
+    value, _ = jmp.nnx.value_and_grad(loss, loss_scale=jmp.NoOpLossScale())(model, x)
     assert value.dtype == jnp.float32
     exact = jnp.mean(jnp.exp(x.astype("float32") @ model.kernel[...].astype("float32")))
     assert relative_error(value, exact) < 1e-2
@@ -548,7 +550,7 @@ def test_a_transformer_with_16_bit_parameters_has_the_error_of_float32_ones():
 
     def gradients(params, wide, batch):
         low = autocast(model.loss)
-        with_loss = jmp.value_and_grad(low, jmp.NoOpLossScale())
+        with_loss = jmp.value_and_grad(low, loss_scale=jmp.NoOpLossScale())
         return (
             with_loss(params, batch),
             with_loss(wide, batch),

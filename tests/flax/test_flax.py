@@ -31,7 +31,7 @@ def test_a_linen_train_state_skips_overflows_and_trains_in_float16():
     @jax.jit
     def step(state, x):
         scale = jmp.get_loss_scale(state.opt_state)
-        loss, grads = jmp.value_and_grad(loss_fn, scale)(state.params, x)
+        loss, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(state.params, x)
         return state.apply_gradients(grads=grads), loss
 
     losses = []
@@ -58,7 +58,7 @@ def test_an_nnx_optimizer_holds_variables_where_the_leaves_were():
             return jnp.mean((model(x) - Y) ** 2)
 
         scale = jmp.get_loss_scale(optimizer.opt_state)
-        loss, grads = jmp_lite.nnx.value_and_grad(loss_fn, scale)(model)
+        loss, grads = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=scale)(model)
         optimizer.update(model, grads)
         return loss
 
@@ -93,7 +93,7 @@ def test_nnx_gradients_are_unscaled_in_float32_and_its_modules_change():
 
     net, scale = Net(), jmp.StaticLossScale(2.0**20)
     with nnx.set_graph_mode(True), nnx.set_graph_updates(True):  # There are counts.
-        fun = jmp_lite.nnx.value_and_grad(loss_fn, scale, has_aux=True)
+        fun = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=scale, has_aux=True)
     (loss, out), grads = fun(net, x=X)
     assert (loss.dtype, out.shape, int(net.calls[...])) == (np.float32, (4, 1), 1)
     assert grads["layer"]["bias"][...].dtype == np.float32
@@ -102,9 +102,11 @@ def test_nnx_gradients_are_unscaled_in_float32_and_its_modules_change():
     plain, _ = nnx.compat.grad(loss_fn, has_aux=True)(net, X)
     assert float(plain["layer"]["bias"][...][0]) == 0
     with pytest.raises(TypeError, match=r"a pair \(loss, aux\) because has_aux=True"):
-        jmp_lite.nnx.value_and_grad(lambda x: x.sum(), scale, has_aux=True)(X)
+        jmp_lite.nnx.value_and_grad(lambda x: x.sum(), loss_scale=scale, has_aux=True)(
+            X
+        )
     with pytest.raises(TypeError, match="Expected a LossScale"):
-        jmp_lite.nnx.value_and_grad(loss_fn, 1024.0)
+        jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=1024.0)
 
 
 class Normed(nnx.Module):
@@ -137,7 +139,7 @@ def trained(batches, optimizer):
 
         loss_scale = jmp.get_loss_scale(optimizer.opt_state)
         with jmp_lite.nnx.restore_if_skipped(model, optimizer):
-            value_and_grad = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale)
+            value_and_grad = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=loss_scale)
             _, grads = value_and_grad(params, rest)
             optimizer.update(model, grads)
 

@@ -311,7 +311,7 @@ def test_a_train_state_in_mid_run_is_restored_bit_for_bit_and_goes_on_alike():
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, x):
         scale = jmp.get_loss_scale(state.opt_state)
-        _, grads = jmp.value_and_grad(loss_fn, scale)(state.params, x)
+        _, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(state.params, x)
         return state.apply_gradients(grads=grads)
 
     def start():

@@ -360,14 +360,14 @@ def test_a_function_of_a_module_s_state_may_return_the_new_one():
 
 @pytest.mark.usefixtures("tree_mode")
 def test_tree_mode_has_no_gradient_of_counts_and_says_what_has():
-    fun = jmp_lite.nnx.value_and_grad(loss_fn, jmp_lite.StaticLossScale(2))
+    fun = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=jmp_lite.StaticLossScale(2))
     with pytest.raises(
         TypeError, match=r"Argument 0 holds uint32 .*nnx\.split"
     ) as caught:
         fun(make_net(), X)
     assert "blocks" in str(caught.value)
     loss, grads = jmp_lite.nnx.value_and_grad(
-        lambda x, model: model(x).sum(), jmp_lite.StaticLossScale(2)
+        lambda x, model: model(x).sum(), loss_scale=jmp_lite.StaticLossScale(2)
     )(X, make_net())
     assert (loss.shape, grads.shape) == ((), X.shape)
 

@@ -349,7 +349,7 @@ def test_float16_without_a_loss_scale_is_pointed_to():
     assert lints(jax.grad(loss), W, X, **f16)
     assert lints(loss, W, X, **f16) == [], "nothing is differentiated"
     assert lints(loss, W, X, backward=True, name="no loss scale") == []
-    scaled = jmp.grad(loss, jmp.StaticLossScale(1024))
+    scaled = jmp.grad(loss, loss_scale=jmp.StaticLossScale(1024))
     assert lints(scaled, W, X, **f16) == []
     init, step = jmp.build_train_step(
         lambda params, state, batch, rng: (loss(params, batch), (state, None)),

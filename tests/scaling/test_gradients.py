@@ -29,7 +29,7 @@ def problem(dtype=jnp.float32):
 @each_scale
 def test_value_and_gradients_are_those_of_the_plain_function(scale):
     params, x = problem()
-    value, grads = jmp.value_and_grad(loss_fn, scale)(params, x, power=4)
+    value, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(params, x, power=4)
     expected_value, expected = jax.value_and_grad(loss_fn)(params, x, power=4)
     assert value == expected_value
     jax.tree.map(np.testing.assert_array_equal, grads, expected)
@@ -39,7 +39,7 @@ def test_value_and_gradients_are_those_of_the_plain_function(scale):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_value_keeps_its_dtype_and_gradients_are_float32(scale, dtype):
     params, x = problem(dtype)
-    value, grads = jmp.value_and_grad(loss_fn, scale)(params, x)
+    value, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(params, x)
     assert value.dtype == dtype
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype("float32")}
     assert value == loss_fn(params, x)
@@ -50,13 +50,15 @@ def test_gradients_in_bfloat16_are_those_of_float32_rounded_once(scale):
     params, x = problem()
     params["z"] = jnp.ones(2, jnp.complex64)
     fun = lambda params, x: loss_fn(params, x) + jnp.sum(jnp.abs(params["z"]) ** 2)
-    full = jmp.grad(fun, scale)(params, x)
-    low = jmp.grad(fun, scale, grad_dtype="bfloat16")(params, x)
+    full = jmp.grad(fun, loss_scale=scale)(params, x)
+    low = jmp.grad(fun, loss_scale=scale, grad_dtype="bfloat16")(params, x)
     for name in ("w", "b"):
         assert low[name].dtype == jnp.bfloat16
         np.testing.assert_array_equal(low[name], full[name].astype(jnp.bfloat16))
     assert low["z"].dtype == jnp.complex64
-    value, of_both = jmp.value_and_grad(fun, scale, grad_dtype=jnp.bfloat16)(params, x)
+    value, of_both = jmp.value_and_grad(fun, loss_scale=scale, grad_dtype=jnp.bfloat16)(
+        params, x
+    )
     assert value == fun(params, x)
     np.testing.assert_array_equal(of_both["w"], low["w"])
 
@@ -64,7 +66,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_rounded_once(scale):
 def test_gradients_of_a_module_in_bfloat16():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     loss_of = lambda model, x: jnp.mean(model(x) ** 2)
-    get = functools.partial(jmp.nnx.value_and_grad, loss_of, SCALES[1])
+    get = functools.partial(jmp.nnx.value_and_grad, loss_of, loss_scale=SCALES[1])
     _, full = get()(model, jnp.ones((4, 2)))
     _, low = get(grad_dtype="bfloat16")(model, jnp.ones((4, 2)))
     expected = full.kernel[...].astype(jnp.bfloat16)
@@ -80,7 +82,7 @@ def test_gradients_of_a_module_in_bfloat16():
 )
 def test_gradients_in_other_dtypes_are_refused(dtype, words):
     with pytest.raises(ValueError, match=words):
-        jmp.grad(loss_fn, SCALES[0], grad_dtype=dtype)
+        jmp.grad(loss_fn, loss_scale=SCALES[0], grad_dtype=dtype)
     with pytest.raises(ValueError, match=words):
         jmp.build_train_step(lambda *args: args, optax.sgd(0.1), grad_dtype=dtype)
 
@@ -90,8 +92,8 @@ def test_a_gradient_that_underflows_float16_is_recovered():
         return (w * jnp.float16(2.0**-14) * jnp.float16(2.0**-14)).sum()
 
     w = jnp.ones(2, jnp.float16)
-    assert not jmp.grad(tiny, jmp.NoOpLossScale())(w).any()
-    grads = jmp.grad(tiny, jmp.DynamicLossScale())(w)
+    assert not jmp.grad(tiny, loss_scale=jmp.NoOpLossScale())(w).any()
+    grads = jmp.grad(tiny, loss_scale=jmp.DynamicLossScale())(w)
     np.testing.assert_array_equal(grads, np.full(2, 2.0**-28, np.float32))
 
 
@@ -101,7 +103,7 @@ def test_gradients_are_unscaled_by_the_scale_that_was_used():
     expected = jax.grad(loss_fn)(params, x)
     scale = jmp.DynamicLossScale(4.0, period=1)
     for finite in [True, False, True, True]:
-        value, grads = jmp.value_and_grad(loss_fn, scale)(params, x)
+        value, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(params, x)
         assert value == loss_fn(params, x)
         jax.tree.map(np.testing.assert_array_equal, grads, expected)
         scale = scale.adjust(finite)
@@ -109,7 +111,7 @@ def test_gradients_are_unscaled_by_the_scale_that_was_used():
 
 def test_an_overflowing_scale_leaves_the_value_alone():
     loss = lambda w: jnp.float16(3.0) * w
-    value, grads = jmp.value_and_grad(loss, jmp.DynamicLossScale(2.0**20))(
+    value, grads = jmp.value_and_grad(loss, loss_scale=jmp.DynamicLossScale(2.0**20))(
         jnp.float16(1.0)
     )
     assert value == 3.0
@@ -122,11 +124,11 @@ def test_aux_comes_back_as_it_is(scale):
         return (w**2).sum(), {"count": 3, "w": w, "text": "aux"}
 
     w = jnp.ones(2, jnp.bfloat16)
-    (value, aux), grads = jmp.value_and_grad(fun, scale, has_aux=True)(w)
+    (value, aux), grads = jmp.value_and_grad(fun, loss_scale=scale, has_aux=True)(w)
     assert aux["count"] == 3
     assert aux["text"] == "aux"
     assert aux["w"].dtype == jnp.bfloat16
-    grads_alone, aux_alone = jmp.grad(fun, scale, has_aux=True)(w)
+    grads_alone, aux_alone = jmp.grad(fun, loss_scale=scale, has_aux=True)(w)
     np.testing.assert_array_equal(grads, grads_alone)
     assert aux_alone["count"] == 3
     assert value.dtype == jnp.bfloat16
@@ -137,7 +139,7 @@ def test_argnums_follow_jax(scale):
     fun = lambda a, b, c: a * b * c["x"]
     args = (2.0, 3.0, {"x": jnp.array(4.0)})
     for argnums in (1, (0, 2), [0, 1], -1):
-        _, grads = jmp.value_and_grad(fun, scale, argnums)(*args)
+        _, grads = jmp.value_and_grad(fun, argnums, loss_scale=scale)(*args)
         expected = jax.grad(fun, argnums)(*args)
         assert jax.tree.structure(grads) == jax.tree.structure(expected)
         jax.tree.map(np.testing.assert_allclose, grads, expected)
@@ -148,7 +150,7 @@ def test_it_works_under_jit_vmap_scan_and_remat(scale):
     fun = jax.checkpoint(lambda w, x: jnp.tanh(w * x).sum())
     w, xs = jnp.float32(0.5), jnp.arange(3.0)
     expected = jax.vmap(jax.grad(fun), (None, 0))(w, xs)
-    grad = jmp.grad(fun, scale)
+    grad = jmp.grad(fun, loss_scale=scale)
     np.testing.assert_array_equal(jax.vmap(grad, (None, 0))(w, xs), expected)
     _, scanned = jax.lax.scan(lambda c, x: (c, jax.jit(grad)(w, x)), 0, xs)
     np.testing.assert_allclose(scanned, expected, rtol=1e-6)
@@ -158,12 +160,12 @@ def test_integer_and_complex_arguments_follow_jax():
     scale = jmp.StaticLossScale(4)
     tree = {"w": jnp.ones(2), "n": jnp.arange(2)}
     fun = lambda t: (t["w"] * t["n"].astype(jnp.float32)).sum()
-    grads = jmp.grad(fun, scale, allow_int=True)(tree)
+    grads = jmp.grad(fun, loss_scale=scale, allow_int=True)(tree)
     assert grads["n"].dtype == jax.dtypes.float0
     np.testing.assert_array_equal(grads["w"], [0.0, 1.0])
     z = jnp.complex64(1 + 2j)
     np.testing.assert_allclose(
-        jmp.grad(lambda z: z * z, scale, holomorphic=True)(z),
+        jmp.grad(lambda z: z * z, loss_scale=scale, holomorphic=True)(z),
         jax.grad(lambda z: z * z, holomorphic=True)(z),
     )
 
@@ -179,7 +181,7 @@ def test_leaves_without_a_derivative_may_stand_beside_arrays(scale):
         assert tree["none"] is None
         return (tree["f"](tree["w"]) * tree["np"] * x**power).sum(), tree["name"]
 
-    (value, aux), grads = jmp.value_and_grad(fun, scale, has_aux=True)(
+    (value, aux), grads = jmp.value_and_grad(fun, loss_scale=scale, has_aux=True)(
         tree, jnp.float32(2.0), power=2
     )
     w = tree["w"]
@@ -190,7 +192,9 @@ def test_leaves_without_a_derivative_may_stand_beside_arrays(scale):
     assert grads["w"].dtype == grads["np"].dtype == np.float32
     np.testing.assert_allclose(grads["w"], expected, rtol=1e-6)
     # Several arguments, one of them all arrays.
-    both, _ = jmp.grad(fun, scale, (1, 0), has_aux=True)(tree, jnp.float32(2), power=2)
+    both, _ = jmp.grad(fun, (1, 0), loss_scale=scale, has_aux=True)(
+        tree, jnp.float32(2), power=2
+    )
     np.testing.assert_allclose(both[0], value, rtol=1e-6)
     assert jax.tree.structure(both[1]) == jax.tree.structure(grads)
 
@@ -201,39 +205,39 @@ def test_arguments_without_any_array_to_differentiate_get_jax_s_errors():
         with pytest.raises(TypeError) as expected:
             jax.grad(lambda x: 1.0)(bad)
         with pytest.raises(TypeError) as actual:
-            jmp.grad(lambda x: 1.0, scale)(bad)
+            jmp.grad(lambda x: 1.0, loss_scale=scale)(bad)
         assert str(actual.value).splitlines()[0] == str(expected.value).splitlines()[0]
     with pytest.raises((TypeError, ValueError), match="argnums"):
-        jmp.grad(lambda x: x, scale, argnums=3)(1.0)
+        jmp.grad(lambda x: x, loss_scale=scale, argnums=3)(1.0)
     with pytest.raises(TypeError, match="as an integer"):
-        jmp.grad(lambda x: x, scale, argnums="x")
+        jmp.grad(lambda x: x, loss_scale=scale, argnums="x")
 
 
 def test_the_function_keeps_its_name():
-    assert jmp.value_and_grad(loss_fn, SCALES[0]).__name__ == "loss_fn"
-    assert jmp.grad(loss_fn, SCALES[0]).__name__ == "loss_fn"
+    assert jmp.value_and_grad(loss_fn, loss_scale=SCALES[0]).__name__ == "loss_fn"
+    assert jmp.grad(loss_fn, loss_scale=SCALES[0]).__name__ == "loss_fn"
     partial = functools.partial(loss_fn, power=2)
-    assert jmp.grad(partial, SCALES[0])(*problem()) is not None
+    assert jmp.grad(partial, loss_scale=SCALES[0])(*problem()) is not None
 
 
 @pytest.mark.parametrize("bad", [128.0, None, jmp.StaticLossScale, jnp.float32(2)])
 def test_what_is_no_loss_scale_is_refused_at_the_door(bad):
     with pytest.raises(TypeError, match=r"Expected a LossScale.*StaticLossScale\("):
-        jmp.value_and_grad(loss_fn, bad)
+        jmp.value_and_grad(loss_fn, loss_scale=bad)
 
 
 def test_a_missing_aux_is_named():
     with pytest.raises(TypeError, match=r"pair \(loss, aux\).*got .*Tracer"):
-        jmp.grad(lambda x: x, SCALES[0], has_aux=True)(1.0)
+        jmp.grad(lambda x: x, loss_scale=SCALES[0], has_aux=True)(1.0)
     with pytest.raises(TypeError, match=r"pair \(loss, aux\).*got tuple of 3"):
-        jmp.grad(lambda x: (x, 1, 2), SCALES[0], has_aux=True)(1.0)
-    grads, aux = jmp.grad(lambda x: [x, 1], SCALES[0], has_aux=True)(1.0)
+        jmp.grad(lambda x: (x, 1, 2), loss_scale=SCALES[0], has_aux=True)(1.0)
+    grads, aux = jmp.grad(lambda x: [x, 1], loss_scale=SCALES[0], has_aux=True)(1.0)
     assert (float(grads), aux) == (1.0, 1)
 
 
 def test_a_loss_that_is_no_scalar_gets_jax_s_error():
     with pytest.raises(TypeError, match="scalar-output"):
-        jmp.grad(lambda x: x, SCALES[1])(jnp.ones(2))
+        jmp.grad(lambda x: x, loss_scale=SCALES[1])(jnp.ones(2))
 
 
 @pytest.mark.parametrize("clip", [optax.identity(), optax.clip_by_global_norm(0.5)])
@@ -249,16 +253,27 @@ def test_training_follows_the_bare_optimizer_s_trajectory(clip):
         updates, bare_state = bare.update(grads, bare_state, bare_params)
         bare_params = optax.apply_updates(bare_params, updates)
 
-        grads = jmp.grad(loss_fn, jmp.get_loss_scale(state))(params, x)
+        grads = jmp.grad(loss_fn, loss_scale=jmp.get_loss_scale(state))(params, x)
         updates, state = scaled.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         jax.tree.map(np.testing.assert_array_equal, params, bare_params)
     assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**13
 
 
+@pytest.mark.parametrize(
+    "transform", [jmp.value_and_grad, jmp.grad, jmp_lite.nnx.value_and_grad]
+)
+def test_a_scale_in_place_of_argnums_is_an_error_that_names_the_argument(transform):
+    with pytest.raises(TypeError, match=r"got a StaticLossScale: pass it as loss_sc"):
+        transform(loss_fn, SCALES[0], loss_scale=SCALES[0])
+    with pytest.raises(TypeError, match="loss_scale"):
+        transform(loss_fn)
+
+
 @pytest.mark.parametrize("transform", [jmp.value_and_grad, jmp.grad])
 def test_an_nnx_module_is_refused_because_its_changes_would_be_lost(transform):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    wrapped = transform(lambda model, x: model(x).sum(), jmp.StaticLossScale(2.0))
+    scale = jmp.StaticLossScale(2.0)
+    wrapped = transform(lambda model, x: model(x).sum(), loss_scale=scale)
     with pytest.raises(TypeError, match=r"Linear.*jmp_lite\.nnx\.value_and_grad"):
         wrapped(model, jnp.ones((3, 2)))

@@ -400,7 +400,7 @@ def test_the_result_does_not_depend_on_the_promotion_mode(promotion):
         for x in (1.0, jnp.nan, 2.0, 3.0):
             loss = lambda p, x=x: jnp.sum(p["w"] ** 2) * jnp.bfloat16(x) + p["b"].sum()
             scale = jmp.get_loss_scale(state)
-            value, grads = jmp.value_and_grad(loss, scale)(params)
+            value, grads = jmp.value_and_grad(loss, loss_scale=scale)(params)
             updates, state = optimizer.update(grads, state, params)
             history.append((value, updates, state))
         return history
@@ -712,11 +712,11 @@ def test_two_losses_with_two_optimizers_have_a_scale_each():
 
     def step(g, c, g_state, c_state, x):
         _, g_grads = jmp.value_and_grad(
-            lambda g: losses(g, c, x)[0], jmp.get_loss_scale(g_state)
+            lambda g: losses(g, c, x)[0], loss_scale=jmp.get_loss_scale(g_state)
         )(g)
         _, c_grads = jmp.value_and_grad(
             lambda c: losses(g, c, x)[1].astype(jnp.float16),
-            jmp.get_loss_scale(c_state),
+            loss_scale=jmp.get_loss_scale(c_state),
         )(c)
         g_update, g_state = generator.update(g_grads, g_state, g)
         c_update, c_state = critic.update(c_grads, c_state, c)

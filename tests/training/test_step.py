@@ -502,7 +502,7 @@ def test_the_loss_at_other_parameters_is_that_of_parameters_in_their_dtype():
 
 STATES = [
     value
-    for name, value in sorted(vars(jmp).items())
+    for name, value in sorted(vars(jmp.states).items())
     if name.endswith("State") and inspect.isclass(value)
 ]
 
