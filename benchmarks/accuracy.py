@@ -34,6 +34,7 @@ import jmp_lite.nnx
 from benchmarks.models import ResNet
 from benchmarks.report import stamp, write
 from examples.demo import load_digits, order_of_images
+from jmp_lite.autocasting.rules.rules import is_identity
 
 
 class Variant(NamedTuple):
@@ -268,7 +269,7 @@ def text(variant: Variant, steps: int) -> Trainer:
     rules = variant.rules
     written, unseen = read_text(MODULES), read_text(TEST_MODULES)
     schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 10, steps)
-    dtype = "float32" if rules.is_identity else rules.compute_dtype
+    dtype = "float32" if is_identity(rules) else rules.compute_dtype
     scale = jmp.default_loss_scale(dtype)
 
     def loss_fn(model: Writer, tokens: Any) -> Any:

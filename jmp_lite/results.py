@@ -16,7 +16,7 @@ from jmp_lite.insight.report import (
     SuggestedLossScale,
 )
 from jmp_lite.insight.tune.measure import Error
-from jmp_lite.insight.tune.report import Kept, Step, TunedRules, TuningReport
+from jmp_lite.insight.tune.report import Kept, Step, Tuned, TuningReport
 from jmp_lite.insight.watch.watch import OpNumerics, WatchedNumerics
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "Step",
     "SuggestedLossScale",
     "Totals",
-    "TunedRules",
+    "Tuned",
     "TuningReport",
     "WatchedNumerics",
 ]

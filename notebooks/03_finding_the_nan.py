@@ -416,8 +416,9 @@ def logits_of_batch(params):
     return forward(params, batch[0])
 
 
-tuned = jmp.tune(logits_of_batch, (params,), 0.05, float16, progress=lambda line: None)
-print(tuned.report)
+search = jmp.tune(logits_of_batch, float16, tolerance=0.05, progress=lambda line: None)
+tuned, report = search(params)
+print(report)
 assert tuned == by_hand
 
 # %% [markdown]
@@ -425,7 +426,7 @@ assert tuned == by_hand
 # run in float16: operations and groups of scopes, then single scopes.
 
 # %%
-print(tuned.report.table())
+print(report.table())
 
 # %% [markdown]
 # ## Training again

@@ -180,8 +180,9 @@ figure
 # errors of the result and of all gradients on a sample.
 
 # %%
-tuned = jmp.tune(loss_fn, (start, x, y), 0.25, rules, progress=lambda line: None)
-print(tuned.report)
+search = jmp.tune(loss_fn, rules, tolerance=0.25, progress=lambda line: None)
+tuned, report = search(start, x, y)
+print(report)
 products = jmp.explain(loss_fn, tuned)(start, x, y)
 for row in products.rows:
     if row.op == "dot_general":

@@ -40,7 +40,7 @@ def plain_terminal():
         (["--out", __file__], "--out: File exists: .*test_demo.py"),
     ],
 )
-def test_bad_arguments_exit_with_2_and_say_what_is_wrong(argv, fragment, capsys):
+def test_bad_arguments_exit_with_2_and_a_message(argv, fragment, capsys):
     with pytest.raises(SystemExit) as error:
         demo.main(argv)
     assert error.value.code == 2
@@ -121,7 +121,7 @@ def test_the_progress_of_every_run_is_on_stderr_alone(quick_demo):
 
 
 @pytest.mark.slow
-def test_the_demo_draws_a_picture_and_tells_where(quick_demo):
+def test_the_demo_draws_a_picture_and_prints_its_path(quick_demo):
     stdout, picture = quick_demo.stdout, quick_demo.picture
     assert f"Losses and loss scale, step by step: {picture}\n" in stdout
     assert "What autocast to float16 does with the loss and its gradient:" in stdout
@@ -175,7 +175,7 @@ def test_parameters_stay_float32_and_activations_take_less(runs):
     assert 0.5 < float16.kept_bytes / float32.kept_bytes < 0.65
 
 
-def test_training_and_test_images_are_apart_and_stay_so():
+def test_training_and_test_images_are_disjoint_and_always_the_same():
     (images, labels), (test_images, test_labels) = demo.load_digits()
     assert len(images) + len(test_images) == 1797
     assert (images.dtype, labels.dtype) == (np.float32, np.int32)

@@ -70,7 +70,7 @@ def test_the_first_steps_train_and_build_train_step_keeps_an_average(
 
 
 @pytest.mark.slow
-def test_each_recipe_does_what_it_says(standard_promotion, capsys):
+def test_each_recipe_does_what_its_text_promises(standard_promotion, capsys):
     names = run_blocks("recipes.md")
     of_adapters = [names["adapted_metrics"]["loss"], names["own_loss"]]
     assert of_adapters[0] == pytest.approx(float(of_adapters[1]), rel=0.05)
@@ -157,7 +157,7 @@ def test_the_inference_guide_writes_the_same_text_token_by_token_and_in_a_loop()
     assert shown in {row.reason for row in carries}
 
 
-def test_the_lines_beside_those_of_others_run(standard_promotion):
+def test_the_examples_beside_those_of_other_libraries_run(standard_promotion):
     names = run_blocks("coming_from.md")
     assert int(names["opt_state"].skipped) == 0
     assert int(names["state"].step) == 1
@@ -174,7 +174,9 @@ def test_the_page_on_semantics_explains_its_layer(capsys):
     assert explanation.precision_of(op="dot_general") == "bfloat16"
 
 
-def test_the_page_on_loss_scaling_runs_and_skips_as_it_says(standard_promotion, capsys):
+def test_the_page_on_loss_scaling_runs_and_skips_as_described(
+    standard_promotion, capsys
+):
     names = run_blocks("loss_scaling.md")
     printed = capsys.readouterr().out
     vanished, left = re.findall(r"(\d+)% of the gradients are zero", printed)
@@ -188,7 +190,7 @@ def test_the_page_on_loss_scaling_runs_and_skips_as_it_says(standard_promotion, 
     assert "optax.MultiSteps is around loss_scaling" in printed
 
 
-def test_arguments_of_other_libraries_are_answered_as_the_page_lists_them(
+def test_errors_about_arguments_of_other_libraries_are_those_that_the_page_lists(
     standard_promotion,
 ):
     text = (DOCS / "loss_scaling.md").read_text()
@@ -236,7 +238,9 @@ def test_the_page_on_memory_runs_and_stores_moments_in_8_bits(standard_promotion
     assert abs(float(names["of_step"]["loss"]) / float(names["exact"]) - 1) < 0.01
 
 
-def test_the_tools_against_what_goes_wrong_find_it(standard_promotion, capsys):
+def test_the_tools_of_the_troubleshooting_page_find_the_mistakes(
+    standard_promotion, capsys
+):
     names = run_blocks("troubleshooting.md")
     found = names["jmp"].first_nonfinite(names["stats"])
     assert (found.op, found.inf > 0) == ("dot_general", True)
@@ -278,7 +282,7 @@ def test_every_file_and_test_that_a_guide_links_exists(guide):
         assert not name or f"def {name}(" in (DOCS / link).read_text(), name
 
 
-def test_the_guide_to_float8_shows_what_explain_says(capsys):
+def test_the_guide_to_float8_shows_the_output_of_explain(capsys):
     names = run_blocks("float8.md")
     reason = names["rows"][0].reason
     assert f"# {reason}\n" in (DOCS / "float8.md").read_text()

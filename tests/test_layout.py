@@ -172,7 +172,7 @@ READERS = [module for module in MODULES if room_of(module) in ORDER[2:5]]
 
 
 @pytest.mark.parametrize("module", READERS, ids=str)
-def test_one_room_alone_reads_what_is_inside_of_equations(module):
+def test_only_the_room_jaxprs_reads_the_inside_of_equations(module):
     assert list(reads_of_equations((PACKAGE / module).read_text())) == []
 
 
@@ -198,7 +198,7 @@ def test_the_checks_of_equations_can_fail():
     assert sorted(parameters_named_in(source)) == ["branches", "jaxpr"]
 
 
-def test_all_is_the_public_face():
+def test_all_lists_the_public_names():
     public = {
         name
         for name, value in vars(jmp_lite).items()
@@ -238,7 +238,7 @@ assert not xla_bridge.backends_are_initialized(), "a backend is awake"
         ("import jmp_lite; jmp_lite.half_dtype()", "a backend is awake"),
     ],
 )
-def test_importing_loads_no_flax_and_wakes_no_backend(statement, complaint):
+def test_importing_loads_no_flax_and_initializes_no_backend(statement, complaint):
     code = IMPORT_CHECK.format(statement=statement)
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False

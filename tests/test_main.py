@@ -41,7 +41,7 @@ runpy.run_module("jmp_lite", run_name="__main__", alter_sys=True)
 # ----------------------------------------------------------------------- the doctor
 
 
-def test_the_doctor_tells_versions_devices_and_the_half_dtype(capsys):
+def test_the_doctor_prints_versions_devices_and_the_half_dtype(capsys):
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     printed = {line[:18].strip(): line[18:] for line in lines}
@@ -54,7 +54,7 @@ def test_the_doctor_tells_versions_devices_and_the_half_dtype(capsys):
     assert printed["matmul precision"] == "not set: the backend chooses"
 
 
-def test_the_doctor_reads_the_configuration_of_now(capsys):
+def test_the_doctor_reads_the_current_configuration(capsys):
     with jax.enable_x64(True), jax.default_matmul_precision("tensorfloat32"):
         cli.main(["doctor"])
     printed = capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_the_doctor_reads_the_configuration_of_now(capsys):
     assert re.search(r"^matmul precision +tensorfloat32$", printed, re.MULTILINE)
 
 
-def test_the_doctor_says_that_a_package_is_not_installed():
+def test_the_doctor_prints_that_a_package_is_not_installed():
     assert cli.version("no-such-package-of-ours") == "not installed"
 
 
@@ -90,14 +90,14 @@ def test_the_doctor_examines_a_machine_whose_backend_does_not_start():
         (["doctor", "--epochs", "3"], "unrecognized arguments"),
     ],
 )
-def test_bad_arguments_exit_with_2_and_say_what_is_wrong(argv, fragment, capsys):
+def test_bad_arguments_exit_with_2_and_a_message(argv, fragment, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(argv)
     assert error.value.code == 2
     assert re.search(fragment, capsys.readouterr().err)
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["--version"])
     assert error.value.code == 0
@@ -113,7 +113,7 @@ def test_help_describes_what_the_doctor_prints(capsys):
         assert fragment in text
 
 
-def test_the_demo_says_where_it_is(capsys):
+def test_the_command_demo_prints_where_the_demo_is(capsys):
     assert cli.main(["demo"]) == 1
     printed = capsys.readouterr()
     where = "The demo is examples/demo.py in the repository: make demo runs it.\n"

@@ -29,7 +29,7 @@ def written(notebook):
     return "\n".join(texts)
 
 
-def test_the_readme_opens_them_in_their_order():
+def test_the_readme_links_the_notebooks_in_their_order():
     assert re.findall(r"notebooks/(\w+)\.ipynb", README) == NAMES
     assert [name[:2] for name in NAMES] == [f"{i:02}" for i in range(1, 12)]
     assert NAMES[0].endswith("autocast")
@@ -77,7 +77,7 @@ def test_outputs_contain_nothing_of_the_machine_that_made_them(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_and_has_outputs_of_the_same_kinds(name):
+def test_a_notebook_runs_and_has_outputs_of_the_committed_kinds(name):
     made, shown = run.run(run.HERE / f"{name}.py"), committed(name)
     for now, then in zip(made.cells, shown.cells, strict=True):
         kinds = [
@@ -86,7 +86,7 @@ def test_it_runs_and_has_outputs_of_the_same_kinds(name):
         assert kinds[0] == kinds[1], now.source
 
 
-def test_where_of_a_notebook_is_a_cell_and_a_line():
+def test_a_place_in_a_notebook_is_a_cell_and_a_line():
     places = re.findall(r" at (\S+:\d+)", written(committed("01_autocast")))
     assert places
     assert all(re.fullmatch(r"In\[\d+\]:\d+", place) for place in places)

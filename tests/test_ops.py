@@ -182,7 +182,7 @@ def test_each_field_has_a_reader_outside_of_the_table(field):
     assert READ & {field, *views(TABLE).get(field, ())}
 
 
-def test_each_set_of_the_table_has_a_reader_outside_of_it():
+def test_each_set_of_the_table_has_a_reader_in_another_module():
     sets = {name for name, value in vars(ops).items() if isinstance(value, frozenset)}
     assert len(sets) > 25
     assert sets <= READ
@@ -235,14 +235,14 @@ MEMBERS = {
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_a_set_contains_the_ops_that_it_says(name):
+def test_a_set_contains_the_ops_that_its_name_promises(name):
     inside, outside = (set(names.split()) for names in MEMBERS[name])
     assert inside | outside <= NAMES
     assert inside <= getattr(ops, name)
     assert not outside & getattr(ops, name)
 
 
-def test_each_set_is_looked_into():
+def test_each_set_has_examples():
     sets = {name for name, value in vars(ops).items() if isinstance(value, frozenset)}
     assert sets == set(MEMBERS)
 

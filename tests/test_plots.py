@@ -86,18 +86,18 @@ def test_a_single_array_and_one_of_one_size_are_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("tree", [{}, {"w": jnp.zeros(3)}, jnp.array([jnp.nan]), 3])
-def test_nothing_to_draw_is_refused(tree):
+def test_a_tree_without_numbers_to_draw_is_an_error(tree):
     with pytest.raises(
         ValueError, match="Expected a number that is finite and nonzero"
     ):
         plots.magnitudes(tree)
 
 
-def test_a_dtype_that_is_none_is_refused():
+def test_an_unknown_dtype_is_an_error_that_names_the_nearest_one():
     with pytest.raises(ValueError, match="Did you mean 'float16'"):
         plots.magnitudes(GRADS, ["float61"])
 
 
-def test_it_refuses_tracers():
+def test_tracers_are_an_error():
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(lambda x: plots.magnitudes(x) and x)(jnp.ones(2))

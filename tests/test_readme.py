@@ -25,7 +25,7 @@ def run_block(contents):
     return names
 
 
-def test_it_is_short():
+def test_the_readme_is_short():
     assert len(README.splitlines()) < 220
 
 
@@ -60,7 +60,7 @@ def test_each_framework_runs_by_itself():
     assert names["grads"].dtype == jnp.float32
 
 
-def test_what_explain_prints_last_is_shown(capsys):
+def test_the_readme_shows_the_totals_that_explain_prints(capsys):
     names = run_block("jmp.explain")
     printed = capsys.readouterr().out
     shown = re.findall(r"```text\n(equations: .*?)```", README, re.DOTALL)

@@ -14,18 +14,18 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules.rules import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
+from jmp_lite.autocasting.rules.scopes import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.casting.dtypes import cast_tree, is_floating, parse_dtype, upcast_tree
 from jmp_lite.casting.types import Leaf
 from jmp_lite.jaxprs.types import Function, PyTree
 
 Tree = TypeVar("Tree")
-Params = ParamSpec("Params")
+Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
 @overload
-def full_precision(fun: Callable[Params, Result]) -> Callable[Params, Result]: ...
+def full_precision(fun: Callable[Args, Result]) -> Callable[Args, Result]: ...
 
 
 @overload
@@ -56,11 +56,11 @@ def full_precision(
       >>> row.op, row.precision
       ('dot_general', 'float32')
     """
-    return _region(FULL_SCOPE, fun)
+    return _mark_region(FULL_SCOPE, fun)
 
 
 @overload
-def low_precision(fun: Callable[Params, Result]) -> Callable[Params, Result]: ...
+def low_precision(fun: Callable[Args, Result]) -> Callable[Args, Result]: ...
 
 
 @overload
@@ -91,10 +91,10 @@ def low_precision(
       >>> row.op, row.precision
       ('exp', 'bfloat16')
     """
-    return _region(LOW_SCOPE, fun)
+    return _mark_region(LOW_SCOPE, fun)
 
 
-def _region(
+def _mark_region(
     scope: str, fun: Function | None
 ) -> Function | AbstractContextManager[None]:
     if fun is None:
@@ -129,7 +129,7 @@ def as_full(tree: Tree) -> Tree:
       >>> jmp.explain(fun)(x, w, x).precision_of(op="tanh")
       'float32'
     """
-    return _marked(tree, FULL_SCOPE)
+    return _mark_values(tree, FULL_SCOPE)
 
 
 def as_low(tree: Tree) -> Tree:
@@ -151,12 +151,12 @@ def as_low(tree: Tree) -> Tree:
       >>> jmp.explain(fun)(x, w).precision_of(op="tanh")
       'bfloat16'
     """
-    return _marked(tree, LOW_SCOPE)
+    return _mark_values(tree, LOW_SCOPE)
 
 
 def low_call(
-    fun: Callable[Params, Result], dtype: DTypeLike = "bfloat16"
-) -> Callable[Params, Result]:
+    fun: Callable[Args, Result], dtype: DTypeLike = "bfloat16"
+) -> Callable[Args, Result]:
     """Returns a function that calls a kernel with 16-bit arguments.
 
     It is for kernels that accept 16 bits only, such as a fused attention. The code of
@@ -196,7 +196,7 @@ def low_call(
     return low_fun
 
 
-def _marked(tree: Tree, scope: str) -> Tree:
+def _mark_values(tree: Tree, scope: str) -> Tree:
     def mark(leaf: Leaf) -> Leaf:
         return checkpoint_name(leaf, scope) if is_floating(leaf) else leaf
 

@@ -20,7 +20,7 @@ _NAME = "_with_float32_loss"
 
 @dataclasses.dataclass(frozen=True)
 class _Variant:
-    of: weakref.ref[LossFn]
+    original: weakref.ref[LossFn]
     call: LossFn
 
 
@@ -46,6 +46,6 @@ def with_float32_loss(fun: Callable[Args, Result]) -> Callable[Args, Result]:
     found = getattr(fun, _NAME, None)
     owner = getattr(fun, "__self__", None)
     function = fun if owner is None else getattr(fun, "__func__", fun)
-    if not isinstance(found, _Variant) or found.of() is not function:
+    if not isinstance(found, _Variant) or found.original() is not function:
         return fun
     return found.call if owner is None else types.MethodType(found.call, owner)

@@ -130,7 +130,7 @@ def _parse_parts(text: str) -> dict[str, Dtype]:
                 f"Expected key=dtype, got {part.strip()!r} in the policy {text!r}."
             )
         if key not in _KEYS:
-            raise _in_policy(unknown_name("key", key, _KEYS), text)
+            raise _name_policy(unknown_name("key", key, _KEYS), text)
         if _KEYS[key] in parts:
             raise ValueError(f"{_KEYS[key]} is given twice in the policy {text!r}.")
         parts[_KEYS[key]] = _parse_part(value, text)
@@ -141,8 +141,8 @@ def _parse_part(value: str, text: str) -> Dtype:
     try:
         return parse_dtype(value.strip())
     except ValueError as error:
-        raise _in_policy(error, text) from None
+        raise _name_policy(error, text) from None
 
 
-def _in_policy(error: ValueError, text: str) -> ValueError:
+def _name_policy(error: ValueError, text: str) -> ValueError:
     return ValueError(f"{error} (In the policy {text!r}.)")

@@ -32,7 +32,7 @@ AnyArray: TypeAlias = jax.Array | np.ndarray[Any, Any]
 """An array of JAX, a tracer of one, or an array of NumPy."""
 Scalar: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic | float | int | bool
 """A number: an array without axes, or one of Python."""
-Number: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.number[Any]
+TypedScalar: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.number[Any]
 """A number with a dtype: an array without axes, or a scalar of NumPy."""
 Key: TypeAlias = jax.Array
 """A key of ``jax.random``."""

@@ -101,7 +101,7 @@ def _floating_class(cls: type[Module], dtype: Dtype, where: Selector) -> type[Mo
             # An unbound module has no parts yet, such as a cell that makes its carry.
             if getattr(self, "scope", None) is None:
                 return method(self, *args, **kwargs)
-            parts = _Parts(self, dtype, where)
+            parts = _PartCaster(self, dtype, where)
             with nn.intercept_methods(parts.intercept):
                 out = method(self, *args, **kwargs)
             if method is cls.__call__ and not parts.is_any_cast:
@@ -133,7 +133,7 @@ def _floating_class(cls: type[Module], dtype: Dtype, where: Selector) -> type[Mo
     def reduce_ex(self: Module, protocol: SupportsIndex) -> tuple[object, ...]:
         # Not by the name of the class, which is that of the original.
         _, _, *state = cls.__reduce_ex__(self, protocol)
-        return _new, _recipe(type(self)), *state
+        return _make_empty, _recipe(type(self)), *state
 
     def body(namespace: dict[str, Any]) -> None:
         methods = {name: getattr(cls, name) for name in _methods(cls)}
@@ -160,7 +160,7 @@ def _recipe(
     return *_recipe(base), (dtype, where)
 
 
-def _new(cls: type[nn.Module], *changes: tuple[Dtype, Selector]) -> nn.Module:
+def _make_empty(cls: type[nn.Module], *changes: tuple[Dtype, Selector]) -> nn.Module:
     """Returns an empty module of a recipe, for ``pickle`` and ``copy``."""
     for dtype, where in changes:
         cls = _floating_class(cls, dtype, where)
@@ -196,7 +196,7 @@ def _methods(cls: type[nn.Module]) -> list[str]:
     ]
 
 
-class _Parts:
+class _PartCaster:
     """Casts the parts of a module while one of its methods runs.
 
     Attributes:

@@ -89,10 +89,10 @@ def autocast(
         return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
     check_convertible(fun)
     chosen = choose_rules(rules, compute_dtype)
-    called, *bound = _unbound(fun)
-    lifted = _of_states(called)
+    called, *bound = _unbind(fun)
+    lifted = _lift_to_states(called)
 
-    def with_states(run: Callable[[Function], Function]) -> Function:
+    def run_on_states(run: Callable[[Function], Function]) -> Function:
         @functools.wraps(called)
         def autocast_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with nnx.update_context(lifted):
@@ -103,8 +103,8 @@ def autocast(
 
         return autocast_fun
 
-    autocast_fun = with_states(lambda low: low)
-    set_float32_loss(autocast_fun, with_states(with_float32_loss))
+    autocast_fun = run_on_states(lambda low: low)
+    set_float32_loss(autocast_fun, run_on_states(with_float32_loss))
     return autocast_fun
 
 
@@ -142,8 +142,8 @@ def explain(
       ('Linear', 'dot_general', 'bfloat16')
     """
     check_convertible(fun)
-    called, *bound = _unbound(fun)
-    lifted = _of_states(called)
+    called, *bound = _unbind(fun)
+    lifted = _lift_to_states(called)
 
     explain_states = core_explain(
         lifted, rules, compute_dtype=compute_dtype, backward=backward
@@ -157,21 +157,21 @@ def explain(
     return explained
 
 
-def _of_states(fun: Function) -> Callable[[PyTree], PyTree]:
+def _lift_to_states(fun: Function) -> Callable[[PyTree], PyTree]:
     """Returns ``fun`` as a function of states that returns the changed states, too."""
 
-    def of_states(states: PyTree) -> PyTree:
-        args, kwargs = nnx.from_tree(states, ctxtag=of_states, is_inner=True)
+    def lifted_fun(states: PyTree) -> PyTree:
+        args, kwargs = nnx.from_tree(states, ctxtag=lifted_fun, is_inner=True)
         depth = add_scopes((args, kwargs))
         out = fun(*args, **kwargs)
-        inputs = jax.tree.map(_if_mutable, (args, kwargs), is_leaf=is_mutable)
+        inputs = jax.tree.map(_keep_mutable, (args, kwargs), is_leaf=is_mutable)
         remove_scopes((inputs, out), depth)
-        return nnx.to_tree((out, inputs), ctxtag=of_states)
+        return nnx.to_tree((out, inputs), ctxtag=lifted_fun)
 
-    return of_states
+    return lifted_fun
 
 
-def _unbound(fun: Function) -> tuple[Function] | tuple[Function, nnx.Pytree]:
+def _unbind(fun: Function) -> tuple[Function] | tuple[Function, nnx.Pytree]:
     """Returns a function and, for a module or a bound method, the module."""
     owner = fun if isinstance(fun, nnx.Pytree) else getattr(fun, "__self__", None)
     if not isinstance(owner, nnx.Pytree):
@@ -186,5 +186,5 @@ def _unbound(fun: Function) -> tuple[Function] | tuple[Function, nnx.Pytree]:
     return call, owner
 
 
-def _if_mutable(leaf: Leaf) -> nnx.Pytree | nnx.Variable[PyTree] | None:
+def _keep_mutable(leaf: Leaf) -> nnx.Pytree | nnx.Variable[PyTree] | None:
     return leaf if is_mutable(leaf) else None

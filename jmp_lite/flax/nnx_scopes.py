@@ -12,7 +12,7 @@ from jmp_lite.casting.types import Leaf, Path, PyTree
 Model = TypeVar("Model", bound=nnx.Module)
 
 
-_SCOPE = "_jmp_lite_scope"
+_SCOPE_ATTRIBUTE = "_jmp_lite_scope"
 
 
 def scoped(model: Model) -> Model:
@@ -58,11 +58,11 @@ def add_scopes(tree: PyTree) -> int:
       A number for ``remove_scopes``. Modules that already have scopes keep them.
     """
     modules = [inner for module in _modules(tree) for _, inner in modules_of(module)]
-    depth = 1 + max((getattr(m, _SCOPE, (0,))[0] for m in modules), default=0)
+    depth = 1 + max((getattr(m, _SCOPE_ATTRIBUTE, (0,))[0] for m in modules), default=0)
     for module in _modules(tree):
         paths = {path: m for path, m in modules_of(module) if callable(m)}
         for path, inner in paths.items():
-            if hasattr(inner, _SCOPE):
+            if hasattr(inner, _SCOPE_ATTRIBUTE):
                 continue
             parents = (path[:n] for n in reversed(range(len(path))))
             parent = next((p for p in parents if p in paths), ())
@@ -70,7 +70,7 @@ def add_scopes(tree: PyTree) -> int:
             is_leaf = all(m is inner for _, m in modules_of(inner))
             name = (type(inner).__name__,) if is_leaf or not path else ()
             scope = "/".join(map(str, (*path[len(parent) :], *name)))
-            setattr(inner, _SCOPE, (depth, scope))
+            setattr(inner, _SCOPE_ATTRIBUTE, (depth, scope))
             _become(inner, _scoped_class(type(inner)))
     return depth
 
@@ -79,9 +79,9 @@ def remove_scopes(tree: PyTree, depth: int) -> None:
     """Restores the class of all modules that ``add_scopes`` has changed."""
     for module in _modules(tree):
         for _, inner in modules_of(module):
-            if getattr(inner, _SCOPE, (None,))[0] == depth:
+            if getattr(inner, _SCOPE_ATTRIBUTE, (None,))[0] == depth:
                 _become(inner, type(inner).__base__)
-                delattr(inner, _SCOPE)
+                delattr(inner, _SCOPE_ATTRIBUTE)
 
 
 def _become(module: nnx.Module, cls: type | None) -> None:
@@ -106,7 +106,7 @@ def _scoped_class(cls: type) -> type:
 
     @functools.wraps(cls.__call__)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(getattr(self, _SCOPE)[1]):
+        with jax.named_scope(getattr(self, _SCOPE_ATTRIBUTE)[1]):
             return cls.__call__(self, *args, **kwargs)
 
     def body(namespace: dict[str, Any]) -> None:

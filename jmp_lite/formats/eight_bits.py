@@ -19,10 +19,10 @@ from jmp_lite.formats.number_format import (
 from jmp_lite.jaxprs import cost, params
 from jmp_lite.jaxprs.types import Eqn
 
-FORWARD = ("e4m3fn", "e4m3fnuz")
+FORWARD_DTYPES = ("e4m3fn", "e4m3fnuz")
 """The float8 dtypes of operands, without ``float8_``."""
 
-BACKWARD = ("e5m2", "e5m2fnuz", *FORWARD)
+BACKWARD_DTYPES = ("e5m2", "e5m2fnuz", *FORWARD_DTYPES)
 """Those of cotangents."""
 
 

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 
 from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME, Quantized, dequantize, quantize
-from jmp_lite.formats.eight_bits import BACKWARD, FORWARD, EightBits, check_smallest
+from jmp_lite.formats.eight_bits import BACKWARD_DTYPES, FORWARD_DTYPES, EightBits, check_smallest
 from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
 from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
-from jmp_lite.jaxprs.bilinear import Operand
+from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
@@ -70,8 +70,8 @@ class Float8:
     smallest: float = 2000
 
     def __post_init__(self) -> None:
-        _check_format("forward", self.forward, FORWARD)
-        _check_format("backward", self.backward, BACKWARD)
+        _check_format("forward", self.forward, FORWARD_DTYPES)
+        _check_format("backward", self.backward, BACKWARD_DTYPES)
         check_smallest(self.smallest)
 
     @property
@@ -108,7 +108,7 @@ class Float8Format(EightBits):
         """Returns the dtype of operands."""
         return self.options.forward_dtype
 
-    def round(self, array: Array) -> Operand:
+    def round(self, array: Array) -> ProductOperand:
         """Returns an operand of a product, quantized."""
         return quantize_operand(array, self.options.forward_dtype)
 
@@ -119,9 +119,9 @@ class Float8Format(EightBits):
         del bound
         lhs, rhs, *others = operands
         if product.weights[1]:
-            lhs = apart(lhs, rhs)
+            lhs = separate(lhs, rhs)
         else:
-            rhs = apart(rhs, lhs)
+            rhs = separate(rhs, lhs)
         forward, backward = self.options.forward_dtype, self.options.backward_dtype
         form = Scaled(forward, forward, backward)
         axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
@@ -131,7 +131,7 @@ class Float8Format(EightBits):
 # ------------------------------------------------------------------------ how they run
 
 
-def quantize_operand(array: Array, dtype: Dtype) -> Operand:
+def quantize_operand(array: Array, dtype: Dtype) -> ProductOperand:
     """Returns an array as an operand: its float8 numbers, and their scale.
 
     Args:
@@ -147,7 +147,7 @@ def quantize_operand(array: Array, dtype: Dtype) -> Operand:
 _quantize = jax.jit(quantize, static_argnames="dtype")
 
 
-def apart(operand: Operand, weight: Operand) -> Operand:
+def separate(operand: ProductOperand, weight: ProductOperand) -> ProductOperand:
     """Returns an operand that XLA treats as a different one in each product.
 
     XLA merges small products of one operand, such as those for queries, keys and
@@ -185,7 +185,7 @@ class Scaled:
             return None
         return max(self.lhs, self.rhs, key=lambda dtype: float(jnp.finfo(dtype).max))
 
-    def of_tangent(self) -> "Scaled":
+    def tangent_form(self) -> "Scaled":
         """Returns the form of the product with the tangent of an operand."""
         return dataclasses.replace(self, use="tangent")
 
@@ -194,14 +194,14 @@ class Scaled:
         other = self.rhs if side == 0 else self.lhs
         return Scaled(self.cotangent, other, self.cotangent, "backward")
 
-    def received(self, cotangent: Array) -> Operand:
+    def cotangent_operand(self, cotangent: Array) -> ProductOperand:
         """Returns a cotangent as an operand, quantized."""
         return quantize_operand(cotangent, self.cotangent)
 
     def multiply(
         self,
-        lhs: Operand,
-        rhs: Operand,
+        lhs: ProductOperand,
+        rhs: ProductOperand,
         axes: Dimensions | Groups,
         out_sharding: NamedSharding | None,
         is_tpu: bool,
@@ -236,7 +236,7 @@ class Scaled:
         return lax.reduce_precision(result, finfo.nexp, finfo.nmant)
 
 
-def _is_scaled_as_one(operand: Operand, contracted: Sequence[int]) -> bool:
+def _is_scaled_as_one(operand: ProductOperand, contracted: Sequence[int]) -> bool:
     """Whether an operand has one scale along its contracted axes."""
     # ``vmap`` gives a scale the leading axes of its numbers.
     return bool(operand.parts) and all(
@@ -244,14 +244,14 @@ def _is_scaled_as_one(operand: Operand, contracted: Sequence[int]) -> bool:
     )
 
 
-def _dequantized(operand: Operand, dtype: Dtype) -> Array:
+def _dequantized(operand: ProductOperand, dtype: Dtype) -> Array:
     """Returns an operand in 16 bits."""
     if not operand.parts:
         return operand.array
     return dequantize(_scaled(operand, dtype), operand.array.dtype)
 
 
-def _scaled(operand: Operand, dtype: Dtype) -> Quantized:
+def _scaled(operand: ProductOperand, dtype: Dtype) -> Quantized:
     """Returns the numbers of an operand, and their scale with as many axes."""
     bits, scale = operand.parts
     shape = *scale.shape, *[1] * (bits.ndim - scale.ndim)

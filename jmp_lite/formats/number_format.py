@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_lite.jaxprs import cost, params, structure
-from jmp_lite.jaxprs.bilinear import Operand
+from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
 
@@ -135,7 +135,7 @@ class NumberFormat:
         del code
         return None
 
-    def round(self, array: Array) -> Array | Operand:
+    def round(self, array: Array) -> Array | ProductOperand:
         """Returns an operand of a product, from an array in the compute dtype.
 
         A computed array is rounded once for all products that read it.

@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding
 
 from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.casting.quantize import power_of_two_for
-from jmp_lite.formats.eight_bits import BACKWARD, FORWARD, EightBits, check_smallest
+from jmp_lite.formats.eight_bits import BACKWARD_DTYPES, FORWARD_DTYPES, EightBits, check_smallest
 from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
 from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
-from jmp_lite.jaxprs.bilinear import Operand
+from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
@@ -44,7 +44,7 @@ class RowsFormat(EightBits):
 
     def __post_init__(self) -> None:
         is_int8 = self.name == "int8"
-        for field, accepted in (("forward", FORWARD), ("backward", BACKWARD)):
+        for field, accepted in (("forward", FORWARD_DTYPES), ("backward", BACKWARD_DTYPES)):
             names = ["int8"] if is_int8 else [f"float8_{each}" for each in accepted]
             if getattr(self, field) not in names:
                 given = str(getattr(self, field))
@@ -75,7 +75,7 @@ class RowsFormat(EightBits):
         lhs, rhs, *others = operands
         form = ByRows(forward, forward, backward)
         axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
-        return bilinear.bilinear(Operand(lhs), Operand(rhs), form, axes, sharding)
+        return bilinear.bilinear(ProductOperand(lhs), ProductOperand(rhs), form, axes, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ByRows:
         """The dtype in which operands are multiplied."""
         return self.lhs
 
-    def of_tangent(self) -> "ByRows":
+    def tangent_form(self) -> "ByRows":
         """Returns the form of the product with the tangent of an operand: the same."""
         return self
 
@@ -108,14 +108,14 @@ class ByRows:
         other = self.rhs if side == 0 else self.lhs
         return ByRows(self.cotangent, other, self.cotangent, is_backward=True)
 
-    def received(self, cotangent: Array) -> Operand:
+    def cotangent_operand(self, cotangent: Array) -> ProductOperand:
         """Returns a cotangent as an operand; each product rounds its own rows."""
-        return Operand(cotangent)
+        return ProductOperand(cotangent)
 
     def multiply(
         self,
-        lhs: Operand,
-        rhs: Operand,
+        lhs: ProductOperand,
+        rhs: ProductOperand,
         axes: Dimensions | Groups,
         out_sharding: NamedSharding | None,
         is_tpu: bool,
@@ -129,7 +129,7 @@ class ByRows:
         pairs = enumerate([(lhs, self.lhs), (rhs, self.rhs)])
         (left, of_left), (right, of_right) = (
             _quantized(
-                axes.multiplied(each.array, side), axes.contracted[side], to, limit
+                axes.mask_unread(each.array, side), axes.contracted[side], to, limit
             )
             for side, (each, to) in pairs
         )

@@ -13,16 +13,16 @@ from jmp_lite.insight.places import TOP, Place
 from jmp_lite.insight.statistics import stacked
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.dataflow import has_lanes
-from jmp_lite.jaxprs.evaluate import Body, Carries, Evaluator, Frame
+from jmp_lite.jaxprs.evaluate import Body, CarryForms, Evaluator, Frame
 from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Literal, PyTree
 
-Value = TypeVar("Value")
-Form = TypeVar("Form")
-Op = TypeVar("Op")
+ValueT = TypeVar("ValueT")
+FormT = TypeVar("FormT")
+OpT = TypeVar("OpT")
 
 
 @dataclasses.dataclass(frozen=True)
-class CountedBody(Body[Form], Generic[Form, Op]):
+class CountedBody(Body[FormT], Generic[FormT, OpT]):
     """A jaxpr of a tool's arrays, which returns sums after its results.
 
     Attributes:
@@ -30,39 +30,39 @@ class CountedBody(Body[Form], Generic[Form, Op]):
       axes: the mapped axes over which the sums differ.
     """
 
-    ops: Sequence[Op]
+    ops: Sequence[OpT]
     axes: frozenset[str]
 
 
-class _Frame(Frame[Value, Place]):
+class _CountingFrame(Frame[ValueT, Place]):
     """The values of one jaxpr."""
 
-    def enter(self, eqn: Eqn) -> tuple[Sequence[Value], Place]:
+    def enter(self, eqn: Eqn) -> tuple[Sequence[ValueT], Place]:
         """Returns the operands of an equation, and its place."""
         operands = list(map(self.read, eqn.invars))
-        return operands, self.site.inside(eqn, params.trips(eqn))
+        return operands, self.site.enter(eqn, params.trips(eqn))
 
 
 class CountingEvaluator(
-    Evaluator[Value, Form, Place, CountedBody[Form, Op]], Generic[Value, Form, Op]
+    Evaluator[ValueT, FormT, Place, CountedBody[FormT, OpT]], Generic[ValueT, FormT, OpT]
 ):
     """Runs jaxprs, and notes ops with their sums."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Sequence[Op], PyTree]] = []
+        self._noted: list[tuple[Sequence[OpT], PyTree]] = []
 
     # ----------------------------------------------------------- what a tool defines
 
     @abc.abstractmethod
-    def inner(self) -> "CountingEvaluator[Value, Form, Op]":
+    def inner(self) -> "CountingEvaluator[ValueT, FormT, OpT]":
         """Returns the tool for a jaxpr inside, without ops."""
 
     @abc.abstractmethod
-    def types(self, aval: Aval, form: Form) -> Sequence[Aval]:
+    def types(self, aval: Aval, form: FormT) -> Sequence[Aval]:
         """Returns the types of a value's arrays, for the type that the program has."""
 
     @abc.abstractmethod
-    def specs(self, spec: PartitionSpec, form: Form) -> Sequence[PartitionSpec]:
+    def specs(self, spec: PartitionSpec, form: FormT) -> Sequence[PartitionSpec]:
         """Returns the specs of a value's arrays in a ``shard_map``."""
 
     @abc.abstractmethod
@@ -73,16 +73,16 @@ class CountingEvaluator(
     def add(self, one: PyTree, other: PyTree) -> PyTree:
         """Returns the sums of two runs of the same ops."""
 
-    def unpack_rows(self, value: Value, form: Form) -> Sequence[Array]:
+    def unpack_rows(self, value: ValueT, form: FormT) -> Sequence[Array]:
         """Returns arrays whose rows are the arrays of a step."""
         return self.unpack(value, form)
 
-    def pack_rows(self, arrays: Sequence[Array], form: Form) -> Value:
+    def pack_rows(self, arrays: Sequence[Array], form: FormT) -> ValueT:
         """Returns the value of stacked arrays of the steps of a loop."""
         return self.pack(arrays, form)
 
-    def from_devices(
-        self, value: Value, form: Form, axes: frozenset[str]
+    def unpack_device(
+        self, value: ValueT, form: FormT, axes: frozenset[str]
     ) -> Sequence[Array]:
         """Returns the arrays of a result of a ``shard_map``, which fit ``specs``."""
         del axes
@@ -90,50 +90,50 @@ class CountingEvaluator(
 
     # ------------------------------------------------------------------ what is noted
 
-    def note(self, ops: Sequence[Op], sums: PyTree) -> None:
+    def note(self, ops: Sequence[OpT], sums: PyTree) -> None:
         """Adds ops with their sums."""
         self._noted.append((ops, sums))
 
-    def found(self) -> tuple[list[Op], PyTree]:
+    def found(self) -> tuple[list[OpT], PyTree]:
         """Returns the ops and their sums, each column in one array."""
         return self.joined(self._noted)
 
     def joined(
-        self, parts: Sequence[tuple[Sequence[Op], PyTree]]
-    ) -> tuple[list[Op], PyTree]:
+        self, parts: Sequence[tuple[Sequence[OpT], PyTree]]
+    ) -> tuple[list[OpT], PyTree]:
         """Returns several lists of ops as one, with their sums."""
         ops = [op for ops, _ in parts for op in ops]
         return ops, stacked([sums for _, sums in parts] or [self.nothing(0)])
 
     # ------------------------------------------------------------------ the equations
 
-    def run_program(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
+    def run_program(self, jaxpr: Jaxpr, operands: Sequence[ValueT]) -> list[ValueT]:
         """Returns the results of a whole program."""
         return self.run(jaxpr, operands, TOP)
 
     def frame(
-        self, jaxpr: Jaxpr, operands: Sequence[Value], site: Place
-    ) -> Frame[Value, Place]:
+        self, jaxpr: Jaxpr, operands: Sequence[ValueT], site: Place
+    ) -> Frame[ValueT, Place]:
         """Returns the values of a jaxpr before it runs."""
-        return _Frame(self, jaxpr, operands, site)
+        return _CountingFrame(self, jaxpr, operands, site)
 
-    def step(self, eqn: Eqn, operands: Sequence[Value], site: Place) -> Sequence[Value]:
+    def step(self, eqn: Eqn, operands: Sequence[ValueT], site: Place) -> Sequence[ValueT]:
         """Runs an equation of any kind."""
         if params.op_of(eqn) == "while" and has_lanes(eqn):
             return self.equation(eqn, operands, site)
         return super().step(eqn, operands, site)
 
-    def literal(self, atom: Literal) -> Value:
+    def literal(self, atom: Literal) -> ValueT:
         """Returns the value of a literal, which is that of a constant."""
         return self.constant(atom, structure.as_array(atom.val))
 
-    def call(self, eqn: Eqn, operands: Sequence[Value], site: Place) -> Sequence[Value]:
+    def call(self, eqn: Eqn, operands: Sequence[ValueT], site: Place) -> Sequence[ValueT]:
         """Runs the jaxpr of a call in its place."""
         return self.run(params.body_of(eqn), operands, site)
 
     def custom(
-        self, eqn: Eqn, operands: Sequence[Value], site: Place
-    ) -> Sequence[Value]:
+        self, eqn: Eqn, operands: Sequence[ValueT], site: Place
+    ) -> Sequence[ValueT]:
         """Runs the jaxpr of a function in its place, without its rules."""
         return self.run(params.body_of(eqn), operands, site)
 
@@ -142,19 +142,19 @@ class CountingEvaluator(
     def body(
         self,
         jaxpr: Jaxpr,
-        operands: Sequence[Value],
+        operands: Sequence[ValueT],
         site: Place,
-        required: Sequence[Form] = (),
+        required: Sequence[FormT] = (),
         name: str | None = None,
-    ) -> CountedBody[Form, Op]:
+    ) -> CountedBody[FormT, OpT]:
         """Returns a jaxpr of the tool's arrays; see ``Evaluator``."""
         del name
         given = tuple(map(self.form, operands))
-        made: list[Form] = []
-        ops: list[Op] = []
+        made: list[FormT] = []
+        ops: list[OpT] = []
 
         def run(*arrays: Array) -> list[Array]:
-            results, sums = self._inside(jaxpr, arrays, given, site, ops)
+            results, sums = self._run_inside(jaxpr, arrays, given, site, ops)
             made[:] = map(self.form, results)
             pairs = zip(made, required, strict=False)
             made[: len(required)] = map(self.join, pairs)
@@ -171,27 +171,27 @@ class CountingEvaluator(
         axes = sharding.varying_axes(structure.parts(traced).outvars[-n_sums:])
         return CountedBody(traced, given, tuple(made), ops, axes)
 
-    def _inside(
+    def _run_inside(
         self,
         jaxpr: Jaxpr,
         arrays: Sequence[Array],
-        given: Sequence[Form],
+        given: Sequence[FormT],
         site: Place,
-        ops: list[Op],
-    ) -> tuple[list[Value], PyTree]:
+        ops: list[OpT],
+    ) -> tuple[list[ValueT], PyTree]:
         """Runs a jaxpr inside; returns its results and sums, and adds its ops."""
         tool = self.inner()
         results = tool.run(jaxpr, tool.pack_all(arrays, given), site)
         ops[:], sums = tool.found()
         return results, sums
 
-    def received(
+    def collect_results(
         self,
         eqn: Eqn,
-        bodies: Sequence[tuple[CountedBody[Form, Op], Sequence[Value]]],
+        bodies: Sequence[tuple[CountedBody[FormT, OpT], Sequence[ValueT]]],
         arrays: Sequence[Array],
         number: int = 0,
-    ) -> list[Value]:
+    ) -> list[ValueT]:
         """Returns the results of an equation, and notes the sums after them."""
         of_sums = jax.tree.structure([self.nothing(0)] * len(bodies))
         n = len(arrays) - of_sums.num_leaves
@@ -207,18 +207,18 @@ class CountingEvaluator(
         return [*self.pack_all(arrays[:at], whole), *stacked]
 
     def carries(
-        self, eqn: Eqn, operands: Sequence[Value], at: slice, site: Place
-    ) -> Carries[Form, Place, CountedBody[Form, Op]]:
+        self, eqn: Eqn, operands: Sequence[ValueT], at: slice, site: Place
+    ) -> CarryForms[FormT, Place, CountedBody[FormT, OpT]]:
         """Returns how carries find their forms: those of all steps are joined."""
         del eqn
-        return Carries(
+        return CarryForms(
             start=list(map(self.form, operands[at])),
             after=lambda forms, body: body.made[: len(forms)],
             site=site,
         )
 
     def _split(
-        self, body: CountedBody[Form, Op], arrays: Sequence[Array]
+        self, body: CountedBody[FormT, OpT], arrays: Sequence[Array]
     ) -> tuple[list[Array], PyTree]:
         """Runs a body; returns the arrays of its results, and its sums."""
         of_sums = jax.tree.structure(self.nothing(0))
@@ -226,7 +226,7 @@ class CountingEvaluator(
         n = len(out) - of_sums.num_leaves
         return out[:n], of_sums.unflatten(out[n:])
 
-    def _before(self, body: CountedBody[Form, Op]) -> PyTree:
+    def _start_sums(self, body: CountedBody[FormT, OpT]) -> PyTree:
         """Returns the sums of a body before it runs."""
         return _varying(self.nothing(len(body.ops)), body.axes)
 
@@ -236,7 +236,7 @@ class CountingEvaluator(
         self,
         eqn: Eqn,
         arrays: Sequence[Array],
-        branches: Sequence[CountedBody[Form, Op]],
+        branches: Sequence[CountedBody[FormT, OpT]],
     ) -> Sequence[Array]:
         """Binds a cond; each branch returns the sums of all."""
         avals = list(map(structure.type_of_value, arrays[1:]))
@@ -247,20 +247,20 @@ class CountingEvaluator(
         return params.bind_cond(eqn, arrays, jaxprs)
 
     def _taken(
-        self, branches: Sequence[CountedBody[Form, Op]], i: int
+        self, branches: Sequence[CountedBody[FormT, OpT]], i: int
     ) -> Callable[..., list[Array]]:
         """Returns a function that runs one branch, with sums for all branches."""
 
         def run(*arrays: Array) -> list[Array]:
             results, new = self._split(branches[i], arrays)
-            sums = list(map(self._before, branches))
+            sums = list(map(self._start_sums, branches))
             sums[i] = _varying(new, branches[i].axes)
             return [*results, *jax.tree.leaves(sums)]
 
         return run
 
     def bind_scan(
-        self, eqn: Eqn, operands: Sequence[Value], body: CountedBody[Form, Op]
+        self, eqn: Eqn, operands: Sequence[ValueT], body: CountedBody[FormT, OpT]
     ) -> Sequence[Array]:
         """Binds a scan, which carries the sums."""
         n_consts, n_carry = params.scan_counts(eqn)
@@ -278,16 +278,16 @@ class CountingEvaluator(
             return (out[: len(start)], self.add(sums, new)), out[len(start) :]
 
         options = params.scan_options(eqn)
-        first = start, self._before(body)
+        first = start, self._start_sums(body)
         (last, sums), stacks = lax.scan(step, first, rows, **options)
         return [*last, *stacks, *jax.tree.leaves(sums)]
 
     def bind_while(
         self,
         eqn: Eqn,
-        operands: Sequence[Value],
-        test: CountedBody[Form, Op],
-        step: CountedBody[Form, Op],
+        operands: Sequence[ValueT],
+        test: CountedBody[FormT, OpT],
+        step: CountedBody[FormT, OpT],
     ) -> Sequence[Array]:
         """Binds a while, which carries the sums of its condition and of its body."""
         loop = params.while_parts(eqn)
@@ -308,48 +308,48 @@ class CountingEvaluator(
             return after, self.add(sums, new), tested(after, sums_of_test)
 
         # The predicate is carried along, so that it is computed once for each step.
-        start = first, self._before(step), tested(first, self._before(test))
+        start = first, self._start_sums(step), tested(first, self._start_sums(test))
         last, sums, (_, of_tests) = lax.while_loop(lambda s: s[2][0], run, start)
         return [*last, *jax.tree.leaves([of_tests, sums])]
 
     def shard_map(
-        self, eqn: Eqn, operands: Sequence[Value], site: Place
-    ) -> Sequence[Value]:
+        self, eqn: Eqn, operands: Sequence[ValueT], site: Place
+    ) -> Sequence[ValueT]:
         """Runs the function of each device; sums add up over the devices."""
         jaxpr, given = params.body_of(eqn), tuple(map(self.form, operands))
         call = params.shard_map_of(eqn)
         axes = call.axes
         arrays = self.unpack_all(operands, given)
-        made: list[Form] = []
-        ops: list[Op] = []
+        made: list[FormT] = []
+        ops: list[OpT] = []
 
         def run(*arrays: Array) -> tuple[list[Array], PyTree]:
-            results, sums = self._inside(jaxpr, arrays, given, site, ops)
+            results, sums = self._run_inside(jaxpr, arrays, given, site, ops)
             made[:] = map(self.form, results)
             pairs = zip(results, made, strict=True)
-            out = [array for pair in pairs for array in self.from_devices(*pair, axes)]
-            return out, self._of_all_devices(sums, axes)
+            out = [array for pair in pairs for array in self.unpack_device(*pair, axes)]
+            return out, self._add_over_devices(sums, axes)
 
-        def look(*arrays: Array) -> tuple[()]:
+        def trace_once(*arrays: Array) -> tuple[()]:
             run(*arrays)
             return ()
 
         def specs(
-            of_program: Sequence[PartitionSpec], forms: Sequence[Form]
+            of_program: Sequence[PartitionSpec], forms: Sequence[FormT]
         ) -> list[PartitionSpec]:
             pairs = zip(of_program, forms, strict=True)
             return [spec for pair in pairs for spec in self.specs(*pair)]
 
         in_specs = tuple(specs(call.in_specs, given))
         # The specs of the results depend on their forms, which a first trace finds.
-        jax.eval_shape(call.of(look, in_specs, ()), *arrays)
-        mapped = call.of(run, in_specs, (specs(call.out_specs, made), jax.P()))
+        jax.eval_shape(call.map(trace_once, in_specs, ()), *arrays)
+        mapped = call.map(run, in_specs, (specs(call.out_specs, made), jax.P()))
         # Outside of jit, JAX would compile each op for all devices.
         out, sums = jax.jit(mapped)(*arrays)
         self.note(ops, sums)
         return self.pack_all(out, made)
 
-    def _of_all_devices(self, sums: PyTree, axes: frozenset[str]) -> PyTree:
+    def _add_over_devices(self, sums: PyTree, axes: frozenset[str]) -> PyTree:
         rows = jax.tree.map(lambda column: sharding.gathered(column, axes), sums)
         first, others = (
             jax.tree.map(lambda column, at=at: column[at], rows)

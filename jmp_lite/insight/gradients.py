@@ -71,14 +71,14 @@ class Differentiable:
           arrays: its arguments.
         """
 
-        def of_floats(*given: Array) -> tuple[list[Array], list[Array]]:
+        def fun_of_floats(*given: Array) -> tuple[list[Array], list[Array]]:
             merged = list(arrays)
             for i, array in zip(self.floats, given, strict=True):
                 merged[i] = array
             results = fun(merged)
             return [results[i] for i in self.losses], results
 
-        return jax.vjp(of_floats, *(arrays[i] for i in self.floats), has_aux=True)
+        return jax.vjp(fun_of_floats, *(arrays[i] for i in self.floats), has_aux=True)
 
     def with_gradients(self, fun: Function) -> Function:
         """Returns a function of arrays that returns gradients after its results.

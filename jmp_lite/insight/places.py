@@ -23,7 +23,7 @@ class Place(NamedTuple):
     times: int | None = 1
     is_backward: bool = False
 
-    def inside(self, eqn: Eqn, trips: int | None) -> "Place":
+    def enter(self, eqn: Eqn, trips: int | None) -> "Place":
         """Returns the place of a program that an equation runs."""
         return Place(
             path=source.path_of(eqn, self.path),

@@ -39,7 +39,7 @@ class LeafNumerics(statistics.Numbers):
     dtype: str
 
 
-class Leaf(NamedTuple):
+class CountedLeaf(NamedTuple):
     """An array whose numbers are counted.
 
     Attributes:
@@ -76,7 +76,7 @@ class NumericsReport:
     """
 
     counts: Mapping[str, PyTree]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[CountedLeaf, ...]
     dtype: str | None
 
     @property
@@ -85,7 +85,7 @@ class NumericsReport:
 
         A report that ``vmap`` or ``scan`` has stacked counts as one.
         """
-        columns, traced = statistics.on_host(self.counts), itertools.count()
+        columns, traced = statistics.fetch_counts(self.counts), itertools.count()
         return tuple(
             LeafNumerics(
                 **vars(leaf.known or statistics.numbers(columns, next(traced))),
@@ -150,15 +150,15 @@ def numerics_report(tree: PyTree, dtype: DTypeLike | None = None) -> NumericsRep
     """
     target = None if dtype is None else dtype_that_overflows(dtype)
     counts: list[statistics.Counts] = []
-    leaves: list[Leaf] = []
+    leaves: list[CountedLeaf] = []
     for path, array in _floats_in(tree):
         own = np.dtype(getattr(array, "dtype", type(array)))
         found, known = statistics.counted(array, target or own), None
         if isinstance(array, jax.Array):
             counts.append(found)
         else:
-            known = statistics.numbers(statistics.on_host(found), 0)
-        leaves.append(Leaf(path, own.name, known))
+            known = statistics.numbers(statistics.fetch_counts(found), 0)
+        leaves.append(CountedLeaf(path, own.name, known))
     name = None if target is None else target.name
     columns = statistics.stacked(counts or [statistics.nothing(0)])
     # Otherwise out_specs=P() would return the counts of the first device.
@@ -275,7 +275,7 @@ def suggest_loss_scale(
         raise ValueError(
             f"Expected a number of at least 1 for headroom, got {headroom!r}."
         )
-    ends = statistics.Ends.of(dtype_that_overflows(dtype))
+    ends = statistics.Ends.compute(dtype_that_overflows(dtype))
     arrays = statistics.fetched([array for _, array in _floats_in(grads)])
     sizes = [statistics.sizes_of(array).ravel() for array in arrays]
     found = np.concatenate([np.zeros(0), *sizes])

@@ -57,7 +57,7 @@ class Ends(NamedTuple):
     normal: float
 
     @classmethod
-    def of(cls, dtype: DTypeLike) -> "Ends":
+    def compute(cls, dtype: DTypeLike) -> "Ends":
         """Returns the ends of a dtype under rounding to nearest."""
         info = jnp.finfo(dtype)
         largest, smallest = float(info.max), float(info.smallest_subnormal)
@@ -78,7 +78,7 @@ class Count(NamedTuple):
     high: Array | np.ndarray | np.uint32
 
     @classmethod
-    def of(cls, number: int) -> "Count":
+    def split(cls, number: int) -> "Count":
         """Returns a Python integer as a count."""
         return cls(np.uint32(number % 2**32), np.uint32(number // 2**32))
 
@@ -94,7 +94,7 @@ def is_scaled(dtype: DTypeLike) -> bool:
 
 _SHARES = ("overflow", "underflow", "subnormal")
 
-_COUNTED = ("nan", "inf", *_SHARES, "elements")
+_COUNT_NAMES = ("nan", "inf", *_SHARES, "elements")
 
 # Columns that are not counts: how to join them, and their value for no elements.
 _JOINS = {
@@ -134,8 +134,8 @@ def counted(array: ArrayLike, dtype: DTypeLike) -> Counts:
         n = -(-sizes.size // 2**31)
         parts = jnp.array_split(sizes, n, int(np.argmax(sizes.shape)))
     ends = _ends_for(sizes, dtype, _has_scale(array, dtype), range(sizes.ndim))
-    counts = [_joined_all(_looked_at(part, ends), range(part.ndim)) for part in parts]
-    return {**functools.reduce(added, counts), "elements": Count.of(sizes.size)}
+    counts = [_reduce_counts(_classify(part, ends), range(part.ndim)) for part in parts]
+    return {**functools.reduce(added, counts), "elements": Count.split(sizes.size)}
 
 
 def check_elements(elements: int) -> None:
@@ -165,7 +165,7 @@ def sample(array: Array, elements: int) -> Array:
     return lax.slice(array, [0] * array.ndim, array.shape, strides)
 
 
-_SMALL = 2**18
+_SMALL_SIZE = 2**18
 """Reading an array of at most so many elements takes less time than a kernel launch."""
 
 
@@ -176,7 +176,7 @@ def counted_together(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
     """
     groups: dict[int | tuple[object, ...], list[int]] = {}
     for i, array in enumerate(arrays):
-        is_alone = array.size > _SMALL or sharding.is_sharded(array)
+        is_alone = array.size > _SMALL_SIZE or sharding.is_sharded(array)
         likeness = (
             jnp.finfo(array.dtype).bits > 32,
             *(_has_scale(array, dtype), (array.size - 1).bit_length() // 2),
@@ -201,11 +201,11 @@ def _counted_in_rows(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
     ]
     sizes = jnp.stack(rows)
     ends = _ends_for(sizes, dtype, _has_scale(arrays[0], dtype), [1])
-    columns = _joined_all(_looked_at(sizes, ends), [1])
+    columns = _reduce_counts(_classify(sizes, ends), [1])
     return [
         {
             **jax.tree.map(lambda column, i=i: column[i], columns),
-            "elements": Count.of(array.size),
+            "elements": Count.split(array.size),
         }
         for i, array in enumerate(arrays)
     ]
@@ -222,7 +222,7 @@ def _ends_for(
 ) -> np.ndarray | list[Array | np.ndarray]:
     """Returns the ends of a dtype, times the scale of the numbers along some axes."""
     with np.errstate(over="ignore"):  # An end may be infinite in float32.
-        ends = np.asarray(Ends.of(dtype)).astype(sizes.dtype)
+        ends = np.asarray(Ends.compute(dtype)).astype(sizes.dtype)
     if not has_scale:
         return ends
     xp = jnp if isinstance(sizes, jax.Array) else np
@@ -231,7 +231,7 @@ def _ends_for(
     return [end * _scale(largest, dtype).astype(sizes.dtype) for end in ends]
 
 
-def _looked_at(
+def _classify(
     sizes: Array | np.ndarray, ends: np.ndarray | Sequence[Array | np.ndarray]
 ) -> dict[str, Array | np.ndarray]:
     """Returns for each element what it counts for, and its absolute value."""
@@ -249,12 +249,12 @@ def _looked_at(
     }
 
 
-def _joined_all(each: Mapping[str, Any], axes: Sequence[int]) -> Counts:
+def _reduce_counts(each: Mapping[str, Any], axes: Sequence[int]) -> Counts:
     """Returns the counts, the largest and the smallest value along some axes."""
     *counted_names, largest, smallest = each
     if not isinstance(each[largest], jax.Array):
         return {
-            **{n: Count.of(int(np.count_nonzero(each[n]))) for n in counted_names},
+            **{n: Count.split(int(np.count_nonzero(each[n]))) for n in counted_names},
             largest: np.max(each[largest], initial=0).astype(np.float64),
             smallest: np.min(each[smallest], initial=np.inf).astype(np.float64),
         }
@@ -323,7 +323,7 @@ def nothing(n: int) -> Counts:
     """Returns the counts of ops that did not run yet."""
     none, sizes = jnp.zeros(n, jnp.uint32), jnp.zeros(n, _widest())
     return {
-        **{name: Count(none, none) for name in _COUNTED},
+        **{name: Count(none, none) for name in _COUNT_NAMES},
         "max_abs": sizes,
         "min_abs": jnp.full_like(sizes, jnp.inf),
         "is_first": jnp.zeros(n, bool),
@@ -356,12 +356,12 @@ def fetched(tree: PyTree) -> PyTree:
         ) from error
 
 
-def on_host(counts: Mapping[str, PyTree]) -> dict[str, np.ndarray]:
+def fetch_counts(counts: Mapping[str, PyTree]) -> dict[str, np.ndarray]:
     """Returns counts as NumPy arrays, joined over the axes of vmap and scan."""
-    return {name: _joined(name, column) for name, column in fetched(counts).items()}
+    return {name: _join_stacks(name, column) for name, column in fetched(counts).items()}
 
 
-def _joined(name: str, column: Count | ArrayLike) -> np.ndarray:
+def _join_stacks(name: str, column: Count | ArrayLike) -> np.ndarray:
     join, start = _JOINS.get(name, ("add", 0))
     if isinstance(column, Count):
         column = column.low + (column.high.astype(np.uint64) << np.uint64(32))

@@ -3,12 +3,12 @@
 import html
 from collections.abc import Sequence
 
-Groups = Sequence[tuple[str, Sequence[Sequence[str]]]]
+RowGroups = Sequence[tuple[str, Sequence[Sequence[str]]]]
 """Rows of cells, in groups with a title."""
 
 
 def text_table(
-    headers: Sequence[str], groups: Groups, right: Sequence[int] = ()
+    headers: Sequence[str], groups: RowGroups, right: Sequence[int] = ()
 ) -> str:
     """Returns a table as text with aligned columns.
 
@@ -18,7 +18,7 @@ def text_table(
       right: the columns that are aligned to the right.
     """
     groups = [
-        (_in_one_line(title), [[*map(_in_one_line, row)] for row in group])
+        (_join_lines(title), [[*map(_join_lines, row)] for row in group])
         for title, group in groups
     ]
     rows = [row for _, group in groups for row in group]
@@ -38,11 +38,11 @@ def text_table(
     return "\n".join(lines)
 
 
-def _in_one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def html_table(headers: Sequence[str], groups: Groups) -> str:
+def html_table(headers: Sequence[str], groups: RowGroups) -> str:
     """Returns a table as HTML."""
 
     def row(cells: Sequence[str], tag: str) -> str:

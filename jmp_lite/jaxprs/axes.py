@@ -127,7 +127,7 @@ class Dimensions(NamedTuple):
         contracted = moved(self.contracted, ())
         return Dimensions(contracted, moved(self.batch, first)), at
 
-    def multiplied(self, array: Array, side: int) -> Array:
+    def mask_unread(self, array: Array, side: int) -> Array:
         """Returns an operand with zeros in place of what the product does not read."""
         del side
         return array
@@ -141,7 +141,7 @@ class Dimensions(NamedTuple):
           side: 0 for the left operand, 1 for the right one.
         """
         spread = self.spread(scales, side, result.ndim)
-        return result * sharding.beside(spread, result)
+        return result * sharding.match_sharding(spread, result)
 
     def spread(self, scales: Array, side: int, rank: int) -> Array:
         """Returns numbers for each row with the axes of the product.
@@ -182,7 +182,7 @@ class Groups(NamedTuple):
     sizes: Array
 
     @classmethod
-    def of(cls, numbers: lax.RaggedDotDimensionNumbers, sizes: Array) -> "Groups":
+    def read(cls, numbers: lax.RaggedDotDimensionNumbers, sizes: Array) -> "Groups":
         """Returns the axes of a product, given its dimension numbers."""
         (rows,) = numbers.lhs_ragged_dimensions
         contracted, batch = numbers.dot_dimension_numbers
@@ -258,7 +258,7 @@ class Groups(NamedTuple):
         left, right = is_mapped
         group = None if self.group is None else self.group + right
         new = Groups(dimensions, self.rows + left, group, self.sizes)
-        before = new.before_rows(0)
+        before = new.axes_before_rows(0)
         wide = self.sizes
         if sizes is not None:
             missing = range(1, len(before) + 2 - sizes.ndim)
@@ -271,7 +271,7 @@ class Groups(NamedTuple):
         # The groups are the first axis of a product that contracts rows.
         return new._replace(sizes=wide), at + (self.group is None)
 
-    def before_rows(self, side: int) -> list[int]:
+    def axes_before_rows(self, side: int) -> list[int]:
         """Returns the axes of an operand that sizes may have in front of the groups."""
         batch, contracted = self.dimensions.batch, self.contracted
         if self.group is None:
@@ -280,7 +280,7 @@ class Groups(NamedTuple):
         free = self.dimensions.free(0, self.rows)
         return [*batch[0], *free]
 
-    def multiplied(self, array: Array, side: int) -> Array:
+    def mask_unread(self, array: Array, side: int) -> Array:
         """Returns an operand with zeros in place of the rows that are in no group."""
         if self.group is not None:
             if side == 1:
@@ -289,7 +289,7 @@ class Groups(NamedTuple):
         else:
             rows = self.contracted[side][self.contracted[0].index(self.rows)]
         is_in_a_group = self._group_of_rows(array.shape[rows]) < self.sizes.shape[-1]
-        axes = [*(self.before_rows(side) if self.sizes.ndim > 1 else ()), rows]
+        axes = [*(self.axes_before_rows(side) if self.sizes.ndim > 1 else ()), rows]
         order = sorted(range(len(axes)), key=axes.__getitem__)
         mask = lax.transpose(is_in_a_group, order)
         missing = [axis for axis in range(array.ndim) if axis not in axes]
@@ -319,7 +319,7 @@ class Groups(NamedTuple):
         if len(of_groups) == 1:
             return weights.times_rows(result, of_groups[0], 1)
         spread = jax.vmap(lambda each: weights.spread(each, 1, result.ndim))(of_groups)
-        n_before = len(self.before_rows(0))
+        n_before = len(self.axes_before_rows(0))
         found = self._group_of_rows(result.shape[n_before])
         missing = range(n_before + 1, result.ndim)
         if self.sizes.ndim == 1:
@@ -357,5 +357,5 @@ def axes_of(eqn: Eqn, others: Sequence[Array] = ()) -> Dimensions | Groups:
       others: its operands after the first two: the sizes of groups.
     """
     if others:
-        return Groups.of(params.ragged_axes(eqn), *others)
+        return Groups.read(params.ragged_axes(eqn), *others)
     return Dimensions(*params.dot_dimensions(eqn))

@@ -69,7 +69,7 @@ def cotangents_of_product(
 # ---------------------------------------------------------------------------- bilinear
 
 
-class Operand(NamedTuple):
+class ProductOperand(NamedTuple):
     """An operand of ``bilinear``.
 
     Attributes:
@@ -84,7 +84,7 @@ class Operand(NamedTuple):
     parts: tuple[Array, ...] = ()
 
 
-class Form(Protocol):
+class ProductForm(Protocol):
     """How a product is computed; a hashable value."""
 
     @property
@@ -94,8 +94,8 @@ class Form(Protocol):
 
     def multiply(
         self,
-        lhs: Operand,
-        rhs: Operand,
+        lhs: ProductOperand,
+        rhs: ProductOperand,
         axes: Dimensions | Groups,
         out_sharding: NamedSharding | None,
         is_tpu: bool,
@@ -111,28 +111,28 @@ class Form(Protocol):
         """
         ...
 
-    def of_tangent(self) -> "Form":
+    def tangent_form(self) -> "ProductForm":
         """Returns the form of the product with the tangent of an operand."""
         ...
 
-    def transposed(self, side: int) -> "Form":
+    def transposed(self, side: int) -> "ProductForm":
         """Returns the form of the product that is the cotangent of an operand."""
         ...
 
-    def received(self, cotangent: Array) -> Operand:
+    def cotangent_operand(self, cotangent: Array) -> ProductOperand:
         """Returns the cotangent of the result as an operand."""
         ...
 
 
-def rounded(array: Array, parts: Sequence[Array]) -> Operand:
+def rounded(array: Array, parts: Sequence[Array]) -> ProductOperand:
     """Returns an operand that has an array's derivative, and numbers of its own."""
-    return Operand(_tangent_of.bind(array), tuple(parts))
+    return ProductOperand(_tangent_of.bind(array), tuple(parts))
 
 
 def bilinear(
-    lhs: Operand,
-    rhs: Operand,
-    form: Form,
+    lhs: ProductOperand,
+    rhs: ProductOperand,
+    form: ProductForm,
     axes: Dimensions | Groups,
     out_sharding: NamedSharding | None = None,
 ) -> Array:
@@ -203,16 +203,16 @@ def are_tangents(eqn: Eqn) -> list[bool]:
 
 def _unpacked(
     arrays: Sequence[Any], params: Mapping[str, Any]
-) -> tuple[Operand, Operand, Dimensions | Groups]:
+) -> tuple[ProductOperand, ProductOperand, Dimensions | Groups]:
     """Returns the operands and the axes of a product, given all that it takes."""
     lhs, rhs, *parts = arrays
     if "dimension_numbers" in params:
         axes = Dimensions(*params["dimension_numbers"])
     else:
         sizes, *parts = parts
-        axes = Groups.of(params["ragged_dot_dimension_numbers"], sizes)
+        axes = Groups.read(params["ragged_dot_dimension_numbers"], sizes)
     n_parts = params["n_parts"]
-    return Operand(lhs, (*parts[:n_parts],)), Operand(rhs, (*parts[n_parts:],)), axes
+    return ProductOperand(lhs, (*parts[:n_parts],)), ProductOperand(rhs, (*parts[n_parts:],)), axes
 
 
 def _multiply(*arrays: Array, is_tpu: bool, **params: Any) -> Array:
@@ -221,7 +221,7 @@ def _multiply(*arrays: Array, is_tpu: bool, **params: Any) -> Array:
 
 
 def _type(
-    jax_product: core.Primitive, *avals: Aval, form: Form, n_parts: int, **params: Any
+    jax_product: core.Primitive, *avals: Aval, form: ProductForm, n_parts: int, **params: Any
 ):
     del form, n_parts
     n_operands = 2 if "dimension_numbers" in params else 3
@@ -234,12 +234,12 @@ def _jvp(
     form, out_sharding = params["form"], params["out_sharding"]
     lhs, rhs, axes = _unpacked(primals, params)
 
-    def product(left: Operand | Array, right: Operand | Array) -> Array:
+    def product(left: ProductOperand | Array, right: ProductOperand | Array) -> Array:
         left, right = (
-            each if isinstance(each, Operand) else Operand(each)
+            each if isinstance(each, ProductOperand) else ProductOperand(each)
             for each in (left, right)
         )
-        return bilinear(left, right, form.of_tangent(), axes, out_sharding)
+        return bilinear(left, right, form.tangent_form(), axes, out_sharding)
 
     terms = tangents_of_product(product, [lhs, rhs], tangents[:2])
     result = bilinear(lhs, rhs, form, axes, out_sharding)
@@ -257,11 +257,11 @@ def _transpose(
         ranks = [aval.ndim, other.array.ndim]
         product = axes.transposed(side, ranks if side == 0 else ranks[::-1])
         made = bilinear(
-            form.received(cotangent),
+            form.cotangent_operand(cotangent),
             other,
             form.transposed(side),
             product.dimensions,
-            sharding.in_order(aval, product.axes),
+            sharding.permuted_sharding(aval, product.axes),
         )
         return lax.transpose(made, np.argsort(product.axes))
 
@@ -284,17 +284,17 @@ def _map(
         sizes = batching.bdim_at_front(axes.sizes, at_sizes, length)
         are_contracted = axes.group is None
     # Rows have the axis if the sizes of their groups have it.
-    lhs, is_left = _in_front(lhs, of_lhs, length, sizes is not None)
-    rhs, is_right = _in_front(rhs, of_rhs, length, are_contracted)
+    lhs, is_left = _move_axis_first(lhs, of_lhs, length, sizes is not None)
+    rhs, is_right = _move_axis_first(rhs, of_rhs, length, are_contracted)
     new, at = axes.mapped([is_left, is_right], lhs.array.shape, sizes)
     first = lhs if is_left else rhs
-    out_sharding = sharding.with_axis(params["out_sharding"], at, first.array)
+    out_sharding = sharding.insert_axis(params["out_sharding"], at, first.array)
     return bilinear(lhs, rhs, params["form"], new, out_sharding), at
 
 
-def _in_front(
-    operand: Operand, axes: Any, length: int, is_required: bool
-) -> tuple[Operand, bool]:
+def _move_axis_first(
+    operand: ProductOperand, axes: Any, length: int, is_required: bool
+) -> tuple[ProductOperand, bool]:
     """Returns an operand with the mapped axis in front of all its arrays, if any.
 
     Args:
@@ -311,7 +311,7 @@ def _in_front(
         return operand, False
     pairs = zip((operand.array, *operand.parts), mapped, strict=True)
     array, *parts = (batching.bdim_at_front(*pair, length) for pair in pairs)
-    return Operand(array, tuple(parts)), True
+    return ProductOperand(array, tuple(parts)), True
 
 
 def _primitive(jax_product: core.Primitive) -> core.Primitive:

@@ -76,8 +76,8 @@ def called_batched(
         in_dims, out_dim = (tree.unflatten(leaves) for leaves, tree in dims)
         fun = jax.vmap(fun, in_axes=in_dims, out_axes=out_dim, **dict(options))
 
-    def of_arrays(*arrays: Array) -> list[Array]:
+    def run(*arrays: Array) -> list[Array]:
         results = fun(*primitive.in_tree.unflatten(arrays))
         return primitive.out_tree.flatten_up_to(results)
 
-    return structure.trace(of_arrays, avals, primitive.traced.jaxpr)
+    return structure.trace(run, avals, primitive.traced.jaxpr)

@@ -155,14 +155,14 @@ def bind_custom_vmap(
     ) -> tuple[list[Array], list[bool]]:
         batched: list[bool] = []
 
-        def of_arrays(*arrays: Array) -> list[Array]:
+        def run(*arrays: Array) -> list[Array]:
             out, is_out_batched = eqn.params["rule"](
                 axis_size, inputs.unflatten(is_batched), *inputs.unflatten(arrays)
             )
             batched[:] = outputs.flatten_up_to(is_out_batched)
             return outputs.flatten_up_to(out)
 
-        return replace(of_arrays, *arrays), batched
+        return replace(run, *arrays), batched
 
     function = jax.custom_batching.custom_vmap(
         lambda *arrays: structure.evaluate(jaxpr, arrays)

@@ -67,7 +67,7 @@ class _Analysis(abc.ABC, Generic[Fact]):
         """Returns the fact of a value for which one of two facts holds."""
 
     @abc.abstractmethod
-    def through(self, eqn: Eqn, facts: Sequence[Fact], path: str) -> Sequence[Fact]:
+    def transfer(self, eqn: Eqn, facts: Sequence[Fact], path: str) -> Sequence[Fact]:
         """Returns the effect of an equation, whose jaxprs are not entered, on facts.
 
         Args:
@@ -110,11 +110,11 @@ class Forward(_Analysis[Fact]):
             ]
 
         for eqn in parts.eqns:
-            results = self.of_equation(eqn, read(eqn.invars), path)
+            results = self.equation_facts(eqn, read(eqn.invars), path)
             known.update(zip(eqn.outvars, results, strict=True))
         return read(parts.outvars)
 
-    def of_equation(
+    def equation_facts(
         self, eqn: Eqn, operands: Sequence[Fact], path: str
     ) -> Sequence[Fact]:
         """Returns the facts of an equation's results.
@@ -126,7 +126,7 @@ class Forward(_Analysis[Fact]):
         """
         op = params.op_of(eqn)
         if op not in _ENTERED:
-            return self.through(eqn, operands, source.join(path, *source.scopes(eqn)))
+            return self.transfer(eqn, operands, source.join(path, *source.scopes(eqn)))
         inside = source.path_of(eqn, path)
         if op in _ONE_BODY:
             return self.outputs(params.body_of(eqn), operands, inside)
@@ -211,7 +211,7 @@ class Backward(_Analysis[Fact]):
         note(parts.outvars, outputs)
         for eqn in reversed(parts.eqns):
             results = [known[var] for var in eqn.outvars]
-            note(eqn.invars, self.of_equation(eqn, results, path))
+            note(eqn.invars, self.equation_facts(eqn, results, path))
         return known
 
     def inputs(
@@ -221,7 +221,7 @@ class Backward(_Analysis[Fact]):
         known = self.variables(jaxpr, outputs, path)
         return [known[var] for var in structure.parts(jaxpr).invars]
 
-    def of_equation(
+    def equation_facts(
         self, eqn: Eqn, results: Sequence[Fact], path: str
     ) -> Sequence[Fact]:
         """Returns the facts of an equation's operands.
@@ -233,30 +233,30 @@ class Backward(_Analysis[Fact]):
         """
         op = params.op_of(eqn)
         if op not in _ENTERED:
-            return self.through(eqn, results, source.join(path, *source.scopes(eqn)))
+            return self.transfer(eqn, results, source.join(path, *source.scopes(eqn)))
         inside = source.path_of(eqn, path)
         if op in _ONE_BODY:
             return self.inputs(params.body_of(eqn), results, inside)
         if op == "cond":
             branches = params.branches_of(eqn)
             rows = [self.inputs(branch, results, inside) for branch in branches]
-            return [self.of_predicate(), *self._join_all(rows)]
+            return [self.predicate_fact(), *self._join_all(rows)]
         if op == "scan":
             n_consts, n_carry = params.scan_counts(eqn)
             body = params.body_of(eqn)
-            return self.of_loop(eqn, body, n_consts, n_carry, results, inside)
+            return self.loop_facts(eqn, body, n_consts, n_carry, results, inside)
         loop = params.while_parts(eqn)
-        of_cond = self.inputs(loop.cond, [self.of_predicate()], inside)
+        of_cond = self.inputs(loop.cond, [self.predicate_fact()], inside)
         n_carry = len(eqn.outvars)
         read = self._join_all([results, of_cond[loop.n_cond :]])
-        of_body = self.of_loop(eqn, loop.body, loop.n_body, n_carry, read, inside)
+        of_body = self.loop_facts(eqn, loop.body, loop.n_body, n_carry, read, inside)
         return [*of_cond[: loop.n_cond], *of_body]
 
     @abc.abstractmethod
-    def of_predicate(self) -> Fact:
+    def predicate_fact(self) -> Fact:
         """Returns the fact of a value that selects a branch or ends a loop."""
 
-    def of_loop(
+    def loop_facts(
         self,
         eqn: Eqn,
         body: Jaxpr,

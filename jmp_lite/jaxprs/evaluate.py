@@ -14,14 +14,14 @@ from typing import Any, Generic, TypeVar
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Literal, Var
 
-Value = TypeVar("Value")
-Form = TypeVar("Form")
-Site = TypeVar("Site")
-Inside = TypeVar("Inside", bound="Body[Any]")
+ValueT = TypeVar("ValueT")
+FormT = TypeVar("FormT")
+SiteT = TypeVar("SiteT")
+BodyT = TypeVar("BodyT", bound="Body[Any]")
 
 
 @dataclasses.dataclass(frozen=True)
-class Body(Generic[Form]):
+class Body(Generic[FormT]):
     """A jaxpr of a tool's arrays.
 
     Attributes:
@@ -32,12 +32,12 @@ class Body(Generic[Form]):
     """
 
     jaxpr: Jaxpr
-    given: tuple[Form, ...]
-    made: tuple[Form, ...]
+    given: tuple[FormT, ...]
+    made: tuple[FormT, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Carries(Generic[Form, Site, Inside]):
+class CarryForms(Generic[FormT, SiteT, BodyT]):
     """How the carries of a loop find their forms.
 
     Attributes:
@@ -48,13 +48,13 @@ class Carries(Generic[Form, Site, Inside]):
       note: takes the forms that are kept.
     """
 
-    start: Sequence[Form]
-    after: Callable[[Sequence[Form], Inside], Sequence[Form]]
-    site: Site
-    note: Callable[[Sequence[Form]], None] = lambda forms: None
+    start: Sequence[FormT]
+    after: Callable[[Sequence[FormT], BodyT], Sequence[FormT]]
+    site: SiteT
+    note: Callable[[Sequence[FormT]], None] = lambda forms: None
 
 
-class Frame(abc.ABC, Generic[Value, Site]):
+class Frame(abc.ABC, Generic[ValueT, SiteT]):
     """The values of one jaxpr while it runs.
 
     Args:
@@ -66,72 +66,72 @@ class Frame(abc.ABC, Generic[Value, Site]):
 
     def __init__(
         self,
-        tool: "Evaluator[Value, Any, Site, Any]",
+        tool: "Evaluator[ValueT, Any, SiteT, Any]",
         jaxpr: Jaxpr,
-        operands: Sequence[Value],
-        site: Site,
+        operands: Sequence[ValueT],
+        site: SiteT,
     ) -> None:
         self.parts = structure.parts(jaxpr)
         self.site = site
-        self.env: dict[Var, Value] = {}
+        self.env: dict[Var, ValueT] = {}
         self._tool = tool
         for var, const in zip(self.parts.constvars, self.parts.consts, strict=True):
             self.env[var] = tool.constant(var, const)
         self.env.update(zip(self.parts.invars, operands, strict=True))
 
-    def read(self, atom: Var) -> Value:
+    def read(self, atom: Var) -> ValueT:
         """Returns the value of a variable or a literal."""
         is_literal = structure.is_literal(atom)
         return self._tool.literal(atom) if is_literal else self.env[atom]
 
     @abc.abstractmethod
-    def enter(self, eqn: Eqn) -> tuple[Sequence[Value], Site]:
+    def enter(self, eqn: Eqn) -> tuple[Sequence[ValueT], SiteT]:
         """Returns the operands of an equation, and its site."""
 
-    def write(self, eqn: Eqn, results: Sequence[Value]) -> None:
+    def write(self, eqn: Eqn, results: Sequence[ValueT]) -> None:
         """Stores the results of an equation."""
         self.env.update(zip(eqn.outvars, results, strict=True))
 
-    def results(self) -> list[Value]:
+    def results(self) -> list[ValueT]:
         """Returns the values of the jaxpr's outputs."""
         return list(map(self.read, self.parts.outvars))
 
 
-class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
+class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
     """Runs jaxprs; what a value is, and how an equation runs, is up to a subclass."""
 
     # -------------------------------------------------------------- values and forms
 
     @abc.abstractmethod
-    def constant(self, var: Var, array: Array) -> Value:
+    def constant(self, var: Var, array: Array) -> ValueT:
         """Returns the value of a constant."""
 
     @abc.abstractmethod
-    def literal(self, atom: Literal) -> Value:
+    def literal(self, atom: Literal) -> ValueT:
         """Returns the value of a literal."""
 
     @abc.abstractmethod
-    def form(self, value: Value) -> Form:
+    def form(self, value: ValueT) -> FormT:
         """Returns which arrays a value is."""
 
     @abc.abstractmethod
-    def join(self, forms: Sequence[Form]) -> Form:
+    def join(self, forms: Sequence[FormT]) -> FormT:
         """Returns the form of a value that has one of several forms."""
 
     @abc.abstractmethod
-    def unpack(self, value: Value, form: Form) -> Sequence[Array]:
+    def unpack(self, value: ValueT, form: FormT) -> Sequence[Array]:
         """Returns the arrays of a value; the first is that of the program."""
 
     @abc.abstractmethod
-    def pack(self, arrays: Sequence[Array], form: Form) -> Value:
+    def pack(self, arrays: Sequence[Array], form: FormT) -> ValueT:
         """Returns the value of arrays."""
 
-    def width(self, form: Form) -> int:
+    def width(self, form: FormT) -> int:
         """Returns the number of arrays of a value."""
         del form
         return 1
 
-    def unpack_all(self, values: Sequence[Value], forms: Sequence[Form]) -> list[Array]:
+    def unpack_all(self, values: Sequence[ValueT], forms: Sequence[FormT]) -> list[Array]:
         """Returns the arrays of several values, one value after the other."""
         pairs = zip(values, forms, strict=True)
         return [array for value, form in pairs for array in self.unpack(value, form)]
@@ -139,9 +139,9 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
     def pack_all(
         self,
         arrays: Sequence[Array],
-        forms: Sequence[Form],
-        pack: Callable[[Sequence[Array], Form], Value] | None = None,
-    ) -> list[Value]:
+        forms: Sequence[FormT],
+        pack: Callable[[Sequence[Array], FormT], ValueT] | None = None,
+    ) -> list[ValueT]:
         """Returns the values of the arrays that ``unpack_all`` returns.
 
         Args:
@@ -149,7 +149,7 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
           forms: the forms of the values.
           pack: returns the value of arrays; by default ``self.pack``.
         """
-        values: list[Value] = []
+        values: list[ValueT] = []
         at = 0
         for form in forms:
             n = self.width(form)
@@ -158,8 +158,8 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
         return values
 
     def converted(
-        self, eqn: Eqn, values: Sequence[Value], forms: Sequence[Form]
-    ) -> list[Value]:
+        self, eqn: Eqn, values: Sequence[ValueT], forms: Sequence[FormT]
+    ) -> list[ValueT]:
         """Returns the carries of a loop in other forms."""
         del eqn
         return self.pack_all(self.unpack_all(values, forms), forms)
@@ -168,25 +168,25 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
 
     @abc.abstractmethod
     def equation(
-        self, eqn: Eqn, operands: Sequence[Value], site: Site
-    ) -> Sequence[Value]:
+        self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
+    ) -> Sequence[ValueT]:
         """Runs an equation whose jaxprs, if it has some, are not entered."""
 
     @abc.abstractmethod
     def custom(
-        self, eqn: Eqn, operands: Sequence[Value], site: Site
-    ) -> Sequence[Value]:
+        self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
+    ) -> Sequence[ValueT]:
         """Runs a function with a derivative or a batching rule of its own."""
 
     @abc.abstractmethod
     def body(
         self,
         jaxpr: Jaxpr,
-        operands: Sequence[Value],
-        site: Site,
-        required: Sequence[Form] = (),
+        operands: Sequence[ValueT],
+        site: SiteT,
+        required: Sequence[FormT] = (),
         name: str | None = None,
-    ) -> Inside:
+    ) -> BodyT:
         """Returns a jaxpr inside of an equation as a jaxpr of the tool's arrays.
 
         Args:
@@ -198,13 +198,13 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
         """
 
     @abc.abstractmethod
-    def received(
+    def collect_results(
         self,
         eqn: Eqn,
-        bodies: Sequence[tuple[Inside, Sequence[Value]]],
+        bodies: Sequence[tuple[BodyT, Sequence[ValueT]]],
         arrays: Sequence[Array],
         number: int = 0,
-    ) -> list[Value]:
+    ) -> list[ValueT]:
         """Returns the results of an equation that has been bound.
 
         Args:
@@ -216,8 +216,8 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
 
     @abc.abstractmethod
     def carries(
-        self, eqn: Eqn, operands: Sequence[Value], at: slice, site: Site
-    ) -> Carries[Form, Site, Inside]:
+        self, eqn: Eqn, operands: Sequence[ValueT], at: slice, site: SiteT
+    ) -> CarryForms[FormT, SiteT, BodyT]:
         """Returns how the carries of a loop find their forms.
 
         Args:
@@ -231,11 +231,11 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
 
     @abc.abstractmethod
     def frame(
-        self, jaxpr: Jaxpr, operands: Sequence[Value], site: Site
-    ) -> Frame[Value, Site]:
+        self, jaxpr: Jaxpr, operands: Sequence[ValueT], site: SiteT
+    ) -> Frame[ValueT, SiteT]:
         """Returns the values of a jaxpr before it runs."""
 
-    def run(self, jaxpr: Jaxpr, operands: Sequence[Value], site: Site) -> list[Value]:
+    def run(self, jaxpr: Jaxpr, operands: Sequence[ValueT], site: SiteT) -> list[ValueT]:
         """Returns the results of a jaxpr.
 
         Args:
@@ -251,7 +251,7 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
             frame.write(eqn, results)
         return frame.results()
 
-    def step(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
+    def step(self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT) -> Sequence[ValueT]:
         """Runs an equation of any kind."""
         op = params.op_of(eqn)
         if op in params.CUSTOM:
@@ -268,23 +268,23 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
         }
         return others[op](eqn, operands, site)
 
-    def call(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
+    def call(self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT) -> Sequence[ValueT]:
         """Runs an op that only calls its jaxpr."""
         name = params.call_name(eqn)
         body = self.body(params.body_of(eqn), operands, site, name=name)
         arrays = self.unpack_all(operands, body.given)
         out = self.bind_call(eqn, arrays, body)
-        return self.received(eqn, [(body, operands)], out)
+        return self.collect_results(eqn, [(body, operands)], out)
 
     def bind_call(
-        self, eqn: Eqn, arrays: Sequence[Array], body: Inside
+        self, eqn: Eqn, arrays: Sequence[Array], body: BodyT
     ) -> Sequence[Array]:
         """Binds a call to another jaxpr."""
         if params.op_of(eqn) in params.REMAT:
             return params.bind_remat(eqn, arrays, body.jaxpr)
         return params.bind_call(eqn, arrays, body.jaxpr)
 
-    def cond(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
+    def cond(self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT) -> Sequence[ValueT]:
         """Runs the branches of a cond, and joins their results."""
         index, *others = operands
         traced = params.branches_of(eqn)
@@ -298,10 +298,10 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
         arrays = self.unpack_all(others, branches[0].given)
         which = self.unpack(index, self.form(index))[0]
         out = self.bind_cond(eqn, [which, *arrays], branches)
-        return self.received(eqn, [(branch, others) for branch in branches], out)
+        return self.collect_results(eqn, [(branch, others) for branch in branches], out)
 
     def bind_cond(
-        self, eqn: Eqn, arrays: Sequence[Array], branches: Sequence[Inside]
+        self, eqn: Eqn, arrays: Sequence[Array], branches: Sequence[BodyT]
     ) -> Sequence[Array]:
         """Binds a cond to other branches."""
         return params.bind_cond(eqn, arrays, [branch.jaxpr for branch in branches])
@@ -310,10 +310,10 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
         self,
         eqn: Eqn,
         jaxpr: Jaxpr,
-        operands: list[Value],
+        operands: list[ValueT],
         at: slice,
-        carries: Carries[Form, Site, Inside],
-    ) -> Inside:
+        carries: CarryForms[FormT, SiteT, BodyT],
+    ) -> BodyT:
         """Returns the body of a loop, whose carries keep their forms.
 
         Args:
@@ -333,25 +333,25 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
                 return body
             forms = found
 
-    def scan(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
+    def scan(self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT) -> Sequence[ValueT]:
         """Runs a scan."""
         n_consts, n_carry = params.scan_counts(eqn)
         at, given = slice(n_consts, n_consts + n_carry), list(operands)
         carries = self.carries(eqn, given, at, site)
         body = self.settled(eqn, params.body_of(eqn), given, at, carries)
         out = self.bind_scan(eqn, given, body)
-        return self.received(eqn, [(body, given)], out)
+        return self.collect_results(eqn, [(body, given)], out)
 
     def bind_scan(
-        self, eqn: Eqn, operands: Sequence[Value], body: Inside
+        self, eqn: Eqn, operands: Sequence[ValueT], body: BodyT
     ) -> Sequence[Array]:
         """Binds a scan to another body."""
         arrays = self.unpack_all(operands, body.given)
         return params.bind_scan(eqn, arrays, body.jaxpr)
 
     def while_loop(
-        self, eqn: Eqn, operands: Sequence[Value], site: Site
-    ) -> Sequence[Value]:
+        self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
+    ) -> Sequence[ValueT]:
         """Runs a while."""
         loop = params.while_parts(eqn)
         given, at = list(operands[loop.n_cond :]), slice(loop.n_body, None)
@@ -360,14 +360,14 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
         of_test = [*operands[: loop.n_cond], *given[at]]
         test = self.body(loop.cond, of_test, self.site_of_test(site))
         out = self.bind_while(eqn, [*operands[: loop.n_cond], *given], test, step)
-        return self.received(eqn, [(test, of_test), (step, given)], out, number=1)
+        return self.collect_results(eqn, [(test, of_test), (step, given)], out, number=1)
 
-    def site_of_test(self, site: Site) -> Site:
+    def site_of_test(self, site: SiteT) -> SiteT:
         """Returns the site of the condition of a while at a site."""
         return site
 
     def bind_while(
-        self, eqn: Eqn, operands: Sequence[Value], test: Inside, step: Inside
+        self, eqn: Eqn, operands: Sequence[ValueT], test: BodyT, step: BodyT
     ) -> Sequence[Array]:
         """Binds a while to another condition and another body."""
         n_test = params.while_parts(eqn).n_cond
@@ -377,6 +377,6 @@ class Evaluator(abc.ABC, Generic[Value, Form, Site, Inside]):
 
     @abc.abstractmethod
     def shard_map(
-        self, eqn: Eqn, operands: Sequence[Value], site: Site
-    ) -> Sequence[Value]:
+        self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
+    ) -> Sequence[ValueT]:
         """Runs the function of each device."""

@@ -64,7 +64,7 @@ def selecting(eqn: Eqn, definitions: "Definitions") -> Eqn | None:
         "unique_indices": False,
     }
     return eqn.replace(
-        primitive=_SELECTING,
+        primitive=_SELECTING_GATHER,
         invars=[operand, indices],
         params={**eqn.params, **changed},
     )
@@ -365,7 +365,7 @@ class _Gather:
         return gather(operand, indices)
 
 
-_SELECTING = _Gather()
+_SELECTING_GATHER = _Gather()
 
 
 def _jvp(tangent: Array, operand: Array, indices: Array, **params: Any) -> Array:

@@ -511,7 +511,7 @@ class ShardMap(NamedTuple):
         axes = {axis for n in names for axis in ((n,) if isinstance(n, str) else n)}
         return not self.check_vma and not self.axes <= axes
 
-    def of(
+    def map(
         self, fun: Function, in_specs: Sequence[PartitionSpec], out_specs: PyTree
     ) -> Function:
         """Returns another function as it maps its own, with other specs."""

@@ -34,7 +34,7 @@ def spread(array: Array, axes: Sequence[int], aval: Aval) -> Array:
     return jax.lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
 
 
-def in_order(aval: Aval, axes: Sequence[int]) -> NamedSharding | None:
+def permuted_sharding(aval: Aval, axes: Sequence[int]) -> NamedSharding | None:
     """Returns the sharding of an array with the axes of a type in another order.
 
     None if there is no mesh.
@@ -45,7 +45,7 @@ def in_order(aval: Aval, axes: Sequence[int]) -> NamedSharding | None:
     return aval.sharding.update(spec=jax.P(*(spec[axis] for axis in axes)))
 
 
-def beside(array: Array, other: Array) -> Array:
+def match_sharding(array: Array, other: Array) -> Array:
     """Returns an array of the rank of another, sharded so that the two multiply.
 
     Axes of size 1 are not sharded. Without a mesh it is the array itself.
@@ -58,7 +58,7 @@ def beside(array: Array, other: Array) -> Array:
     return jax.sharding.reshard(array, sharding.update(spec=jax.P(*spec)))
 
 
-def with_axis(
+def insert_axis(
     sharding: NamedSharding | None, at: int, array: Array
 ) -> NamedSharding | None:
     """Returns a sharding with a new axis, that of the first axis of an array.

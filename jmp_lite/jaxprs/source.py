@@ -22,7 +22,7 @@ def scopes(eqn: Eqn) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _names(stack: tuple[object, ...]) -> tuple[str, ...]:
-    return tuple(item.name for item in stack if isinstance(item, _Scope))
+    return tuple(item.name for item in stack if isinstance(item, _ScopeItem))
 
 
 def is_transposed(eqn: Eqn) -> bool:
@@ -68,7 +68,7 @@ _THIS_LIBRARY = os.path.join(pathlib.Path(__file__).parents[1], "")
 _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
-_Scope = type(source_info_util.new_name_stack("a").stack[0])
+_ScopeItem = type(source_info_util.new_name_stack("a").stack[0])
 
 
 def join(*names: str) -> str:

@@ -208,7 +208,7 @@ def retyped(aval: Aval, dtype: DTypeLike) -> Aval:
     return aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
-def flag_beside(aval: Aval) -> Any:
+def flag_type(aval: Aval) -> Any:
     """Returns the type of a boolean that varies over the same axes as an array."""
     dtype = np.dtype(bool)
     if not isinstance(aval, jax.core.ShapedArray):  # A reference.

@@ -80,12 +80,12 @@ def _map(
     first = in_front[is_mapped.index(True)]
     changed = {
         "dimension_numbers": new.numbers,
-        "out_sharding": sharding.with_axis(params["out_sharding"], at, first),
+        "out_sharding": sharding.insert_axis(params["out_sharding"], at, first),
     }
     return _wide_dot.bind(*in_front, **{**params, **changed}), at
 
 
-def _in_float32(lhs: Array, rhs: Array, **params: Any) -> Array:
+def _multiply_float32(lhs: Array, rhs: Array, **params: Any) -> Array:
     full = (operand.astype(np.float32) for operand in (lhs, rhs))
     return dot_general_p.bind(*full, **{**params, "precision": None})
 
@@ -98,7 +98,7 @@ mlir.register_lowering(
 )
 # XLA for CPUs lacks some of these products. Products of float32 are the same numbers.
 mlir.register_lowering(
-    _wide_dot, mlir.lower_fun(_in_float32, multiple_results=False), platform="cpu"
+    _wide_dot, mlir.lower_fun(_multiply_float32, multiple_results=False), platform="cpu"
 )
 ad.primitive_jvps[_wide_dot] = _jvp
 ad.primitive_transposes[_wide_dot] = _transpose

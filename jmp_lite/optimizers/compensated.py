@@ -26,7 +26,7 @@ from jmp_lite.optimizers.parameters import (
     to_float32,
     update_to,
 )
-from jmp_lite.optimizers.rounding import grid_of, join, nearest, split
+from jmp_lite.optimizers.rounding import grid_of, join, round_to_nearest, split
 from jmp_lite.scaling.wrapping import (
     CONVERT,
     check_state,
@@ -124,7 +124,7 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
 
     def init(params: Params) -> CompensatedState:
         check_16_bit(params, "compensated")
-        remainder = jax.tree.map(_no_remainder, params)
+        remainder = jax.tree.map(_zero_remainder, params)
         inner_state = strongly_typed(inner.init(upcast_tree(params)))
         return CompensatedState(remainder, inner_state)
 
@@ -137,7 +137,7 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
         check_state(state, CompensatedState, "compensated")
         check_params(updates, params, "compensated")
         _check_remainder(state.remainder, params)
-        masters = jax.tree.map(with_remainder, params, state.remainder)
+        masters = jax.tree.map(add_remainder, params, state.remainder)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
@@ -147,7 +147,7 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
         ) -> tuple[Leaf, Leaf]:
             if not is_16_bit(param):
                 return step, remainder
-            return _moved(param, master + step)
+            return _move_to_master(param, master + step)
 
         leaves, treedef = jax.tree.flatten(params)
         others = map(treedef.flatten_up_to, (state.remainder, steps, masters))
@@ -160,7 +160,7 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _no_remainder(param: Leaf) -> Array | optax.MaskedNode:
+def _zero_remainder(param: Leaf) -> Array | optax.MaskedNode:
     """Returns the remainder of a parameter that lacks nothing."""
     if not is_16_bit(param):
         return optax.MaskedNode()
@@ -168,7 +168,7 @@ def _no_remainder(param: Leaf) -> Array | optax.MaskedNode:
     return jnp.zeros_like(param, jnp.int16 if is_exact else None)
 
 
-def with_remainder(param: Leaf, remainder: Leaf) -> Leaf:
+def add_remainder(param: Leaf, remainder: Leaf) -> Leaf:
     """Returns the master of a 16-bit parameter, and any other parameter as it is.
 
     Args:
@@ -190,7 +190,7 @@ def may_differ_by(error: AnyArray, param: AnyArray) -> Array:
     wide = to_float32(param)
     # A little less, because a rounding error of half a unit is a tie.
     less = error * (1 - float(jnp.finfo(param.dtype).epsneg))
-    return nearest(wide + less, grid_of(param.dtype)) == wide
+    return round_to_nearest(wide + less, grid_of(param.dtype)) == wide
 
 
 def remainder_of(param: AnyArray, master: AnyArray) -> Array:
@@ -199,10 +199,10 @@ def remainder_of(param: AnyArray, master: AnyArray) -> Array:
         return split(master)[1]
     wide = to_float32(param)
     error = jnp.where(jnp.isfinite(wide), master - wide, 0)
-    return nearest(error, grid_of(param.dtype)).astype(param.dtype)
+    return round_to_nearest(error, grid_of(param.dtype)).astype(param.dtype)
 
 
-def _moved(param: AnyArray, master: AnyArray) -> tuple[Array, Array]:
+def _move_to_master(param: AnyArray, master: AnyArray) -> tuple[Array, Array]:
     """Returns the update of a 16-bit parameter to a master, and the new remainder."""
     if param.dtype == jnp.bfloat16:
         target, remainder = split(master)
@@ -213,7 +213,7 @@ def _moved(param: AnyArray, master: AnyArray) -> tuple[Array, Array]:
         # Selected as floats: a TPU runs two kernels for a step that selects integers.
         kept = jnp.where(is_target, remainder.astype(jnp.float32), 0)
         return update, kept.astype(jnp.int16)
-    update = update_to(nearest(master, grid_of(param.dtype)), param)
+    update = update_to(round_to_nearest(master, grid_of(param.dtype)), param)
     return update, remainder_of(_sum(param, update), master)
 
 

@@ -28,18 +28,18 @@ from jmp_lite.optimizers.compensated import (
     CompensatedState,
     may_differ_by,
     remainder_of,
-    with_remainder,
+    add_remainder,
 )
 from jmp_lite.optimizers.inner_state import (
     as_array,
     check_same_optimizer,
     converted,
     copied,
-    inside,
+    inner_state_of,
     is_node,
     leaves,
     named,
-    without_wrappers,
+    remove_wrappers,
     wrappers,
 )
 from jmp_lite.optimizers.low_precision_state import LowPrecisionState, packed
@@ -133,12 +133,12 @@ def convert_state(
         raise ValueError("Expected a dtype for the parameters that where selects.")
     optimizer = with_extra_args(new_optimizer)
     params = jax.tree.map(as_array, params)
-    full = _all_digits(old_state, params)
+    full = _restore_digits(old_state, params)
     goal = params if dtype is None else cast_tree(params, dtype, where)
     new_state = _start(optimizer, goal)
-    old_inner, new_inner = without_wrappers(old_state), without_wrappers(new_state)
+    old_inner, new_inner = remove_wrappers(old_state), remove_wrappers(new_state)
     check_same_optimizer(old_inner, new_inner)
-    full = _as_held(new_state, full)
+    full = _limit_digits(new_state, full)
     new_params = _rounded(params, goal, full, new_state)
     values = map(converted, *map(leaves, (old_inner, new_inner)))
     return new_params, _wrapped(old_state, new_state, values, full, new_params)
@@ -155,24 +155,24 @@ def _start(optimizer: Optimizer, params: PyTree) -> PyTree:
         raise
 
 
-def _all_digits(old_state: PyTree, params: Tree) -> Tree:
+def _restore_digits(old_state: PyTree, params: Tree) -> Tree:
     """Returns the parameters as the old optimizer sees them, in 32 bits or more."""
     full = upcast_tree(params)
     for state in wrappers(old_state):
         if isinstance(state, MasterWeightsState):
             advice = "Pass the parameters of the old state, without casting them."
             _check_narrower(state.masters, params, advice)
-            full = _zipped(_of_master, state.masters, full, params)
+            full = _zipped(_read_master, state.masters, full, params)
         elif isinstance(state, CompensatedState):
-            full = _zipped(_of_remainder, state.remainder, full, params)
+            full = _zipped(_read_remainder, state.remainder, full, params)
     return full
 
 
-def _of_master(_: Path, master: Leaf, full: Leaf, param: Leaf) -> Leaf:
+def _read_master(_: Path, master: Leaf, full: Leaf, param: Leaf) -> Leaf:
     return master_of(param, as_array(master)) if is_floating(param) else full
 
 
-def _of_remainder(path: Path, remainder: AnyArray, _: Leaf, param: Leaf) -> Leaf:
+def _read_remainder(path: Path, remainder: AnyArray, _: Leaf, param: Leaf) -> Leaf:
     check_16_bit_as_before(path, param)
     is_half_of_bits = remainder.dtype == jnp.int16 and param.dtype == jnp.bfloat16
     if not is_half_of_bits and remainder.dtype != param.dtype:
@@ -181,10 +181,10 @@ def _of_remainder(path: Path, remainder: AnyArray, _: Leaf, param: Leaf) -> Leaf
             f"parameter of another dtype than {type_of(param)}: pass the parameters of "
             "the old state, without casting them."
         )
-    return with_remainder(param, as_array(remainder))
+    return add_remainder(param, as_array(remainder))
 
 
-def _as_held(new_state: PyTree, full: Tree) -> Tree:
+def _limit_digits(new_state: PyTree, full: Tree) -> Tree:
     """Returns parameters with as many digits as the new state can hold."""
     for state in wrappers(new_state):
         if isinstance(state, MasterWeightsState):
@@ -218,11 +218,11 @@ def _rounded(params: Tree, goal: Tree, full: Tree, new_state: PyTree) -> Tree:
     new_params = jax.tree.map(rounded, goal, full)
     for state in wrappers(new_state):
         if isinstance(state, CompensatedState):
-            new_params = _zipped(_own_tie, state.remainder, new_params, params, full)
+            new_params = _zipped(_keep_tie, state.remainder, new_params, params, full)
     return new_params
 
 
-def _own_tie(
+def _keep_tie(
     _: Path, remainder: AnyArray, new: AnyArray, param: AnyArray, full: AnyArray
 ) -> AnyArray:
     """Returns the old parameter if its rounding error is a tie."""
@@ -256,16 +256,16 @@ def _wrapped(
       full: the new parameters with all their digits.
       params: the new parameters.
     """
-    former = {kind: _paired(kind, old_state, new_state) for kind in _REMEMBERING}
+    former = {kind: _paired(kind, old_state, new_state) for kind in _PAIRED_STATES}
 
     def wrap(tree: PyTree) -> PyTree:
         return jax.tree.map(
-            lambda node: of_wrapper(node) if is_wrapper_state(node) else next(values),
+            lambda node: convert_wrapper(node) if is_wrapper_state(node) else next(values),
             tree,
             is_leaf=is_node,
         )
 
-    def of_wrapper(new: WrapperState) -> WrapperState:
+    def convert_wrapper(new: WrapperState) -> WrapperState:
         if isinstance(new, MasterWeightsState):
             _check_narrower(new.masters, params, _CAST)
             masters = _zipped(_new_master, new.masters, new.masters, full)
@@ -275,17 +275,17 @@ def _wrapped(
             remainder = _zipped(_new_remainder, new.remainder, *pairs)
             return CompensatedState(remainder, wrap(new.inner_state))
         old = next(former[type(new)])
-        inner_state = wrap(inside(new))
+        inner_state = wrap(inner_state_of(new))
         if isinstance(new, LowPrecisionState):
             return packed(inner_state, _key(old, new), new)
         if isinstance(new, StochasticRoundingState):
             return StochasticRoundingState(_key(old, new), inner_state)
-        return _with_counts(old, new)._replace(inner_state=inner_state)
+        return _keep_counts(old, new)._replace(inner_state=inner_state)
 
     return wrap(new_state)
 
 
-_REMEMBERING = (LossScalingState, StochasticRoundingState, LowPrecisionState)
+_PAIRED_STATES = (LossScalingState, StochasticRoundingState, LowPrecisionState)
 """The states that hold more than an inner state and digits of parameters."""
 
 
@@ -313,7 +313,7 @@ def _new_remainder(
     return remainder_of(param, full)
 
 
-def _with_counts(
+def _keep_counts(
     old: LossScalingState | None, new: LossScalingState
 ) -> LossScalingState:
     """Returns a new state that counts on, and keeps a scale of the same settings."""
@@ -350,11 +350,11 @@ def _zipped(
       *others: more such trees.
     """
 
-    def at(path: Path, held: PyTree, *leaves: PyTree) -> PyTree:
+    def apply(path: Path, held: PyTree, *leaves: PyTree) -> PyTree:
         return leaves[0] if is_left_out(held) else fun(path, held, *leaves)
 
     try:
-        return jax.tree.map_with_path(at, part, first, *others, is_leaf=is_left_out)
+        return jax.tree.map_with_path(apply, part, first, *others, is_leaf=is_left_out)
     except ValueError as error:
         raise TypeError(
             "A wrapper holds digits of parameters of another structure than params. "

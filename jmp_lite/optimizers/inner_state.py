@@ -15,19 +15,19 @@ from jmp_lite.optimizers.storage import Stored, is_stored, restore, store
 from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
 
 
-def without_wrappers(state: PyTree) -> OptState:
+def remove_wrappers(state: PyTree) -> OptState:
     """Returns a state in which inner states stand in place of wrappers' states.
 
     An array that ``low_precision_state`` stores is a ``Stored``.
     """
 
-    def at(node: PyTree) -> PyTree:
-        return without_wrappers(inside(node)) if is_wrapper_state(node) else node
+    def replace(node: PyTree) -> PyTree:
+        return remove_wrappers(inner_state_of(node)) if is_wrapper_state(node) else node
 
-    return jax.tree.map(at, state, is_leaf=is_node)
+    return jax.tree.map(replace, state, is_leaf=is_node)
 
 
-def inside(state: WrapperState) -> PyTree:
+def inner_state_of(state: WrapperState) -> PyTree:
     """Returns the inner state, with a ``Stored`` for each array of 16 or 8 bits."""
     is_low = isinstance(state, LowPrecisionState)
     return unpacked(state) if is_low else state.inner_state

@@ -198,14 +198,14 @@ def low_precision_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+_STATE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
 def _parse(dtype: DTypeLike) -> Dtype:
     if isinstance(dtype, str) and dtype not in dtype_names():
-        raise unknown_name("dtype of a state", dtype, _DTYPES)
+        raise unknown_name("dtype of a state", dtype, _STATE_DTYPES)
     parsed = parse_dtype(dtype)
-    if parsed.name not in _DTYPES:
+    if parsed.name not in _STATE_DTYPES:
         raise ValueError(
             f"Expected one of {', '.join(_DTYPES)} for the state, got {parsed.name!r}."
         )

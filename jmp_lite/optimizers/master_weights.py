@@ -31,7 +31,7 @@ from jmp_lite.optimizers.parameters import (
     update_to,
     whole_or_part,
 )
-from jmp_lite.optimizers.rounding import grid_of, nearest, split
+from jmp_lite.optimizers.rounding import grid_of, round_to_nearest, split
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
 
 
@@ -176,7 +176,7 @@ def rounded_to(master: AnyArray, dtype: Dtype) -> AnyArray:
     """Rounds a master to the numbers of a parameter's dtype, in its own dtype."""
     if dtype == jnp.bfloat16 and master.dtype == jnp.float32:
         return to_float32(split(master)[0])
-    return nearest(master, grid_of(dtype))
+    return round_to_nearest(master, grid_of(dtype))
 
 
 def master_of(param: Leaf, master: Leaf) -> Leaf:
@@ -186,7 +186,7 @@ def master_of(param: Leaf, master: Leaf) -> Leaf:
     wide = param.astype(master.dtype)
     off = wide - rounded_to(master, param.dtype)
     # A cast may have rounded a tie in the other direction.
-    is_tie = nearest(master, grid_of(param.dtype)) == wide
+    is_tie = round_to_nearest(master, grid_of(param.dtype)) == wide
     # No update removes a difference below the smallest normal number.
     return jnp.where((jnp.abs(off) <= _TINY) | is_tie, master, wide)
 

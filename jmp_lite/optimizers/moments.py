@@ -139,7 +139,7 @@ MOMENTS: Mapping[str, Mapping[str, Moment]] = {
 def known_moments(state: OptState) -> PyTree:
     """Returns a state with a ``Moment`` in place of each leaf."""
 
-    def at(node: PyTree) -> PyTree:
+    def fill(node: PyTree) -> PyTree:
         if not _is_known(node):
             return Moment.UNKNOWN
         moments = MOMENTS[type(node).__name__]
@@ -152,7 +152,7 @@ def known_moments(state: OptState) -> PyTree:
             }
         )
 
-    return jax.tree.map(at, state, is_leaf=_is_known)
+    return jax.tree.map(fill, state, is_leaf=_is_known)
 
 
 def _is_known(node: PyTree) -> bool:

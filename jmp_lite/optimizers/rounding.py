@@ -35,11 +35,11 @@ def grid_of(dtype: Dtype) -> Grid:
     return Grid(info.nmant, float(info.smallest_subnormal), float(info.max))
 
 
-def nearest(x: AnyArray, grid: Grid) -> Array:
+def round_to_nearest(x: AnyArray, grid: Grid) -> Array:
     """Rounds to the nearest number of a format, in the dtype of ``x``."""
-    inside = _inside(x, grid)
-    spacing = _spacing(inside, grid)
-    steps = lax.round(inside / spacing, lax.RoundingMethod.TO_NEAREST_EVEN)
+    clipped = _clip(x, grid)
+    spacing = _spacing(clipped, grid)
+    steps = lax.round(clipped / spacing, lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(jnp.isfinite(x), steps * spacing, x)
 
 
@@ -86,7 +86,7 @@ def join(param: AnyArray, remainder: AnyArray) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def by_chance(x: AnyArray, grid: Grid, noise: Array) -> Array:
+def round_by_chance(x: AnyArray, grid: Grid, noise: Array) -> Array:
     """Rounds stochastically to one of the two neighbors in a format, in float32.
 
     Args:
@@ -94,9 +94,9 @@ def by_chance(x: AnyArray, grid: Grid, noise: Array) -> Array:
       grid: the format.
       noise: uniform numbers in [0, 1), in the shape of ``x``.
     """
-    inside = _inside(x, grid)
-    spacing = _spacing(inside, grid)
-    steps = inside / spacing
+    clipped = _clip(x, grid)
+    spacing = _spacing(clipped, grid)
+    steps = clipped / spacing
     below = jnp.floor(steps)
     up = (noise < steps - below).astype(jnp.float32)
     is_rounded = jnp.isfinite(x) & (x != 0)  # A zero keeps its sign.
@@ -119,7 +119,7 @@ def _spacing(x: Array, grid: Grid) -> Array:
     return jnp.maximum(power * np.asarray(2.0**-grid.mantissa_bits, x.dtype), least)
 
 
-def _inside(x: AnyArray, grid: Grid) -> Array:
+def _clip(x: AnyArray, grid: Grid) -> Array:
     largest = np.asarray(grid.largest, x.dtype)
     return jnp.clip(x, -largest, largest)
 

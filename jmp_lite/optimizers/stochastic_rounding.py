@@ -23,7 +23,7 @@ from jmp_lite.optimizers.parameters import (
     to_float32,
     update_to,
 )
-from jmp_lite.optimizers.rounding import by_chance, grid_of, noise
+from jmp_lite.optimizers.rounding import round_by_chance, grid_of, noise
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
 
 
@@ -129,7 +129,7 @@ def stochastic_rounding(
             if not is_16_bit(param):
                 return step
             by = noise(now, number, param.shape)
-            moved = by_chance(to_float32(param) + step, grid_of(param.dtype), by)
+            moved = round_by_chance(to_float32(param) + step, grid_of(param.dtype), by)
             return update_to(moved, param)
 
         moved = jax.tree.map(add, params, steps, numbers)

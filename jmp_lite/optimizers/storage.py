@@ -22,7 +22,7 @@ from jax import lax
 
 from jmp_lite.casting.quantize import power_of_two_for
 from jmp_lite.casting.types import AnyArray, Array, Dtype, Leaf, PyTree
-from jmp_lite.optimizers.rounding import Grid, by_chance, grid_of, nearest
+from jmp_lite.optimizers.rounding import Grid, round_by_chance, grid_of, round_to_nearest
 
 SQUARES = np.dtype("uint8")
 """The 8-bit dtype that stores averages of squares."""
@@ -31,7 +31,7 @@ SQUARES = np.dtype("uint8")
 _LARGEST_SQUARE = np.float32(2.0**126)
 
 
-_ROW = 128
+_SHORTEST_ROW = 128
 """The scale of a shorter row would take more than 3 % of the row's memory."""
 
 
@@ -73,7 +73,7 @@ def store(
     grid = _grid_of(dtype)
 
     def rounded(x: AnyArray) -> Array:
-        return nearest(x, grid) if noise is None else by_chance(x, grid, noise)
+        return round_to_nearest(x, grid) if noise is None else round_by_chance(x, grid, noise)
 
     if not is_scaled:
         return Stored(rounded(x).astype(dtype))
@@ -101,7 +101,7 @@ def restore(stored: Stored) -> AnyArray:
 def _row_axis(shape: tuple[int, ...]) -> int:
     """Returns the last axis, or the longest axis if the last one is short."""
     axes = range(len(shape))
-    return max(axes, key=lambda axis: (min(shape[axis], _ROW), axis))
+    return max(axes, key=lambda axis: (min(shape[axis], _SHORTEST_ROW), axis))
 
 
 def _grid_of(dtype: Dtype) -> Grid:

@@ -17,7 +17,7 @@ from jmp_lite.casting.dtypes import is_array, is_floating, is_number
 from jmp_lite.casting.types import Array, Leaf, Optimizer, OptState, Params
 from jmp_lite.optimizers.moments import Moment
 
-_SMALL = 2.0**-10
+_GRADIENT_SIZE = 2.0**-10
 """The size of the gradients."""
 
 
@@ -62,7 +62,7 @@ def try_optimizer(inner: Optimizer, params: Params) -> list[Tried]:
         fresh = inner.init(ones)
         others = inner.init(jax.tree.map(lambda x: 2 * x, ones))
 
-        def after(state: OptState, more: Array, size: Array) -> Array:
+        def run_step(state: OptState, more: Array, size: Array) -> Array:
             """Returns the numbers after a step from a state with more in each array."""
             leaves, structure = jax.tree.flatten(state)
             filled = [
@@ -79,12 +79,12 @@ def try_optimizer(inner: Optimizer, params: Params) -> list[Tried]:
         # op by op.
         @jax.jit
         def run(small: Array, ones: Array) -> tuple[list[Array], list[Array]]:
-            at_first = functools.partial(after, fresh, 0 * ones)
-            return _after_one_step(at_first, small), [
-                _kept(functools.partial(after, state), ones, small) for state in starts
+            at_first = functools.partial(run_step, fresh, 0 * ones)
+            return _measure_step(at_first, small), [
+                _kept(functools.partial(run_step, state), ones, small) for state in starts
             ]
 
-        steps, kept = run(jnp.float32(_SMALL), jnp.ones_like(start))
+        steps, kept = run(jnp.float32(_GRADIENT_SIZE), jnp.ones_like(start))
         is_of_params = start != _numbers(others)
         steps, kept, is_of_params = jax.tree.map(
             np.asarray, (steps, kept, is_of_params)
@@ -116,7 +116,7 @@ def _tried(moment: Moment, at_first: float, later: float, is_of_params: bool) ->
     return Tried(moment, kept)
 
 
-def _after_one_step(after: Callable[[Array], Array], small: Array) -> list[Array]:
+def _measure_step(run_step: Callable[[Array], Array], small: Array) -> list[Array]:
     """Returns values, first and second derivatives for small gradients.
 
     Args:
@@ -127,10 +127,10 @@ def _after_one_step(after: Callable[[Array], Array], small: Array) -> list[Array
       Eight arrays: these three for positive gradients, then for negative ones, and at
       last the values for gradients near 1 and -1.
     """
-    slope = _derivative(after)
-    funs = after, slope, _derivative(slope)
+    slope = _derivative(run_step)
+    funs = run_step, slope, _derivative(slope)
     near = [fun(size) for size in (small, -small) for fun in funs]
-    return [*near, *(after(far * small / _SMALL) for far in (1, -1))]
+    return [*near, *(run_step(far * small / _GRADIENT_SIZE) for far in (1, -1))]
 
 
 def _derivative(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -160,20 +160,20 @@ def _moment(
     return Moment.UNKNOWN
 
 
-def _kept(after: Callable[[Array, Array], Array], ones: Array, small: Array) -> Array:
+def _kept(run_step: Callable[[Array, Array], Array], ones: Array, small: Array) -> Array:
     """Returns the derivative of each number with respect to its value before.
 
     It is NaN for a number that does not depend on the gradients.
     """
     # The sign of a gradient has no derivative; a small square is lost in a sum.
-    moves = (after(ones, small) != after(ones, 0 * small)) | (
-        _derivative(lambda size: after(ones, size))(small) != 0
+    moves = (run_step(ones, small) != run_step(ones, 0 * small)) | (
+        _derivative(lambda size: run_step(ones, size))(small) != 0
     )
 
-    def along(direction: Array) -> Array:
-        return jax.jvp(lambda more: after(more, small), (ones,), (direction,))[1]
+    def derivative_along(direction: Array) -> Array:
+        return jax.jvp(lambda more: run_step(more, small), (ones,), (direction,))[1]
 
-    kept = jnp.diagonal(jax.vmap(along)(jnp.diag(ones)))
+    kept = jnp.diagonal(jax.vmap(derivative_along)(jnp.diag(ones)))
     return jnp.where(moves, kept, jnp.nan)
 
 

@@ -66,7 +66,7 @@ def check_loss_scale(opt_state: PyTree, max_consecutive_skips: int = 50) -> None
     states = loss_scaling_states(opt_state)
     _check_nesting(opt_state)
     for path, state in states:
-        in_a_row = int(_on_host(state.consecutive_skipped).max())
+        in_a_row = int(_fetch(state.consecutive_skipped).max())
         if in_a_row > max_consecutive_skips:
             others = [name for name, other in states if other is not state]
             causes = "; ".join(
@@ -94,7 +94,7 @@ def _causes(state: LossScalingState, others: list[str]) -> list[str]:
     ]
     scale = state.loss_scale
     if isinstance(scale, DynamicLossScale):
-        if np.all(_on_host(scale.loss_scale) <= max(scale.min_loss_scale, _TINY)):
+        if np.all(_fetch(scale.loss_scale) <= max(scale.min_loss_scale, _TINY)):
             named = f" (others here: {', '.join(others)})" if others else ""
             causes.insert(
                 0,
@@ -125,7 +125,7 @@ def _check_nesting(opt_state: PyTree) -> None:
     for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=is_multi_steps):
         if not is_multi_steps(node) or not find_states(node.inner_opt_state, ()):
             continue
-        if not _on_host(all_finite(node.acc_grads)):
+        if not _fetch(all_finite(node.acc_grads)):
             raise LossScaleError(
                 "optax.MultiSteps is around loss_scaling at "
                 f"{jax.tree_util.keystr(path) or 'the root'}, and its accumulated "
@@ -136,7 +136,7 @@ def _check_nesting(opt_state: PyTree) -> None:
             )
 
 
-def _on_host(value: Scalar) -> np.ndarray:
+def _fetch(value: Scalar) -> np.ndarray:
     try:
         return np.asarray(value)
     except jax.errors.TracerArrayConversionError:

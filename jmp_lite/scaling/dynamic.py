@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite.casting.dtypes import nearest_name, needs_loss_scale, parse_dtype
-from jmp_lite.casting.types import Array, Leaf, Number, Scalar
+from jmp_lite.casting.types import Array, Leaf, TypedScalar, Scalar
 from jmp_lite.scaling.loss_scale import (
     LossScale,
     NoOpLossScale,
@@ -90,14 +90,14 @@ class DynamicLossScale(LossScale):
       Array(32768., dtype=float32)
     """
 
-    loss_scale: Number
-    counter: Number
+    loss_scale: TypedScalar
+    counter: TypedScalar
     period: int
     factor: float
     min_loss_scale: float
     max_loss_scale: float
     hysteresis: int
-    overflows: Number | None
+    overflows: TypedScalar | None
     backoff_factor: float | None
 
     def __init__(
@@ -206,7 +206,7 @@ class DynamicLossScale(LossScale):
         shrunk = jnp.maximum(lower, floor)
         # After a finite step, the new counter is 0 at the end of a period. Reading the
         # new value lets a GPU compute the counter and the scale in one kernel.
-        return self._with_leaves(
+        return self._replace_leaves(
             jnp.where(
                 finite,
                 jnp.where(counter == 0, grown, loss_scale),
@@ -227,7 +227,7 @@ class DynamicLossScale(LossScale):
         overflows = jnp.where(finite, 0, more)
         return overflows, overflows >= self.hysteresis
 
-    def _with_leaves(self, *leaves: Array | None) -> "DynamicLossScale":
+    def _replace_leaves(self, *leaves: Array | None) -> "DynamicLossScale":
         return _unflatten_dynamic(_flatten_dynamic(self)[1], leaves)
 
 

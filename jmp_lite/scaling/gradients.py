@@ -95,7 +95,7 @@ def value_and_grad(
         holomorphic=holomorphic,
         allow_int=allow_int,
     )
-    found = under_scale(transform, fun, loss_scale, has_aux, grad_dtype)
+    found = build_value_and_grad(transform, fun, loss_scale, has_aux, grad_dtype)
     return refusing_modules(found, "jmp_lite.nnx.value_and_grad")
 
 
@@ -108,7 +108,7 @@ def check_argnums(argnums: object) -> None:
         )
 
 
-def under_scale(
+def build_value_and_grad(
     transform: Callable[..., LossFn],
     fun: Callable[Args, Result],
     loss_scale: LossScale,

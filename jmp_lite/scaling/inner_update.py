@@ -34,7 +34,7 @@ def update_inner(
         updates, new_inner_state = inner.update(
             upcast_tree(grads),
             inner_state,
-            _as_seen(kept_in_16_bits(inner_state), params),
+            _upcast_others(kept_in_16_bits(inner_state), params),
             **upcast_tree(extra_args),
         )
     except (TypeError, ValueError) as error:
@@ -47,7 +47,7 @@ def update_inner(
         raise
     if jax.tree.structure(grads) != jax.tree.structure(params):
         _check_structure(updates, grads, params)
-    return updates, inner_state, _like(inner_state, new_inner_state)
+    return updates, inner_state, _cast_like(inner_state, new_inner_state)
 
 
 def _check_structure(
@@ -89,7 +89,7 @@ def _check_structure(
         ) from cause
 
 
-def as_seen_by_init(inner: OptimizerExtraArgs, params: Params) -> Params:
+def params_for_init(inner: OptimizerExtraArgs, params: Params) -> Params:
     """Returns parameters as the inner optimizer sees them.
 
     It sees 16-bit parameters in float32, except those that a wrapper inside rounds. The
@@ -100,10 +100,10 @@ def as_seen_by_init(inner: OptimizerExtraArgs, params: Params) -> Params:
     kept: list[set[Path] | None] = []
     # Only the structure of the state is needed, so no numbers are computed.
     jax.eval_shape(lambda: kept.append(kept_in_16_bits(inner.init(params))))
-    return _as_seen(kept[0], params)
+    return _upcast_others(kept[0], params)
 
 
-def _as_seen(kept: set[Path] | None, params: Tree) -> Tree:
+def _upcast_others(kept: set[Path] | None, params: Tree) -> Tree:
     if kept is None:
         return params
     if not kept <= {path for path, _ in jax.tree.leaves_with_path(params)}:
@@ -113,18 +113,18 @@ def _as_seen(kept: set[Path] | None, params: Tree) -> Tree:
     )
 
 
-def _like(old_state: Tree, new_state: PyTree) -> Tree:
+def _cast_like(old_state: Tree, new_state: PyTree) -> Tree:
     """Returns the new inner state in the dtypes of the old one."""
     check_same_structure(old_state, new_state, "a skipped step cannot keep the old one")
-    return jax.tree_util.tree_map_with_path(_leaf_like, old_state, new_state)
+    return jax.tree_util.tree_map_with_path(_cast_leaf_like, old_state, new_state)
 
 
-_OF_INTEGERS = (
+_INTEGER_HINT = (
     " If a parameter is an integer, exclude it with optax.masked: it has no gradient."
 )
 
 
-def _leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
+def _cast_leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
     if not is_array(before) or not (is_array(after) or is_number(after)):
         return after
     after = jnp.asarray(after)
@@ -136,7 +136,7 @@ def _leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
             f"The wrapped optimizer changes its state at {jax.tree_util.keystr(path)} "
             f"from {type_of(before)} to {type_of(after)} in update, so a skipped step "
             "cannot keep the old state. Its init has to return the types that its "
-            "update returns." + (_OF_INTEGERS if is_number(before, jnp.integer) else "")
+            "update returns." + (_INTEGER_HINT if is_number(before, jnp.integer) else "")
         )
     return after.astype(before.dtype) if same_kind else after
 

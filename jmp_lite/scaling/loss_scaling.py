@@ -22,7 +22,7 @@ from jmp_lite.casting.types import (
 )
 from jmp_lite.scaling.dynamic import DynamicLossScale
 from jmp_lite.scaling.finite import all_finite, select_tree
-from jmp_lite.scaling.inner_update import as_seen_by_init, update_inner
+from jmp_lite.scaling.inner_update import params_for_init, update_inner
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, check_is_loss_scale
 from jmp_lite.scaling.state import LossScalingState, copied_scale
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
@@ -119,7 +119,7 @@ def loss_scaling(
 
     def init(params: Params) -> PyTree:
         start = DynamicLossScale() if loss_scale is None else loss_scale
-        inner_state = strongly_typed(inner.init(as_seen_by_init(inner, params)))
+        inner_state = strongly_typed(inner.init(params_for_init(inner, params)))
         if not isinstance(start, NoOpLossScale):
             _refuse_a_second_scale(inner_state)
         return LossScalingState(
@@ -145,7 +145,7 @@ def loss_scaling(
         new_updates, _, inner_state = update_inner(
             inner, updates, state.inner_state, params, extra_args
         )
-        return new_updates, _counted(state, grads_finite, inner_state)
+        return new_updates, _state_after_step(state, grads_finite, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -210,7 +210,7 @@ def update_if(
         is_new = _stays_finite(inner_state, new_inner_state)
         is_kept &= all_finite((new_updates, is_new), axis_name)
     no_updates = jax.tree.map(_negative_zeros, new_updates)
-    return select_tree(is_kept, new_updates, no_updates), _counted(
+    return select_tree(is_kept, new_updates, no_updates), _state_after_step(
         state,
         is_kept,
         inner_state=select_tree(is_kept, new_inner_state, inner_state),
@@ -250,7 +250,7 @@ def _stays_finite(before: PyTree, after: PyTree) -> PyTree:
     return jax.tree.map(lost, before, after)
 
 
-def _counted(
+def _state_after_step(
     state: LossScalingState, grads_finite: Array, inner_state: PyTree
 ) -> LossScalingState:
     """Returns the state after a step."""

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_array
 from jmp_lite.casting.type_of import type_of
-from jmp_lite.casting.types import Array, Leaf, Number, Scalar
+from jmp_lite.casting.types import Array, Leaf, TypedScalar, Scalar
 
 
 def is_selectable(leaf: Leaf) -> bool:
@@ -36,7 +36,7 @@ def as_number(
     dtype: type[np.float32] | type[np.int32],
     name: str,
     stack: tuple[int, ...] | None,
-) -> Number:
+) -> TypedScalar:
     """Returns a strongly typed number: on the host if it was a host number.
 
     A loss scale that is made at import then starts no backend.
@@ -88,7 +88,7 @@ def as_whole_number(value: Scalar, name: str, at_least: int) -> int:
 
 def as_counter(
     value: Scalar, name: str, stack: tuple[int, ...] | None = None
-) -> Number:
+) -> TypedScalar:
     """Returns an int32 number, or an array of them; see ``as_number``."""
     if isinstance(value, bool | int | float):
         value = as_whole_number(value, name, at_least=0)

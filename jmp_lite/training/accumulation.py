@@ -9,7 +9,7 @@ from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import Array, AxisName, Key, Params, PyTree, Updates
 from jmp_lite.jaxprs.sharding import is_sharded
 from jmp_lite.scaling.wrapping import strongly_typed
-from jmp_lite.training.devices import of_this_device
+from jmp_lite.training.devices import localize
 from jmp_lite.training.loss_at import GradFn, WithAux
 
 
@@ -50,7 +50,7 @@ def accumulated_gradients(
 
         zeros = upcast_tree(jax.tree.map(jnp.zeros_like, params))
         # Of this device, like the results of the micro-batches.
-        carry = of_this_device((model_state, zeros), axis_name)
+        carry = localize((model_state, zeros), axis_name)
         (model_state, total), (losses, aux) = lax.scan(
             one, carry, (jnp.arange(times), parts)
         )

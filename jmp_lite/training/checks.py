@@ -85,7 +85,7 @@ def check_result(result: PyTree, model_state: PyTree) -> None:
         )
 
 
-def _in_words(result: PyTree) -> str:
+def _describe(result: PyTree) -> str:
     if result is None:
         return "None"
     name = f"{result.dtype} array" if is_array(result) else type(result).__name__

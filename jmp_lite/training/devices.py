@@ -13,7 +13,7 @@ def key_of_this_device(rng: Key, axis_name: AxisName) -> Key:
     return jax.random.fold_in(rng, lax.axis_index(axis_name))
 
 
-def of_this_device(tree: Tree, axis_name: AxisName | None) -> Tree:
+def localize(tree: Tree, axis_name: AxisName | None) -> Tree:
     """Returns a tree whose real and complex arrays belong to this device only.
 
     With type checks, ``shard_map`` would sum a gradient with respect to shared values

@@ -76,15 +76,15 @@ class _Depends(Forward[bool]):
         """Whether one of two values does."""
         return one or other
 
-    def of_equation(
+    def equation_facts(
         self, eqn: Eqn, operands: Sequence[bool], path: str
     ) -> Sequence[bool]:
         """Returns whether results do; which branch or step is taken counts, too."""
         if params.op_of(eqn) in params.CONTROL:
-            return self.through(eqn, operands, path)
-        return super().of_equation(eqn, operands, path)
+            return self.transfer(eqn, operands, path)
+        return super().equation_facts(eqn, operands, path)
 
-    def through(self, eqn: Eqn, facts: Sequence[bool], path: str) -> Sequence[bool]:
+    def transfer(self, eqn: Eqn, facts: Sequence[bool], path: str) -> Sequence[bool]:
         """Returns whether the results of an op depend on an input."""
         del path
         return [any(facts)] * len(eqn.outvars)

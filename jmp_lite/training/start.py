@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.autocasting.rules.rules import Rules, is_identity
 from jmp_lite.casting.dtypes import is_16_bit
 from jmp_lite.casting.types import OptimizerExtraArgs, Params, PyTree
 from jmp_lite.optimizers.compensated import CompensatedState
@@ -21,7 +21,7 @@ from jmp_lite.training.frozen import find_frozen
 
 def scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
     """Returns the loss scale of the first step; warns if float16 has none."""
-    dtype = np.dtype("float32") if rules.is_identity else np.dtype(rules.compute_dtype)
+    dtype = np.dtype("float32") if is_identity(rules) else np.dtype(rules.compute_dtype)
     needed = default_loss_scale(dtype)
     if loss_scale is None:
         return needed
@@ -55,14 +55,14 @@ def init_optimizer(
     return opt_state
 
 
-_REMEMBERING = (MasterWeightsState, CompensatedState, StochasticRoundingState)
+_DIGIT_STATES = (MasterWeightsState, CompensatedState, StochasticRoundingState)
 
 
 def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> None:
     """Warns if 16-bit parameters would lose small updates."""
 
     def remembers(node: PyTree) -> bool:
-        return isinstance(node, _REMEMBERING)
+        return isinstance(node, _DIGIT_STATES)
 
     narrow = [
         f"{leaf.dtype} at params{jax.tree_util.keystr(path)}"

@@ -51,7 +51,7 @@ from jmp_lite.training.devices import (
     averaged,
     check_is_mapped,
     key_of_this_device,
-    of_this_device,
+    localize,
 )
 from jmp_lite.training.frozen import find_frozen, trained_part
 from jmp_lite.training.loss_at import (
@@ -189,7 +189,7 @@ def build_train_step(
     if loss_scale is not None:
         check_is_loss_scale(loss_scale)
     training = _Training(
-        loss_fn=_in_low_precision(loss_fn, rules, compute_dtype),
+        loss_fn=_lower_loss(loss_fn, rules, compute_dtype),
         optimizer=optimizer,
         inner=with_extra_args(optimizer),
         rules=choose_rules(rules, compute_dtype),
@@ -203,7 +203,7 @@ def build_train_step(
     return training.init, training.step
 
 
-def _in_low_precision(
+def _lower_loss(
     loss_fn: LossFn, rules: Rules | str, compute_dtype: DTypeLike | None
 ) -> LossFn:
     """Returns the loss in mixed precision: each use of a parameter casts it."""
@@ -332,7 +332,7 @@ class _Training:
         frozen: list[bool],
     ) -> tuple[Array, PyTree, PyTree, Updates]:
         """Returns the loss, the new model state, the rest, and the gradients."""
-        local = of_this_device(params, self.axis_name)
+        local = localize(params, self.axis_name)
         trained, loss_of_trained = trained_part(self.loss_fn, local, frozen)
         # The loss is scaled in float32, and the gradients are unscaled in float32.
         scale = state.opt_state.loss_scale

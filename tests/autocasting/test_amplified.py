@@ -249,7 +249,7 @@ def test_a_quotient_amplifies_its_divisor_only():
     assert [r.precision for r in rows] == ["bfloat16", "float32"]
 
 
-def test_a_move_of_16_bit_numbers_stays_16_bit_for_an_amplifying_reader():
+def test_a_move_of_16_bit_numbers_stays_16_bit_though_its_reader_amplifies():
     def fun(x):
         h = (x @ W).reshape(-1)
         return jnp.exp(h).sum(), h.reshape(x.shape[0], -1) @ W
@@ -259,14 +259,14 @@ def test_a_move_of_16_bit_numbers_stays_16_bit_for_an_amplifying_reader():
 
 
 @pytest.mark.parametrize("preset", ["O2", "torch", "O3"])
-def test_other_presets_amplify_nothing_that_their_rules_name(preset):
+def test_in_other_presets_amplifying_readers_raise_only_ops_that_no_rule_names(preset):
     """In ``O2`` ops follow by default, in ``torch`` a float32 value would widen all."""
     rows = {row.op: row for row in explain(gated_unit, preset)(WIDE, DATA).rows}
     expected = "float32" if preset == "O2" else "bfloat16"
     assert rows["logistic"].precision == expected
 
 
-def test_a_rule_wins_over_a_reader_that_amplifies():
+def test_a_rule_decides_an_op_though_its_reader_amplifies():
     rules = get_rules("mixed").low("logistic")
     rows = {row.op: row for row in explain(gated_unit, rules)(WIDE, DATA).rows}
     assert rows["logistic"].precision == "bfloat16"

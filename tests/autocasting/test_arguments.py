@@ -102,7 +102,7 @@ def test_a_gradient_has_the_dtype_of_its_argument_and_float32s_accuracy(name, dt
             assert relative_error(x.astype("float32"), e) < 2 * error + rounding
 
 
-def test_what_is_small_against_a_16_bit_number_is_not_lost_in_a_loss():
+def test_a_loss_keeps_terms_that_are_small_against_a_16_bit_number():
     def loss(params, x, labels):
         logits = jnp.tanh(params["table"][x]) @ params["out"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -127,7 +127,7 @@ def test_what_is_small_against_a_16_bit_number_is_not_lost_in_a_loss():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_reads_such_arguments_without_a_cast(dtype):
+def test_a_product_reads_16_bit_arguments_without_a_cast(dtype):
     x, w = X.astype(dtype), W.astype(dtype)
     fun = autocast(lambda x, w: x @ w, compute_dtype=dtype)
     eqns = live_equations(fun, x, w)
@@ -150,7 +150,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_a_move_runs_on_16_bits_and_its_result_is_given_too(name):
+def test_a_move_of_a_16_bit_argument_runs_in_16_bits_and_changes_no_bit(name):
     move, w = MOVES[name], W.astype(LOW)
     eqns = live_equations(autocast(move), w)
     floats = {
@@ -239,7 +239,7 @@ def test_the_slices_of_a_stack_of_weights_stay_16_bits():
         )
 
 
-def test_one_read_by_a_norm_layer_is_cast_there():
+def test_a_16_bit_argument_that_a_norm_layer_reads_is_cast_there():
     scale, x = jnp.ones(8, LOW), X.astype(LOW)
     norm = nn.LayerNorm()
     params = {"params": {"scale": scale, "bias": scale}}
@@ -249,7 +249,7 @@ def test_one_read_by_a_norm_layer_is_cast_there():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_of_another_16_bit_dtype_is_cast_at_its_use(dtype):
+def test_an_argument_of_the_other_16_bit_dtype_is_cast_at_its_use(dtype):
     """A frozen base in one dtype, computed in the other: low-rank adapters."""
     base = W.astype(DTYPES[dtype == DTYPES[0]])
     fun = autocast(
@@ -292,7 +292,7 @@ def table_of_sums(table, xs):
 
 
 @pytest.mark.parametrize("fun", [sum_of_rows, table_of_sums])
-def test_what_adds_up_from_step_to_step_is_float32_whatever_it_starts_as(fun):
+def test_a_sum_over_the_steps_of_a_loop_is_float32_though_it_starts_in_16_bits(fun):
     start = jnp.zeros((1001, 8) if fun is table_of_sums else 8, LOW)
     ones = jnp.ones((1001, 8))
     expected = 1000 if fun is table_of_sums else 1001
@@ -338,7 +338,7 @@ def test_a_cast_of_the_function_to_16_bits_stays():
 
 
 @pytest.mark.parametrize("rules", ["O0", jmp.Rules(default="keep")])
-def test_rules_that_keep_everything_keep_such_arguments(rules):
+def test_rules_that_keep_everything_keep_16_bit_arguments(rules):
     fun = lambda x, w: jnp.exp(x @ w)
     x, w = X.astype(LOW), W.astype(LOW)
     expected = str(jax.make_jaxpr(fun)(x, w))
@@ -349,7 +349,7 @@ def test_rules_that_keep_everything_keep_such_arguments(rules):
     assert jmp.explain(fun, rules)(x, w).held == {}
 
 
-def test_a_function_that_is_valid_for_16_bits_alone_runs_as_it_is_traced():
+def test_a_function_that_accepts_only_16_bit_arguments_runs_as_it_is_traced():
     def fun(x, w):
         assert x.dtype == LOW
         return lax.add(x @ w, jnp.ones((4, 8), LOW))
@@ -421,7 +421,7 @@ def test_explain_names_the_arguments_that_are_held_in_16_bits():
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_explain_says_of_such_arguments_is_what_runs(name):
+def test_explain_shows_of_16_bit_arguments_the_precisions_that_run(name):
     fun, args = PROGRAMS[name]
     args = cast(args, LOW)
     rows = [r for r in jmp.explain(fun)(*args).rows if r.op in ("dot_general", "exp")]
@@ -452,7 +452,7 @@ def test_every_float16_scale_fits_float16_parameters():
     assert (value.dtype, aux.dtype) == (jnp.float32, jnp.float16)
 
 
-def test_a_function_around_an_autocast_function_is_not_taken_for_it():
+def test_a_function_that_wraps_an_autocast_function_is_called_itself():
     inner = autocast(lambda w: jnp.mean(jnp.exp(w)))
 
     @functools.wraps(inner)
@@ -480,7 +480,7 @@ def test_a_method_returns_its_float32_loss_too():
     assert relative_error(value, exact) < 1e-5
 
 
-def test_nnx_and_linen_modules_with_16_bit_parameters_are_read_alike():
+def test_nnx_and_linen_modules_with_16_bit_parameters_have_float32_losses():
     model = nnx.Linear(8, 4, param_dtype=LOW, rngs=nnx.Rngs(0))
     loss = jmp.nnx.autocast(lambda model, x: jnp.mean(jnp.exp(model(x))))
     x = X.astype(LOW)

@@ -68,7 +68,7 @@ def test_a_call_between_carry_and_product_changes_nothing(wrap):
     assert carries(fun, X) == [LOW]
 
 
-def test_one_other_reader_is_enough_for_float32():
+def test_a_carry_that_another_op_than_a_product_reads_is_float32():
     fun = lambda x: lax.scan(lambda h, _: (jnp.tanh(h @ W), h.sum()), x, length=3)[0]
     assert carries(fun, X) == [FULL]
 
@@ -93,7 +93,7 @@ def test_a_stack_of_layers_is_low_from_a_float32_and_from_a_low_start(start):
     assert set(products(eqns)) == {(LOW,) * 3}
 
 
-def test_a_stack_of_layers_is_float32_where_its_body_adds_what_is():
+def test_a_stack_of_layers_is_float32_where_its_body_adds_a_float32_value():
     assert carries(lambda x, s: layers(jnp.exp(x), s), X, LAYERS) == [LOW]
 
     def body(h, w):
@@ -113,7 +113,7 @@ def pre_norm(h, w):
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("start", [lambda x: x, lambda x: x + 1, lambda x: x @ W])
-def test_one_some_all_or_none_of_a_stack_in_a_call_are_one_program(wrap, start):
+def test_any_part_of_a_stack_of_layers_may_be_in_a_call(wrap, start):
     def stacked(wrapped):
         def fun(x):
             x = start(x)
@@ -139,7 +139,7 @@ def test_one_some_all_or_none_of_a_stack_in_a_call_are_one_program(wrap, start):
         assert relative_error(*grads) < 0.01
 
 
-def test_a_block_that_decides_otherwise_of_a_16_bit_input_is_converted_anew():
+def test_a_block_is_converted_again_for_a_16_bit_input():
     block = jax.jit(lambda h, w: jnp.tanh(h) @ w)
 
     def fun(x):
@@ -187,7 +187,7 @@ TAKE = {
 
 
 @pytest.mark.parametrize("take", TAKE)
-def test_a_stack_of_layers_is_one_however_its_weights_are_taken(take):
+def test_a_loop_is_a_stack_of_layers_however_it_selects_its_weights(take):
     def step(i, h, stack):
         return h + jnp.tanh(h @ TAKE[take](stack, i))
 
@@ -208,7 +208,7 @@ def test_a_stack_of_layers_is_one_however_its_weights_are_taken(take):
     np.testing.assert_allclose(*results, rtol=1e-5)
 
 
-def test_weights_that_no_step_chooses_are_no_layers():
+def test_weights_that_every_step_reads_are_no_stack_of_layers():
     def fun(x, stack, index):
         step = lambda h, _: (h + jnp.tanh(h @ stack[index]), None)
         return lax.scan(step, x, length=3)[0] @ W
@@ -352,7 +352,7 @@ def test_a_mark_around_a_loop_decides_its_carries(rules):
 # ------------------------------------------------------------ what every step reads
 
 
-def test_the_gradient_of_what_every_step_reads_adds_up_in_float32():
+def test_the_gradient_of_a_value_that_every_step_reads_adds_up_in_float32():
     """Weights are cast at each use, also those that were computed in 16 bits."""
     xs = jax.random.normal(jax.random.key(0), (2048, 1, 8)) * 0.1 + 0.3
     a = jax.random.normal(jax.random.key(1), (8, 2)) / 3
@@ -386,7 +386,7 @@ def test_the_gradient_of_a_value_that_every_step_scales_with_adds_up_in_float32(
     assert relative_error(actual, expected) < 0.02
 
 
-def test_what_a_stack_of_layers_adds_up_beside_its_state_is_float32():
+def test_a_sum_beside_the_state_of_a_stack_of_layers_is_float32():
     def fun(x, stack):
         def body(carry, w):
             h, total = carry
@@ -481,7 +481,7 @@ def test_a_cache_in_a_while_is_low_and_never_cast_as_a_whole(write):
 
 
 @pytest.mark.parametrize("value", [jnp.exp, lambda x: x, lambda x: jnp.asarray(X)])
-def test_a_cache_keeps_the_digits_of_what_is_not_low_by_itself(value):
+def test_a_cache_keeps_the_digits_of_values_that_are_not_low_by_themselves(value):
     def keep(cache, x, i):
         return cache.at[:, i].set(value(x)), ask(x, cache)
 
@@ -490,7 +490,7 @@ def test_a_cache_keeps_the_digits_of_what_is_not_low_by_itself(value):
     np.testing.assert_array_equal(kept[:, 0], value(X))
 
 
-def test_the_gradient_of_what_every_step_reads_of_a_cache_adds_up_in_float32():
+def test_the_gradient_of_a_cache_that_every_step_reads_adds_up_in_float32():
     """In a scan, whose backward pass hands it from step to step as the carry is."""
 
     def read(x, prompt):
@@ -515,7 +515,7 @@ def test_the_gradient_of_what_every_step_reads_of_a_cache_adds_up_in_float32():
     assert relative_error(actual, expected) < 0.02
 
 
-def test_a_16_bit_cache_in_a_scan_stays_as_it_is():
+def test_a_16_bit_cache_in_a_scan_stays_16_bit():
     def fun(x, cache):
         def step(carry, i):
             cache, x = carry
@@ -691,7 +691,7 @@ def test_the_state_of_a_while_is_float32_whatever_multiplies_it():
     np.testing.assert_array_equal(unchanged(X, jnp.array(0)), X)
 
 
-def test_what_a_call_holds_of_a_condition_is_seen():
+def test_a_condition_inside_of_a_call_is_analyzed():
     step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ W))
     tested = lambda c: (c[0] < 9) & (jnp.argmax(c[1][0] @ W) != 5)
     for condition in (tested, jax.jit(tested)):
@@ -706,7 +706,7 @@ def test_what_a_call_holds_of_a_condition_is_seen():
     assert not decides_when_it_ends(lambda x: lax.while_loop(told, step, (0, x)))
 
 
-def test_only_a_count_ends_a_loop_at_the_latest():
+def test_only_a_count_bounds_the_number_of_steps_of_a_loop():
     """A flag that nothing raises does not, nor a choice that is waited for."""
     token = lambda h: jnp.argmax(h @ W, -1)[0]
     step = lambda c: (c[0] + 1, token(c[2]), jnp.tanh(c[2] @ W))

@@ -60,7 +60,7 @@ def stream(function, x):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_leaves_a_function_of_one_value_is_16_bit(function, wrap):
+def test_the_result_of_a_function_of_one_value_is_16_bit(function, wrap):
     fun = lambda x: stream(WRAPS[wrap](FUNCTIONS[function]), x)
     rows = explain(fun)(X).rows
     added, largest = [r for r in rows if r.op in ("add", "max")][-2:]
@@ -71,7 +71,7 @@ def test_what_leaves_a_function_of_one_value_is_16_bit(function, wrap):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_inside_of_the_function_is_float32_and_close(function):
+def test_a_function_of_one_value_is_float32_inside_and_close_to_float32(function):
     loss = lambda x: (stream(FUNCTIONS[function], x) ** 2).mean()
     actual, expected = (
         compiled(jax.value_and_grad(f), X) for f in (autocast(loss), loss)
@@ -83,7 +83,7 @@ def test_inside_of_the_function_is_float32_and_close(function):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_a_norm_without_a_name_is_what_one_with_a_name_is(wrap):
+def test_a_norm_without_a_name_gives_the_same_bits_as_one_with_a_name(wrap):
     norm = WRAPS[wrap](ln)
 
     def named(x):
@@ -120,7 +120,7 @@ def test_norms_of_flax_are_found_whatever_their_name():
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_is_demanded_in_float32_leaves_in_float32():
+def test_a_result_that_is_demanded_in_float32_is_float32():
     rows = explain(lambda x: ln(x @ W))(X).rows
     assert {r.precision for r in rows if r.op != "dot_general"} == {"float32"}
 
@@ -132,7 +132,7 @@ def test_what_is_demanded_in_float32_leaves_in_float32():
     assert rows[-1].precision == "float32"
 
 
-def test_what_is_demanded_in_float32_leaves_a_branch_in_float32():
+def test_the_result_of_a_branch_that_is_demanded_in_float32_is_float32():
     def fun(x):
         return lax.cond(x[0, 0] > 0, ln, lambda h: h * 2, x @ W)
 
@@ -144,7 +144,7 @@ def test_what_is_demanded_in_float32_leaves_a_branch_in_float32():
     assert {r.precision for r in rows if r.op != "dot_general"} == {"float32"}
 
 
-def test_what_a_product_reads_too_enters_and_leaves_a_branch_in_float32():
+def test_a_value_that_a_product_reads_too_enters_and_leaves_a_branch_in_float32():
     def inside(h):
         h = ln(h)
         return h, h @ W
@@ -197,13 +197,13 @@ def test_float32_on_purpose_is_no_part_of_a_function():
 
 
 @pytest.mark.parametrize("rules", ["O1", "O2", "O3"])
-def test_other_presets_are_as_they_were(rules):
+def test_other_presets_do_not_find_functions_of_one_value(rules):
     expected = {"O1": "float32", "O2": "bfloat16", "O3": "bfloat16"}[rules]
     fun = lambda x: jnp.tanh(ln(x @ W) + x @ W.T) @ W
     assert precision_of_last(fun, rules=rules) == expected
 
 
-def test_functions_in_loops_and_branches():
+def test_functions_of_one_value_are_found_in_loops_and_branches():
     def layers(x, stack):
         step = lambda h, w: (h + ln(jnp.tanh(h @ w)), jax.nn.softplus(h @ w))
         h, others = lax.scan(step, x, stack)
@@ -227,7 +227,7 @@ def test_functions_in_loops_and_branches():
     assert relative_error(actual, expected) < 0.03
 
 
-def test_a_function_goes_on_in_a_call_and_behind_it():
+def test_a_function_of_one_value_may_extend_into_calls_and_past_them():
     centre = jax.jit(lambda x, mean: x - mean)
     scale = jax.jit(lambda centred, variance: centred * lax.rsqrt(variance))
 

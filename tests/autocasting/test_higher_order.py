@@ -112,7 +112,7 @@ def test_a_custom_vjp_rule_is_kept_and_low_inside(nest, dtype, run):
     assert set(products(summing(eqns))) == {(dtype,) * 3}
 
 
-def test_low_residuals_of_a_custom_rule_wait_low():
+def test_low_residuals_of_a_custom_rule_are_kept_in_16_bits():
     def layers(f):
         step = lambda h, _: (f(h, W), None)
         return lambda x: jnp.sum(lax.scan(step, x, length=20)[0] @ W)
@@ -127,7 +127,7 @@ def test_low_residuals_of_a_custom_rule_wait_low():
     jax.config.jax_custom_vjp3 and not hasattr(jax.config, "jax_custom_jvp3"),
     reason="jax 0.10 hands the static arguments wrapped to such a rule",
 )
-def test_a_rule_with_symbolic_zeros_static_arguments_and_integers():
+def test_a_custom_vjp_rule_gets_symbolic_zeros_static_arguments_and_integers():
     seen = []
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -326,7 +326,7 @@ def on_the_device(fun):
 
 
 @pytest.mark.parametrize("wrap", [in_a_group, on_the_device])
-def test_what_is_grouped_or_placed_is_decided_inside(wrap):
+def test_inside_of_a_call_that_groups_or_places_ops_each_op_is_decided(wrap):
     fun = lambda x: jnp.sum(wrap(lambda x, w: jnp.tanh(x @ w))(x @ W, W) @ W)
     for run in (lambda f: f, jax.value_and_grad):
         found = products(live_equations(run(autocast(fun)), X))
@@ -339,7 +339,7 @@ def test_what_is_grouped_or_placed_is_decided_inside(wrap):
 # ------------------------------------------------------------------ kept as traced
 
 
-def test_callbacks_are_given_what_they_were_traced_with():
+def test_callbacks_get_the_dtypes_that_they_were_traced_with():
     seen = []
 
     def look(x):
@@ -363,7 +363,7 @@ def test_callbacks_are_given_what_they_were_traced_with():
     assert seen == [np.float32] * 3
 
 
-def test_a_pallas_kernel_is_given_what_it_was_traced_with():
+def test_a_pallas_kernel_gets_the_dtypes_that_it_was_traced_with():
     pallas = pytest.importorskip("jax.experimental.pallas")
 
     def kernel(x, out):
@@ -502,7 +502,7 @@ def test_autocast_inside_and_outside_of_shard_map(check_vma):
 
 
 @pytest.mark.parametrize("mapping", [jax.vmap, jax.pmap])
-def test_named_axes(mapping):
+def test_functions_mapped_with_named_axes_keep_their_values(mapping):
     x = jnp.stack([X, -X / 2])
     index = lambda: lax.axis_index("i").astype(np.float32)
     fun = lambda x: lax.psum(jnp.tanh(x @ W), "i") + index()
@@ -544,7 +544,7 @@ def test_explicitly_sharded_arrays_stay_sharded():
 # --------------------------------------------------------------- settings of JAX
 
 
-def test_other_widths_stay_what_they_are_in_x64():
+def test_other_widths_than_float32_stay_as_they_are_in_x64():
     with jax.enable_x64(True):
         x = jnp.ones((4, 4), jnp.float64) / 3
 
@@ -587,7 +587,7 @@ def test_a_mark_holds_inside_of_derivative_rules():
     assert set(products(live_equations(jax.grad(autocast(fun)), X))) == {FULL}
 
 
-def test_a_block_that_stands_in_two_scopes_is_decided_in_each():
+def test_a_block_that_is_called_in_two_scopes_is_decided_in_each():
     block = jax.jit(lambda x: x @ W)
 
     def fun(x):
@@ -599,7 +599,7 @@ def test_a_block_that_stands_in_two_scopes_is_decided_in_each():
     assert products(live_equations(autocast(fun, rules), X)) == {FULL: 1, LOW: 1}
 
 
-def test_what_one_branch_makes_in_float32_on_purpose_stays_so():
+def test_a_value_that_one_branch_computes_in_float32_on_purpose_stays_float32():
     def fun(x):
         return jnp.tanh(lax.cond(x.sum() > 0, jnp.exp, lambda x: x @ W, x)) @ W
 

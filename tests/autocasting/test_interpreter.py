@@ -146,7 +146,7 @@ def test_o0_is_the_identity(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_twice_is_once(name):
+def test_autocast_of_an_autocast_function_changes_nothing(name):
     fun, args = PROGRAMS[name]
     once, twice = (
         live_equations(f, *args) for f in (autocast(fun), autocast(autocast(fun)))
@@ -393,7 +393,9 @@ def test_autocast_is_a_decorator_with_and_without_arguments():
     ("name", "is_low"),
     [("BF16_BF16_F32", True), ("F16_F16_F32", True), ("BF16_BF16_F32_X3", False)],
 )
-def test_an_algorithm_of_16_bits_asks_for_no_more_than_16_bits(name, is_low, dtype):
+def test_a_dot_algorithm_with_16_bit_operands_does_not_keep_a_dot_in_float32(
+    name, is_low, dtype
+):
     algorithm = lax.DotAlgorithmPreset[name]
     fun = lambda x: jnp.matmul(x, x, precision=algorithm)
     x = jnp.ones((4, 4))
@@ -402,7 +404,7 @@ def test_an_algorithm_of_16_bits_asks_for_no_more_than_16_bits(name, is_low, dty
     assert products(live_equations(low, x)) == {expected: 1}
 
 
-def test_bad_rules_are_refused_when_the_function_is_made():
+def test_bad_rules_are_an_error_when_the_function_is_made():
     with pytest.raises(ValueError, match=r"Unknown preset 'mixde'.*'mixed'"):
         autocast(jnp.sin, "mixde")
     with pytest.raises(ValueError, match="compute_dtype='float16'"):
@@ -428,7 +430,7 @@ def test_bad_rules_are_refused_when_the_function_is_made():
         (get_rules("O2"), "Pass rules by keyword: rules="),
     ],
 )
-def test_what_is_no_function_is_refused_at_the_door(fun, message):
+def test_an_argument_that_is_no_function_is_an_error_when_it_is_passed(fun, message):
     for transform in (
         *(autocast, explain),
         *(jmp_lite.nnx.autocast, jmp_lite.nnx.explain),
@@ -460,7 +462,7 @@ def test_a_block_that_is_called_often_is_lowered_as_often_as_in_float32():
     assert functions(autocast(model)) <= functions(model) + 3
 
 
-def test_what_a_float32_op_or_an_output_alone_reads_is_float32():
+def test_a_value_that_only_float32_ops_or_outputs_read_is_float32():
     assert ops(autocast(lambda x: jax.nn.softmax(x @ W) @ W), X)["sub"] == {"float32"}
     assert ops(autocast(lambda x, b: x @ W + b), X, W[0])["add"] == {"float32"}
     assert ops(autocast(lambda x, b: (x @ W + b) @ W), X, W[0])["add"] == {"bfloat16"}
@@ -520,14 +522,14 @@ def test_a_computed_value_is_cast_once_for_all_its_uses(fun):
     assert [e.invars[0] for e in casts if e.invars[0] in made] == made
 
 
-def test_what_an_op_reads_in_float32_for_its_derivative_is_kept_in_16_bits():
+def test_an_operand_that_is_raised_for_a_derivative_is_kept_in_16_bits():
     _, backward = jax.vjp(autocast(lambda x: jax.lax.erf(x @ W) @ W), X)
     given = {id(X), id(W)}
     kept = [x.dtype for x in jax.tree.leaves(backward) if id(x) not in given]
     assert set(map(str, kept)) == {"bfloat16"}
 
 
-def test_a_product_of_16_bits_that_the_user_adds_up_in_float32_stays_so():
+def test_a_16_bit_product_that_the_user_adds_up_in_float32_stays_so():
     def fun(x):
         x, w = (y.astype(jnp.bfloat16) for y in (x, W))
         return lax.dot(x, w, preferred_element_type=np.float32)
@@ -624,7 +626,7 @@ def test_the_gradient_of_a_maximum_counts_its_ties_in_float32():
     assert relative_error(jax.grad(low)(x), jax.grad(loss)(x)) < 0.02
 
 
-def test_a_dot_algorithm_that_is_everyone_s_does_not_switch_autocast_off():
+def test_a_default_dot_algorithm_does_not_switch_autocast_off():
     for name in ("BF16_BF16_F32", "TF32_TF32_F32", "highest", "float32"):
         with jax.default_matmul_precision(name):
             found = products(live_equations(autocast(lambda x: x @ x), W))
@@ -645,7 +647,7 @@ def test_scatters_have_a_low_form(op):
     assert relative_error(actual, expected) < 0.03
 
 
-def test_two_layers_of_one_name_are_told_apart():
+def test_two_layers_of_one_name_are_decided_separately():
     def norm(x):
         with jax.named_scope("layer_norm"):
             return x / jnp.sqrt(jnp.mean(x**2))
@@ -660,7 +662,7 @@ def test_two_layers_of_one_name_are_told_apart():
     chex.assert_trees_all_equal(plain, wrapped)
 
 
-def test_a_block_that_is_named_after_its_norm_is_none():
+def test_a_block_that_is_named_after_its_norm_is_no_norm():
     def fun(x, name):
         with jax.named_scope(name):
             return jnp.tanh(x @ W)

@@ -99,7 +99,7 @@ SMALL = {"optax": 1}
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_the_derivative_is_no_scatter_and_no_bit_changes(name):
+def test_a_loss_with_labels_has_no_scatter_in_its_derivative_and_the_same_bits(name):
     fun, args = FOUND[name], (X, W, LABELS)
     assert scatters(autocast(fun), *args) == SMALL.get(name, 0)
     assert scatters(autocast(fun, WITHOUT), *args) == 1 + SMALL.get(name, 0)
@@ -245,7 +245,7 @@ def test_derivatives_can_be_mapped_over_any_axes(axes):
     np.testing.assert_array_equal(mapped(get_rules("mixed")), mapped(WITHOUT))
 
 
-def test_no_rows_and_no_derivative_of_integers():
+def test_zero_rows_and_integer_rows_pass():
     fun = autocast(lambda x, w: at(x @ w, LABELS[:0]))
     grads = jax.grad(lambda x, w: jnp.sum(fun(x, w)), (0, 1))(X[:0], W)
     assert [grad.shape for grad in grads] == [(0, 5, 7), (7, 7)]
@@ -322,7 +322,7 @@ def test_a_batch_of_any_size_is_exported_with_its_gradient():
     )
 
 
-def test_what_runs_as_written_keeps_its_gathers():
+def test_functions_that_run_as_written_keep_their_gathers():
     kept = {
         "an inner autocast": autocast(FOUND["take_along_axis"], "O0"),
         "a kernel": jmp.low_call(FOUND["take_along_axis"]),

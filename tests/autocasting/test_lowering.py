@@ -79,7 +79,7 @@ def test_matrix_products_in_bfloat16_are_added_up_in_float32(preset, platform):
     assert all(re.search(pinned, line) for line in low)
 
 
-def test_what_has_no_algorithm_is_lowered_without_one():
+def test_a_dot_without_a_matrix_product_is_lowered_without_an_algorithm():
     vectors = lambda x, y: (x @ y, jnp.outer(x, y).sum())
     x = jnp.ones(8)
     for dtype in ("bfloat16", "float16"):

@@ -104,7 +104,7 @@ def precisions(rules):
         ("force_fp16", {"dot_general": "float16", "exp": "float16"}),
     ],
 )
-def test_a_preset_runs_ops_in_what_it_says(rules, expected):
+def test_a_preset_runs_each_op_in_the_precision_that_it_names(rules, expected):
     found = precisions(rules)
     assert {op: found[op] for op in expected} == expected
 
@@ -161,7 +161,7 @@ def test_a_scope_of_the_user_comes_before_the_preset_s_norms():
     assert {r.precision for r in rows if "RMSNorm_0" in r.scope} == {FULL}
 
 
-def test_half_asks_the_device_when_it_is_called():
+def test_half_is_the_device_s_half_dtype_at_each_call():
     fun = autocast(lambda x: x @ x, compute_dtype="half")
     assert products(live_equations(fun, W)) == {("bfloat16",) * 3: 1}
     rows = explain(lambda x: x @ x, compute_dtype="half")(W).rows

@@ -62,7 +62,7 @@ def test_results_and_gradients_are_what_they_are_without_a_loop():
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
-def test_it_composes_with_other_transforms(transform):
+def test_rematerialized_loops_compose_with_other_transforms(transform):
     fun = transform(autocast(layers))
     loss = lambda f: lambda x: jnp.sum(f(x, LAYERS) ** 2)
     for other in (jax.grad, jax.jacfwd):
@@ -85,7 +85,7 @@ def test_matrix_products_are_not_computed_again():
     assert dots(autocast(layers)) == dots(layers)
 
 
-def test_a_loop_of_sums_alone_is_left_as_it_is():
+def test_a_loop_that_only_sums_is_not_rematerialized():
     fun = lambda x: lax.scan(lambda c, x: (c + x, c), x[0], x)
     names = {
         e.primitive.name for e in equations(jax.make_jaxpr(autocast(fun))(X).jaxpr)
@@ -93,7 +93,7 @@ def test_a_loop_of_sums_alone_is_left_as_it_is():
     assert not names & {"checkpoint", "remat", "remat2"}
 
 
-def test_a_low_value_that_a_call_only_raises_is_raised_outside():
+def test_a_low_value_that_a_call_only_raises_is_raised_before_the_call():
     """So that the gradients of all its uses add up in float32."""
 
     def loss(x):
@@ -124,7 +124,7 @@ def test_ops_are_taken_apart_for_the_gradient_once_and_leave_no_trace():
     assert relative_error(eager, jitted) < 0.01
 
 
-def test_a_low_value_that_two_islands_raise_is_handed_from_one_to_the_other():
+def test_a_low_value_that_two_float32_islands_raise_is_passed_between_them():
     """Nothing else reads it: what the second needs is what the first has raised."""
 
     def body(x, w):
@@ -138,7 +138,7 @@ def test_a_low_value_that_two_islands_raise_is_handed_from_one_to_the_other():
     assert relative_error(*both) < 0.05
 
 
-def test_arrays_that_a_function_closes_over_are_let_go():
+def test_arrays_that_a_function_closes_over_are_freed():
     def traced():
         array = jnp.ones((8, 8))
         inner = jax.jit(lambda x: jnp.tanh(x @ array))

@@ -171,7 +171,7 @@ def test_derivatives_are_those_of_float32(name, derivatives):
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "of no step"])
-def test_gradients_in_16_bits_are_near(name):
+def test_gradients_of_weights_under_autocast_are_near_those_of_float32(name):
     loss = lambda f: functools.partial(total, f)
     actual, expected = (
         compiled(jax.grad(loss(f), (0, 1, 2)), W, H, XS)
@@ -243,7 +243,7 @@ def test_two_products_that_are_added_share_the_stack_of_their_gradient():
     assert len(backward(autocast(separate))) == 2
 
 
-def test_it_is_added_up_in_the_loop_where_that_is_less_to_move():
+def test_the_gradient_of_a_weight_is_added_up_in_the_loop_where_that_moves_less():
     """A layer that is used again and again on a large batch."""
     many = jnp.concatenate([X] * 8)
     xs = jnp.stack([many] * 6)
@@ -259,7 +259,7 @@ def test_there_are_fewer_products_and_all_are_in_16_bits():
     assert set(products(eqns)) == {("bfloat16",) * 3}
 
 
-def test_what_is_frozen_costs_nothing():
+def test_a_frozen_weight_costs_no_product():
     """Only the state is differentiated: nothing is stacked for the weight."""
     grad = lambda f: jax.grad(lambda h: total(f, W, h, XS))
     counts = [
@@ -289,7 +289,7 @@ def test_a_loop_is_run_forward_once_and_backward_once():
     assert sum(e.primitive.name == "scan" for e in forward) == 1
 
 
-def test_a_loop_with_effects_is_left_as_it_is():
+def test_a_loop_with_effects_keeps_its_gradient():
     def fun(w, h, xs):
         def step(h, x):
             jax.debug.callback(lambda _: None, h)
@@ -304,7 +304,7 @@ def test_a_loop_with_effects_is_left_as_it_is():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_it_works_where_a_batch_is_split_over_devices(check_vma):
+def test_a_batch_may_be_split_over_devices_by_shard_map(check_vma):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @functools.partial(
@@ -361,7 +361,7 @@ def test_flax_s_cells_are_found(cell):
     assert not shapes & {(32, 32), (32, 128)}
 
 
-def test_it_can_be_switched_off():
+def test_the_pass_can_be_switched_off():
     def adds_up_the_gradient_of_a_weight(rules):
         """Whether a loop of the gradient has a result of the shape of the weight."""
         grad = jax.grad(lambda w: autocast(recurrent, rules)(w, H, XS)[0].sum())

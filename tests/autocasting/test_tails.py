@@ -64,7 +64,7 @@ def test_a_loss_on_large_targets_is_as_close_as_under_o1(error, wrap):
         assert relative_error(actual[1], expected[1]) < 0.01
 
 
-def test_all_that_no_product_depends_on_is_float32_however_far_it_is():
+def test_an_op_that_no_product_depends_on_is_float32_however_long_the_chain():
     def fun(x, w):
         h = jnp.tanh(x @ w)  # A product reads it.
         out = h @ w
@@ -81,13 +81,13 @@ def test_all_that_no_product_depends_on_is_float32_however_far_it_is():
 
 
 @pytest.mark.parametrize("pick", [lambda x: x > 0.5, jnp.argmax, jnp.argsort])
-def test_what_is_compared_or_picked_from_is_float32(pick):
+def test_values_that_are_compared_or_picked_from_are_float32(pick):
     fun = lambda x, w, b: pick((x @ w + b).ravel())
     rows = {row.op: row for row in explain(fun)(X, X.T, X[0, 0]).rows}
     assert rows["add"].precision == "float32"
 
 
-def test_what_a_product_reads_too_is_low():
+def test_a_value_that_a_product_reads_too_is_low():
     def fun(x, w):
         h = jnp.tanh(x @ w)
         return h @ w, (h**2).mean(), h > 0.5
@@ -269,7 +269,7 @@ def test_a_product_that_another_product_reads_too_is_low():
     assert {row.precision for row in rows} == {"bfloat16"}
 
 
-def test_what_lies_between_and_is_no_scaling_needs_no_digits():
+def test_a_product_is_low_where_another_op_than_a_scaling_follows():
     through = lambda x: jnp.tanh(x @ x.T).astype(jnp.int32)
     rows = [r for r in explain(through)(X).rows if r.op in ("dot_general", "tanh")]
     assert [row.precision for row in rows] == ["bfloat16", "float32"]
@@ -282,7 +282,7 @@ def test_returning_what_is_computed_anyway_changes_no_decision_of_a_product():
 
 
 @pytest.mark.parametrize("rules", ["mixed", "O1", "O2"])
-def test_a_rule_that_names_products_wins(rules):
+def test_a_rule_that_names_products_decides_them(rules):
     low = get_rules(rules).low("dot_general")
     rows = explain(lambda x: jnp.linalg.cholesky(gram(x)), low)(X).rows
     assert [r.precision for r in rows if r.op == "dot_general"] == ["bfloat16"]
@@ -330,7 +330,7 @@ def test_a_multiplication_may_have_operands_of_two_dtypes(dtype):
         lambda y: jnp.abs(lax.complex(y, y)),
     ],
 )
-def test_what_becomes_complex_is_float32(read):
+def test_values_that_become_complex_are_float32(read):
     """Complex numbers have no 16-bit form, so their readers demand float32."""
 
     def loss(x, w):

@@ -79,7 +79,7 @@ def test_a_whole_training_step_keeps_its_state_in_float32(fun):
             assert relative_error(one - start, other - start) < 0.2
 
 
-def test_running_statistics_are_those_of_what_the_layer_was_given():
+def test_running_statistics_are_those_of_the_input_of_the_layer():
     """The layer is given low values, but averages them in float32."""
     x = 100 + jax.random.normal(jax.random.key(1), (4096, 8))
 
@@ -189,7 +189,7 @@ def test_new_parameters_that_the_same_call_multiplies_with_are_kept_by_a_mark():
         assert (relative_error(w - W, expected - W) < 0.05) == is_kept
 
 
-def test_what_nothing_reads_counts_as_returned():
+def test_a_value_that_nothing_reads_counts_as_returned():
     def fun(x):
         unused = jnp.tanh(x @ W + x)
         del unused
@@ -223,7 +223,7 @@ def test_a_selection_among_numbers_of_16_bits_stays_low_though_float32_reads_it(
         np.testing.assert_array_equal(compiled(low, X, W), compiled(full, X, W))
 
 
-def test_a_selection_of_what_16_bits_would_round_is_float32():
+def test_a_selection_of_numbers_that_16_bits_would_round_is_float32():
     fun = lambda x, w: jax.nn.softmax(jnp.where(x > 0, x @ w, 0.1))
     assert ops(autocast(fun), X, W)["select_n"] == {"float32"}
     fun = lambda x, w: jax.nn.softmax(jnp.where(x > 0, x @ w, x))
@@ -235,7 +235,7 @@ def test_a_result_that_nobody_reads_demands_nothing_of_its_own():
     assert ops(autocast(fun), X)["add"] == {"float32"}
 
 
-def test_what_any_branch_multiplies_with_is_low():
+def test_an_operand_of_a_product_in_any_branch_is_low():
     def fun(x):
         y = x @ W + x
         return lax.cond(x.sum() > 0, lambda y: y @ W, lambda y: jnp.cumsum(y, 0), y)

@@ -17,14 +17,16 @@ from benchmarks.accuracy import (
     table,
     train_all,
 )
+from jmp_lite.autocasting.rules.rules import is_identity
+from jmp_lite.ops import Precision
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_every_preset_is_trained_in_both_dtypes_beside_float32():
     assert len(VARIANTS) == 2 + 2 * len(PRESETS) + 4
-    assert VARIANTS["float8"].rules.asks_for_float8
-    assert VARIANTS["float32"].rules.is_identity
+    assert ("dot_general", Precision.FLOAT8) in VARIANTS["float8"].rules.ops
+    assert is_identity(VARIANTS["float32"].rules)
     assert VARIANTS["float16, O2"].rules.compute_dtype == np.float16
     state = VARIANTS["8-bit moments"].optimizer(1e-3).init(np.ones((64, 64), "f4"))
     assert state.inner_state[0].mu.dtype.name == "float8_e4m3fn"
@@ -50,7 +52,7 @@ def test_a_training_learns_and_depends_on_its_seed_alone(model, steps, by_chance
     assert [row.seed for row in some] == [0, 1]
 
 
-def test_a_loss_is_judged_by_the_seeds_of_float32():
+def test_a_loss_is_compared_with_the_spread_of_float32_over_seeds():
     losses = {
         "float32": (1.0, 1.2, 1.4),
         "bfloat16, mixed": (1.5, 1.5, 1.5),

@@ -65,7 +65,7 @@ LOWERED = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_is_lowered_is_as_small_as_pinned(case):
+def test_a_lowered_program_is_as_small_as_pinned(case):
     kind, variant = case
     low, by_hand = made(kind, variant), made(kind, "by hand")
     lines, kept = LOWERED[case]
@@ -165,7 +165,7 @@ COMPILED = {
     [(target, case) for target in TARGETS for case in COMPILED[target]],
     ids=str,
 )
-def test_what_is_compiled_moves_and_holds_as_little_as_pinned(target, case):
+def test_a_compiled_program_moves_and_holds_as_little_as_pinned(target, case):
     if missing(target):
         pytest.skip(missing(target))
     kind, variant = case
@@ -202,7 +202,7 @@ def row(**changed):
     return Row(**{**values, **changed})
 
 
-def test_the_table_tells_ratios_to_the_model_written_by_hand():
+def test_the_table_shows_ratios_to_the_model_written_by_hand():
     text = table([row(), row(variant="mixed", moved=1.0, lines=150)])
     heading, _, by_hand, mixed = text.splitlines()[1:]
     assert heading == "mlp, h100"
@@ -210,7 +210,7 @@ def test_the_table_tells_ratios_to_the_model_written_by_hand():
     assert "1.00 (0.50)" in mixed
 
 
-def test_what_is_traced_is_in_one_table_for_all_targets():
+def test_numbers_of_traces_are_in_one_table_for_all_targets():
     both = [row(), row(variant="mixed", lines=150)]
     text = traced_table([*both, *(r._replace(target="v5e", share=0.5) for r in both)])
     heading, columns, by_hand, mixed = text.splitlines()[1:]
@@ -234,7 +234,7 @@ def test_arrays_are_filled_by_their_seed():
     assert not bool(jnp.all(one["w"] == other["w"]))
 
 
-def test_what_no_compiler_is_there_for_is_refused_at_once(capsys):
+def test_a_target_without_a_compiler_ends_the_script_at_once(capsys):
     for target in TARGETS:
         if missing(target):
             with pytest.raises(SystemExit, match="no compiler for"):

@@ -81,16 +81,16 @@ def test_tiles_are_whole(text, size):
     assert hlo.parse_shape(text).nbytes() == size
 
 
-def test_part_of_a_padded_array_is_padded_alike():
+def test_part_of_a_padded_array_is_padded_as_the_whole():
     assert hlo.parse_shape("f32[12,8,64]{2,1,0:T(8,128)}").nbytes(512) == 4 * 1024
 
 
-def test_what_is_no_shape_is_named():
+def test_text_that_is_no_shape_is_an_error_that_quotes_it():
     with pytest.raises(ValueError, match=r"'f32\(2,3\)' is no HLO shape"):
         hlo.parse_shape("f32(2,3)")
 
 
-def test_what_is_no_module_is_refused():
+def test_text_that_is_no_module_is_an_error():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.parse("module @jit_f {}")
 
@@ -451,7 +451,7 @@ def multiplies(compiled_program: Program) -> int:
         ({"backend_config": ', backend_config={"known_trip_count":{"n":"5"}}'}, 5),
     ],
 )
-def test_a_loop_runs_its_body_as_often_as_it_turns(settings, trips):
+def test_the_body_of_a_loop_counts_once_for_each_step(settings, trips):
     found = loop(**settings)
     assert multiplies(found) == trips
     assert found.unknown_loops == ()
@@ -465,7 +465,7 @@ def test_a_loop_runs_its_body_as_often_as_it_turns(settings, trips):
         {"start": 'custom-call(), custom_call_target="what"'},
     ],
 )
-def test_a_loop_that_values_decide_counts_once_and_is_named(settings):
+def test_a_loop_whose_end_depends_on_values_counts_once_and_is_named(settings):
     found = loop(**settings)
     assert multiplies(found) == 1
     assert found.unknown_loops == ("w",)
@@ -551,7 +551,7 @@ def test_a_conditional_counts_as_its_branch_that_moves_most():
     assert (row.kind, row.bytes_moved) == ("negate", 800)
 
 
-def test_what_is_called_runs():
+def test_a_called_computation_is_counted():
     rows = program(
         """
         %called (x: f32[100]) -> f32[100] {
@@ -595,7 +595,7 @@ def dot(lhs: str, rhs: str, result: str) -> kernels.Kernel:
         (("f32", "bf16", "bf16"), "f32xbf16->bf16"),
     ],
 )
-def test_a_dot_is_told_by_the_dtypes_of_operands_and_result(dtypes, key):
+def test_a_dot_is_counted_by_the_dtypes_of_operands_and_result(dtypes, key):
     a, b, c = dtypes
     (matmul,) = dot(f"{a}[8,32]", f"{b}[32,16]", f"{c}[8,16]").matmuls
     assert matmul.dtypes == key
@@ -771,13 +771,15 @@ operand_precision={{{wish},{wish}}}
         ("v5e", ("f32", "bf16"), "highest", 197e12 / 6),
     ],
 )
-def test_a_large_dot_waits_for_the_units_of_its_dtype(target, operands, wish, rate):
+def test_a_large_dot_takes_the_time_of_the_matrix_units_of_its_dtype(
+    target, operands, wish, rate
+):
     found = program(square(16384, *operands, wish), target)
     assert math.isclose(found.roofline_seconds, 2 * 16384**3 / rate)
 
 
 @pytest.mark.parametrize(("target", "rate"), [("h100", 3352.32e9), ("v5e", 819e9)])
-def test_a_small_dot_waits_for_its_bytes(target, rate):
+def test_a_small_dot_takes_the_time_of_its_bytes(target, rate):
     found = program(square(64, "bf16", "bf16"), target)
     assert math.isclose(found.roofline_seconds, 3 * 2 * 64**2 / rate)
 
@@ -786,7 +788,7 @@ def test_the_roofline_counts_every_trip():
     assert math.isclose(loop().roofline_seconds, 7 * (12 + 800) / 3352.32e9)
 
 
-def test_the_table_says_the_figures_and_the_largest_kernels():
+def test_the_table_shows_the_figures_and_the_largest_kernels():
     text = GEMM.replace("__cublas$lt$matmul", "unread")
     assert "1 matmuls f32" in str(program(GEMM))
     assert program(GEMM).opaque == {}
@@ -802,7 +804,7 @@ def test_the_table_says_the_figures_and_the_largest_kernels():
 # Targets.
 
 
-def test_what_is_not_installed_is_said_in_words(monkeypatch):
+def test_a_missing_package_is_named(monkeypatch):
     installed = {"jax_plugins.xla_cuda12"}
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(
@@ -817,7 +819,7 @@ def test_what_is_not_installed_is_said_in_words(monkeypatch):
     assert missing("v5e") is None
 
 
-def test_a_target_that_does_not_exist_is_refused_with_those_that_do():
+def test_an_unknown_target_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match="no target 'a100': there are h100, v5e, b200"):
         missing("a100")
 
@@ -913,7 +915,7 @@ def test_a_donated_step_needs_its_arguments_and_nothing_of_their_size(target):
 
 
 @pytest.mark.targets
-def test_a_temporary_is_seen(target):
+def test_a_temporary_is_counted(target):
     x = shape(16384, 16384, dtype="bfloat16")
     size = 2 * 16384 * 16384
     found = compile_for(target, lambda x: (x @ x) @ x, x)

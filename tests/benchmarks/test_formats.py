@@ -41,7 +41,7 @@ def test_the_table_of_chips_has_ratios_to_16_bits():
 
 
 @pytest.mark.benchmarks
-def test_tables_say_what_was_found():
+def test_tables_show_the_numbers_that_were_measured():
     wider = COMPARED._replace(width=128)
     shared, _, cells, _ = transformers.models_table([COMPARED, wider]).splitlines()
     assert shared == "target h100, length 32, smallest 2000:"

@@ -20,7 +20,7 @@ def run(tmp_path, *options):
     return json.loads((tmp_path / "gpu.json").read_text())
 
 
-def test_every_variant_of_a_model_trains_and_is_told(tmp_path, capsys):
+def test_every_variant_of_a_model_trains_and_has_a_row(tmp_path, capsys):
     told = run(tmp_path, "--models", LSTM)
     out = capsys.readouterr().out
     assert [row["variant"] for row in told["rows"]] == list(gpu.VARIANTS)
@@ -80,7 +80,7 @@ def test_the_variants_are_what_their_names_say():
         assert ("is_finite" in text) == variant.is_scaled
 
 
-def test_the_largest_batch_is_where_memory_ends(monkeypatch):
+def test_the_largest_batch_fills_the_memory(monkeypatch):
     class Device:
         def memory_stats(self):
             return {"bytes_limit": 1000}

@@ -11,7 +11,7 @@ from benchmarks.growth import Depth, Width, by_depth, depth_table, main, width_t
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def test_ratios_are_to_what_is_written_by_hand():
+def test_ratios_are_to_the_model_written_by_hand():
     told = depth_table([Depth("jit", 8, 100.0, 125.0, 200, 210)])
     cells = ["8", "jit", "125", "100", "1.25", "210", "200", "1.05"]
     assert told.splitlines()[1].split() == cells

@@ -13,7 +13,7 @@ from benchmarks.head import Accuracy, OfLoss, OfModel, OfTail
 pytestmark = [pytest.mark.benchmarks, pytest.mark.usefixtures("standard_promotion")]
 
 
-def test_tables_say_what_was_found():
+def test_tables_show_the_numbers_that_were_measured():
     loss = OfLoss("optax", 1, 4.0, 5.0, 3.0, 2.0, 1.0)
     cells = ["optax", "1", "4.00", "5.00", "3.00", "0.75", "0.50"]
     assert head.losses_table([loss]).splitlines()[-1].split() == cells
@@ -61,7 +61,7 @@ def test_each_loss_is_the_cross_entropy(name):
 
 
 @pytest.mark.targets
-def test_the_pass_spares_bytes_where_it_finds_a_gather(tmp_path):
+def test_the_pass_saves_bytes_where_it_finds_a_gather(tmp_path):
     for target in ("h100", "v5e"):
         if missing(target):
             pytest.skip(missing(target))

@@ -20,19 +20,19 @@ from benchmarks.insight import (
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def test_what_explain_costs_is_told_as_ratios_to_tracing():
+def test_the_cost_of_explain_is_shown_as_ratios_to_tracing():
     row = Explained("m", 10.0, 20.0, 30.0, 20.0, 40.0, 60.0)
     line = explained_table([row]).splitlines()[1]
     assert line.split() == ["m", "30", "3.00", "1.50", "60", "3.00", "1.50"]
 
 
-def test_what_watch_costs_is_told_as_ratios_to_not_watching():
+def test_the_cost_of_watch_is_shown_as_ratios_to_the_plain_function():
     row = Watched("h100", "m", None, 7, 1.5, 1.25, 3.0, 2.0)
     line = watched_table([row]).splitlines()[1]
     assert line.split() == ["m,", "h100", "all", "7", "1.50", "1.25", "3.00", "2.00"]
 
 
-def test_what_compare_costs_is_told_as_ratios_to_mixed_precision():
+def test_the_cost_of_compare_is_shown_as_ratios_to_mixed_precision():
     row = Compared("h100", "m", 7, 2.5, 1.25, 3.0, 1.3)
     line = compared_table([row]).splitlines()[1]
     assert line.split() == ["m,", "h100", "7", "2.50", "1.25", "3.00", "1.30"]

@@ -44,13 +44,13 @@ def test_the_dynamic_map_is_as_bitsandbytes_describes_it():
     assert dynamic_map(True)[0] == pytest.approx(-0.9930, abs=1e-4)
 
 
-def test_squares_that_become_zero_are_seen(standard_promotion):
+def test_squares_that_become_zero_show_in_the_error_of_the_update(standard_promotion):
     exact = FORMATS["float8 and 5+3 bits, rows"]
     assert 0 < update_error(*exact, 150) < 0.3
     assert update_error(*FORMATS["float8 for both, rows"], 150) > 10
 
 
-def test_what_is_measured_is_written_and_shown(
+def test_measured_numbers_are_written_and_shown(
     tmp_path, monkeypatch, capsys, standard_promotion
 ):
     names = [next(iter(FORMATS))]

@@ -75,7 +75,7 @@ def test_the_loss_falls_as_far_with_small_gradients():
     )
 
 
-def test_what_is_trained_is_written_and_shown(tmp_path, capsys):
+def test_losses_are_written_and_shown(tmp_path, capsys):
     options = ["--before", "nothing", "--optimizers", "lion", "--steps", "3"]
     main([*options, "--json", str(tmp_path)])
     (row,) = json.loads((tmp_path / "state_training.json").read_text())["rows"]

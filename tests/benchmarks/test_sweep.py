@@ -231,7 +231,7 @@ gelu network, large inputs
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name.strip() for name in CURED.split(";")])
-def test_a_program_that_a_rule_has_cured_stays_so(name):
+def test_a_program_that_a_rule_has_fixed_is_not_flagged_again(name):
     ((field, entry),) = (one for one in chosen([name]) if one[1].name == name)
     rows = measure(field, entry)
     assert flags(rows) == {}, flagged_lines(rows, known.FLAGGED)

@@ -15,7 +15,7 @@ SKIPPING = [Skipping("plain", "h100", 7.0, 0.0, 3)]
 
 
 @pytest.mark.parametrize("path", tables.TEXTS, ids=lambda path: path.name)
-def test_the_tables_of_a_text_are_what_was_measured(path):
+def test_the_tables_of_a_text_show_the_committed_measurements(path):
     text = path.read_text()
     assert "<!-- table: " in text
     assert tables.filled(text) == text
@@ -41,7 +41,7 @@ def test_names_after_each_other_are_split_where_a_line_ends():
     assert long == ["1: " + "x" * 50 + ",", "y" * 50 + ", z"]
 
 
-def test_a_table_is_put_where_its_comment_stands(tmp_path):
+def test_a_table_is_put_below_its_comment(tmp_path):
     write(tmp_path, "loss_scaling", stamp(), skipping=SKIPPING)
     text = "a\n<!-- table: loss_scaling.skipping -->\n```text\nold\n```\nb\n"
     told = tables.filled(text, tmp_path)
@@ -76,7 +76,7 @@ def test_the_summary_has_one_figure_of_each_benchmark():
     assert f"{step.split()[-2]} of the memory" in lines[1]
 
 
-def test_what_needs_a_gpu_says_that_there_was_none(tmp_path):
+def test_a_table_that_needs_a_gpu_shows_that_it_was_not_measured(tmp_path):
     assert tables.table("gpu", tmp_path) == "Not measured on a device yet."
     with pytest.raises(FileNotFoundError, match="insight"):
         tables.table("insight.watched", tmp_path)

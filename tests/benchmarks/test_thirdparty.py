@@ -48,7 +48,7 @@ def test_a_program_is_measured_in_both_dtypes():
     assert [row.scale for row in rows] == [1.0, 2.0**15]
 
 
-def test_what_autocast_breaks_is_a_row_and_what_float32_breaks_is_an_error():
+def test_a_failure_under_autocast_is_a_row_and_one_in_float32_is_an_error():
     def entry(loss):
         return Entry("e", [], lambda: Program(loss, normal(0, 4), normal(1, 4)))
 
@@ -140,7 +140,7 @@ def test_tables_show_each_program_below_its_packages():
     assert below.index("p") == above.index("a")
 
 
-def test_a_program_that_is_not_there_is_named():
+def test_an_unknown_program_is_an_error_that_names_it():
     with pytest.raises(SystemExit, match="No such program: GPT-5"):
         chosen(["GPT-5"])
 

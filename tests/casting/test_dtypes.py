@@ -66,7 +66,7 @@ def test_the_name_of_every_dtype_reads_back(dtype):
         (np.longdouble, "Expected a floating-point dtype.*longdouble"),
     ],
 )
-def test_what_is_no_floating_dtype_is_named_in_the_error(bad, fragment):
+def test_a_dtype_that_is_not_floating_is_an_error_that_names_it(bad, fragment):
     with pytest.raises(ValueError, match=fragment):
         parse_dtype(bad)
 
@@ -91,7 +91,7 @@ def test_the_half_dtype_is_what_the_device_computes_in(device, dtype, reason):
 
 
 @pytest.mark.parametrize("default", [None, "cpu", lambda: jax.devices()[1]])
-def test_half_dtype_asks_the_default_device(default):
+def test_half_dtype_is_that_of_the_default_device(default):
     device = default() if callable(default) else default
     with jax.default_device(device):
         assert jmp.half_dtype() == jnp.bfloat16
@@ -145,7 +145,7 @@ def test_cast_tree_changes_floating_arrays_and_nothing_else():
         assert cast[name] is tree[name] or name == "empty", name
 
 
-def test_cast_tree_keeps_out_what_where_refuses_and_asks_about_floats_only():
+def test_cast_tree_casts_the_floats_that_where_selects_and_calls_it_for_no_others():
     asked = []
 
     def where(path, leaf):

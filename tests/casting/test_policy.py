@@ -55,7 +55,9 @@ def test_half_is_the_device_s_half_dtype():
         ("", "Unknown dtype ''"),
     ],
 )
-def test_a_bad_policy_is_refused_with_the_bad_part_and_what_is_accepted(text, fragment):
+def test_a_bad_policy_is_an_error_that_names_the_bad_part_and_the_accepted_ones(
+    text, fragment
+):
     with pytest.raises(ValueError, match=fragment):
         jmp.get_policy(text)
 
@@ -65,7 +67,7 @@ def test_a_policy_that_is_no_text_is_a_type_error():
         jmp.get_policy(16)
 
 
-def test_two_spellings_of_one_policy_are_equal_and_hash_alike():
+def test_two_spellings_of_one_policy_are_equal_and_have_one_hash():
     a = jmp.Policy("full", "bf16", "float32")
     b = jmp.Policy(jnp.float32, jnp.bfloat16, np.dtype("float32"))
     assert a == b
@@ -80,7 +82,7 @@ def test_a_policy_compares_with_scalar_types_as_in_jmp():
     assert jnp.ones([], dtype=policy.output_dtype).dtype == np.float16
 
 
-def test_a_policy_is_frozen_and_refuses_what_is_no_float():
+def test_a_policy_is_frozen_and_its_dtypes_must_be_floating():
     policy = jmp.get_policy("half")
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.param_dtype = np.float32

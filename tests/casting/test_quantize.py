@@ -31,9 +31,7 @@ def test_a_scale_is_the_least_power_of_two_that_brings_numbers_into_the_format(
     ("largest", "expected"),
     [(0.0, 1.0), (1e-33, 2.0**-100), (np.inf, np.nan), (np.nan, np.nan)],
 )
-def test_zeros_tiny_numbers_and_what_is_not_finite_have_scales(
-    largest, expected, dtype
-):
+def test_zeros_tiny_numbers_infinities_and_nans_have_scales(largest, expected, dtype):
     np.testing.assert_equal(float(scale_of(jnp.float32(largest), dtype)), expected)
 
 
@@ -59,7 +57,7 @@ def test_numbers_that_the_format_has_come_back_bit_for_bit(dtype):
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_is_never_clipped(bad):
+def test_infinities_and_nans_are_never_clipped(bad):
     array = jnp.array([1.0, bad, 2.0])
     assert not np.isfinite(dequantize(quantize(array, FORMATS[0]), "float32")).any()
 

@@ -150,7 +150,7 @@ def trained(batches, optimizer):
 
 @pytest.mark.parametrize("is_graph", [True, False], ids=["graph mode", "tree mode"])
 @pytest.mark.parametrize("wrap", [jmp.loss_scaling, jmp.skip_nonfinite])
-def test_a_model_that_has_seen_a_nan_is_as_if_it_had_not(wrap, is_graph):
+def test_a_step_with_a_nan_leaves_no_trace_in_the_model(wrap, is_graph):
     bad, optimizer = (
         X.at[0, 0].set(jnp.nan),
         optax.chain(wrap(lenient(optax.adam(0.1)))),
@@ -208,7 +208,7 @@ def sow(batches, is_jitted, does_pop):
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("does_pop", [False, True])
 @pytest.mark.parametrize("is_jitted", [False, True])
-def test_what_a_step_adds_and_takes_away_stays_so_and_values_return(
+def test_a_skipped_step_restores_values_and_keeps_added_and_removed_variables(
     is_jitted, does_pop
 ):
     good, bad = (sow([X, x], is_jitted, does_pop) for x in (X + 1, X * jnp.nan))
@@ -257,7 +257,7 @@ def test_one_block_restores_all_modules_that_a_loss_runs(is_jitted, collect):
     assert np.any(before[0] != 0)
 
 
-def test_what_cannot_be_restored_is_refused_before_the_step():
+def test_arguments_that_cannot_be_restored_are_an_error_before_the_step():
     model = Normed(nnx.Rngs(0))
     plain = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     for args, error, message in (

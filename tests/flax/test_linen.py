@@ -208,7 +208,9 @@ def test_a_module_survives_pickle(copied):
     ],
     ids=["a name", "of the class", "a function", "of a part", "the name of a part"],
 )
-def test_what_is_applied_instead_of_a_call_computes_in_the_dtype_too(net, method):
+def test_a_method_that_is_applied_instead_of_a_call_computes_in_the_dtype_too(
+    net, method
+):
     params = initialized(net, X)
     low = jmp_lite.linen.to_float(net, "bfloat16")
     assert set(dots(low, params, method=method)) == {LOW}
@@ -236,7 +238,7 @@ def test_statistics_and_random_numbers_are_those_of_the_module():
     assert kinds == {"float32"}
 
 
-def test_what_selects_nothing_is_told_when_it_is_called(net):
+def test_a_selector_that_selects_nothing_is_an_error_at_the_call(net):
     params = initialized(net, X)
 
     def call(where):
@@ -266,7 +268,7 @@ def test_what_selects_nothing_is_told_when_it_is_called(net):
         ((nn.Dense(3), "bf16", "("), ValueError, "Expected a regular expression"),
     ],
 )
-def test_bad_arguments_are_refused_at_the_door(args, error, message):
+def test_bad_arguments_are_an_error_when_they_are_passed(args, error, message):
     with pytest.raises(error, match=message):
         jmp_lite.linen.to_float(*args)
 
@@ -327,7 +329,7 @@ def test_a_train_state_in_mid_run_is_restored_bit_for_bit_and_goes_on_alike():
     assert_same(step(restored, X), step(state, X))
 
 
-def test_what_build_train_step_carries_is_restored_too():
+def test_the_state_of_build_train_step_is_restored_too():
     def loss_fn(params, model_state, batch, rng):
         return jnp.mean((batch @ params["w"]) ** 2), (model_state, None)
 
@@ -356,7 +358,7 @@ def test_a_checkpoint_without_hysteresis_starts_to_count_overflows():
     assert_same(restored, jmp.DynamicLossScale(2.0**9, counter=3, hysteresis=2))
 
 
-def test_a_checkpoint_of_another_scale_is_refused():
+def test_a_checkpoint_of_another_loss_scale_is_an_error():
     saved = serialization.to_state_dict(jmp.DynamicLossScale())
     hysteresis = serialization.to_state_dict(jmp.DynamicLossScale(hysteresis=2))
     with pytest.raises(ValueError, match="another loss scale"):

@@ -124,7 +124,7 @@ def test_statistics_and_counts_are_those_of_float32(wrap):
     assert relative_error(numbers(actual), numbers(expected)) < 0.1
 
 
-def test_the_object_outside_stays_what_it_was():
+def test_the_module_of_the_caller_keeps_its_classes_and_attributes():
     model = make_net()
     before = {path: type(m) for path, m in nnx.iter_modules(model)}
     names = sorted(vars(model.blocks[0]))
@@ -215,7 +215,7 @@ def test_a_training_step_learns_as_in_float32():
 
 
 @pytest.mark.usefixtures("mode")
-def test_steps_share_one_trace_and_leave_the_module_what_it_was():
+def test_steps_share_one_trace_and_keep_the_structure_of_the_module():
     model, traces = make_net(), []
     optimizer = jmp_lite.loss_scaling(lenient(optax.adam(1e-2)))
     optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
@@ -263,7 +263,7 @@ def test_structure_may_change_and_modules_may_be_returned():
 
 
 @pytest.mark.parametrize("wrap", [autocast, lambda f: jax.jit(autocast(f))])
-def test_the_core_refuses_what_would_lose_its_updates(wrap):
+def test_the_transforms_of_the_core_reject_modules_whose_updates_they_would_lose(wrap):
     model = make_net()
     for call in (
         lambda: wrap(loss_fn)(model, X),
@@ -296,7 +296,7 @@ def test_a_module_that_is_changed_has_to_be_an_argument():
     assert autocast(lambda x: held.model(x))(X).dtype == np.float32
 
 
-def test_only_flax_s_errors_about_captured_modules_are_noted():
+def test_only_flax_s_errors_about_captured_modules_get_a_note():
     with pytest.raises(ValueError, match="mine") as caught, noting_captures():
         raise ValueError("mine")
     assert not hasattr(caught.value, "__notes__")
@@ -308,7 +308,7 @@ def test_only_flax_s_errors_about_captured_modules_are_noted():
     assert len(twice.value.__notes__) == 1
 
 
-def test_modules_are_refused_by_what_cannot_write_their_changes_back():
+def test_functions_that_cannot_write_changes_back_reject_modules():
     fun = refusing_modules(lambda *args, **kwargs: len(args) + len(kwargs), "this.one")
     assert fun(X, x={"a": X}, state=nnx.state(make_net())) == 3
     for call in (
@@ -359,7 +359,7 @@ def test_a_function_of_a_module_s_state_may_return_the_new_one():
 
 
 @pytest.mark.usefixtures("tree_mode")
-def test_tree_mode_has_no_gradient_of_counts_and_says_what_has():
+def test_in_tree_mode_a_gradient_of_counts_is_an_error_with_an_alternative():
     fun = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=jmp_lite.StaticLossScale(2))
     with pytest.raises(
         TypeError, match=r"Argument 0 holds uint32 .*nnx\.split"
@@ -372,7 +372,7 @@ def test_tree_mode_has_no_gradient_of_counts_and_says_what_has():
     assert (loss.shape, grads.shape) == ((), X.shape)
 
 
-def test_bad_rules_are_refused_when_the_function_is_made():
+def test_bad_rules_are_an_error_when_the_function_is_made():
     with pytest.raises(ValueError, match=r"Unknown preset 'mixde'.*'mixed'"):
         jmp_lite.nnx.autocast(loss_fn, "mixde")
     with pytest.raises(TypeError, match="Expected the name of a preset or a Rules"):
@@ -450,7 +450,7 @@ def test_parts_of_a_module_compute_in_a_dtype_and_parameters_stay(where, lows):
         assert_same(before, state_of(model))
 
 
-def test_a_selector_that_selects_nothing_changes_nothing_and_says_so():
+def test_a_selector_that_selects_nothing_is_an_error_that_lists_the_parts():
     model = deep()
     with pytest.raises(ValueError, match=r"'haed' selects nothing.*mean 'head'"):
         jmp_lite.nnx.to_float(model, "bfloat16", "haed")

@@ -34,6 +34,8 @@ from weight_products import (
 import jmp_lite as jmp
 from benchmarks.compiled import compile_for, missing
 from benchmarks.formats import transformers, wire
+from jmp_lite.autocasting.decide.lookup import RuleLookup
+from jmp_lite.autocasting.rules.rules import is_identity
 from jmp_lite.formats.float8 import Scaled, quantize_operand
 from jmp_lite.jaxprs.axes import Dimensions
 
@@ -69,16 +71,24 @@ def test_float8_is_for_matrix_products_alone():
         jmp.Rules(ops=(("tanh", "float8"),))
 
 
-def test_a_float8_scope_decides_of_matrix_products_and_of_nothing_else():
+def test_a_float8_scope_decides_matrix_products_and_nothing_else():
     rules = jmp.get_rules("mixed").scope("mlp", "float8").scope("mlp/out", "full")
-    assert rules.match("dot_general", "mlp").precision is jmp.ops.Precision.FLOAT8
-    assert rules.match("exp", "mlp").precision is jmp.ops.Precision.FULL
-    assert rules.match("conv_general_dilated", "mlp").precision is jmp.ops.Precision.LOW
-    assert rules.match("tanh", "mlp/out").precision is jmp.ops.Precision.FULL
+    assert (
+        RuleLookup(rules).match("dot_general", "mlp").precision
+        is jmp.ops.Precision.FLOAT8
+    )
+    assert RuleLookup(rules).match("exp", "mlp").precision is jmp.ops.Precision.FULL
+    assert (
+        RuleLookup(rules).match("conv_general_dilated", "mlp").precision
+        is jmp.ops.Precision.LOW
+    )
+    assert (
+        RuleLookup(rules).match("tanh", "mlp/out").precision is jmp.ops.Precision.FULL
+    )
     assert rules.precision_in("mlp") is None
     # A norm inside of it is a norm.
     assert rules.precision_in("mlp/LayerNorm_0") is jmp.ops.Precision.FULL_INSIDE
-    assert rules.region_in("mlp/LayerNorm_0/var") == "mlp/LayerNorm_0"
+    assert RuleLookup(rules).region("mlp/LayerNorm_0/var") == "mlp/LayerNorm_0"
 
 
 def test_rules_with_float8_travel_as_json():
@@ -106,7 +116,7 @@ def test_rules_with_float8_travel_as_json():
         ({"smallest": float("nan")}, "at least 0 for smallest, got nan"),
     ],
 )
-def test_formats_that_matrix_units_do_not_have_are_refused(options, message):
+def test_formats_that_matrix_units_do_not_have_are_an_error(options, message):
     with pytest.raises(ValueError, match=message):
         jmp.Float8(**options)
 
@@ -116,13 +126,13 @@ def test_rules_take_their_formats_as_a_value():
         jmp.Rules(float8_format="e4m3fn")
     with pytest.raises(ValueError, match="FLOAT8 is for matrix products"):
         jmp.Rules(default="float8")
-    assert not jmp.Rules().keep("dot_general").float8("dot_general").is_identity
+    assert not is_identity(jmp.Rules().keep("dot_general").float8("dot_general"))
 
 
 # -------------------------------------------------------------------------- decisions
 
 
-def test_what_a_later_product_reads_is_float8_and_the_last_product_is_not():
+def test_a_product_that_a_later_product_reads_is_float8_and_the_last_one_is_not():
     assert codes(net, X, W, V) == ["op", "float8_read_in_float32"]
     assert precisions(net, X, W, V) == ["float8_e4m3fn", "bfloat16"]
     assert codes(block, X, W, V) == ["op", "op", "float8_read_in_float32"]
@@ -175,7 +185,9 @@ def test_a_router_and_logits_are_not_float8_and_gates_are():
         ),
     ],
 )
-def test_what_cannot_be_float8_is_16_bit_and_explain_says_why(fun, args, code, words):
+def test_a_product_that_cannot_be_float8_is_16_bit_and_explain_shows_why(
+    fun, args, code, words
+):
     row = next(r for r in jmp.explain(fun, RULES)(*args).rows if r.op == "dot_general")
     assert (row.code, row.precision) == (code, "bfloat16")
     assert words in row.reason
@@ -197,7 +209,7 @@ def test_a_batch_of_weights_is_float8():
     assert relative_error(gradient(autocast(batched)), gradient(batched)) < 0.1
 
 
-def test_what_is_too_small_to_gain_is_16_bit():
+def test_a_product_that_is_too_small_to_gain_is_16_bit():
     rules = dataclasses.replace(RULES, float8_format=jmp.Float8(smallest=45))
     assert codes(net, X, W, V, rules=rules)[0] == "float8_small"
     rules = dataclasses.replace(RULES, float8_format=jmp.Float8(smallest=44))
@@ -235,7 +247,7 @@ def test_marks_and_inner_autocasts_come_before_float8(mark):
     assert "f8_" not in str(found)
 
 
-def test_products_that_need_digits_are_float32_whatever_asks_for_float8():
+def test_products_that_need_digits_are_float32_though_a_rule_requests_float8():
     def lookup(x, w):
         return jnp.round(x @ w).astype(jnp.int32)
 
@@ -245,7 +257,7 @@ def test_products_that_need_digits_are_float32_whatever_asks_for_float8():
     assert codes(lambda x, w: highest(x, w) @ w.T, X, W)[0] == "highest_precision"
 
 
-def test_a_scope_has_its_last_product_in_float8_and_a_lint_says_so():
+def test_the_last_product_of_a_float8_scope_is_float8_and_gets_a_lint():
     def scoped(x, w, v):
         with jax.named_scope("mlp"):
             return net(x, w, v)
@@ -457,7 +469,7 @@ def test_an_exported_program_serves_every_platform():
     np.testing.assert_array_equal(again.call(X, W, V), gradient(X, W, V))
 
 
-def test_what_several_products_read_is_quantized_once():
+def test_an_operand_of_several_products_is_quantized_once():
     def three(x, w):
         h = jnp.tanh(x)
         return (h @ w + h @ (2 * w) + h @ w) @ w.T
@@ -520,7 +532,7 @@ def test_op_by_op_is_as_under_jit(program):
     assert relative_error(found, expected) < 0.03
 
 
-def test_the_size_of_a_tangent_is_of_no_account():
+def test_derivatives_do_not_depend_on_the_size_of_a_tangent():
     def product(x, tangent):
         fun = autocast(lambda x: jnp.sum(jax.grad(block, 1)(x, W, V)))
         return jax.jvp(fun, (x,), (tangent,))[1]
@@ -538,7 +550,7 @@ def test_a_power_of_two_scales_gradients_exactly():
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_reaches_the_gradients_and_is_skipped(bad):
+def test_infinities_and_nans_reach_the_gradients_and_the_step_is_skipped(bad):
     gradient = jax.jit(jax.grad(autocast(block), 1))
     assert np.isnan(gradient(X.at[3, 5].set(bad), W, V)).all()
     overflow = jax.jit(jax.grad(lambda w: autocast(block)(X, w, V) * jnp.float32(bad)))
@@ -549,7 +561,7 @@ def test_what_is_not_finite_reaches_the_gradients_and_is_skipped(bad):
     np.testing.assert_array_equal(updates, 0)
 
 
-def test_a_loop_keeps_one_byte_a_number():
+def test_a_loop_keeps_one_byte_for_each_number():
     def kept(rules):
         totals = jmp.explain(layers, rules, backward=True)(SMALL, LAYERS).totals
         return totals.kept_run
@@ -566,7 +578,7 @@ REMAT_SAVES_BY_NAME = pytest.mark.skipif(
 
 
 @REMAT_SAVES_BY_NAME
-def test_remat_offloads_as_its_policy_says_and_computes_no_scale_twice():
+def test_remat_with_offloading_follows_its_policy_and_computes_no_scale_twice():
     policies, memories = jax.checkpoint_policies, ("device", "pinned_host")
     by_name = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -661,7 +673,7 @@ def lints(fun, *args, rules=RULES):
     return [lint.name for lint in jmp.explain(fun, rules)(*args).lints]
 
 
-def test_lints_know_float8():
+def test_lints_treat_float8_as_low():
     assert lints(block, X, W, V) == []
     odd = lambda x, w: jnp.tanh(jnp.tanh(x[:, :40] @ w[:40]) @ w.T) @ w
     assert lints(odd, X, W) == ["float8 sizes"]
@@ -675,7 +687,7 @@ def test_lints_know_float8():
     assert lints(net, X, W, V, rules="mixed") == []
 
 
-def test_what_explain_says_of_float8_is_what_runs():
+def test_explain_shows_the_float8_products_that_run():
     for fun in PROGRAMS.values():
         said = jmp.explain(fun, RULES)(SMALL, LAYERS).totals.products
         eqns = equations(jax.make_jaxpr(autocast(fun))(SMALL, LAYERS).jaxpr)
@@ -772,7 +784,7 @@ def test_small_products_that_xla_would_merge_are_float8_too(width):
 
 
 @pytest.mark.targets
-def test_what_devices_send_each_other_of_weights_is_float8():
+def test_devices_send_each_other_weights_in_float8():
     if missing("h100"):
         pytest.skip(missing("h100"))
     with jax.numpy_dtype_promotion("standard"):

@@ -191,7 +191,7 @@ def test_a_mapped_product_is_that_of_each(name, axes):
 
 
 @FORMATS
-def test_it_can_be_mapped_twice(name):
+def test_a_product_of_groups_can_be_mapped_twice(name):
     low = autocast(product, name)
     xs = jnp.stack([X, X / 2, X * 3])
     ws = jnp.stack([W, W / 4])
@@ -218,7 +218,7 @@ def test_a_row_of_no_group_is_not_read(name, bad):
 
 
 @FORMATS
-def test_what_is_not_finite_is_not_hidden(name):
+def test_infinities_and_nans_stay_in_the_result(name):
     low = autocast(product, name)
     assert not jnp.isfinite(low(X.at[3, 4].set(jnp.inf), W, SIZES)[3]).any()
     assert not jnp.isfinite(low(X, W.at[1].set(jnp.nan), SIZES)[10:40]).any()
@@ -240,7 +240,7 @@ def test_groups_may_be_empty(name, n_rows, sizes):
 
 
 @FORMATS
-def test_forward_mode_works_over_the_gradient_and_reverse_mode_says_what_is_missing(
+def test_forward_mode_works_over_the_gradient_and_reverse_mode_is_an_error(
     name,
 ):
     loss = loss_of(autocast(product, name))
@@ -273,7 +273,7 @@ def test_layers_of_experts_run_in_a_scan_with_remat(name):
 
 
 @FORMATS
-def test_compare_runs_it_in_float32_too(name):
+def test_compare_runs_products_of_groups_in_float32_too(name):
     report = jmp.compare(product, RULES[name])(X, W, SIZES)
     (row,) = [row for row in report.rows if row.op == "ragged_dot_general"]
     assert 1e-4 < row.error_out < ERROR[name]

@@ -40,7 +40,7 @@ def rows_of(fun, rules, *args):
     return [row for row in rows if row.op == "dot_general"]
 
 
-def test_it_is_for_all_products_or_for_a_scope_and_explain_shows_it():
+def test_an_own_format_is_for_all_products_or_for_a_scope_and_explain_shows_it():
     for rules, found in (
         (RULES, ["coarse", "coarse"]),
         (MIXED.scope("first", COARSE), ["coarse", "low"]),
@@ -74,7 +74,7 @@ def seen_by(**options):
     return seen[0], row.precision, row.bytes_run / row.bytes_traced
 
 
-def test_its_operands_and_its_result_are_low_unless_it_says_float32():
+def test_operands_and_the_result_are_low_unless_the_format_requests_float32():
     low, full = "bfloat16", "float32"
     assert seen_by() == ((low, low, low), low, 0.5)
     assert seen_by(operands="float32") == ((full, full, low), full, 0.5)
@@ -83,7 +83,7 @@ def test_its_operands_and_its_result_are_low_unless_it_says_float32():
     assert both == ((full, full, full), full, 1.0)
 
 
-def test_a_result_is_cast_to_the_dtype_that_the_format_says():
+def test_a_result_is_cast_to_the_dtype_that_the_format_names():
     exact = lambda lhs, rhs, dims, **_: lax.dot_general(
         lhs.astype("float32"), rhs.astype("float32"), dims
     )
@@ -94,7 +94,7 @@ def test_a_result_is_cast_to_the_dtype_that_the_format_says():
         assert is_rounded == (result == "low")
 
 
-def test_its_own_derivative_stays_and_it_is_not_converted_inside():
+def test_a_function_with_a_derivative_rule_keeps_it_and_is_not_converted_inside():
     @jax.custom_vjp
     def product(lhs, rhs):
         return jnp.sum(jnp.exp(lhs[:, :, None] + 0 * rhs[None]), 1)
@@ -119,7 +119,7 @@ def test_its_own_derivative_stays_and_it_is_not_converted_inside():
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_flow_through_it_in_every_program(name):
+def test_gradients_flow_through_an_own_format_in_every_program(name):
     fun = PROGRAMS[name]
     exact, own = (
         jax.jit(jax.grad(f, (0, 1)))(SMALL, LAYERS)
@@ -132,7 +132,7 @@ def test_gradients_flow_through_it_in_every_program(name):
     np.testing.assert_allclose(*mapped, rtol=1e-5)
 
 
-def test_a_model_that_knows_nothing_of_it_has_it():
+def test_a_rule_gives_an_own_format_to_a_model_without_changing_it():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -153,7 +153,7 @@ def test_a_model_that_knows_nothing_of_it_has_it():
     np.testing.assert_allclose(own(up, X), expected, rtol=0.02, atol=0.02)
 
 
-def test_rules_with_it_are_values_and_cannot_go_to_json():
+def test_rules_with_an_own_format_are_values_and_cannot_be_written_as_json():
     assert hash(RULES) == hash(MIXED.product(jmp.Format("coarse", coarse)))
     assert MIXED.product(jmp.Format("coarse", coarse)) == RULES
     assert MIXED.product(jmp.Format("coarse", lax.dot_general)) != RULES
@@ -163,7 +163,7 @@ def test_rules_with_it_are_values_and_cannot_go_to_json():
             rules.to_json()
 
 
-def test_marks_and_rules_for_scopes_come_before_it():
+def test_marks_and_rules_for_scopes_come_before_an_own_format():
     def fun(x, w, v):
         with jmp.full_precision():
             x = jnp.tanh(x @ w)
@@ -176,13 +176,14 @@ def test_marks_and_rules_for_scopes_come_before_it():
     assert rows_of(jmp.autocast(net, "O0"), RULES, X, W, V)[0].number_format == ""
 
 
-def test_compare_and_tune_take_it():
+def test_compare_and_tune_accept_an_own_format():
     comparison = jmp.compare(net, RULES)(X, W, V)
     assert comparison.errors["result"] > 2 * jmp.compare(net)(X, W, V).errors["result"]
     quiet = lambda line: None
-    error = jmp.tune(net, (X, W, V), 1.0, RULES, progress=quiet).report.error.largest
-    found = jmp.tune(net, (X, W, V), error / 4, RULES, progress=quiet)
-    formats = [row.number_format for row in rows_of(net, found, X, W, V)]
+    _, report = jmp.tune(net, RULES, tolerance=1.0, progress=quiet)(X, W, V)
+    error = report.error.largest
+    found = jmp.tune(net, RULES, tolerance=error / 4, progress=quiet)(X, W, V)
+    formats = [row.number_format for row in rows_of(net, found.rules, X, W, V)]
     assert formats == ["low", "low"]
 
 
@@ -224,7 +225,7 @@ def test_compare_and_tune_take_it():
         ),
     ],
 )
-def test_a_bad_format_gets_an_error_that_says_what_to_write(make, error, message):
+def test_a_bad_format_is_an_error_that_shows_what_to_write(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -236,19 +237,19 @@ def test_a_result_of_another_shape_is_an_error_that_names_the_format(bad):
         jmp.autocast(lambda x, w: x @ w, rules)(X, W)
 
 
-def test_its_name_is_not_one_of_the_library_s():
+def test_the_name_of_an_own_format_is_no_precision_of_a_rule():
     assert "coarse" not in FORMATS
     with pytest.raises(ValueError, match="Unknown precision 'coarse'"):
         MIXED.scope("mlp", "coarse")
 
 
-def test_a_function_alone_is_no_format_and_the_message_says_how_to_make_one():
+def test_a_bare_function_is_an_error_that_shows_how_to_make_a_format():
     for use in (MIXED.product, lambda fun: MIXED.scope("mlp", fun)):
         with pytest.raises(ValueError, match=r'Format\("name", dot_general=function\)'):
             use(coarse)
 
 
-def test_it_is_asked_for_the_sharding_of_its_result():
+def test_an_own_format_gets_the_sharding_of_its_result():
     kind = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     spec = jax.P("data", None)
@@ -286,7 +287,7 @@ def qwix_product():
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("make", [aqt_product, qwix_product])
-def test_products_of_other_libraries_run_in_a_model_that_knows_nothing_of_them(make):
+def test_a_rule_runs_products_of_other_libraries_in_a_model_without_changing_it(make):
     """With aqtp 0.9.0 and qwix 0.1.8, for example."""
     rules = MIXED.product(jmp.Format("theirs", make()))
     low, loss = jmp.autocast(net, rules), lambda f: lambda *a: jnp.sum(f(*a) ** 2)

@@ -31,7 +31,7 @@ import jmp_lite as jmp
 from jmp_lite.formats.rows import ByRows
 from jmp_lite.formats.table import FORMATS
 from jmp_lite.jaxprs.axes import Dimensions
-from jmp_lite.jaxprs.bilinear import Operand
+from jmp_lite.jaxprs.bilinear import ProductOperand
 
 NAMES = ("int8", "float8_rows")
 EVERY_SIZE = {name: jmp.get_format(name, smallest=0) for name in NAMES}
@@ -62,7 +62,7 @@ def test_the_preset_int8_is_mixed_with_its_products_in_int8():
 
 
 @BOTH
-def test_products_of_weights_have_it_and_explain_says_why_others_have_not(name):
+def test_products_of_weights_have_the_format_and_explain_shows_why_others_do_not(name):
     assert explained(block, name, X, W, V) == [
         *([(name, "op")] * 2),
         ("low", f"{name}_read_in_float32"),
@@ -114,7 +114,7 @@ def by_rows(array, axis, name):
     "policy", ["dots_saveable", "dots_with_no_batch_dims_saveable"]
 )
 @pytest.mark.parametrize("name", FORMATS)
-def test_checkpoint_policies_know_its_products(name, policy):
+def test_checkpoint_policies_recognize_products_by_rows(name, policy):
     rules = jmp.get_rules("mixed").scope("", FORMATS[name])
     rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))
     if name in RULES:
@@ -218,7 +218,7 @@ def test_a_power_of_two_scales_gradients_exactly(name):
 
 @BOTH
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_stays_in_its_row_and_is_skipped(name, bad):
+def test_infinities_and_nans_stay_in_their_row_and_the_step_is_skipped(name, bad):
     fun = autocast(lambda x, w, v: jnp.tanh(net(x, w, v)) @ w, name)
     out = jax.jit(fun)(X.at[3, 5].set(bad), W, V)
     assert np.isnan(out[3]).all()
@@ -244,7 +244,7 @@ def test_rows_of_zeros_and_rows_of_tiny_numbers_keep_their_digits(name):
 @BOTH
 def test_a_row_of_zeros_divides_nothing_by_zero(name):
     form = ByRows(*[np.dtype(RULES[name].precision_of("dot_general").forward)] * 3)
-    zeros, weight = (Operand(jnp.asarray(x, jnp.bfloat16)) for x in (0 * X, W))
+    zeros, weight = (ProductOperand(jnp.asarray(x, jnp.bfloat16)) for x in (0 * X, W))
     axes = Dimensions(((1,), (0,)), ((), ()))
     with jax.debug_nans(True):  # Op by op, so that JAX sees each quotient.
         out = form.multiply(zeros, weight, axes, None, is_tpu=False)
@@ -299,7 +299,7 @@ def test_explain_counts_the_products_of_both_passes(name):
 
 
 @BOTH
-def test_what_explain_says_is_what_runs(name):
+def test_explain_shows_the_products_that_run(name):
     for fun in PROGRAMS.values():
         said = [f for f, _ in explained(fun, name, SMALL, LAYERS)].count(name)
         eqns = equations(jax.make_jaxpr(autocast(fun, name))(SMALL, LAYERS).jaxpr)
@@ -307,18 +307,19 @@ def test_what_explain_says_is_what_runs(name):
 
 
 @BOTH
-def test_compare_and_tune_know_it(name):
+def test_compare_and_tune_accept_formats_by_rows(name):
     comparison = jmp.compare(net, RULES[name])(X, W, V)
     low = jmp.compare(net)(X, W, V)
     assert comparison.errors["result"] > 1.2 * low.errors["result"] > 0
-    error = jmp.tune(
-        net, (X, W, V), 1.0, RULES[name], progress=lambda line: None
-    ).report.error.largest
-    found = jmp.tune(
-        net, (X, W, V), 0.7 * error, RULES[name], progress=lambda line: None
+    _, report = jmp.tune(net, RULES[name], tolerance=1.0, progress=lambda line: None)(
+        X, W, V
     )
+    error = report.error.largest
+    found = jmp.tune(
+        net, RULES[name], tolerance=0.7 * error, progress=lambda line: None
+    )(X, W, V)
     assert [f for f, _ in explained(net, name, X, W, V)] == [name, "low"]
-    rows = jmp.explain(net, found)(X, W, V).rows
+    rows = jmp.explain(net, found.rules)(X, W, V).rows
     assert name not in {row.number_format for row in rows}
 
 
@@ -342,7 +343,7 @@ def test_a_sharded_gradient_is_that_of_one_device(name, kind, split):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_it_can_be_mapped_on_a_mesh_that_splits_what_it_contracts(name):
+def test_a_product_can_be_mapped_on_a_mesh_that_splits_the_axis_it_contracts(name):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,))
     rules = jmp.get_rules("mixed").scope("", EVERY_SIZE.get(name, name))
     rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))

@@ -74,7 +74,7 @@ def test_the_gradient_is_closer_to_float32_than_with_16_bit_logits():
     assert [g.dtype for g in wide] == [jnp.float32] * 3
 
 
-def test_a_product_that_a_16_bit_op_reads_stays_low_and_explain_says_why():
+def test_a_product_that_a_16_bit_op_reads_stays_low_and_explain_shows_why():
     def fun(x, w):
         h = x @ w
         return h @ w, jnp.sum(h)
@@ -95,7 +95,7 @@ def test_explain_counts_the_bytes_of_float32_logits():
         assert rows[-1].bytes_run == share * rows[-1].bytes_traced
 
 
-def test_json_names_it():
+def test_json_names_wide():
     rules = MIXED.wide("dot_general").scope("head", "wide")
     assert jmp.Rules.from_json(rules.to_json()) == rules
     assert '"dot_general": "wide"' in rules.to_json()
@@ -166,7 +166,7 @@ def test_derivatives_of_any_order_are_close_to_float32(name):
     assert all(relative_error(found, exact) < 0.05 for found, exact in pairs)
 
 
-def test_float16_and_16_bit_parameters():
+def test_wide_products_work_in_float16_and_with_16_bit_parameters():
     rules = jmp.get_rules("mixed").wide("dot_general")
     half = jmp.autocast(loss, rules, compute_dtype="float16")
     assert products(eqns_of(half, X, W, HEAD)) == {
@@ -186,7 +186,7 @@ def test_only_operands_with_a_tangent_cost_a_product():
     assert sum(products(eqns_of(jvp, HEAD)).values()) == 2
 
 
-def test_tune_keeps_it_beside_the_format_that_it_searches_for():
+def test_tune_keeps_wide_beside_the_format_that_it_searches_for():
     rules = jmp.get_rules("float8").scope("head", "wide")
     rules = jmp.Rules(
         **{
@@ -201,14 +201,15 @@ def test_tune_keeps_it_beside_the_format_that_it_searches_for():
 
     args, quiet = (x, w, head), lambda line: None
     assert formats_of(fun, rules, *args) == ["float8", "wide"]
-    error = jmp.tune(fun, args, 1.0, rules, progress=quiet).report.error.largest
-    found = jmp.tune(fun, args, error / 2, rules, progress=quiet)
-    assert formats_of(fun, found, *args) == ["low", "wide"]
+    _, report = jmp.tune(fun, rules, tolerance=1.0, progress=quiet)(*args)
+    error = report.error.largest
+    found = jmp.tune(fun, rules, tolerance=error / 2, progress=quiet)(*args)
+    assert formats_of(fun, found.rules, *args) == ["low", "wide"]
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 2), (2, None)], ids=str)
 @pytest.mark.parametrize("dims", ["ij,jk->ik", "bij,bjk->bik", "ij,kj->ki"])
-def test_it_can_be_mapped_over_any_axes(dims, axes):
+def test_a_wide_product_can_be_mapped_over_any_axes(dims, axes):
     lhs, rhs = dims.split("->")[0].split(",")
     sizes = {"i": 3, "j": 4, "k": 5, "b": 2}
     keys = jax.random.split(jax.random.key(7))

@@ -60,7 +60,7 @@ def test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32(na
 @pytest.mark.parametrize(
     "name", ["a linen block", "scanned_layers", "custom_vjp_in_a_scan", "for_loop"]
 )
-def test_so_are_the_lanes_of_gradients(name, rules):
+def test_one_lane_of_a_gradient_is_autocast_and_the_other_one_is_float32(name, rules):
     fun, args = PROGRAMS[name]
     scalar = lambda f: lambda *args: sum(map(jnp.sum, jax.tree.leaves(f(*args))))
     low, exact = (jax.grad(scalar(f)) for f in (jmp.autocast(fun, rules), fun))
@@ -95,7 +95,7 @@ def test_a_format_of_8_bits_is_undone_on_the_lane_of_float32(name):
         assert {row.dtype for row in rows} == {kind}
 
 
-def test_what_no_rounding_has_touched_is_computed_once():
+def test_a_value_before_any_rounding_is_computed_once():
     def fun(x, key):
         noise = jnp.exp(jax.random.normal(key, x.shape))
         return x @ x.T + noise[:, :1], noise
@@ -158,7 +158,7 @@ def test_errors_are_those_of_the_arrays():
     assert row.amplification == pytest.approx(expected / 2**-8, rel=1e-3)
 
 
-def test_integers_and_booleans_count_what_differs():
+def test_the_error_of_integers_and_booleans_is_the_share_that_differs():
     x = jnp.linspace(1, 1.02, 64)
     fun = lambda x: (jnp.argsort(-x @ jnp.diag(x)), x @ jnp.diag(x) > 1.01)
     rows = {row.op: row for row in jmp.compare(fun, "O3")(x).rows}
@@ -181,7 +181,7 @@ def test_a_nan_on_one_lane_is_an_infinite_error():
     assert comparison.errors == {"result": np.inf}
 
 
-def test_numbers_that_float32_has_no_use_for_have_no_error():
+def test_infinities_and_nans_that_float32_has_too_are_no_errors():
     fun = lambda x: jnp.exp(jnp.where(x > 0, x @ W, -jnp.inf))
     rows = {row.op: row for row in jmp.compare(fun)(X).rows}
     assert rows["exp"].error_out < 0.02
@@ -229,7 +229,7 @@ def test_the_backward_pass_is_compared_too():
         assert comparison.errors[name] == pytest.approx(error, rel=0.05, abs=1e-4)
 
 
-def test_few_numbers_of_a_large_result_are_looked_at():
+def test_a_large_result_is_sampled():
     x = jax.random.normal(jax.random.key(0), (1000, 256)).at[:50].set(0)
     of_all, of_few = (
         jmp.compare(lambda x: jnp.tanh(x @ x.T), elements=n)(x) for n in (10**9, 2**12)
@@ -243,7 +243,7 @@ def test_few_numbers_of_a_large_result_are_looked_at():
 # ------------------------------------------------------------------------ transforms
 
 
-def test_it_runs_under_jit_vmap_scan_and_shard_map():
+def test_compare_runs_under_jit_vmap_scan_and_shard_map():
     compared = jmp.compare(lambda x, w: jnp.tanh(x @ w))
     alone = [jax.jit(compared)(x[None], W).rows for x in X]
     mapped = jax.vmap(lambda x: compared(x[None], W))(X)
@@ -280,7 +280,7 @@ def test_nested_loops_take_no_longer_with_each_level():
 # ----------------------------------------------------------------------------- errors
 
 
-def test_what_it_refuses():
+def test_bad_arguments_are_errors_that_name_them():
     with pytest.raises(TypeError, match="Expected a function"):
         jmp.compare(3)
     with pytest.raises(ValueError, match="preset"):
@@ -299,7 +299,7 @@ def test_a_result_that_is_nan_in_float32_has_no_error_of_zero():
     assert np.isnan(comparison.errors["result[1]"])
 
 
-def test_nothing_is_nothing():
+def test_a_function_without_ops_and_an_empty_array_have_no_error():
     comparison = jmp.compare(lambda: ())()
     assert (comparison.rows, dict(comparison.errors)) == ((), {})
     assert "amplified" in str(comparison)

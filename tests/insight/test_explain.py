@@ -50,7 +50,7 @@ RULE = RuleMatch(Precision.LOW, RuleSource.SCOPE, "mlp")
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_each_reason_has_words_and_a_code(reason):
+def test_each_reason_has_a_text_and_a_code(reason):
     small = FORMATS["float8"].judge(
         Product(DOT, jnp.bfloat16, (True, True)), False, True
     )
@@ -68,7 +68,7 @@ def test_each_reason_has_words_and_a_code(reason):
     assert code == code.lower() != ""
 
 
-def test_no_two_reasons_have_the_same_words():
+def test_no_two_reasons_have_the_same_text():
     special = {Reason.RULE, Reason.FORMAT, Reason.INSIDE}
     words = [
         reason_in_words(DecisionRecord(DOT, Decision(Run.LOW, State.LOW, reason)))
@@ -97,7 +97,7 @@ def bound(fun, *args):
 
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_it_says_is_what_runs(name, rules):
+def test_explain_shows_the_precisions_that_run(name, rules):
     fun, args = PROGRAMS[name]
     shapes = jax.eval_shape(lambda: args)
     assert told(explain(fun, rules)(*shapes).rows) == bound(autocast(fun, rules), *args)
@@ -105,7 +105,9 @@ def test_what_it_says_is_what_runs(name, rules):
 
 @pytest.mark.parametrize("rules", [*PRESETS, *RULES_WITH_PATHS])
 @pytest.mark.parametrize("name", DECIDED)
-def test_what_it_says_is_what_runs_with_marks_scopes_and_rules_of_paths(name, rules):
+def test_explain_shows_the_precisions_that_run_under_marks_scopes_and_rules_of_paths(
+    name, rules
+):
     fun, args = DECIDED[name]
     rules = RULES_WITH_PATHS.get(rules, rules)
     explained = told(explain(fun, rules)(*args).rows)
@@ -231,7 +233,7 @@ def test_a_source_is_the_line_of_the_user():
     )
 
 
-def test_a_reason_has_a_line_too_where_jax_made_the_value():
+def test_a_reason_has_the_line_of_the_user_where_jax_made_the_value():
     @jax.jit
     def inner(x):
         return jnp.tanh(x @ W)  # Its own line, whoever calls it.
@@ -309,7 +311,7 @@ def test_reasons_name_scopes_marks_and_rules():
     assert "autocast" in reasons(inner, W)["dot_general"]
 
 
-def test_a_mark_goes_by_its_name_where_others_follow_it():
+def test_the_reason_of_an_op_behind_a_mark_names_the_mark():
     def fun(x):
         return jnp.tanh(as_low(jnp.exp(x)) * 2) @ W, jnp.tanh(as_full(x @ W) * 2) @ W
 
@@ -319,7 +321,7 @@ def test_a_mark_goes_by_its_name_where_others_follow_it():
     assert full.endswith(": as_full")
 
 
-def test_loops_are_told_once_with_their_trips_and_their_carries_one_by_one():
+def test_a_loop_is_listed_once_with_its_trips_and_each_carry_has_a_row():
     def layers(x, layers):
         def body(carry, w):
             h, total = carry
@@ -376,7 +378,7 @@ def test_a_loop_that_is_kept_has_its_trips():
     assert {row.times for row in rows if row.op == "mul"} == {1}
 
 
-def test_a_block_that_is_called_often_is_told_at_each_call_with_its_own_path():
+def test_a_block_that_is_called_often_has_rows_for_each_call_with_its_own_path():
     block = jax.jit(lambda x: jnp.tanh(x @ W))
 
     def model(x):
@@ -389,7 +391,7 @@ def test_a_block_that_is_called_often_is_told_at_each_call_with_its_own_path():
     assert scopes == [f"block_{i}/<lambda>" for i in range(4)]
 
 
-def test_rows_first_and_text_second():
+def test_an_explanation_has_rows_that_its_text_shows():
     explanation = explain(BLOCK.apply)(BLOCK_PARAMS, X)
     assert isinstance(explanation, Explanation)
     assert all(isinstance(row, Row) for row in explanation.rows)
@@ -403,7 +405,7 @@ def test_rows_first_and_text_second():
     assert max(map(len, text)) < 180
 
 
-def test_it_runs_nothing_and_passes_what_is_no_array():
+def test_explain_runs_nothing_and_passes_arguments_that_are_no_arrays():
     ran = []
 
     def fun(x, name, *, flag):

@@ -41,7 +41,7 @@ def test_work_is_counted_in_all_trips_and_products_once():
     assert sum(totals.equations.values()) == len(explain(fun)(X, LAYERS).rows)
 
 
-def test_what_never_runs_is_no_work_and_what_runs_unknown_times_counts_once():
+def test_a_loop_of_zero_trips_is_no_work_and_one_of_unknown_trips_counts_once():
     step = lambda h: jnp.tanh(h @ W)
 
     def times(n):
@@ -122,7 +122,7 @@ def test_casts_are_those_that_autocast_adds_with_their_bytes():
     assert explain(stacked)(X, LAYERS).totals.casts == 1 + 3 * 1 + 1 + 1
 
 
-def test_what_waits_for_the_backward_pass_is_told_where_it_is_asked_for():
+def test_residuals_are_counted_if_the_backward_pass_is_explained():
     told = explain(block_loss, backward=True)(BLOCK_PARAMS, X)
     assert 0 < told.totals.kept_run < told.totals.kept_traced
     identity = explain(block_loss, "O0", backward=True)(BLOCK_PARAMS, X).totals
@@ -134,7 +134,7 @@ def test_what_waits_for_the_backward_pass_is_told_where_it_is_asked_for():
     assert explain(fun, backward=True)(X, W).totals.kept_run == 2 * (32 + 64)
 
 
-def test_the_backward_pass_has_rows_as_it_runs():
+def test_the_backward_pass_has_the_rows_of_the_gradient_that_runs():
     told = explain(block_loss, backward=True)(BLOCK_PARAMS, X)
     forward = [row for row in told.rows if not row.is_backward]
     assert tuple(forward) == explain(block_loss)(BLOCK_PARAMS, X).rows
@@ -191,7 +191,7 @@ def test_the_rows_and_the_casts_are_those_of_the_gradient(fun):
     assert told.totals.casts == len(casts)
 
 
-def test_what_only_the_forward_pass_of_a_derivative_runs_is_told():
+def test_an_op_that_only_the_derivative_adds_has_a_row():
     told = explain(lambda x: jnp.sin(x).sum(), backward=True)(X)
     assert [(row.op, row.is_backward) for row in told.rows[:3]] == [
         ("sin", False),
@@ -200,7 +200,7 @@ def test_what_only_the_forward_pass_of_a_derivative_runs_is_told():
     ]
 
 
-def test_a_loss_is_differentiated_and_what_stands_beside_it_is_not():
+def test_a_loss_is_differentiated_and_results_beside_it_are_not():
     def loss(w, x):
         return jnp.tanh(x @ w).sum()
 
@@ -254,14 +254,14 @@ def test_a_backward_pass_in_a_loop_has_its_trips(wrap):
     assert {row.precision for row in dots} == {LOW}
 
 
-def test_what_has_no_gradient_is_refused_in_words():
+def test_a_function_without_a_gradient_is_an_error_with_a_reason():
     with pytest.raises(ValueError, match="has no floating-point result"):
         explain(lambda x: x > 0, backward=True)(X)
     with pytest.raises(ValueError, match="no backward pass"):
         explain(lambda n: n + 1, backward=True)(3)
 
 
-def test_whole_train_steps_are_told():
+def test_a_whole_train_step_can_be_explained():
     def loss_fn(params, model_state, batch, rng):
         return jnp.mean((batch @ params) ** 2), (model_state, None)
 
@@ -278,7 +278,7 @@ def test_whole_train_steps_are_told():
 # -------------------------------------------------------------------------- questions
 
 
-def test_a_test_can_ask_what_runs_in_what():
+def test_a_user_can_query_the_precision_of_an_op_or_a_scope():
     told = explain(BLOCK.apply)(BLOCK_PARAMS, X)
     assert told.share_low("dot_general") == 1.0
     assert told.share_low("reduce_sum") == 0.0
@@ -301,7 +301,7 @@ def test_a_test_can_ask_what_runs_in_what():
         told.precision_of("Block")
 
 
-def test_a_share_is_of_what_holds_floats():
+def test_a_share_counts_only_ops_with_floating_point_numbers():
     ints = explain(lambda n: jnp.sort(n) + 1)(jnp.arange(3))
     with pytest.raises(
         ValueError, match="No sort in this function has a floating-point"
@@ -339,7 +339,7 @@ def test_two_explanations_are_compared_row_by_row():
     assert "reduce_sum" in str(mixed.diff(backward))
 
 
-def test_a_difference_has_its_scope_and_equal_ops_of_a_line_are_told_apart():
+def test_a_difference_has_its_scope_and_equal_ops_of_a_line_are_listed_separately():
     def fun(x):
         with jax.named_scope("head"):
             return jnp.tanh(x @ W) @ W + jnp.tanh(x)  # Of one line.
@@ -359,7 +359,7 @@ def test_a_difference_has_its_scope_and_equal_ops_of_a_line_are_told_apart():
     assert "bfloat16, 64 B  bfloat16, 128 B" in re.sub(" {3,}", "  ", str(larger))
 
 
-def test_unused_rules_are_told_with_the_nearest_name():
+def test_unused_rules_are_listed_with_the_nearest_name():
     rules = get_rules("mixed").scope("LayerNrom_0", "full").full("tan")
     rules = rules.scope("Dense_1", "full").carry("decoder", "full").full("tanh")
     told = explain(BLOCK.apply, rules)(BLOCK_PARAMS, X)
@@ -374,7 +374,7 @@ def test_unused_rules_are_told_with_the_nearest_name():
         assert explain(BLOCK.apply, preset)(BLOCK_PARAMS, X).unused == ()
 
 
-def test_rules_that_can_decide_nothing_are_told():
+def test_rules_that_can_decide_nothing_are_listed():
     def loops(x):
         with jax.named_scope("Dense_0"):
             x = x @ W
@@ -398,7 +398,7 @@ def test_rules_that_can_decide_nothing_are_told():
 # ------------------------------------------------------------------------------ text
 
 
-def test_a_long_table_is_cut_and_any_depth_can_be_asked_for():
+def test_a_long_table_is_shortened_and_any_depth_can_be_requested():
     def model(params, x):
         for i in range(12):
             with jax.named_scope(f"layer_{i}"):
@@ -421,7 +421,7 @@ def test_a_long_table_is_cut_and_any_depth_can_be_asked_for():
     )
 
 
-def test_a_block_that_a_rule_treats_otherwise_is_named_among_its_like():
+def test_a_block_that_a_rule_treats_differently_is_named_beside_similar_blocks():
     def model(x):
         for i in range(12):
             with jax.named_scope(f"layer_{i}"):
@@ -467,7 +467,7 @@ def test_blocks_are_compared_with_those_that_have_the_op():
     assert exp == ["1", "exp", "float32"]
 
 
-def test_the_sums_stand_below_the_table():
+def test_totals_are_shown_below_the_table():
     text = explain(lambda x, w: jnp.tanh(x @ w), backward=True)(X, W).summary()
     equations, *lines, kept = text.splitlines()
     # How JAX differentiates a tanh depends on its version.
@@ -484,7 +484,7 @@ def test_the_sums_stand_below_the_table():
     assert low - full == 2 * (32 + 64)
 
 
-def test_json_and_html_hold_all_of_it():
+def test_json_and_html_contain_all_rows_and_totals():
     told = explain(block_loss, backward=True)(BLOCK_PARAMS, X)
     read = json.loads(told.to_json())
     assert len(read["rows"]) == len(told.rows)
@@ -498,7 +498,7 @@ def test_json_and_html_hold_all_of_it():
     assert "&lt;lambda&gt;" in odd._repr_html_()
 
 
-def test_an_empty_function_is_told_too():
+def test_an_empty_function_can_be_explained():
     told = explain(lambda: None)()
     assert told.rows == ()
     assert str(told).startswith("autocast to bfloat16: 0 equations")
@@ -511,7 +511,7 @@ def test_an_empty_function_is_told_too():
         told.share_low()
 
 
-def test_an_explanation_is_a_value_and_its_table_holds_any_name():
+def test_an_explanation_is_a_value_and_its_table_shows_any_name():
     def fun(x):
         with jax.named_scope("two\nlines"):
             return x @ W
@@ -524,7 +524,7 @@ def test_an_explanation_is_a_value_and_its_table_holds_any_name():
     assert row.index("dot_general") == headers.index("op")
 
 
-def test_symbolic_shapes_are_told():
+def test_symbolic_shapes_are_shown():
     (batch,) = export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, 12), jnp.float32)
     fun = lambda x, w: jnp.sum(jnp.tanh(x @ w))

@@ -41,7 +41,7 @@ def line_of(fun, text):
     return first + next(i for i, at in enumerate(lines) if text in at)
 
 
-def test_a_block_and_a_training_loss_are_clean():
+def test_a_block_and_a_training_loss_have_no_lints():
     def loss(params, table, tokens):
         logits = BLOCK.apply(params, table[tokens])
         return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
@@ -50,7 +50,7 @@ def test_a_block_and_a_training_loss_are_clean():
     assert lints(loss, BLOCK_PARAMS, X, tokens, backward=True) == []
 
 
-def test_a_single_float32_op_between_products_is_clean():
+def test_a_single_float32_op_between_products_has_no_lint():
     """The cast of its result fuses with it."""
 
     def fun(x, w, ids):
@@ -88,7 +88,9 @@ def hand_written_norm(x, w):
     ],
 )
 @pytest.mark.parametrize("rules", ["mixed", "torch", "O1"])
-def test_what_is_float32_on_purpose_is_clean_and_so_are_gradients(fun, rules):
+def test_ops_that_are_float32_on_purpose_have_no_lint_and_gradients_have_none(
+    fun, rules
+):
     def model(x, w):
         return jnp.sum(jnp.tanh(fun(x, w) @ w) @ w)
 
@@ -96,7 +98,7 @@ def test_what_is_float32_on_purpose_is_clean_and_so_are_gradients(fun, rules):
         assert lints(explained, X, W, rules=rules) == []
 
 
-def test_what_widens_a_stream_is_named_with_what_it_costs():
+def test_an_op_that_widens_a_stream_is_named_with_its_cost():
     def model(x, w):
         angle = jnp.arange(8.0) * jnp.exp(jnp.arange(8.0))  # Sinusoidal positions.
         h = x @ w + angle  # Here.
@@ -179,7 +181,7 @@ def test_a_carry_that_could_be_low_is_pointed_to():
     assert lints(widened, X, LAYERS, rules="O1", name="float32 carry") == []
 
 
-def test_what_a_loop_trains_is_no_stack_of_layers():
+def test_weights_that_a_loop_trains_are_no_stack_of_layers():
     loss = lambda w, x: jnp.mean((x @ w) ** 2)
 
     def sgd(w, batches):
@@ -204,7 +206,7 @@ def test_a_product_that_a_precision_keeps_is_pointed_to():
         *((16, 24, 1, None), (16, 17, 1, None)),
     ],
 )
-def test_sizes_that_miss_tensor_cores_are_told(m, k, n, odd):
+def test_sizes_that_miss_tensor_cores_get_a_lint(m, k, n, odd):
     found = lints(jnp.matmul, jnp.ones((m, k)), jnp.ones((k, n)), name="tensor cores")
     assert bool(found) == bool(odd)
     if odd:
@@ -216,7 +218,7 @@ def test_sizes_that_miss_tensor_cores_are_told(m, k, n, odd):
     ("channels", "out", "groups", "sizes"),
     [(3, 64, 1, None), (32, 32, 32, None), (16, 64, 1, None), (12, 20, 1, "12 x 20")],
 )
-def test_channels_that_miss_tensor_cores_are_told(channels, out, groups, sizes):
+def test_channels_that_miss_tensor_cores_get_a_lint(channels, out, groups, sizes):
     conv = nn.Conv(out, (3, 3), feature_group_count=groups)
     image = jnp.ones((2, 8, 8, channels))
     params = conv.init(jax.random.key(0), image)
@@ -227,14 +229,14 @@ def test_channels_that_miss_tensor_cores_are_told(channels, out, groups, sizes):
         assert f"in a product of sizes {sizes}" in found[0].message
 
 
-def test_other_sizes_on_one_line_are_other_lints():
+def test_two_sizes_on_one_line_get_two_lints():
     layers = lambda x: [x @ jnp.ones((8, n)) for n in (12, 12, 20)]
     first, second = lints(layers, X, name="tensor cores")
     assert first.message.startswith("12 is not")
     assert second.message.startswith("20 is not")
 
 
-def test_products_inside_of_what_is_kept_are_pointed_to():
+def test_products_inside_of_a_function_that_is_kept_are_pointed_to():
     composite = functools.partial(lax.composite, name="its.product")
     kept = composite(lambda x, w: jnp.tanh(x @ w) @ w)
     lint = only(lambda x: kept(jnp.sin(x), W), X, name="kept product")
@@ -385,7 +387,7 @@ def test_a_norm_that_is_low_is_named_once_and_counted():
     }
 
 
-def test_what_is_autocast_already_is_pointed_to_with_what_to_explain_instead():
+def test_an_inner_autocast_function_gets_a_lint_with_a_remedy():
     @jax.named_scope("block")
     def model(x):
         return jnp.tanh(x @ W) @ W

@@ -45,7 +45,7 @@ def line_with(text):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", *F8])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_what_is_counted_is_what_a_cast_would_do(dtype, wrap):
+def test_counts_are_those_of_an_actual_cast(dtype, wrap):
     """A cast by NumPy, which rounds to the nearest and flushes nothing.
 
     To 8 bits it is a cast of what is divided by the scale.
@@ -75,7 +75,7 @@ def test_what_is_counted_is_what_a_cast_would_do(dtype, wrap):
 
 
 @pytest.mark.parametrize("bits", [np.float32, np.float64, jnp.float32, jnp.bfloat16])
-def test_float8_is_judged_by_each_arrays_own_scale(bits):
+def test_float8_is_counted_under_each_array_s_own_scale(bits):
     numbers = np.array([1.0, 0.25, -0.75, 2.0**-20])
     array = jnp.asarray(numbers, bits) if bits in (jnp.bfloat16,) else bits(numbers)
     tree = {"a": array, "b": array * bits(2.0**60), "c": array * bits(2.0**-60)}
@@ -86,7 +86,7 @@ def test_float8_is_judged_by_each_arrays_own_scale(bits):
     assert "underflow in float8_e4m3fn, scaled" in str(report)
 
 
-def test_what_is_not_finite_does_not_count_for_a_scale():
+def test_infinities_and_nans_do_not_count_for_a_scale():
     array = jnp.array([jnp.inf, jnp.nan, 1.0, 0.5])
     (row,) = numerics_report(array, "float8_e5m2").rows
     assert (row.inf, row.nan, row.overflow, row.underflow) == (1, 1, 0, 0)
@@ -100,7 +100,7 @@ FLOATS = st.floats(width=32, allow_subnormal=False)
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.lists(FLOATS, min_size=4, max_size=4), st.sampled_from(F8))
-def test_float8_is_judged_the_same_on_the_host_and_in_the_graph(values, dtype):
+def test_float8_is_counted_the_same_on_the_host_and_in_the_graph(values, dtype):
     array = np.float32(values)
     with np.errstate(invalid="ignore"):
         on_host = [array, array.astype(np.float64)]
@@ -111,7 +111,7 @@ def test_float8_is_judged_the_same_on_the_host_and_in_the_graph(values, dtype):
         assert row.overflow == 0
 
 
-def test_arrays_of_numpy_are_judged_in_float8_under_jit():
+def test_numpy_arrays_are_counted_in_float8_under_jit():
     arrays = {"a": np.array([1.0, 2.0**-20]), "b": np.float32([0.0, 2.0**-20])}
     report = lambda: numerics_report(arrays, "float8_e4m3fn")
     a, b = jax.jit(report)().rows
@@ -121,7 +121,7 @@ def test_arrays_of_numpy_are_judged_in_float8_under_jit():
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-def test_what_is_beyond_float32_overflows_under_the_largest_scale(in_graph):
+def test_a_number_beyond_float32_overflows_under_the_largest_scale(in_graph):
     array = np.array([1e300, -1.0, 1e38, 0.0])
     with jax.enable_x64(in_graph):
         given = jnp.asarray(array) if in_graph else array
@@ -132,7 +132,7 @@ def test_what_is_beyond_float32_overflows_under_the_largest_scale(in_graph):
 
 @pytest.mark.parametrize("dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_an_array_that_is_float8_is_judged_as_it_is(dtype, on_host):
+def test_a_float8_array_is_counted_without_a_scale(dtype, on_host):
     array = jnp.array([2.0**-8, 1.0, 4.0], jnp.float8_e4m3fn)
     report = numerics_report(np.asarray(array) if on_host else array, dtype)
     (row,) = report.rows
@@ -140,7 +140,7 @@ def test_an_array_that_is_float8_is_judged_as_it_is(dtype, on_host):
     assert ("scaled" in str(report)) == (dtype is not None)
 
 
-def test_watch_judges_float8_op_by_op():
+def test_watch_counts_float8_op_by_op():
     def fun(x):
         return jnp.sum(x * 2.0**40) + jnp.sum(x * 2.0**-40)
 
@@ -179,7 +179,7 @@ def test_a_report_names_the_leaves_and_counts_what_is_not_finite():
         numerics_report(tree, "flaot16")
 
 
-def test_the_quick_question_has_a_quick_answer():
+def test_nonfinite_report_names_the_leaves_that_are_not_finite():
     tree = {"a": jnp.ones(2), "b": [jnp.float32([1, np.nan, -np.inf])]}
     report = nonfinite_report(tree)
     assert [row.path for row in report] == ["['b'][0]"]
@@ -190,7 +190,9 @@ def test_the_quick_question_has_a_quick_answer():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", jnp.float8_e5m2])
-def test_a_suggested_scale_keeps_its_headroom_and_rescues_what_it_says(dtype):
+def test_a_suggested_scale_keeps_its_headroom_and_rescues_the_share_that_it_reports(
+    dtype,
+):
     rng = np.random.default_rng(0)
     sizes = np.float32(2.0 ** rng.uniform(-30, -8, 4000))
     grads = {"a": jnp.asarray(sizes[:1000]), "b": sizes[1000:], "n": jnp.arange(3)}
@@ -256,7 +258,7 @@ def test_sizes_stay_in_float64_where_jax_has_it():
 
 
 @pytest.mark.parametrize("dtype", ["float16", *F8])
-def test_small_arrays_are_counted_together_as_they_would_be_alone(dtype):
+def test_small_arrays_have_the_same_counts_together_and_alone(dtype):
     sizes = 10.0 ** jax.random.uniform(jax.random.key(0), (999,), minval=-12, maxval=6)
     arrays = [
         sizes,
@@ -302,7 +304,7 @@ def test_counts_are_whole_numbers_however_large():
     assert {eqn.invars[0].aval.size for eqn in summed} == {2**31}
 
 
-def test_reports_that_vmap_or_scan_has_stacked_are_told_as_one():
+def test_reports_that_vmap_or_scan_has_stacked_are_shown_as_one():
     x = jnp.float32([[1, jnp.nan, 3], [0.5, 1e9, jnp.inf]])
     report = functools.partial(numerics_report, dtype="float16")
     expected = report(x).rows
@@ -338,12 +340,12 @@ def test_reports_that_vmap_or_scan_has_stacked_are_told_as_one():
     ],
 )
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
-def test_rows_are_for_the_host_and_say_so(ask, transform):
+def test_rows_of_a_traced_report_are_an_error_with_a_remedy(ask, transform):
     with pytest.raises(TypeError, match=r"got tracers.*return the arrays"):
         transform(ask)(X)
 
 
-def test_what_cannot_be_counted_is_refused():
+def test_arguments_that_cannot_be_counted_are_errors_that_name_them():
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
     for ask in (
         numerics_report,
@@ -390,7 +392,7 @@ def test_a_watched_function_keeps_its_types(name):
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_a_watched_function_computes_what_it_did(name):
+def test_a_watched_function_keeps_its_results(name):
     fun, args = PROGRAMS[name]
     expected = jax.jit(fun)(*args)
     actual, stats = jax.jit(jmp.watch(fun))(*args)
@@ -411,7 +413,7 @@ def block_loss(params, x):
     return jnp.mean(BLOCK.apply(params, x) ** 2)
 
 
-def test_its_gradient_is_the_gradient_and_the_backward_pass_can_be_watched():
+def test_a_watched_function_keeps_its_gradient_and_a_gradient_can_be_watched():
     loss = lambda params, x: jmp.watch(block_loss)(params, x)[0]
     actual, expected = (
         jax.jit(jax.grad(f))(BLOCK_PARAMS, X) for f in (loss, block_loss)
@@ -438,7 +440,7 @@ def test_its_gradient_is_the_gradient_and_the_backward_pass_can_be_watched():
     assert sum(row.op == "dot_general" for row in stats.rows) == 2
 
 
-def test_a_derivative_of_its_own_stays_its_own():
+def test_a_watched_function_keeps_its_derivative_rule():
     @jax.custom_vjp
     def straight_through(x):
         return jnp.round(jnp.exp(x))
@@ -453,7 +455,7 @@ def test_a_derivative_of_its_own_stays_its_own():
     assert "exp" in ops, "what is inside is seen"
 
 
-def test_what_is_run_once_more_to_be_seen_needs_no_derivative():
+def test_an_op_that_is_run_again_to_be_counted_needs_no_derivative():
     @jax.custom_vjp
     def fun(x):
         return jax.pure_callback(np.sin, jax.typeof(x), x)
@@ -464,7 +466,7 @@ def test_what_is_run_once_more_to_be_seen_needs_no_derivative():
 
 
 @pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
-def test_effects_happen_as_often_as_they_did(kind):
+def test_effects_of_a_watched_function_happen_as_often_as_without_watch(kind):
     seen = []
 
     @kind
@@ -492,7 +494,7 @@ def bytes_kept(fun, *args):
 
 
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
-def test_what_is_rematerialized_stays_so_under_its_policy(policy):
+def test_a_watched_checkpoint_keeps_its_policy(policy):
     def loss(layers, x, wrap):
         block = wrap(lambda h, w: jnp.sin(jnp.sin(h @ w)))
         return lax.scan(lambda h, w: (block(h, w), None), x, layers)[0].sum()
@@ -527,7 +529,7 @@ def test_a_scan_stays_unrolled():
         pytest.param(lambda f: f, "scan", marks=pytest.mark.slow, id="eager"),
     ],
 )
-def test_it_works_inside_of_shard_map(wrap, name):
+def test_watch_works_inside_of_shard_map(wrap, name):
     of_name = {
         "scan": lambda x: lax.scan(lambda c, y: (c + jnp.sin(y), c), x[0], x)[0],
         "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, jnp.exp, x),
@@ -591,7 +593,7 @@ def test_only_the_branch_of_the_platform_is_compiled():
     assert [row.op for row in stats.rows] == ["sin"]
 
 
-def test_a_loop_of_which_each_lane_ends_by_itself_is_seen_from_outside():
+def test_a_loop_whose_lanes_end_at_different_steps_is_counted_by_its_results():
     loop = lambda x: lax.while_loop(lambda c: c < 100, lambda c: c * 2, x)
     starts = jnp.float32([1, 30, 200])
     expected = jnp.float32([128, 120, 200])
@@ -614,7 +616,7 @@ def test_the_condition_of_a_loop_is_watched_too():
     assert jmp.first_nonfinite(jmp.watch(fun)(jnp.float32(-1))[1]).op == "log"
 
 
-def test_what_is_inside_is_traced_once_a_level():
+def test_nested_branches_are_traced_once_for_each_level():
     traced = []
     probe = Primitive("probe")
     probe.def_abstract_eval(lambda x: traced.append(1) or x)
@@ -705,7 +707,7 @@ def test_a_complex_result_that_breaks_is_found():
     assert jmp.first_nonfinite(stats).op == "exp"
 
 
-def test_an_op_inside_of_jax_is_told_with_the_line_that_calls_it():
+def test_an_op_inside_of_jax_is_shown_with_the_line_that_calls_it():
     def fun(x):
         return jnp.std(x * 1e19)  # The squares overflow.
 
@@ -714,7 +716,7 @@ def test_an_op_inside_of_jax_is_told_with_the_line_that_calls_it():
     assert line_with("# The squares overflow.") in first.source
 
 
-def test_a_sample_of_each_result_is_counted_where_that_is_asked_for():
+def test_a_sample_of_each_result_is_counted_on_request():
     x = 10.0 ** jax.random.uniform(jax.random.key(0), (512, 64), minval=-9, maxval=6)
 
     def fun(x):
@@ -761,7 +763,7 @@ def test_gradients_that_would_vanish_in_float16_are_found_by_layer():
     assert suggest_loss_scale(grads).rescued > 0
 
 
-def test_it_composes_and_refuses_what_is_no_function():
+def test_watch_composes_with_vmap_and_bad_arguments_are_errors():
     values, stats = jax.vmap(jmp.watch(jnp.tanh))(X)
     np.testing.assert_array_equal(values, jnp.tanh(X))
     assert stats.counts["max_abs"].shape == (4, 1)
@@ -780,7 +782,7 @@ def test_it_composes_and_refuses_what_is_no_function():
     assert {row.op for row in stats.rows} == {"convert_element_type", "dot_general"}
 
 
-def test_what_makes_no_other_numbers_is_not_counted():
+def test_ops_that_only_move_numbers_are_not_counted():
     """A cast to fewer exponents can make an infinity."""
     fun = lambda x, w: (x.T.reshape(-1, 4) @ w[:4])[None]
     _, stats = jmp.watch(jmp.autocast(fun))(X, W)
@@ -792,7 +794,7 @@ def test_what_makes_no_other_numbers_is_not_counted():
     ]
 
 
-def test_the_scopes_of_what_autocast_made_are_those_of_the_user():
+def test_ops_that_autocast_adds_have_the_scopes_of_the_user():
     def fun(x):
         with jax.named_scope("block"):
             return jnp.tanh(x @ x)
@@ -803,7 +805,7 @@ def test_the_scopes_of_what_autocast_made_are_those_of_the_user():
     assert {row.scope for row in stats.rows} == {""}
 
 
-def test_a_stack_of_which_one_step_is_not_finite_is_not_finite():
+def test_a_stack_with_one_step_that_is_not_finite_is_not_finite():
     """What is read of it is not the first op that stops being finite."""
 
     def fun(xs):

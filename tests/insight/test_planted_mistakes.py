@@ -112,7 +112,7 @@ def test_gradients_that_vanish_in_float16_are_found_by_the_report_and_by_watch()
     assert share == 0
 
 
-def test_what_widens_the_stream_is_named_by_explain():
+def test_an_op_that_widens_the_stream_is_named_by_explain():
     loss, params = loss_of("widen")
     (lint,) = (
         lint
@@ -144,12 +144,12 @@ def test_a_norm_forced_low_and_a_misspelt_pattern_are_named_by_explain():
 
 
 @pytest.mark.slow
-def test_what_has_to_be_float32_is_found_by_tune_in_its_block():
+def test_an_op_that_has_to_be_float32_is_found_by_tune_in_its_block():
     loss, params = loss_of("vanish")
     rules = jmp.get_rules("mixed", "float16")
     with jax.numpy_dtype_promotion("standard"):
-        found = jmp.tune(
-            loss, (params, TOKENS), 0.05, rules, progress=lambda line: None
+        found = jmp.tune(loss, rules, tolerance=0.05, progress=lambda line: None)(
+            params, TOKENS
         )
     assert found.report.kept
     for kind, name, _, without in found.report.kept:

@@ -17,7 +17,7 @@ from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.compare.comparer import Comparer
 from jmp_lite.insight.compare.twins import Twin
-from jmp_lite.insight.watch.watcher import Seen, Watcher
+from jmp_lite.insight.watch.watcher import FlaggedValue, Watcher
 from jmp_lite.jaxprs import params
 from jmp_lite.ops import HIGHER_ORDER
 
@@ -98,7 +98,8 @@ def test_all_tools_enter_the_same_equations(name, monkeypatch):
     )
     tool = watcher(np.dtype("float16"))
     jax.eval_shape(
-        lambda *xs: tool.run_program(traced, list(map(Seen, xs))) and None, *arrays
+        lambda *xs: tool.run_program(traced, list(map(FlaggedValue, xs))) and None,
+        *arrays,
     )
     comparer, compared = visiting(Comparer)
     monkeypatch.setattr(comparer, "inner", lambda self: comparer(64))
@@ -133,7 +134,7 @@ def test_a_watched_function_keeps_its_results_and_derivatives(name, wrap):
     np.testing.assert_allclose(grads[0], grads[1], rtol=1e-4)
 
 
-def test_all_devices_are_counted_and_one_that_fails_is_seen():
+def test_all_devices_are_counted_and_one_that_fails_is_reported():
     fun = ON_TWO_DEVICES(lambda x: jnp.sin(jnp.log(x)), out_specs=P("data"))
     x = jnp.ones((4, 8)).at[3, 0].set(-1).at[0, :2].set(0)
     _, stats = jax.jit(jmp.watch(fun))(x)

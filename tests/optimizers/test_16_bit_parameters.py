@@ -94,7 +94,7 @@ def test_parameters_are_their_masters_rounded_under_every_optimizer(name, dtype)
     chex.assert_trees_all_equal(masters, of_fresh)
 
 
-def test_what_is_too_small_for_16_bits_is_not_lost():
+def test_updates_that_are_too_small_for_16_bits_are_not_lost():
     optimizer = jmp.master_weights(optax.sgd(1.0))
     masters, params = jnp.ones(2), jnp.ones(2, jnp.bfloat16)
     state = optimizer.init(masters)
@@ -155,7 +155,7 @@ def test_parameters_stay_their_masters_rounded_whatever_the_steps(
     np.testing.assert_array_equal(masters, sums[1:])
 
 
-def test_a_parameter_waits_at_the_end_of_its_range_for_its_master():
+def test_a_parameter_stays_at_the_largest_number_while_its_master_is_beyond_it():
     optimizer = jmp.master_weights(optax.sgd(1.0))
     params = jnp.float16([60000, -60000, 1, -0.0])
     state = optimizer.init(params)
@@ -190,7 +190,7 @@ def test_float32_parameters_are_trained_as_without_masters():
             full["w"] = plain["w"] = jnp.clip(plain["w"], -1, 1)
 
 
-def test_masters_in_16_bits_are_refused():
+def test_masters_in_16_bits_are_an_error():
     for dtype in ("bfloat16", "float16"):
         with pytest.raises(
             ValueError, match=rf"at least 32 bits, got.*{dtype}.*compen"
@@ -207,7 +207,7 @@ def test_masters_in_16_bits_are_refused():
         np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
 
 
-def test_masters_start_from_float32_exactly_or_from_what_is_rounded():
+def test_masters_start_from_float32_or_from_rounded_parameters():
     optimizer = jmp.master_weights(optax.sgd(0.1))
     w = jnp.float32([0.1, 1 / 3])
     np.testing.assert_array_equal(optimizer.init(w).masters, w)
@@ -339,7 +339,7 @@ def test_masters_lie_where_their_parameters_lie():
     assert updates.sharding.is_equivalent_to(rows, 2)
 
 
-def test_other_leaves_pass_and_nothing_is_shared_with_the_parameters():
+def test_leaves_that_are_not_floating_pass_and_masters_are_copies():
     optimizer = jmp.master_weights(
         optax.masked(optax.sgd(0.1), {"w": True, "n": False})
     )
@@ -374,7 +374,9 @@ def test_build_train_step_trains_16_bit_parameters_by_their_masters():
         lambda inner: jmp.stochastic_rounding(inner, jax.random.key(0)),
     ],
 )
-def test_build_train_step_takes_each_and_warns_where_there_is_none(wrap):
+def test_build_train_step_trains_16_bit_parameters_and_warns_if_no_wrapper_is_given(
+    wrap,
+):
     def fun(params, model_state, batch, rng):
         return jnp.mean((params["w"].astype(jnp.float32) - batch) ** 2), (None, None)
 
@@ -396,7 +398,7 @@ def test_build_train_step_takes_each_and_warns_where_there_is_none(wrap):
     init(jmp.cast_to_full(params))
 
 
-def test_bad_input_is_refused_at_the_door():
+def test_bad_arguments_are_an_error_when_they_are_passed():
     with pytest.raises(TypeError, match="Did you mean adam"):
         jmp.master_weights(optax.adam)
     with pytest.raises(ValueError, match="Unknown dtype 'flaot32'"):
@@ -418,7 +420,7 @@ def exact_numbers(dtype):
 
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_rounded_by_arithmetic_is_what_a_cast_would_make(dtype, is_jitted):
+def test_rounding_by_arithmetic_gives_the_numbers_of_a_cast(dtype, is_jitted):
     """A parameter of zero becomes its update, rounded. Ties in bfloat16 go up."""
     optimizer = jmp.compensated(optax.sgd(1.0))
 
@@ -574,7 +576,7 @@ def test_a_tie_that_a_cast_rounded_to_even_keeps_its_master():
         ),
     ],
 )
-def test_parameters_that_were_cast_after_init_are_refused_with_the_cure(
+def test_parameters_that_were_cast_after_init_are_an_error_with_a_remedy(
     before, after, words
 ):
     optimizer = jmp.compensated(optax.adam(0.1))
@@ -862,7 +864,7 @@ def test_inside_of_loss_scaling_multi_steps_accumulates_before_it_rounds(name):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NARROW)
-def test_what_leaves_the_range_becomes_the_largest_number(name, dtype):
+def test_a_number_beyond_the_range_becomes_the_largest_number(name, dtype):
     largest = float(jnp.finfo(dtype).max)
     unit = largest - float(
         jnp.nextafter(jnp.asarray(largest, dtype), jnp.zeros([], dtype))
@@ -899,7 +901,7 @@ def test_a_skipped_step_keeps_the_sign_of_a_zero(name):
 @pytest.mark.parametrize(
     "bad", [0, 1.5, None, jnp.int32(0), jax.random.split(jax.random.key(0))]
 )
-def test_what_is_no_key_is_refused(bad):
+def test_an_argument_that_is_no_key_is_an_error_that_shows_one(bad):
     with pytest.raises(TypeError, match=r"Expected one key.*jax\.random\.key\(0\)"):
         jmp.stochastic_rounding(optax.sgd(0.1), bad)
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
@@ -907,7 +909,7 @@ def test_what_is_no_key_is_refused(bad):
 
 
 @pytest.mark.parametrize("name", ROUNDING)
-def test_a_pair_of_loss_and_gradients_is_refused(name):
+def test_a_pair_of_loss_and_gradients_is_an_error(name):
     optimizer, params = ROUNDING[name](optax.sgd(0.1)), {"w": jnp.ones(2, "bfloat16")}
     with pytest.raises(TypeError, match=r"got a pair.*loss, grads = value_and_grad"):
         optimizer.update((jnp.ones([]), params), optimizer.init(params), params)

@@ -534,7 +534,7 @@ def test_masters_of_another_width_stay_at_the_next_step(dtype, to, low_dtype):
         assert_same_bits(state.masters, masters)
 
 
-def test_a_state_inside_of_lookahead_is_refused_with_the_way_out():
+def test_a_state_inside_of_lookahead_is_an_error_with_a_remedy():
     lookahead = [
         optax.lookahead(opt, 5, 0.5) for opt in (adam(), jmp.compensated(adam()))
     ]
@@ -680,14 +680,14 @@ LOW = jmp.cast_tree(PARAMS, "bfloat16")
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda opt: opt, jmp.compensated])
-def test_the_state_of_another_optimizer_is_refused_where_it_differs(
+def test_the_state_of_another_optimizer_is_an_error_that_names_the_difference(
     old, new, words, wrap
 ):
     with pytest.raises(TypeError, match=words):
         jmp.convert_state(jmp.skip_nonfinite(old).init(LOW), wrap(new), LOW)
 
 
-def test_a_state_of_other_parameters_is_refused_by_the_shape_of_a_moment():
+def test_a_state_of_other_parameters_is_an_error_that_names_the_shape_of_a_moment():
     state = adam().init({"w": jnp.ones(5)})
     with pytest.raises(TypeError, match=r"At \[0\].mu\['w'\] it has float32\[5\], and"):
         jmp.convert_state(state, jmp.compensated(adam()), LOW)
@@ -699,7 +699,7 @@ def test_a_state_of_other_parameters_is_refused_by_the_shape_of_a_moment():
         jmp.convert_state(state, adam(), LOW)
 
 
-def test_parameters_that_were_cast_before_are_refused():
+def test_parameters_that_were_cast_before_are_an_error():
     cast = jmp.cast_tree(PARAMS, "float16")
     for wrap in (jmp.compensated, jmp.master_weights):
         state = wrap(adam()).init(LOW)
@@ -710,7 +710,7 @@ def test_parameters_that_were_cast_before_are_refused():
         jmp.convert_state(state, adam(), cast)
 
 
-def test_wrappers_for_16_bits_ask_for_a_dtype_and_where_for_one_too():
+def test_wrappers_for_16_bits_require_a_dtype_and_so_does_where():
     for wrap in (
         jmp.compensated,
         jmp.master_weights,

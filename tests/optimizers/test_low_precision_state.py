@@ -20,7 +20,7 @@ from optax.contrib import COCOBState
 
 import jmp_lite as jmp
 from jmp_lite.optimizers.moments import MOMENTS, Moment, known_moments
-from jmp_lite.optimizers.rounding import grid_of, nearest
+from jmp_lite.optimizers.rounding import grid_of, round_to_nearest
 from jmp_lite.optimizers.storage import SQUARES, Stored, restore, spacing_of, store
 from jmp_lite.optimizers.trial import try_optimizer
 from jmp_lite.scaling.wrapping import strongly_typed
@@ -101,7 +101,7 @@ KEPT_IN_FLOAT32 = {
 
 
 @each_optimizer
-def test_large_moments_are_stored_and_what_they_are_is_float32_s(name):
+def test_large_moments_are_stored_in_16_bits_and_agree_with_float32(name):
     case = OPTIMIZERS[name]
     bare = lenient(case.make())
     extra_args = case.extra_args(PARAMS, GRADS)
@@ -159,11 +159,11 @@ def test_large_moments_are_stored_and_what_they_are_is_float32_s(name):
 # ---------------------------------------------------------------------------- by chance
 
 
-def test_an_average_that_would_stand_still_moves_by_chance_and_is_refused_without():
+def test_an_average_that_would_stall_needs_a_key_and_moves_with_one():
     decay = 0.999
     stored = jnp.full(5000, 1.0)
     for _ in range(100):
-        stored = nearest(decay * stored, grid_of(jnp.bfloat16))
+        stored = round_to_nearest(decay * stored, grid_of(jnp.bfloat16))
     assert np.all(stored == 1.0)  # So it would stand still.
     params = jnp.ones(5000)
     optimizer = low(lenient(optax.rmsprop(0.1, decay=decay)))
@@ -189,7 +189,7 @@ def test_arrays_of_one_shape_are_rounded_by_chances_of_their_own():
     assert not np.array_equal(a, b)
 
 
-def test_float16_is_refused_for_averages_of_squares_in_words():
+def test_float16_for_averages_of_squares_is_an_error_with_a_reason():
     for key in (None, KEY):
         with pytest.raises(ValueError, match=r"squared gradients.*'bfloat16'"):
             low(adam(b2=0.9), key=key, dtype="float16").init(PARAMS)
@@ -202,7 +202,7 @@ def test_float16_is_refused_for_averages_of_squares_in_words():
 @pytest.mark.parametrize("inner", [optax.lion(1.0), optax.ema(0.9, debias=False)])
 def test_small_gradients_are_not_lost_in_float16(inner, key):
     tiny = jax.tree.map(lambda g: jnp.full_like(g, 2e-7), GRADS)
-    assert np.all(nearest(0.1 * tiny["w"], grid_of(jnp.float16)) == 0)
+    assert np.all(round_to_nearest(0.1 * tiny["w"], grid_of(jnp.float16)) == 0)
     _, state = run(low(lenient(inner), key, dtype="float16"), PARAMS, tiny, 40)
     pairs = zip(jax.tree.leaves(state.inner_state), state.scales, strict=True)
     means = [
@@ -289,7 +289,7 @@ def stored_dtypes(optimizer, params=PARAMS):
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_what_stands_before_adam_does_not_hide_its_moments(before):
+def test_transformations_before_adam_do_not_hide_its_moments(before):
     slow, fast = (before(adam(b2=b2)) for b2 in (0.999, 0.95))
     with pytest.raises(ValueError, match=r"keeps 0.999 of its value"):
         low(slow, key=None).init(PARAMS)
@@ -302,7 +302,9 @@ def test_what_stands_before_adam_does_not_hide_its_moments(before):
 
 
 @pytest.mark.parametrize("before", [lambda inner: inner, *BEFORE])
-def test_the_arrays_of_an_optimizer_of_one_s_own_are_tried_behind_anything(before):
+def test_a_trial_classifies_the_state_of_an_own_optimizer_behind_any_transformation(
+    before,
+):
     average = own(lambda m, g, p: 0.9 * m + 0.1 * g)
     squares = own(lambda m, g, p: 0.9 * m + 0.1 * g**2)
     sizes = own(lambda m, g, p: jnp.maximum(0.9 * m, jnp.abs(g)))
@@ -325,7 +327,7 @@ def test_the_arrays_of_an_optimizer_of_one_s_own_are_tried_behind_anything(befor
         assert names == ["uint8"] * 2
 
 
-def test_an_array_that_nothing_is_known_of_stays_float32_and_init_says_so():
+def test_an_unknown_array_stays_float32_and_init_warns():
     signs = own(lambda m, g, p: 0.9 * m + 0.1 * jnp.sign(g), inner=adam())
     for dtype, others in (("bfloat16", ["bfloat16"] * 4), ("float8_e4m3fn", None)):
         with pytest.warns(UserWarning, match=r"64, 128\] at inner_state.mine\['w'\]"):
@@ -337,7 +339,7 @@ def test_an_array_that_nothing_is_known_of_stays_float32_and_init_says_so():
         assert stored_dtypes(low(missing)) == ["float32"] * 2
 
 
-def test_without_a_key_a_decay_that_is_not_known_keeps_float32_and_says_so():
+def test_without_a_key_an_unknown_decay_keeps_float32_with_a_warning():
     for hidden in (needs_a_value(adam()), optax.MultiSteps(adam(), 4)):
         with pytest.warns(UserWarning, match="how much.*Or pass a key"):
             assert "bfloat16" not in stored_dtypes(low(hidden, key=None))
@@ -413,7 +415,7 @@ def test_each_field_of_the_table_is_one_of_the_class():
         assert set(MOMENTS[name]) <= set(cls._fields)
 
 
-def test_optax_monitor_is_refused_in_words():
+def test_optax_monitor_is_an_error_with_a_reason():
     watched = optax.chain(optax.monitor({"norm": optax.tree.norm}), adam())
     optimizer = low(watched)
     with pytest.raises(TypeError, match=r"changes the structure.*optax.monitor"):
@@ -442,7 +444,7 @@ def test_moments_are_float8_squares_have_no_sign_and_each_row_has_a_scale():
 
 
 @pytest.mark.parametrize("dtype", [E4M3, SQUARES])
-def test_what_is_stored_in_8_bits_is_within_its_spacing(dtype):
+def test_numbers_stored_in_8_bits_are_within_their_spacing(dtype):
     x = jnp.abs(ROWS) if dtype == SQUARES else ROWS
     x = x.at[0].set(0).at[1].multiply(1e-20).at[2].multiply(1e20)
     largest = np.max(np.abs(x), axis=1, keepdims=True)
@@ -526,7 +528,7 @@ def test_numbers_are_stored_in_8_bits_without_a_bias(dtype):
     np.testing.assert_allclose(np.mean(full, axis=0), x, rtol=4e-3)
 
 
-def test_8_bits_are_refused_without_a_key_for_what_they_would_lose():
+def test_8_bits_without_a_key_are_an_error_for_arrays_that_would_lose_updates():
     """An average over ten steps ends a quarter below a constant gradient."""
     stored = jnp.zeros(5000)
     for _ in range(200):
@@ -542,7 +544,7 @@ def test_8_bits_are_refused_without_a_key_for_what_they_would_lose():
     make(lenient(optax.optimistic_gradient_descent(0.1))).init(PARAMS)
 
 
-def test_adafactor_is_refused_without_a_key_since_its_decay_tends_to_one():
+def test_adafactor_without_a_key_is_an_error_since_its_decay_tends_to_one():
     with pytest.raises(ValueError, match=r"keeps 1 of its value.*never change"):
         low(lenient(optax.adafactor(0.1)), key=None).init(PARAMS)
     low(lenient(optax.adafactor(0.1))).init(PARAMS)
@@ -587,7 +589,7 @@ def test_a_skipped_step_leaves_every_stored_bit(place, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["master_weights", "compensated"])
-def test_masters_and_rests_keep_their_digits_on_either_side(name, dtype):
+def test_masters_and_remainders_keep_their_digits_around_and_inside(name, dtype):
     wrap = getattr(jmp, name)
     params = jmp.cast_tree(PARAMS, "bfloat16")
     expected, full = run(wrap(adam()), params, steps=4)
@@ -617,7 +619,7 @@ def test_sums_of_gradients_over_steps_are_float32():
     assert "bfloat16" in [x.name for x in dtypes(state.inner_opt_state)]
 
 
-def test_a_train_step_takes_it_and_learns():
+def test_a_train_step_with_low_precision_state_learns():
     def loss_fn(params, model_state, batch, rng):
         return jnp.mean((batch @ params["w"] - 1) ** 2), (model_state, None)
 
@@ -653,7 +655,7 @@ def test_the_state_is_saved_and_restored_bit_for_bit(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d")])
-def test_what_is_stored_lies_where_its_parameter_lies(spec, dtype):
+def test_stored_moments_have_the_sharding_of_their_parameters(spec, dtype):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = NamedSharding(mesh, spec)
     params, grads = (
@@ -750,6 +752,6 @@ def test_an_empty_tree_and_integers_pass(dtype):
         ),
     ],
 )
-def test_bad_input_is_refused_at_the_door(call, error, words):
+def test_bad_arguments_are_an_error_when_they_are_passed(call, error, words):
     with pytest.raises(error, match=words):
         call()

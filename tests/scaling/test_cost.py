@@ -79,7 +79,7 @@ def test_the_cost_per_parameter_does_not_grow_with_their_number(target):
 
 
 @pytest.mark.targets
-def test_the_measure_sees_what_a_branch_costs(target):
+def test_the_measurement_includes_the_cost_of_a_branch(target):
     """The twin that fails: a branch around the whole step moves and holds more."""
     inner = ADAMW
 
@@ -142,7 +142,7 @@ BYTES = {
 
 @pytest.mark.targets
 @pytest.mark.parametrize("names", BYTES, ids=": ".join)
-def test_a_step_moves_what_it_is_made_of_once_and_needs_nothing_else(names, target):
+def test_a_step_moves_its_state_once_and_needs_no_temporaries(names, target):
     with jax.numpy_dtype_promotion("standard"):
         row = training(*names, [target])
     there, *moved = BYTES[names]
@@ -151,7 +151,7 @@ def test_a_step_moves_what_it_is_made_of_once_and_needs_nothing_else(names, targ
     assert row.temporary[target] < 0.02
 
 
-def test_every_way_is_measured_once_and_told_beside_the_plain_step(tmp_path, capsys):
+def test_every_way_is_measured_once_and_shown_beside_the_plain_step(tmp_path, capsys):
     with jax.numpy_dtype_promotion("standard"):
         main(
             ["--targets", "--width", "8", "--runs", "3", "--json", str(tmp_path)],
@@ -164,6 +164,6 @@ def test_every_way_is_measured_once_and_told_beside_the_plain_step(tmp_path, cap
     assert list(BYTES) == TRAINED
 
 
-def test_times_are_told_as_ratios_of_medians():
+def test_times_are_shown_as_ratios_of_medians():
     told = times_table({"plain": [1.0, 2.0, 9.0], "x": [3.0, 4.0, 5.0]})
     assert told.splitlines()[2].split() == ["x", "4.00", "3.00-5.00", "2.00"]

@@ -45,7 +45,7 @@ def setup(name):
     return case, params, jax.grad(loss_fn)(params), optimizer, optimizer.init(params)
 
 
-def test_the_table_holds_every_alias_of_optax():
+def test_the_table_contains_every_alias_of_optax():
     optimizer_module = optax.adam.__module__
     aliases = {
         name

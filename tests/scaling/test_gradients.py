@@ -80,7 +80,7 @@ def test_gradients_of_a_module_in_bfloat16():
         ("float8_e5m2", "got 'float8_e5m2'"),
     ],
 )
-def test_gradients_in_other_dtypes_are_refused(dtype, words):
+def test_gradients_in_other_dtypes_are_an_error(dtype, words):
     with pytest.raises(ValueError, match=words):
         jmp.grad(loss_fn, loss_scale=SCALES[0], grad_dtype=dtype)
     with pytest.raises(ValueError, match=words):
@@ -146,7 +146,7 @@ def test_argnums_follow_jax(scale):
 
 
 @each_scale
-def test_it_works_under_jit_vmap_scan_and_remat(scale):
+def test_value_and_grad_works_under_jit_vmap_scan_and_remat(scale):
     fun = jax.checkpoint(lambda w, x: jnp.tanh(w * x).sum())
     w, xs = jnp.float32(0.5), jnp.arange(3.0)
     expected = jax.vmap(jax.grad(fun), (None, 0))(w, xs)
@@ -221,7 +221,7 @@ def test_the_function_keeps_its_name():
 
 
 @pytest.mark.parametrize("bad", [128.0, None, jmp.StaticLossScale, jnp.float32(2)])
-def test_what_is_no_loss_scale_is_refused_at_the_door(bad):
+def test_an_argument_that_is_no_loss_scale_is_an_error_that_shows_one(bad):
     with pytest.raises(TypeError, match=r"Expected a LossScale.*StaticLossScale\("):
         jmp.value_and_grad(loss_fn, loss_scale=bad)
 
@@ -271,7 +271,7 @@ def test_a_scale_in_place_of_argnums_is_an_error_that_names_the_argument(transfo
 
 
 @pytest.mark.parametrize("transform", [jmp.value_and_grad, jmp.grad])
-def test_an_nnx_module_is_refused_because_its_changes_would_be_lost(transform):
+def test_an_nnx_module_is_an_error_because_its_changes_would_be_lost(transform):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     scale = jmp.StaticLossScale(2.0)
     wrapped = transform(lambda model, x: model(x).sum(), loss_scale=scale)

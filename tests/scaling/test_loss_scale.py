@@ -75,7 +75,7 @@ def test_a_dynamic_scale_follows_the_plain_python_reference(
         assert int(scale.counter) == reference.finite_in_a_row
 
 
-def test_it_grows_on_exactly_the_period_th_finite_step_in_a_row():
+def test_a_scale_grows_on_exactly_the_period_th_finite_step_in_a_row():
     scale = jmp.DynamicLossScale(8.0, period=3)
     seen = []
     for finite in [True, True, False, True, True, True, True]:
@@ -175,7 +175,7 @@ def test_flattening_loses_no_field(scale):
 @pytest.mark.parametrize(
     "leaf", [object(), None, jax.ShapeDtypeStruct((), jnp.float32), "spec"]
 )
-def test_anything_may_stand_where_the_leaves_were(leaf):
+def test_tree_map_may_replace_the_fields_of_a_scale_by_any_object(leaf):
     scale = jax.tree.map(lambda _: leaf, jmp.DynamicLossScale())
     assert scale.loss_scale is leaf
 
@@ -206,7 +206,7 @@ def test_a_static_scale_is_part_of_the_structure():
     )
 
 
-def test_no_op_is_what_jmp_s_documentation_says():
+def test_no_op_behaves_as_in_jmp_s_documentation():
     scale, tree = jmp.NoOpLossScale(), {"w": jnp.ones(1)}
     assert scale.scale(tree) is tree
     assert scale.unscale(tree) is tree
@@ -264,7 +264,7 @@ def test_a_loss_scale_of_one_s_own_needs_all_three_methods():
         (dict(counter=1.7), "from 0 to .* for counter.*got 1.7"),
     ],
 )
-def test_numbers_out_of_range_are_refused_by_name(numbers, fragment):
+def test_numbers_out_of_range_are_an_error_that_names_the_field(numbers, fragment):
     with pytest.raises(ValueError, match=fragment):
         jmp.DynamicLossScale(**numbers)
 
@@ -284,12 +284,12 @@ def test_numbers_out_of_range_are_refused_by_name(numbers, fragment):
         ("peroid", "period"),
     ],
 )
-def test_names_of_other_libraries_are_answered_with_ours(name, meant):
+def test_a_name_of_another_library_is_an_error_that_names_ours(name, meant):
     with pytest.raises(TypeError, match=rf"'{name}': did you mean {meant}\? Its"):
         jmp.DynamicLossScale(**{name: 2.0})
 
 
-def test_a_name_that_is_like_no_other_gets_the_list():
+def test_an_unknown_name_is_an_error_that_lists_the_arguments():
     with pytest.raises(TypeError, match=r"no argument 'xyz'\. Its arguments are"):
         jmp.DynamicLossScale(xyz=1)
 
@@ -310,7 +310,7 @@ def test_backing_off_may_be_slower_than_growing():
         jmp.DynamicLossScale(backoff_factor="slow")
 
 
-def test_what_is_no_number_is_refused_by_name():
+def test_a_field_that_is_no_number_is_an_error_that_names_it():
     with pytest.raises(TypeError, match="number for period"):
         jmp.DynamicLossScale(period="often")
     for bad in ("big", None, {}, 1j):
@@ -324,7 +324,7 @@ def test_what_is_no_number_is_refused_by_name():
         jmp.StaticLossScale(np.nan)
 
 
-def test_a_static_scale_of_zero_is_refused_where_it_is_used():
+def test_a_static_scale_of_zero_is_an_error_where_it_is_used():
     with pytest.raises(ValueError, match="makes every gradient zero"):
         jmp.StaticLossScale(0).scale(jnp.ones(1))
 
@@ -378,7 +378,7 @@ def test_wide_and_complex_numbers_keep_their_width():
         assert scale.unscale(jnp.ones(1, jnp.complex128)).dtype == np.complex128
 
 
-def test_what_is_no_real_number_passes_through_a_scale():
+def test_leaves_that_are_no_real_numbers_pass_through_a_scale():
     tree = {
         "int": jnp.arange(2),
         "bool": jnp.array(True),
@@ -435,14 +435,14 @@ def test_one_bad_number_anywhere_is_found(bad, dtype):
         jax.ShapeDtypeStruct((1,), jnp.float32),
     ],
 )
-def test_what_holds_no_real_numbers_is_finite(tree):
+def test_a_tree_without_real_numbers_is_finite(tree):
     finite = jmp.all_finite(tree)
     assert finite.dtype == np.bool_
     assert finite.shape == ()
     assert finite
 
 
-def test_python_numbers_are_looked_at_too():
+def test_python_numbers_are_checked_too():
     assert not jmp.all_finite({"loss": float("nan")})
     assert jmp.all_finite([1, 2.0, True])
 

@@ -101,7 +101,7 @@ def test_finite_steps_of_a_composition_are_the_bare_one_s(name):
 
 
 @pytest.mark.parametrize("name", [name for name in COMPOSITIONS if "around" in name])
-def test_around_a_composition_a_skipped_step_never_happened(name):
+def test_around_a_composition_a_skipped_step_changes_nothing(name):
     optimizer = COMPOSITIONS[name](wrap)
     params, state = run(optimizer, GOOD, BAD, GOOD)
     expected, expected_state = run(optimizer, GOOD, GOOD)
@@ -172,7 +172,7 @@ def test_a_skipped_step_changes_no_bit_of_a_parameter():
         assert np.asarray(after[name]).tobytes() == np.asarray(before).tobytes()
 
 
-def test_apply_if_finite_around_it_hides_overflows_from_the_scale_until_it_gives_up():
+def test_apply_if_finite_around_loss_scaling_hides_overflows_until_it_gives_up():
     optimizer = COMPOSITIONS["inside apply_if_finite"](wrap)
     params, state = run(optimizer, BAD, BAD, BAD)
     assert scale_of(state) == 2.0**15
@@ -181,7 +181,7 @@ def test_apply_if_finite_around_it_hides_overflows_from_the_scale_until_it_gives
     chex.assert_trees_all_equal(params, PARAMS)
 
 
-def test_around_a_measurement_it_returns_what_is_measured():
+def test_around_a_measurement_loss_scaling_returns_the_measured_number():
     """Its update is a scalar, not a tree like the parameters."""
     params = {"w": jnp.ones(3), "b": jnp.ones(2)}
     optimizer = wrap(optax.measure_with_ema(optax.tree.norm, 0.9))
@@ -194,7 +194,7 @@ def test_around_a_measurement_it_returns_what_is_measured():
         optimizer.update({"w": params["w"]}, state, params)
 
 
-def test_around_lookahead_it_takes_its_pairs_of_parameters():
+def test_around_lookahead_loss_scaling_accepts_its_pairs_of_parameters():
     optimizer = wrap(optax.lookahead(optax.sgd(0.1), 2, 0.5))
     params = optax.LookaheadParams.init_synced(PARAMS)
     state = optimizer.init(params)
@@ -204,7 +204,7 @@ def test_around_lookahead_it_takes_its_pairs_of_parameters():
     assert (int(state.skipped), scale_of(state)) == (1, 2.0**14)
 
 
-def test_without_parameters_it_works_where_the_inner_optimizer_does():
+def test_update_works_without_parameters_where_the_inner_optimizer_does():
     optimizer = jmp.loss_scaling(optax.sgd(1.0))
     updates, _ = optimizer.update(GOOD, optimizer.init(PARAMS))
     chex.assert_trees_all_equal(updates["b"], -GOOD["b"])
@@ -274,7 +274,7 @@ def test_extra_arguments_reach_the_inner_optimizer_and_only_one_that_takes_them(
     run(jmp.loss_scaling(optax.sgd(0.1)), GOOD, value=1.5)
 
 
-def test_on_an_overflow_the_inner_optimizer_meets_finite_numbers_only():
+def test_on_an_overflow_the_inner_optimizer_gets_only_finite_numbers():
     seen = []
 
     def update(updates, state, params=None, *, value, n):
@@ -329,7 +329,7 @@ def test_an_inner_state_that_changes_its_shape_is_a_clear_type_error():
         (jnp.array(True), 1, r"from bool\[\] to int32\[\]"),
     ],
 )
-def test_an_inner_state_that_changes_its_kind_of_number_is_refused(
+def test_an_inner_state_that_changes_its_kind_of_number_is_an_error(
     before, after, fragment
 ):
     inner = optax.GradientTransformation(
@@ -428,7 +428,7 @@ def test_optax_tree_get_finds_the_scale_too():
     assert float(optax.tree.get(state, "loss_scale").loss_scale) == 2.0**15
 
 
-def test_a_state_without_a_scale_says_where_it_looked():
+def test_a_state_without_a_scale_is_an_error_that_lists_its_leaves():
     state = {"opt": optax.adam(0.1).init(PARAMS), "step": 0}
     with pytest.raises(ValueError, match=r"\['opt'\]\[0\]\.mu\['w'\].*loss_scaling"):
         jmp.get_loss_scale(state)
@@ -436,7 +436,7 @@ def test_a_state_without_a_scale_says_where_it_looked():
         jmp.get_loss_scale(None)
 
 
-def test_a_state_with_two_scales_lists_them():
+def test_a_state_with_two_scales_is_an_error_that_lists_them():
     two = optax.partition(
         {"one": wrap(optax.sgd(0.1)), "two": jmp.skip_nonfinite(optax.sgd(0.1))},
         {"w": "one", "b": "two"},
@@ -490,7 +490,7 @@ def test_set_loss_scale_reaches_every_state_of_a_stack(hysteresis):
     assert jmp.get_loss_scale(static) == jmp.StaticLossScale(8.0)
 
 
-def test_set_loss_scale_refuses_what_get_loss_scale_does():
+def test_set_loss_scale_has_the_errors_of_get_loss_scale():
     scale = jmp.DynamicLossScale()
     with pytest.raises(ValueError, match="No LossScalingState"):
         jmp.set_loss_scale(optax.sgd(0.1).init(PARAMS), scale)
@@ -552,7 +552,7 @@ def test_check_loss_scale_names_the_cause_that_the_scale_shows():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_check_loss_scale_sees_the_first_overflow_inside_of_multi_steps():
+def test_check_loss_scale_counts_the_first_overflow_inside_of_multi_steps():
     wrong = optax.MultiSteps(jmp.loss_scaling(optax.sgd(0.1)), 4)
     _, state = run(wrong, GOOD)
     jmp.check_loss_scale({"opt": state})
@@ -602,7 +602,7 @@ def test_without_skips_overflowed_gradients_are_applied_and_counted(scale):
 
 
 @pytest.mark.parametrize("scale", [None, jmp.DynamicLossScale()])
-def test_without_skips_a_scale_that_changes_is_refused(scale):
+def test_without_skips_a_scale_that_changes_is_an_error(scale):
     with pytest.raises(
         ValueError, match=r"skip=False, got DynamicLossScale.*StaticLossScale\("
     ):
@@ -622,14 +622,16 @@ def test_without_skips_a_scale_that_changes_is_refused(scale):
         ([GOOD["w"]], r"no gradient at \['b'\], \['w'\] and no parameter at \[0\]"),
     ],
 )
-def test_gradients_of_another_structure_are_refused_by_name(grads, fragment):
+def test_gradients_of_another_structure_are_an_error_that_names_the_place(
+    grads, fragment
+):
     for inner in (optax.sgd(0.1), optax.adam(0.1)):
         optimizer = wrap(inner)
         with pytest.raises(TypeError, match=fragment):
             optimizer.update(grads, optimizer.init(PARAMS), PARAMS)
 
 
-def test_gradients_that_are_none_for_what_is_not_trained_are_fine():
+def test_gradients_may_be_none_for_leaves_that_are_not_trained():
     params = {**PARAMS, "activation": jnp.tanh}
     grads = {**GOOD, "activation": None}
     optimizer = jmp.loss_scaling(optax.sgd(1.0))
@@ -665,7 +667,9 @@ def test_an_axis_that_is_not_mapped_is_named():
         (0.1, "got float"),
     ],
 )
-def test_what_is_no_transformation_is_refused_at_the_door(inner, fragment):
+def test_an_argument_that_is_no_transformation_is_an_error_when_it_is_passed(
+    inner, fragment
+):
     with pytest.raises(TypeError, match=fragment):
         jmp.loss_scaling(inner)
 
@@ -688,12 +692,12 @@ class Unregistered(jmp.LossScale):
         (Unregistered(), "Unregistered is not registered as a pytree"),
     ],
 )
-def test_a_wrong_loss_scale_is_refused(bad, fragment):
+def test_a_wrong_loss_scale_is_an_error(bad, fragment):
     with pytest.raises(TypeError, match=fragment):
         jmp.loss_scaling(optax.sgd(0.1), bad)
 
 
-def test_a_wrong_state_is_refused():
+def test_a_wrong_state_is_an_error():
     optimizer = wrap(optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"Expected the LossScalingState.*got dict"):
         optimizer.update(GOOD, {"inner_state": ()}, PARAMS)

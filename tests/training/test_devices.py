@@ -131,7 +131,7 @@ def test_micro_batches_of_a_sharded_batch_stay_on_their_devices(kind, accumulate
     assert after.params["w"].sharding.is_fully_replicated
 
 
-def test_micro_batches_that_devices_cannot_share_are_refused_on_an_explicit_mesh():
+def test_micro_batches_that_devices_cannot_share_are_an_error_on_an_explicit_mesh():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     params, x = start()
     init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), accumulate=4)
@@ -152,7 +152,7 @@ def sent(target, layout, rules):
 
 @pytest.mark.targets
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_devices_send_each_other_is_16_bits_where_xla_sends_it(target):
+def test_devices_send_each_other_16_bits_where_xla_sends_gradients(target):
     """And float32 where gradients are averaged by ``axis_name``."""
     if missing(target):
         pytest.skip(missing(target))
@@ -203,7 +203,7 @@ def test_two_processes_skip_together_where_one_overflows():
 
 @pytest.mark.targets
 @pytest.mark.usefixtures("standard_promotion")
-def test_half_of_what_a_table_sends_in_float32_is_16_bits_where_it_is_marked():
+def test_a_mark_on_a_table_halves_the_float32_numbers_that_it_sends():
     if missing("h100"):
         pytest.skip(missing("h100"))
     size = {"width": 256, "heads": 2, "vocabulary": 8192, "depth": 1}

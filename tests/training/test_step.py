@@ -144,7 +144,7 @@ def test_16_bit_parameters_are_rounded_once_and_ema_stays_float32():
 
 
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
-def test_it_is_traced_once_donated_and_works_in_strict_promotion(promotion):
+def test_a_step_is_traced_once_donated_and_works_in_strict_promotion(promotion):
     traces = []
 
     def counted(*args):
@@ -163,7 +163,7 @@ def test_it_is_traced_once_donated_and_works_in_strict_promotion(promotion):
     assert int(state.step) == 4
 
 
-def test_it_is_a_scan_body():
+def test_a_step_is_a_scan_body():
     init, step = jmp.build_train_step(
         loss_fn, lenient(optax.adam(0.1)), loss_scale=jmp.DynamicLossScale()
     )
@@ -173,7 +173,7 @@ def test_it_is_a_scan_body():
     np.testing.assert_array_equal(metrics["grads_finite"], [True, False, True])
 
 
-def test_without_a_scale_it_skips_all_the_same():
+def test_a_step_without_a_scale_skips_overflows_too():
     init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1))
     state = init(PARAMS, start())
     after, metrics = step(state, bad_gradient(X))
@@ -181,7 +181,7 @@ def test_without_a_scale_it_skips_all_the_same():
     assert float(metrics["loss_scale"]) == 1.0
 
 
-def test_bad_input_is_refused_at_the_door():
+def test_bad_arguments_are_an_error_when_they_are_passed():
     build = functools.partial(jmp.build_train_step, loss_fn)
     with pytest.raises(TypeError, match="Did you mean adam"):
         build(optax.adam)
@@ -217,7 +217,7 @@ def test_bad_input_is_refused_at_the_door():
     assert init(PARAMS, None, jax.random.PRNGKey(0)).rng.dtype == np.uint32
 
 
-def test_a_loss_function_of_other_arguments_is_refused_before_it_is_called():
+def test_a_loss_function_of_other_arguments_is_an_error_before_it_is_called():
     def loss(params, batch):
         raise AssertionError("called")
 
@@ -234,7 +234,7 @@ def needs_a_key(params, model_state, batch, rng):
     return jnp.sum(params["w"]) * jax.random.uniform(rng), (None, None)
 
 
-def test_a_loss_function_that_misses_its_key_shows_where_to_pass_one():
+def test_a_missing_key_is_an_error_that_shows_where_to_pass_one():
     init, step = jmp.build_train_step(needs_a_key, optax.sgd(0.1))
     with pytest.raises(TypeError) as error:
         step(init(PARAMS), X)
@@ -246,7 +246,7 @@ def test_a_loss_function_that_misses_its_key_shows_where_to_pass_one():
     ("leaf", "got"),
     [(jnp.arange(3), r"int32\[3\]"), (jax.random.key(0), "key<fry>"), ("a", "'a'")],
 )
-def test_a_parameter_that_has_no_gradient_is_refused_by_its_path(leaf, got):
+def test_a_parameter_that_has_no_gradient_is_an_error_that_names_its_path(leaf, got):
     init, _ = jmp.build_train_step(loss_fn, optax.adam(0.1))
     with pytest.raises(TypeError, match=rf"(?s)got {got}.*params\['n'\].*model state"):
         init({**PARAMS, "n": leaf})
@@ -263,7 +263,7 @@ def test_a_parameter_that_has_no_gradient_is_refused_by_its_path(leaf, got):
         ({"mean": jnp.ones(3)}, r"float32\[3\] at \.model_state\['mean'\]"),
     ],
 )
-def test_a_model_state_that_changes_its_type_is_refused(start, fragment):
+def test_a_model_state_that_changes_its_type_is_an_error(start, fragment):
     fun = lambda params, *_: (params["w"].sum(), ({"mean": jnp.ones(4)}, None))
     init, step = jmp.build_train_step(fun, optax.sgd(0.1))
     with pytest.raises(TypeError, match=fragment):
@@ -280,7 +280,7 @@ def test_a_model_state_that_changes_its_type_is_refused(start, fragment):
         ([1.0, {}, jnp.arange(2)], r"a list of 3 \(.*, a dict, an int32 array\)\."),
     ],
 )
-def test_a_loss_function_that_returns_something_else_is_told_what(result, words):
+def test_a_loss_function_with_other_results_is_an_error_that_shows_them(result, words):
     init, step = jmp.build_train_step(lambda *args: result, optax.sgd(0.1))
     with pytest.raises(
         TypeError, match=rf"\(loss, \(model_state, aux\)\).*got {words}"
@@ -638,7 +638,7 @@ def test_compute_dtype_is_that_of_the_products_and_chooses_the_loss_scale(
         jmp.build_train_step(mlp_loss, optax.sgd(0.1), compute_dtype="flaot16")
 
 
-def test_float16_without_a_loss_scale_is_warned_of():
+def test_float16_without_a_loss_scale_is_a_warning():
     params, _ = mlp_start()
 
     def start(compute):
@@ -772,7 +772,7 @@ def test_a_step_with_gradients_in_bfloat16_skips_and_learns():
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_what_is_no_array_with_an_axis_reaches_every_micro_batch():
+def test_scalars_keys_and_other_leaves_reach_every_micro_batch():
     def fun(params, model_state, batch, rng):
         assert batch["name"] == "a"
         loss = jnp.mean((batch["x"] @ params["w"]) ** 2) * batch["weight"]
@@ -785,7 +785,7 @@ def test_what_is_no_array_with_an_axis_reaches_every_micro_batch():
     assert float(metrics["loss"]) == pytest.approx(float(whole))
 
 
-def test_a_batch_that_cannot_be_split_is_refused():
+def test_a_batch_that_cannot_be_split_is_an_error():
     init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), accumulate=5)
     params, batch = mlp_start()
     with pytest.raises(ValueError, match=r"accumulate=5 .*\(32, 8\) at batch\[0\]"):
@@ -802,7 +802,7 @@ def weighted_start():
     return {"w": jnp.ones((3, 4))}, batch
 
 
-def test_arrays_that_differ_in_what_is_split_are_refused_and_the_cure_is_named():
+def test_arrays_of_different_batch_sizes_are_an_error_with_a_remedy():
     init, step = jmp.build_train_step(weighted_loss, optax.sgd(0.1), accumulate=2)
     params, batch = weighted_start()
     with pytest.raises(
@@ -814,7 +814,7 @@ def test_arrays_that_differ_in_what_is_split_are_refused_and_the_cure_is_named()
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_batch_axes_say_what_is_split_and_along_which_axis(axis):
+def test_batch_axes_select_the_arrays_to_split_and_their_axes(axis):
     params, batch = weighted_start()
 
     def fun(params, model_state, batch, rng):
@@ -845,7 +845,7 @@ def test_batch_axes_say_what_is_split_and_along_which_axis(axis):
         ),
     ],
 )
-def test_batch_axes_that_do_not_fit_the_batch_are_refused(axes, fragment):
+def test_batch_axes_that_do_not_fit_the_batch_are_an_error(axes, fragment):
     params, batch = weighted_start()
     init, step = jmp.build_train_step(
         weighted_loss, optax.sgd(0.1), accumulate=2, batch_axes=axes
@@ -854,7 +854,7 @@ def test_batch_axes_that_do_not_fit_the_batch_are_refused(axes, fragment):
         step(init(params), batch)
 
 
-def test_a_model_state_that_changes_its_type_is_refused_in_a_micro_batch_too():
+def test_a_model_state_that_changes_its_type_in_a_micro_batch_is_an_error():
     fun = lambda params, *_: (params["w"].sum(), ({"mean": jnp.ones(4)}, None))
     init, step = jmp.build_train_step(fun, optax.sgd(0.1), accumulate=2)
     with pytest.raises(TypeError, match=r"float32\[4\] at \.model_state\['mean'\]"):
@@ -982,7 +982,7 @@ def test_optimizers_that_ask_for_more_are_traced_on_many_devices(mesh, name):
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
-def test_an_axis_that_is_not_mapped_is_refused_and_the_cure_is_named():
+def test_an_axis_that_is_not_mapped_is_an_error_with_a_remedy():
     init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), axis_name="data")
     with pytest.raises(
         NameError, match=r"axis_name='data' is not .*shard_map.*leave axis_name out"
@@ -990,7 +990,7 @@ def test_an_axis_that_is_not_mapped_is_refused_and_the_cure_is_named():
         jax.jit(step)(init(PARAMS, start()), X)
 
 
-def test_it_is_mapped_over_an_axis_of_vmap():
+def test_a_step_can_be_mapped_over_an_axis_of_vmap():
     params, (x, y) = mlp_start()
     init, step = jmp.build_train_step(mlp_loss, optax.sgd(0.1), "O0", axis_name="data")
     parts = (x.reshape(4, 8, 8), y.reshape(4, 8, 1))

@@ -23,7 +23,7 @@ class Slot(enum.Enum):
     FULL = "full"
 
 
-class Carry(NamedTuple):
+class CarryDecision(NamedTuple):
     """The slot of a carry, and the reason."""
 
     slot: Slot
@@ -50,7 +50,7 @@ class CarryFacts(NamedTuple):
     last_is_read: bool = False
 
 
-def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> Carry:
+def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> CarryDecision:
     """Decides the slot of a carry: float32, unless there is a reason for a low one.
 
     Args:
@@ -60,28 +60,28 @@ def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> Carry:
     """
     match, rule = rules.scope(path), rules.carry(path)
     if match and match.source is RuleSource.MARK and match.precision is Precision.LOW:
-        return Carry(Slot.FOLLOW, Reason.CARRY_MARK)
+        return CarryDecision(Slot.FOLLOW, Reason.CARRY_MARK)
     if rule is not None:
-        return Carry(Slot(rule), Reason.CARRY_RULE)
+        return CarryDecision(Slot(rule), Reason.CARRY_RULE)
     if not facts.has_gradient:
         # Each step writes some rows into a cache of keys, and products read all. (In a
         # backward pass the gradients of all steps would add up in 16 bits.)
         if facts.is_multiplied_later and not facts.is_multiplied:
-            return Carry(Slot.WRITTEN, Reason.CARRY_CACHE)
-        return Carry(Slot.FULL, Reason.CARRY_WHILE)
+            return CarryDecision(Slot.WRITTEN, Reason.CARRY_CACHE)
+        return CarryDecision(Slot.FULL, Reason.CARRY_WHILE)
     # Low products would cast it anyway, as the hidden state of an LSTM.
     if facts.is_multiplied:
-        return Carry(Slot.LOW, Reason.CARRY_PRODUCTS)
+        return CarryDecision(Slot.LOW, Reason.CARRY_PRODUCTS)
     if not facts.is_of_layers:
-        return Carry(Slot.FULL, Reason.CARRY_STATE)
+        return CarryDecision(Slot.FULL, Reason.CARRY_STATE)
     if facts.is_added_to:
-        return Carry(Slot.FULL, Reason.CARRY_SUM)
+        return CarryDecision(Slot.FULL, Reason.CARRY_SUM)
     if not facts.last_is_read:
-        return Carry(Slot.FULL, Reason.CARRY_RESULT)
-    return Carry(Slot.FOLLOW, Reason.CARRY_LAYERS)
+        return CarryDecision(Slot.FULL, Reason.CARRY_RESULT)
+    return CarryDecision(Slot.FOLLOW, Reason.CARRY_LAYERS)
 
 
-def settled(carry: Carry, state: State) -> Decision:
+def settled(carry: CarryDecision, state: State) -> Decision:
     """Returns the decision for a carry whose state is a fixed point of the loop."""
     run = Run.LOW if state is State.LOW else Run.FULL
     return Decision(run, state, carry.reason)

@@ -143,7 +143,7 @@ class Operands(NamedTuple):
     floats: tuple[Operand, ...]
 
     @classmethod
-    def of(cls, operands: Sequence[Operand]) -> "Operands":
+    def collect(cls, operands: Sequence[Operand]) -> "Operands":
         """Selects the operands that were traced in float32."""
         return cls(operands, tuple(o for o in operands if o.state is not None))
 

@@ -29,7 +29,7 @@ def ends_by_a_float(eqn: Eqn, path: str, runs_low: Callable[[Eqn, str], bool]) -
       path: its path.
       runs_low: returns whether an equation without a jaxpr runs in 16 bits at a path.
     """
-    loop = _Loop(eqn, path)
+    loop = _WhileGraph(eqn, path)
     conditions = list(_conditions(loop.predicate))
     is_counted = any(map(loop.is_count, conditions))
     for condition in conditions:
@@ -40,7 +40,7 @@ def ends_by_a_float(eqn: Eqn, path: str, runs_low: Callable[[Eqn, str], bool]) -
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Value:
+class _Node:
     """A value in one step of a loop.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Value:
 
     var: Var | None = None
     eqn: Eqn | None = None
-    operands: Sequence["_Value"] = ()
+    operands: Sequence["_Node"] = ()
     path: str = ""
 
     @property
@@ -73,11 +73,11 @@ class _Value:
         return self.var is not None and structure.is_float(self.var)
 
 
-_NUMBER = _Value()
+_INVARIANT = _Node()
 """Any number, and any value from outside of the loop."""
 
 
-class _Graph(Forward[_Value]):
+class _Graph(Forward[_Node]):
     """Connects values to their operands, through calls.
 
     Attributes:
@@ -85,32 +85,32 @@ class _Graph(Forward[_Value]):
     """
 
     def __init__(self) -> None:
-        self.computed: list[_Value] = []
+        self.computed: list[_Node] = []
 
-    def nothing(self) -> _Value:
+    def nothing(self) -> _Node:
         """A number is computed from nothing."""
-        return _NUMBER
+        return _INVARIANT
 
-    def join(self, one: _Value, other: _Value) -> _Value:
+    def join(self, one: _Node, other: _Node) -> _Node:
         """Returns a value that depends on both."""
-        return _Value(operands=(one, other))
+        return _Node(operands=(one, other))
 
-    def of_equation(
-        self, eqn: Eqn, operands: Sequence[_Value], path: str
-    ) -> Sequence[_Value]:
+    def equation_facts(
+        self, eqn: Eqn, operands: Sequence[_Node], path: str
+    ) -> Sequence[_Node]:
         """Enters calls; results of any other equation depend on all its operands."""
         if params.called(eqn) is not None:
-            return super().of_equation(eqn, operands, path)
-        return self.through(eqn, operands, path)
+            return super().equation_facts(eqn, operands, path)
+        return self.transfer(eqn, operands, path)
 
-    def through(self, eqn: Eqn, facts: Sequence[_Value], path: str) -> Sequence[_Value]:
+    def transfer(self, eqn: Eqn, facts: Sequence[_Node], path: str) -> Sequence[_Node]:
         """Returns the results of an equation in a jaxpr at a path."""
-        results = [_Value(var, eqn, facts, path) for var in eqn.outvars]
+        results = [_Node(var, eqn, facts, path) for var in eqn.outvars]
         self.computed += results
         return results
 
 
-class _Loop:
+class _WhileGraph:
     """The values of a ``while``.
 
     Attributes:
@@ -119,16 +119,16 @@ class _Loop:
 
     def __init__(self, eqn: Eqn, path: str) -> None:
         loop, self._graph = params.while_parts(eqn), _Graph()
-        carries = [_Value(var) for var in eqn.outvars]
-        operands = [*[_NUMBER] * loop.n_body, *carries]
+        carries = [_Node(var) for var in eqn.outvars]
+        operands = [*[_INVARIANT] * loop.n_body, *carries]
         results = self._graph.outputs(loop.body, operands, path)
         pairs = zip(carries, results, strict=True)
         self._next = {carry: result for carry, result in pairs if carry is not result}
-        operands = [*[_NUMBER] * loop.n_cond, *carries]
+        operands = [*[_INVARIANT] * loop.n_cond, *carries]
         (self.predicate,) = self._graph.outputs(loop.cond, operands, path)
 
     @functools.cached_property
-    def _varying(self) -> AbstractSet[_Value]:
+    def _varying(self) -> AbstractSet[_Node]:
         """The values that are not loop-invariant."""
         found = set(self._next)
         for value in self._graph.computed:
@@ -136,23 +136,23 @@ class _Loop:
                 found.add(value)
         return found
 
-    def is_count(self, condition: _Value) -> bool:
+    def is_count(self, condition: _Node) -> bool:
         """Whether a condition compares a count of steps with a loop-invariant value."""
         return condition.op in COMPARING and any(
             limit not in self._varying and self._counts(count)
             for count, limit in _pairs(condition)
         )
 
-    def _counts(self, carry: _Value) -> bool:
+    def _counts(self, carry: _Node) -> bool:
         """Whether each step adds the same value to a carry, or subtracts it."""
-        after = self._next.get(carry, _NUMBER)
+        after = self._next.get(carry, _INVARIANT)
         if after.op not in ("add", "sub"):
             return False
         one, other = after.operands
         is_added_to = after.op == "add" and other is carry and one not in self._varying
         return is_added_to or (one is carry and other not in self._varying)
 
-    def decisive(self, condition: _Value, may_pick: bool) -> AbstractSet[_Value]:
+    def decisive(self, condition: _Node, may_pick: bool) -> AbstractSet[_Node]:
         """Returns the values that a condition depends on, in this step or earlier ones.
 
         Args:
@@ -160,7 +160,7 @@ class _Loop:
           may_pick: whether to stop at the index of the largest float where it is
             compared with a loop-invariant value.
         """
-        found: set[tuple[_Value, bool]] = set()
+        found: set[tuple[_Node, bool]] = set()
         waiting = [(condition, False)]
         while waiting:
             one = waiting.pop()
@@ -175,8 +175,8 @@ class _Loop:
         return {value for value, _ in found}
 
     def _operands(
-        self, value: _Value, is_compared: bool
-    ) -> Iterator[tuple[_Value, bool]]:
+        self, value: _Node, is_compared: bool
+    ) -> Iterator[tuple[_Node, bool]]:
         """Yields operands, and whether a comparison with an invariant reads each."""
         if value.op not in COMPARING:
             yield from ((operand, is_compared) for operand in value.operands)
@@ -184,18 +184,18 @@ class _Loop:
         for operand, other in _pairs(value):
             yield operand, is_compared or other not in self._varying
 
-    def is_changing_float(self, value: _Value) -> bool:
+    def is_changing_float(self, value: _Node) -> bool:
         """Whether a value is a float that the loop carries and changes."""
         return value in self._next and value.is_float
 
 
-def _pairs(value: _Value) -> list[tuple[_Value, _Value]]:
+def _pairs(value: _Node) -> list[tuple[_Node, _Node]]:
     """Returns each of the two operands of a value with the other one."""
     one, other = value.operands
     return [(one, other), (other, one)]
 
 
-def _conditions(value: _Value) -> Iterator[_Value]:
+def _conditions(value: _Node) -> Iterator[_Node]:
     """Yields the values that must all be true for a value to be true."""
     # A cast of booleans changes nothing.
     if value.op not in ("and", "convert_element_type"):
@@ -205,7 +205,7 @@ def _conditions(value: _Value) -> Iterator[_Value]:
         yield from _conditions(operand)
 
 
-def _are_low(values: AbstractSet[_Value], runs_low: Callable[[Eqn, str], bool]) -> bool:
+def _are_low(values: AbstractSet[_Node], runs_low: Callable[[Eqn, str], bool]) -> bool:
     """Whether 16 bits change what computes some values, or a part of it."""
     # An inner loop computes many of them.
     made_by = {(id(one.eqn), one.path): one.eqn for one in values if one.eqn}

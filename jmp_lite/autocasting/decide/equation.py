@@ -21,7 +21,7 @@ from jmp_lite.autocasting.decide.decisions import (
 from jmp_lite.autocasting.decide.ending import ends_by_a_float
 from jmp_lite.autocasting.decide.facts import (
     Kind,
-    Number,
+    NumberOrigin,
     Origin,
     Readers,
     State,
@@ -30,7 +30,8 @@ from jmp_lite.autocasting.decide.function import is_one_function, roots_of
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.product import decide_format, decide_product
 from jmp_lite.autocasting.rules.match import AnyPrecision, RuleMatch, RuleSource
-from jmp_lite.autocasting.rules.rules import LOW_SCOPE, Rules
+from jmp_lite.autocasting.rules.rules import Rules, is_identity
+from jmp_lite.autocasting.rules.scopes import LOW_SCOPE
 from jmp_lite.jaxprs import gathers, params, structure
 from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import (
@@ -53,7 +54,7 @@ def changes_nothing(rules: Rules, paths: Iterable[str]) -> bool:
       paths: the paths of the program's equations.
     """
     # Marks win over rules that lower nothing. A mark for float32 changes nothing here.
-    return rules.is_identity and not any(LOW_SCOPE in p.split("/") for p in paths)
+    return is_identity(rules) and not any(LOW_SCOPE in p.split("/") for p in paths)
 
 
 # ---------------------------------------------------------------------- equations
@@ -98,7 +99,7 @@ def decide(
     return (
         decide_product(rules, eqn, floats, readers, path)
         or decide_format(rules, eqn, operands.every, readers, match)
-        or _by_class(op, match, floats, readers, rules.low_dtype, held)
+        or _decide_by_class(op, match, floats, readers, rules.low_dtype, held)
     )
 
 
@@ -123,7 +124,7 @@ def follows(match: RuleMatch) -> bool:
 _NOT_FLOAT32 = Decision(Run.AS_TRACED, None, Reason.NOT_FLOAT32)
 
 
-def _by_class(
+def _decide_by_class(
     op: str,
     match: RuleMatch,
     operands: Sequence[Operand],
@@ -145,32 +146,32 @@ def _by_class(
     if precision is Precision.KEEP:
         return Decision(Run.AS_TRACED, State.HARD, Reason.RULE, match=match)
     if precision is Precision.LOW:
-        if follows(match) and readers.want_float32:
+        if follows(match) and readers.demand_float32:
             return Decision(Run.FULL, State.HARD, Reason.READ_IN_FLOAT32)
         if follows(match) and _is_amplified(op, operands, readers):
             return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
-        return _low(op, operands, Reason.RULE, match=match)
+        return _decide_low(op, operands, Reason.RULE, match=match)
     if precision in (Precision.FULL, Precision.FULL_INSIDE):
         return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
-    state, leader = _joined(op, precision, operands)
+    state, leader = _join_states(op, precision, operands)
     if op in POSITIONAL:
         # The operand (a position) needs its digits, the result does not.
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
     if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
-        return _low(op, operands, Reason.ROUNDS_NOTHING, leader)
+        return _decide_low(op, operands, Reason.ROUNDS_NOTHING, leader)
     if state is State.LOW and held is not None:
         return Decision(Run.LOW, state, Reason.MOVES_16_BITS, leader)
     if state is State.SOFT and held is not None:
         return Decision(Run.FULL, state, Reason.MOVES_16_BITS, held=held)
-    if readers.want_float32:
+    if readers.demand_float32:
         kept = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, kept, Reason.READ_IN_FLOAT32)
     if state is State.LOW:
         is_narrow = _is_narrow(low_dtype)
         return (
             precision is Precision.FOLLOW
-            and _in_full_beside_low(op, operands, readers, is_narrow)
-        ) or _low(op, operands, Reason.FOLLOWS_LOW, leader, is_narrow=is_narrow)
+            and _decide_full(op, operands, readers, is_narrow)
+        ) or _decide_low(op, operands, Reason.FOLLOWS_LOW, leader, is_narrow=is_narrow)
     if precision is Precision.FOLLOW and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     if state is State.HARD:
@@ -190,7 +191,7 @@ def _dtype_of_all(operands: Sequence[Operand], low_dtype: Dtype) -> Dtype | None
     return found.pop() if len(found) == 1 else None
 
 
-def _in_full_beside_low(
+def _decide_full(
     op: str, operands: Sequence[Operand], readers: Readers, is_narrow: bool
 ) -> Decision | None:
     """Decides an op with 16-bit operands that is float32 nevertheless, or None."""
@@ -232,7 +233,7 @@ def _is_narrow(dtype: Dtype) -> bool:
     return jnp.finfo(dtype).maxexp < jnp.finfo("float32").maxexp
 
 
-def _low(
+def _decide_low(
     op: str,
     operands: Sequence[Operand],
     reason: Reason,
@@ -245,7 +246,7 @@ def _low(
     # A float32 operand of a quotient would wait for the backward pass in float32.
     computed = [o for o in operands if o.kind.is_cast_once]
     are_low = all(o.state is State.LOW for o in computed)
-    is_quotient = op == "div" and not isinstance(operands[-1].origin, Number)
+    is_quotient = op == "div" and not isinstance(operands[-1].origin, NumberOrigin)
     is_cast_late = (
         op in ADDED_UP or (is_quotient and are_low) or (is_narrow and not are_low)
     )
@@ -253,7 +254,7 @@ def _low(
     return Decision(run, State.LOW, reason, leader, match)
 
 
-def _joined(
+def _join_states(
     op: str, precision: AnyPrecision, operands: Sequence[Operand]
 ) -> tuple[State, Operand | None]:
     """Returns the state of an op that follows, and the operand that it follows.
@@ -316,14 +317,14 @@ def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> b
     if len(operands) < 2:  # The function itself casts the other one to 16 bits.
         return False
     one, other = operands
-    if op == "mul" and isinstance(one.origin, Number):
+    if op == "mul" and isinstance(one.origin, NumberOrigin):
         one, other = other, one
-    is_scale = isinstance(other.origin, Number) and other.kind is Kind.EXACT
+    is_scale = isinstance(other.origin, NumberOrigin) and other.kind is Kind.EXACT
     return one.state is State.LOW and is_scale and _is_power_of_two(other.origin)
 
 
 def _is_power_of_two(number: Origin) -> bool:
-    return isinstance(number, Number) and abs(np.frexp(number.value)[0]) == 0.5
+    return isinstance(number, NumberOrigin) and abs(np.frexp(number.value)[0]) == 0.5
 
 
 def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:

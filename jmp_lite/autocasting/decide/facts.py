@@ -71,7 +71,7 @@ class Readers(enum.IntFlag):
     AMPLIFIER = 128
 
     @property
-    def want_float32(self) -> bool:
+    def demand_float32(self) -> bool:
         """Whether all readers demand float32."""
         return not self & _LOW_READERS
 
@@ -81,21 +81,21 @@ class Readers(enum.IntFlag):
         return bool(self & Readers.AMPLIFIER)
 
     @property
-    def that_decide(self) -> "Readers":
+    def deciding(self) -> "Readers":
         """These readers without those that change no decision beside the others."""
         is_low = self & Readers.OTHER
         return self & (Readers.OTHER | Readers.AMPLIFIER) if is_low else self
 
     @property
-    def in_general(self) -> "Readers":
+    def generalized(self) -> "Readers":
         """These readers as ``FULL`` or ``OTHER``, without those that need digits."""
-        if not self.want_float32:
+        if not self.demand_float32:
             return Readers.OTHER | (self & Readers.AMPLIFIER)
         digits = self & _DIGIT_READERS
         return (self & ~digits) | Readers.FULL if digits else self
 
     @property
-    def in_float32(self) -> "Readers":
+    def full_reader(self) -> "Readers":
         """The kind of reader that a float32 sum is if these read its result."""
         digits = self & _DIGIT_READERS
         if self & Readers.LOW_PHASE:
@@ -109,7 +109,7 @@ _DIGIT_READERS = Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE
 
 
 @dataclasses.dataclass(frozen=True)
-class Number:
+class NumberOrigin:
     """A number of the program, as the origin of a value.
 
     Attributes:
@@ -145,7 +145,7 @@ class Input(NamedTuple):
     number: int
 
 
-Origin: TypeAlias = Eqn | Argument | Constant | Number | RangeEnd | Input | None
+Origin: TypeAlias = Eqn | Argument | Constant | NumberOrigin | RangeEnd | Input | None
 """The origin of a value's state; for the carry of a loop it is the loop."""
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jmp_lite.autocasting.decide.facts import (
     Constant,
     Kind,
-    Number,
+    NumberOrigin,
     Origin,
     RangeEnd,
     State,
@@ -17,7 +17,7 @@ from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Array, Dtype, Literal, Var
 
 
-class Given(NamedTuple):
+class GivenFacts(NamedTuple):
     """What is known of a given value.
 
     Attributes:
@@ -31,13 +31,13 @@ class Given(NamedTuple):
     origin: Origin = None
 
 
-def argument(var: Var, origin: Origin) -> Given:
+def argument(var: Var, origin: Origin) -> GivenFacts:
     """Returns what is known of an argument."""
     state = State.SOFT if structure.is_float32(var) else None
-    return Given(state, Kind.GIVEN, origin)
+    return GivenFacts(state, Kind.GIVEN, origin)
 
 
-def constant(var: Var, array: Array, low_dtype: Dtype) -> Given:
+def constant(var: Var, array: Array, low_dtype: Dtype) -> GivenFacts:
     """Returns what is known of a constant; HARD if an element is too large for 16 bits.
 
     Like a number of the program, such a constant saturates if everything is low.
@@ -51,11 +51,11 @@ def constant(var: Var, array: Array, low_dtype: Dtype) -> Given:
     too_large = numbers[np.isfinite(numbers) & ~np.isfinite(low)]
     if not too_large.size:
         return given
-    element = Number(float(too_large.flat[0]), is_element=True)
-    return Given(State.HARD, Kind.LITERAL, element)
+    element = NumberOrigin(float(too_large.flat[0]), is_element=True)
+    return GivenFacts(State.HARD, Kind.LITERAL, element)
 
 
-def literal(atom: Literal, low_dtype: Dtype) -> Given:
+def literal(atom: Literal, low_dtype: Dtype) -> GivenFacts:
     """Returns what is known of a literal; HARD if 16 bits cannot represent it."""
     is_real = jnp.issubdtype(structure.dtype_of(atom), jnp.floating)
     is_real |= structure.is_integer(atom)
@@ -65,13 +65,13 @@ def literal(atom: Literal, low_dtype: Dtype) -> Given:
     kind = Kind.EXACT if is_exact else Kind.LITERAL
     if not structure.is_float32(atom):
         # A number that does not fit the compute dtype is HARD.
-        return Given(None, kind if fits else Kind.COMPUTED)
-    if number in _ENDS:
-        return Given(State.HARD, Kind.END, RangeEnd())
-    return Given(State.SOFT if fits else State.HARD, kind, Number(float(number)))
+        return GivenFacts(None, kind if fits else Kind.COMPUTED)
+    if number in _RANGE_ENDS:
+        return GivenFacts(State.HARD, Kind.END, RangeEnd())
+    return GivenFacts(State.SOFT if fits else State.HARD, kind, NumberOrigin(float(number)))
 
 
-_ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
+_RANGE_ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
 
 
 def as_float32(number: float) -> np.float32:

@@ -7,7 +7,7 @@ unless those who read the result demand its digits.
 from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec, State
 
 
-def of_function(readers: Readers) -> State:
+def state_after_function(readers: Readers) -> State:
     """Returns the state of the result of a function of 16-bit values.
 
     Its readers do not all demand float32. If one of them amplifies a rounding error,
@@ -16,7 +16,7 @@ def of_function(readers: Readers) -> State:
     return State.SOFT if readers.amplify else State.LOW
 
 
-def of_scope(state: State | None, is_from_low: bool, readers: Readers) -> State | None:
+def state_after_scope(state: State | None, is_from_low: bool, readers: Readers) -> State | None:
     """Returns the state of a result of a ``FULL_INSIDE`` scope outside of it.
 
     Args:
@@ -24,12 +24,12 @@ def of_scope(state: State | None, is_from_low: bool, readers: Readers) -> State 
       is_from_low: whether a low value entered the scope on the way to it.
       readers: its readers outside.
     """
-    if readers.want_float32:
+    if readers.demand_float32:
         return state
-    return of_function(readers) if is_from_low else State.SOFT
+    return state_after_function(readers) if is_from_low else State.SOFT
 
 
-def into_loop(spec: Spec) -> Spec:
+def spec_in_loop(spec: Spec) -> Spec:
     """Returns the spec of a value that every step of a loop reads.
 
     A 16-bit one is float32, and cast at each use, as a parameter is. Otherwise its

@@ -1,14 +1,17 @@
 """Looks rules up by path, once for each path of an interpretation."""
 
 import functools
+import re
 
 import numpy as np
 
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.autocasting.rules.scopes import match_scope
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr
+from jmp_lite.ops import LOWERABLE, Precision, record_of
 
 
 class RuleLookup:
@@ -25,11 +28,13 @@ class RuleLookup:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.low_dtype = np.dtype(rules.compute_dtype)
-        self._match = functools.cache(rules.match)
-        self._scope = functools.cache(rules.match_scope)
-        self._region = functools.cache(rules.region_in)
-        self._carry = functools.cache(rules.carry_in)
-        self._inside: dict[tuple[int, str], tuple[Jaxpr, tuple[object, ...]]] = {}
+        self._named = {op for op, _ in rules.ops}
+        # One search for each path. As methods, they would be cached for all rules.
+        self.match = functools.cache(self._match)
+        self.scope = functools.cache(self._scope)
+        self.region = functools.cache(self._region)
+        self.carry = functools.cache(self._carry)
+        self._rules_inside: dict[tuple[int, str], tuple[Jaxpr, tuple[object, ...]]] = {}
         self._paths: dict[int, tuple[Jaxpr, tuple[str, ...]]] = {}
 
     def op_decided_as(self, eqn: Eqn, path: str) -> str:
@@ -40,44 +45,68 @@ class RuleLookup:
         its path.
         """
         op = params.op_of(eqn)
-        like = _like(eqn, op)
+        like = _equivalent_op(eqn, op)
         if like != op and self.match(op, path).source is RuleSource.TABLE:
             return like
         return op
 
-    def match(self, op: str, path: str) -> RuleMatch:
-        """Returns the rule that decides an op at a path."""
-        return self._match(op, path)
+    def _match(self, op: str, path: str) -> RuleMatch:
+        """Returns the rule that decides an op at a path.
 
-    def scope(self, path: str) -> RuleMatch | None:
+        A scope does not change a kernel, an op on bits, or an op with side effects.
+        """
+        known = record_of(op)
+        if known is None:
+            return RuleMatch(Precision.KEEP, RuleSource.UNKNOWN, op)
+        of_table = RuleMatch(known.precision, RuleSource.TABLE, known.group)
+        if known.precision is Precision.KEEP:
+            return of_table
+        match = self.scope(path, op)
+        if match and (op in LOWERABLE or match.precision is not Precision.LOW):
+            return match
+        precision = self.rules.precision_of(op)
+        if op in self._named:
+            return RuleMatch(precision, RuleSource.OP, op)
+        if precision is not known.precision:
+            return RuleMatch(precision, RuleSource.DEFAULT, op)
+        return of_table
+
+    def _scope(self, path: str, op: str = "") -> RuleMatch | None:
         """Returns the mark or the scope rule that matches a path, or None."""
-        return self._scope(path)
+        return match_scope(self.rules.scopes, path, op)
 
-    def region(self, path: str) -> str | None:
+    def _region(self, path: str) -> str | None:
         """Returns the path of the ``FULL_INSIDE`` scope around a path, or None."""
-        return self._region(path)
+        match = self.scope(path)
+        if match is None or match.precision is not Precision.FULL_INSIDE:
+            return None
+        found = re.search(match.name, path)
+        # A pattern may end with the slash after a name, or with the end of the path.
+        end = path.find("/", max(found.end() - 1, 0)) if found else -1
+        return path if end < 0 else path[:end]
 
-    def carry(self, path: str) -> str | None:
+    def _carry(self, path: str) -> str | None:
         """Returns the rule for the carries of a loop: follow, full or None."""
-        return self._carry(path)
+        carries = self.rules.carries
+        return next((rule for name, rule in carries if re.search(name, path)), None)
 
-    def inside(self, jaxpr: Jaxpr, path: str) -> tuple[object, ...]:
+    def rules_inside(self, jaxpr: Jaxpr, path: str) -> tuple[object, ...]:
         """Returns the scope and carry rules at each path inside of a jaxpr.
 
         Nothing else depends on a path. So a block at many paths is converted once if
         the rules agree.
         """
         key = (id(jaxpr), path)
-        if key not in self._inside:
+        if key not in self._rules_inside:
             # The jaxpr is stored with the result, so that its id is not reused.
             places = [source.join(path, inner) for inner in self._paths_inside(jaxpr)]
             # A scope for a number format matches products alone.
             found = tuple(
-                (*(self._scope(place, op) for op in ("", *PRODUCTS)), self.carry(place))
+                (*(self.scope(place, op) for op in ("", *PRODUCTS)), self.carry(place))
                 for place in places
             )
-            self._inside[key] = (jaxpr, found)
-        return self._inside[key][1]
+            self._rules_inside[key] = (jaxpr, found)
+        return self._rules_inside[key][1]
 
     def _paths_inside(self, jaxpr: Jaxpr) -> tuple[str, ...]:
         """Returns the paths of all equations, found once for each jaxpr."""
@@ -93,7 +122,7 @@ class RuleLookup:
         return self._paths[id(jaxpr)][1]
 
 
-def _like(eqn: Eqn, op: str) -> str:
+def _equivalent_op(eqn: Eqn, op: str) -> str:
     """Returns the op that an equation is, whatever the op is that it is written as."""
     if op in PRODUCTS and params.contracts_nothing(eqn):
         return "mul"

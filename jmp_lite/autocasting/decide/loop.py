@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_lite.autocasting.decide.carry import Carry, CarryFacts, decide_carry
+from jmp_lite.autocasting.decide.carry import CarryDecision, CarryFacts, decide_carry
 from jmp_lite.autocasting.decide.equation import runs_low
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.jaxprs import params, structure
@@ -36,19 +36,19 @@ class Loop(NamedTuple):
     has_gradient: bool = True
 
     @classmethod
-    def of(cls, eqn: Eqn) -> "Loop":
+    def read(cls, eqn: Eqn) -> "Loop":
         """Returns a ``scan`` or a ``while`` as a loop."""
-        return (cls._of_while if params.op_of(eqn) == "while" else cls._of_scan)(eqn)
+        return (cls._read_while if params.op_of(eqn) == "while" else cls._read_scan)(eqn)
 
     @classmethod
-    def _of_scan(cls, eqn: Eqn) -> "Loop":
+    def _read_scan(cls, eqn: Eqn) -> "Loop":
         n_consts, n_carry = params.scan_counts(eqn)
         carries = {n_consts + i: i for i in range(n_carry)}
         sliced = frozenset(range(n_consts + n_carry, len(eqn.invars)))
         return cls(params.body_of(eqn), carries, sliced)
 
     @classmethod
-    def _of_while(cls, eqn: Eqn) -> "Loop":
+    def _read_while(cls, eqn: Eqn) -> "Loop":
         _, body, _, n_consts = params.while_parts(eqn)
         carries = {n_consts + i: i for i in range(len(eqn.outvars))}
         return cls(body, carries, frozenset(), has_gradient=False)
@@ -56,7 +56,7 @@ class Loop(NamedTuple):
 
 def classify(
     rules: RuleLookup, loop: Loop, last_is_read: Sequence[bool], path: str
-) -> list[Carry]:
+) -> list[CarryDecision]:
     """Returns the slot of each carry of a loop, with the reason.
 
     Args:
@@ -70,8 +70,8 @@ def classify(
 
     def facts(carry: int, is_read: bool) -> CarryFacts:
         return CarryFacts(
-            is_multiplied=read_by[carry] is _Use.PRODUCT,
-            is_multiplied_later=in_any_step[carry] is _Use.PRODUCT,
+            is_multiplied=read_by[carry] is _CarryUse.PRODUCT,
+            is_multiplied_later=in_any_step[carry] is _CarryUse.PRODUCT,
             has_gradient=loop.has_gradient,
             is_of_layers=flow is not None and flow.is_stack_of_layers,
             is_added_to=flow is not None and flow.is_added_to(carry),
@@ -128,12 +128,12 @@ class _Flow(Forward[_Source]):
     def is_added_to(self, carry: int) -> bool:
         """Whether each step adds a value to a carry that is independent of it."""
         return any(
-            carry not in self._in_any_step(inputs)
+            carry not in self._inputs_of_all_steps(inputs)
             for added_to, inputs in self._results[self._carries[carry]].added
             if added_to == carry
         )
 
-    def _in_any_step(self, inputs: frozenset[int]) -> frozenset[int]:
+    def _inputs_of_all_steps(self, inputs: frozenset[int]) -> frozenset[int]:
         """Returns the inputs of values, in this step and earlier ones."""
         while True:
             more = inputs.union(
@@ -161,13 +161,13 @@ class _Flow(Forward[_Source]):
             one.is_sliced or other.is_sliced,
         )
 
-    def through(
+    def transfer(
         self, eqn: Eqn, facts: Sequence[_Source], path: str
     ) -> Sequence[_Source]:
         """Returns the origins of the results of an op."""
-        return [self._of_op(eqn, facts, path)] * len(eqn.outvars)
+        return [self._op_source(eqn, facts, path)] * len(eqn.outvars)
 
-    def _of_op(self, eqn: Eqn, operands: Sequence[_Source], path: str) -> _Source:
+    def _op_source(self, eqn: Eqn, operands: Sequence[_Source], path: str) -> _Source:
         op = params.op_of(eqn)
         joined = functools.reduce(self.join, operands, _Source())
         is_sliced = joined.is_sliced or self._takes_a_slice(op, operands)
@@ -201,7 +201,7 @@ class _Flow(Forward[_Source]):
                 self.is_stack_of_layers = True
 
 
-class _Use(enum.Flag):
+class _CarryUse(enum.Flag):
     """The uses of a value, also after moves."""
 
     NONE = 0
@@ -209,53 +209,53 @@ class _Use(enum.Flag):
     OTHER = 2
 
 
-class _CarryUses(Backward[_Use]):
+class _CarryUseAnalysis(Backward[_CarryUse]):
     """Finds the uses of the inputs of a loop's body."""
 
     def __init__(self, rules: RuleLookup) -> None:
         self._rules = rules
 
-    def nothing(self) -> _Use:
+    def nothing(self) -> _CarryUse:
         """An unread value has no use."""
-        return _Use.NONE
+        return _CarryUse.NONE
 
-    def join(self, one: _Use, other: _Use) -> _Use:
+    def join(self, one: _CarryUse, other: _CarryUse) -> _CarryUse:
         """Returns both uses."""
         return one | other
 
-    def of_predicate(self) -> _Use:
+    def predicate_fact(self) -> _CarryUse:
         """A predicate is another use than a product."""
-        return _Use.OTHER
+        return _CarryUse.OTHER
 
-    def through(self, eqn: Eqn, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
+    def transfer(self, eqn: Eqn, facts: Sequence[_CarryUse], path: str) -> Sequence[_CarryUse]:
         """Returns how an op uses its operands."""
         op, n_in = params.op_of(eqn), len(eqn.invars)
         if op in MOVING:
             return [functools.reduce(operator.or_, facts)] * n_in
         is_product = op in PRODUCTS and runs_low(self._rules, eqn, path)
-        return [_Use.PRODUCT if is_product else _Use.OTHER] * n_in
+        return [_CarryUse.PRODUCT if is_product else _CarryUse.OTHER] * n_in
 
 
 def _uses_of_carries(
     rules: RuleLookup, loop: Loop, path: str
-) -> tuple[Mapping[int, _Use], Mapping[int, _Use]]:
+) -> tuple[Mapping[int, _CarryUse], Mapping[int, _CarryUse]]:
     """Returns the uses of each carry: in one step, and in that step or later ones.
 
     In the first result, a use in the next step counts as another use.
     """
-    parts, analysis = structure.parts(loop.body), _CarryUses(rules)
+    parts, analysis = structure.parts(loop.body), _CarryUseAnalysis(rules)
 
-    def uses(outside: Sequence[_Use]) -> dict[int, _Use]:
+    def uses(outside: Sequence[_CarryUse]) -> dict[int, _CarryUse]:
         found = analysis.inputs(loop.body, outside, path)
         return {
-            i: found[i] if structure.is_float32(parts.invars[i]) else _Use.OTHER
+            i: found[i] if structure.is_float32(parts.invars[i]) else _CarryUse.OTHER
             for i in loop.carries
         }
 
-    outside = [_Use.OTHER] * len(parts.outvars)
+    outside = [_CarryUse.OTHER] * len(parts.outvars)
     in_one_step = uses(outside)
     for k in loop.carries.values():
-        outside[k] = _Use.NONE
+        outside[k] = _CarryUse.NONE
     while True:
         before, in_any_step = list(outside), uses(outside)
         for i, k in loop.carries.items():

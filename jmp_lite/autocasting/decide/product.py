@@ -105,7 +105,7 @@ def decide_format(
     weights = tuple(o.state is not None and o.kind is Kind.GIVEN for o in operands)
     verdict = requested.judge(
         Product(eqn, rules.low_dtype, weights),
-        is_last=readers.want_float32,
+        is_last=readers.demand_float32,
         is_named=match.source is RuleSource.SCOPE,
     )
     is_wide = verdict.qualifies and requested.returns_float32

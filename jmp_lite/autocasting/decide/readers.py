@@ -13,7 +13,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 
-from jmp_lite.autocasting.decide.carry import Carry, Slot
+from jmp_lite.autocasting.decide.carry import CarryDecision, Slot
 from jmp_lite.autocasting.decide.decisions import Reason
 from jmp_lite.autocasting.decide.equation import decide_to_keep, follows
 from jmp_lite.autocasting.decide.facts import Readers
@@ -46,7 +46,7 @@ class UseAnalysis(Backward[Readers]):
     def __init__(self, rules: RuleLookup) -> None:
         self._rules = rules
         self._known: dict[object, tuple[Jaxpr, Mapping[Var, Readers]]] = {}
-        self._carries: dict[object, tuple[Eqn, list[Carry]]] = {}
+        self._carries: dict[object, tuple[Eqn, list[CarryDecision]]] = {}
 
     def variables(
         self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
@@ -59,7 +59,7 @@ class UseAnalysis(Backward[Readers]):
                 structure.parts(jaxpr).outvars, outputs, strict=True
             )
         ]
-        key = (id(jaxpr), tuple(outputs), self._rules.inside(jaxpr, path))
+        key = (id(jaxpr), tuple(outputs), self._rules.rules_inside(jaxpr, path))
         if key not in self._known:
             # The jaxpr is stored with the result, so that its id is not reused.
             self._known[key] = (jaxpr, super().variables(jaxpr, outputs, path))
@@ -73,11 +73,11 @@ class UseAnalysis(Backward[Readers]):
         """Returns both kinds of readers."""
         return one | other
 
-    def of_predicate(self) -> Readers:
+    def predicate_fact(self) -> Readers:
         """A predicate does not demand float32."""
         return Readers.OTHER
 
-    def of_equation(
+    def equation_facts(
         self, eqn: Eqn, results: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
         """Returns the kind of reader that an equation is for each of its operands.
@@ -93,13 +93,13 @@ class UseAnalysis(Backward[Readers]):
                 return [Readers.FULL] * len(eqn.invars)
         # An unread value counts as returned.
         results = [readers or Readers.OUTPUT for readers in results]
-        return super().of_equation(eqn, results, path)
+        return super().equation_facts(eqn, results, path)
 
-    def through(
+    def transfer(
         self, eqn: Eqn, facts: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
         """Returns the kind of reader that an op is for each of its operands."""
-        op, readers = self._rules.op_decided_as(eqn, path), of_floats(eqn, facts)
+        op, readers = self._rules.op_decided_as(eqn, path), readers_of_floats(eqn, facts)
         found = [self._reader(eqn, op, readers, path)] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
             found[i] |= Readers.AMPLIFIER
@@ -120,7 +120,7 @@ class UseAnalysis(Backward[Readers]):
         match = self._rules.match(op, path)
         if match.precision is Precision.FULL_INSIDE:
             # A value that enters such a scope may be low, like the scope's result.
-            return self._rules.rules.match(op, "")
+            return self._rules.match(op, "")
         return match
 
     def _reader(self, eqn: Eqn, op: str, readers: Readers, path: str) -> Readers:
@@ -144,16 +144,16 @@ class UseAnalysis(Backward[Readers]):
             return Readers.FULL if keeps else Readers.OTHER
         is_full = match.precision is Precision.FULL
         if op in POSITIONAL and (is_full or follows(match)):
-            is_demanded = is_full or readers.want_float32
+            is_demanded = is_full or readers.demand_float32
             return Readers.PHASE if is_demanded else Readers.LOW_PHASE
         if op not in KEEPING_DIGITS or readers & Readers.OTHER:
-            readers = readers.in_general
+            readers = readers.generalized
         if is_full:
-            return readers.in_float32
+            return readers.full_reader
         follows_readers = follows(match) or op == "convert_element_type"
         return readers if follows_readers else Readers.OTHER
 
-    def of_loop(
+    def loop_facts(
         self,
         eqn: Eqn,
         body: Jaxpr,
@@ -164,13 +164,13 @@ class UseAnalysis(Backward[Readers]):
     ) -> Sequence[Readers]:
         """Returns the readers of a loop's operands; a carry's depend on its slot."""
         carries = self.carries(eqn, results[:n_carry], path)
-        outputs = [*of_carries(carries), *results[n_carry:]]
+        outputs = [*readers_of_carries(carries), *results[n_carry:]]
         readers = self.inputs(body, outputs, path)
         for i, (slot, _) in enumerate(carries, n_consts):
             readers[i] = Readers.FULL if slot is Slot.FULL else Readers.OTHER
         return readers
 
-    def carries(self, eqn: Eqn, results: Sequence[Readers], path: str) -> list[Carry]:
+    def carries(self, eqn: Eqn, results: Sequence[Readers], path: str) -> list[CarryDecision]:
         """Returns the slot of each carry of a loop, with the reason, found once.
 
         Args:
@@ -182,17 +182,17 @@ class UseAnalysis(Backward[Readers]):
         key = (id(eqn), tuple(is_read), path)
         if key not in self._carries:
             # The loop is stored with the result, so that its id is not reused.
-            found = classify(self._rules, Loop.of(eqn), is_read, path)
+            found = classify(self._rules, Loop.read(eqn), is_read, path)
             self._carries[key] = (eqn, found)
         return self._carries[key][1]
 
 
 def are_read(result_readers: Sequence[Readers]) -> list[bool]:
     """Returns whether anything but outputs and float32 ops reads each value."""
-    return [not readers.want_float32 for readers in result_readers]
+    return [not readers.demand_float32 for readers in result_readers]
 
 
-def of_carries(carries: Sequence[Carry]) -> list[Readers]:
+def readers_of_carries(carries: Sequence[CarryDecision]) -> list[Readers]:
     """Returns the readers of the value that a loop's body returns for each carry.
 
     A carry that is float32 from step to step counts as an output of each step.
@@ -201,7 +201,7 @@ def of_carries(carries: Sequence[Carry]) -> list[Readers]:
     return [Readers.OUTPUT if yes else Readers.OTHER for yes in is_full]
 
 
-def of_floats(eqn: Eqn, readers: Sequence[Readers]) -> Readers:
+def readers_of_floats(eqn: Eqn, readers: Sequence[Readers]) -> Readers:
     """Returns all kinds of readers of the float32 results of an equation."""
     pairs = zip(readers, eqn.outvars, strict=True)
     found = [kinds for kinds, var in pairs if structure.is_float32(var)]

@@ -10,24 +10,25 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
-from jmp_lite.autocasting.rules.rules import AUTOCAST_SCOPE, Rules
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE
 from jmp_lite.casting.losses import set_float32_loss
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Function, PyTree
 from jmp_lite.mutables import returning_changes, write_changes
 
-Params = ParamSpec("Params")
+Args = ParamSpec("Args")
 
 Result = TypeVar("Result")
 
 
 @overload
 def autocast(
-    fun: Callable[Params, Result],
+    fun: Callable[Args, Result],
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
-) -> Callable[Params, Result]: ...
+) -> Callable[Args, Result]: ...
 
 
 @overload
@@ -36,7 +37,7 @@ def autocast(
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
-) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]: ...
+) -> Callable[[Callable[Args, Result]], Callable[Args, Result]]: ...
 
 
 def autocast(

@@ -14,11 +14,11 @@ from jmp_lite.autocasting.decide.facts import (
     Origin,
     State,
 )
-from jmp_lite.autocasting.decide.given import Given
+from jmp_lite.autocasting.decide.given import GivenFacts
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.jaxprs import sharding, structure
-from jmp_lite.jaxprs.bilinear import Operand
+from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Literal, Var
 
 
@@ -39,7 +39,7 @@ class Casts:
 
     def given(self, var: Var, array: Array, origin: Origin) -> Value:
         """Returns the value of an argument."""
-        value = _value(array, given.argument(var, origin))
+        value = _make_value(array, given.argument(var, origin))
         if value.state is not None:
             dtype = structure.type_of_value(array).dtype
             value.held = None if dtype == structure.dtype_of(var) else dtype
@@ -47,14 +47,14 @@ class Casts:
 
     def constant(self, var: Var, array: Array) -> Value:
         """Returns the value of a constant."""
-        return _value(array, given.constant(var, array, self.low_dtype))
+        return _make_value(array, given.constant(var, array, self.low_dtype))
 
     def literal(self, atom: Literal) -> Value:
         """Returns the value of a literal."""
         found = given.literal(atom, self.low_dtype)
         is_float32 = found.state is not None
         number = given.as_float32(atom.val) if is_float32 else atom.val
-        return _value(structure.as_array(number), found)
+        return _make_value(structure.as_array(number), found)
 
     def full(self, value: Value) -> Array:
         """Returns the array of a value in its traced dtype."""
@@ -89,12 +89,12 @@ class Casts:
             return self.full(value)
         return self.narrowed(value, aval.dtype)
 
-    def in_state(self, value: Value, state: State | None) -> Value:
+    def cast_to_state(self, value: Value, state: State | None) -> Value:
         """Returns a value in another state, without its kind and its lineage."""
         array = self.low(value) if state is State.LOW else self.full(value)
         return Value(array, state, origin=value.origin)
 
-    def rounded(self, value: Value, number_format: NumberFormat) -> Array | Operand:
+    def rounded(self, value: Value, number_format: NumberFormat) -> Array | ProductOperand:
         """Returns a value as an operand of a product in a number format."""
         cast = self.full if number_format.takes_float32 else self.low
         if not value.kind.is_cast_once:
@@ -111,5 +111,5 @@ class Casts:
         return sharding.cast(structure.as_array(array), self.low_dtype)
 
 
-def _value(array: Array, found: Given) -> Value:
+def _make_value(array: Array, found: GivenFacts) -> Value:
     return Value(array, found.state, found.kind, origin=found.origin)

@@ -39,7 +39,7 @@ from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.evaluate import Body, Evaluator
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Literal, Var
 
-Given: TypeAlias = tuple[tuple[Spec, ...], tuple[Lineage | None, ...]]
+InputFacts: TypeAlias = tuple[tuple[Spec, ...], tuple[Lineage | None, ...]]
 """The specs and the lineages of the inputs of a jaxpr."""
 
 Records: TypeAlias = list[DecisionRecord | RecordsInside]
@@ -98,15 +98,15 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     def __init__(self, rules: Rules, casts: type[Casts] = Casts) -> None:
         self.rules = rules
         self._start_memories()
-        self.casts = casts(self.at.low_dtype)
+        self.casts = casts(self.lookup.low_dtype)
         self.records: Records = []
         self.passes = Counter[str]()
 
     def _start_memories(self) -> None:
-        self.at = RuleLookup(self.rules)
-        self.uses = UseAnalysis(self.at)
+        self.lookup = RuleLookup(self.rules)
+        self.uses = UseAnalysis(self.lookup)
         self.labels = LabelGathers()
-        self._memo: dict[object, tuple[Jaxpr, dict[Given, Converted]]] = {}
+        self._memo: dict[object, tuple[Jaxpr, dict[InputFacts, Converted]]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Generator[Records]:
@@ -151,7 +151,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         """Returns an array as a value with a spec."""
         return Value(arrays[0], *form)
 
-    def with_spec(self, value: Value, spec: Spec) -> Value:
+    def cast_to_spec(self, value: Value, spec: Spec) -> Value:
         """Returns a value cast to a spec, without its lineage."""
         result = self.pack(self.unpack(value, spec), spec)
         result.origin = value.origin
@@ -161,7 +161,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         self, eqn: Eqn, values: Sequence[Value], forms: Sequence[Spec]
     ) -> list[Value]:
         """Returns carries cast to specs; the loop is the origin of a changed value."""
-        results = list(map(self.with_spec, values, forms))
+        results = list(map(self.cast_to_spec, values, forms))
         for result, value in zip(results, values, strict=True):
             if result.state is not value.state:
                 result.origin = eqn
@@ -184,12 +184,12 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         begin outside of a mere call and end inside, or the reverse.
         """
         path, is_call = source.join(site.path, name or ""), name is not None
-        readers = tuple(each.that_decide for each in site.readers)
-        rules, is_outside = self.at.inside(jaxpr, path), site.region is None
+        readers = tuple(each.deciding for each in site.readers)
+        rules, is_outside = self.lookup.rules_inside(jaxpr, path), site.region is None
         key = (id(jaxpr), readers, rules, is_outside, tuple(required))
         # The jaxpr is stored with the result, so that its id is not reused.
         _, known = self._memo.setdefault(key, (jaxpr, {}))
-        inside = lineages.inside_of_call if is_call else lineages.inside_of_others
+        inside = lineages.enter_call if is_call else lineages.enter_others
         given = tuple(map(self.form, operands)), inside(operands)
         if given not in known:
             inner = Site(path, readers, site.region)
@@ -206,7 +206,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     def _convert(
         self,
         jaxpr: Jaxpr,
-        given: Given,
+        given: InputFacts,
         site: Site,
         required: Sequence[Spec],
         is_call: bool,
@@ -250,7 +250,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
             unforced=tuple(unforced),
             origins=origins,
             records=records,
-            lineages=found if is_call else lineages.of_results_of_others(made, found),
+            lineages=found if is_call else lineages.leave_others(made, found),
         )
 
     def _inputs(self, arrays: Sequence[Array], specs: Sequence[Spec]) -> list[Value]:
@@ -267,13 +267,13 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         """
         # The upcast is outside, once, so the gradients of all uses add up in float32.
         are_low = {i for i, spec in enumerate(new.given) if spec.state is State.LOW}
-        raised = upcasts.only_raised(new.jaxpr) & are_low
+        raised = upcasts.find_upcast_inputs(new.jaxpr) & are_low
         self.passes["upcasts"] += bool(raised)
         given = [
             Spec(State.SOFT, spec.kind) if i in raised else spec
             for i, spec in enumerate(new.given)
         ]
-        jaxpr = upcasts.with_raised(new.jaxpr, raised)
+        jaxpr = upcasts.upcast_inputs(new.jaxpr, raised)
         return dataclasses.replace(new, jaxpr=jaxpr, given=tuple(given))
 
     def leave_functions(
@@ -284,15 +284,15 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         A value that its readers demand in float32 stays float32.
         """
         return [
-            self.casts.in_state(value, leaving.of_function(each))
-            if value.is_rejoined and not each.want_float32
+            self.casts.cast_to_state(value, leaving.state_after_function(each))
+            if value.is_rejoined and not each.demand_float32
             else value
             for value, each in zip(values, readers, strict=True)
         ]
 
     # --------------------------------------------------------------------- results
 
-    def received(
+    def collect_results(
         self,
         eqn: Eqn,
         bodies: Sequence[tuple[Converted, Sequence[Value]]],
@@ -309,7 +309,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         for value, origin in zip(values, body.origins, strict=True):
             value.origin = origin_outside(origin, operands)
         if body.lineages:
-            found = lineages.outside(body.lineages, operands)
+            found = lineages.leave_call(body.lineages, operands)
             for value, lineage in zip(values, found, strict=True):
                 value.lineage = lineage
         return values
@@ -321,7 +321,7 @@ def _required(made: Sequence[Spec], required: Sequence[Spec]) -> list[Spec]:
 
 
 def _shared(
-    new: Converted, states: Sequence[Spec], known: Mapping[Given, Converted]
+    new: Converted, states: Sequence[Spec], known: Mapping[InputFacts, Converted]
 ) -> Converted:
     """Returns a conversion, with the jaxpr of an earlier equivalent one.
 

@@ -43,7 +43,7 @@ def run(
     }
     with converter.recording():  # It is recorded already.
         arrays = binds[params.op_of(eqn)](converter, eqn, operands, site, inside)
-    return converter.received(eqn, [(inside, operands)], arrays)
+    return converter.collect_results(eqn, [(inside, operands)], arrays)
 
 
 def _bind_jvp(
@@ -73,7 +73,7 @@ def _bind_jvp(
             values = converter.pack_all(arrays, [*states, *tangents])
             # The results have the readers that they have without the derivative.
             out = _follow(converter, tangents_first, values, avals, jaxpr, site)
-            out = [_out(converter, o, s) for o, s in zip(out, 2 * specs, strict=True)]
+            out = [_cast_result(converter, o, s) for o, s in zip(out, 2 * specs, strict=True)]
             return [*out[len(specs) :], *out[: len(specs)]]
 
         return low_fun, low_jvp
@@ -190,7 +190,7 @@ class _LowVjp:
         grads = self._follow(flat, values, list(map(_type_as_traced, values)))
         # JAX appends the logs of a backward pass to the gradients.
         grads[: len(operands)] = [
-            _out(self._converter, grad, spec)
+            _cast_result(self._converter, grad, spec)
             for grad, spec in zip(grads, operands, strict=False)
         ]
         rest = [v.array if isinstance(v, Value) else v for v in grads]
@@ -285,7 +285,7 @@ def _follow(
     return [next(results) if item is None else item for item in others]
 
 
-def _out(converter: Converter, item: Leaf, spec: Spec) -> Leaf:
+def _cast_result(converter: Converter, item: Leaf, spec: Spec) -> Leaf:
     if isinstance(item, Value):
         return converter.unpack(item, spec)[0]
     if not structure.is_zero(item) or spec.state is None:

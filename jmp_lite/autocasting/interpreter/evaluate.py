@@ -38,7 +38,7 @@ def evaluate(
     """
     op = params.op_of(eqn)
     if op == "convert_element_type":
-        return [_cast(casts, eqn, operands[0], decision, origin)]
+        return [_run_cast(casts, eqn, operands[0], decision, origin)]
     if decision.run is Run.PASS:
         arrays = params.bind(eqn, [value.array for value in operands], casts.bound)
         return [
@@ -47,25 +47,25 @@ def evaluate(
         ]
     kind = kind_of_result(eqn, [value.kind for value in operands])
     if (held := decision.held) is not None:
-        moved = _moved(casts, eqn, operands, held)
+        moved = _run_move(casts, eqn, operands, held)
         return [Value(array, State.SOFT, kind, held, origin=origin) for array in moved]
     if decision.run is Run.LOW and op in PRODUCTS:
-        arrays = [_product(casts, eqn, operands, decision.number_format)]
+        arrays = [_run_product(casts, eqn, operands, decision.number_format)]
     elif decision.run is Run.LOW:
-        arrays = _in_low(casts, eqn, operands)
+        arrays = _run_low(casts, eqn, operands)
     elif decision.run is Run.FULL and decision.state is State.LOW:
-        arrays = _in_full_then_low(casts, eqn, operands)
+        arrays = _run_full_then_cast(casts, eqn, operands)
     else:
         arrays = params.bind(
             eqn, [casts.full(value) for value in operands], casts.bound
         )
     return [
-        _value(casts, var, array, decision.state, kind, origin)
+        _make_result(casts, var, array, decision.state, kind, origin)
         for var, array in zip(eqn.outvars, arrays, strict=True)
     ]
 
 
-def _moved(
+def _run_move(
     casts: Casts, eqn: Eqn, operands: Sequence[Value], held: Dtype
 ) -> list[Array]:
     """Returns moves, in 16 bits, of arguments that are held in 16 bits."""
@@ -80,11 +80,11 @@ def _moved(
         for value in operands
     ]
     if has_sum:
-        return _moved_linearly(casts, eqn, arrays, held)
+        return _run_linear_move(casts, eqn, arrays, held)
     return params.bind_in(eqn, arrays, held, bound=casts.bound)
 
 
-def _moved_linearly(
+def _run_linear_move(
     casts: Casts, eqn: Eqn, arrays: Sequence[Array], held: Dtype
 ) -> list[Array]:
     """Returns a move in 16 bits whose transpose, a sum, is float32."""
@@ -98,7 +98,7 @@ def _moved_linearly(
     def jvp(  # pyright: ignore[reportUnusedFunction]
         primals: Sequence[Array], tangents: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        def in_full(*floats: Array) -> list[Array]:
+        def run_full(*floats: Array) -> list[Array]:
             every = list(primals)
             for i, array in zip(of_floats, floats, strict=True):
                 every[i] = array
@@ -108,16 +108,16 @@ def _moved_linearly(
             [sharding.cast(each[i], np.float32) for i in of_floats]
             for each in (primals, tangents)
         )
-        _, moved = jax.jvp(in_full, at, along)
+        _, moved = jax.jvp(run_full, at, along)
         return move(*primals), [sharding.cast(tangent, held) for tangent in moved]
 
     return move(*arrays)
 
 
-def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
+def _run_full_then_cast(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
     saturates = any(value.saturates for value in operands)
 
-    def in_full(*full: Array) -> list[Array]:
+    def run_full(*full: Array) -> list[Array]:
         return [
             casts.cast(array, saturates) if structure.is_float32(var) else array
             for var, array in zip(
@@ -126,10 +126,10 @@ def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list
         ]
 
     if params.op_of(eqn) in MOVING:
-        return in_full(*map(casts.full, operands))
+        return run_full(*map(casts.full, operands))
 
-    def from_arrays(*arrays: Array) -> list[Array]:
-        return in_full(
+    def run_arrays(*arrays: Array) -> list[Array]:
+        return run_full(
             *(
                 casts.full(Value(array, value.state, held=value.held))
                 for array, value in zip(arrays, operands, strict=True)
@@ -137,18 +137,18 @@ def _in_full_then_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list
         )
 
     # The residuals are its operands in 16 bits.
-    again = jax.checkpoint(from_arrays, prevent_cse=False)
+    again = jax.checkpoint(run_arrays, prevent_cse=False)
     return again(*(value.array for value in operands))
 
 
-def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
+def _run_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
     op, shape = params.op_of(eqn), eqn.outvars[0].aval.shape
     arrays: list[Array] = []
     for value in operands:
         is_spread = op in BROADCASTING and not value.is_number
         if value.state is not None and is_spread and value.array.shape != shape:
             # In float32, with a cast after it: its transpose in JAX is a sum.
-            full = _spread(casts.full(value), shape)
+            full = _broadcast(casts.full(value), shape)
             arrays.append(casts.cast(full, value.saturates))
         else:
             arrays.append(casts.low(value))
@@ -157,7 +157,7 @@ def _in_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
     return params.bind_in(eqn, arrays, casts.low_dtype, bound=casts.bound)
 
 
-def _product(
+def _run_product(
     casts: Casts, eqn: Eqn, operands: Sequence[Value], number_format: NumberFormat
 ) -> Array:
     weights = tuple(value.kind is Kind.GIVEN for value in operands)
@@ -167,7 +167,7 @@ def _product(
     return number_format.multiply(product, [*rounded, *others], casts.bound)
 
 
-def _value(
+def _make_result(
     casts: Casts,
     var: Var,
     array: Array,
@@ -181,7 +181,7 @@ def _value(
     return Value(array, state, kind, origin=origin)
 
 
-def _cast(
+def _run_cast(
     casts: Casts, eqn: Eqn, value: Value, decision: Decision, origin: Origin
 ) -> Value:
     """Returns the result of an existing cast."""
@@ -208,7 +208,7 @@ def _cast(
     return Value(array, decision.state, kind, origin=origin)
 
 
-def _spread(array: Array, shape: tuple[int, ...]) -> Array:
+def _broadcast(array: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts a scalar, or axes of size 1, to a shape."""
     dims = range(len(shape)) if jnp.ndim(array) else ()
     return lax.broadcast_in_dim(array, shape, tuple(dims))

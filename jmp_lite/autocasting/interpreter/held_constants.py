@@ -29,7 +29,7 @@ def run_scan(
       held: the numbers of its constants of 16 bits.
       scan_of: returns a function that runs the scan with another body.
     """
-    wide = scan_of(eqn, _with_casts(jaxpr, held))
+    wide = scan_of(eqn, _add_casts(jaxpr, held))
 
     def raised(arrays: Sequence[Array | SymbolicZero]) -> list[Array | SymbolicZero]:
         return [
@@ -52,19 +52,19 @@ def run_scan(
         at, along = raised(primals), raised(tangents)
         moved = [i for i, t in enumerate(along) if not isinstance(t, SymbolicZero)]
 
-        def of_moved(*arrays: Array) -> list[Array]:
+        def run_moved(*arrays: Array) -> list[Array]:
             every = list(at)
             for i, array in zip(moved, arrays, strict=True):
                 every[i] = array
             return wide(*every)
 
-        return jax.jvp(of_moved, [at[i] for i in moved], [along[i] for i in moved])
+        return jax.jvp(run_moved, [at[i] for i in moved], [along[i] for i in moved])
 
     run.defjvp(jvp, symbolic_zeros=True)
     return run(*arrays)
 
 
-def _with_casts(jaxpr: Jaxpr, held: Sequence[int]) -> Jaxpr:
+def _add_casts(jaxpr: Jaxpr, held: Sequence[int]) -> Jaxpr:
     """Returns a body that takes some constants in float32, and casts them."""
     parts = structure.parts(jaxpr)
     invars = [parts.invars[i] for i in held]

@@ -14,7 +14,7 @@ from jmp_lite.autocasting.decide.decisions import (
 from jmp_lite.autocasting.decide.equation import decide, decide_to_keep
 from jmp_lite.autocasting.decide.facts import Argument, Lineage, Readers, State
 from jmp_lite.autocasting.decide.function import lineage_of
-from jmp_lite.autocasting.decide.readers import of_floats
+from jmp_lite.autocasting.decide.readers import readers_of_floats
 from jmp_lite.autocasting.interpreter import custom_rules
 from jmp_lite.autocasting.interpreter.conversion import Converted, Site
 from jmp_lite.autocasting.interpreter.evaluate import evaluate
@@ -71,13 +71,13 @@ class Interpreter(LoopConverter):
             for value, aval in zip(results, types, strict=True)
         ]
 
-    def frame(self, jaxpr: Jaxpr, operands: Sequence[Value], site: Site) -> "_Frame":
+    def frame(self, jaxpr: Jaxpr, operands: Sequence[Value], site: Site) -> "_InterpreterFrame":
         """Returns the values of a jaxpr before it runs."""
-        return _Frame(self, jaxpr, operands, site)
+        return _InterpreterFrame(self, jaxpr, operands, site)
 
     def step(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
         """Runs an equation of any kind."""
-        if decision := decide_to_keep(self.at, eqn, site.path):
+        if decision := decide_to_keep(self.lookup, eqn, site.path):
             return self._keep(eqn, operands, decision)
         return super().step(eqn, operands, site)
 
@@ -85,9 +85,9 @@ class Interpreter(LoopConverter):
         self, eqn: Eqn, operands: Sequence[Value], site: Site
     ) -> Sequence[Value]:
         """Decides and evaluates an equation that contains no jaxpr to convert."""
-        given = Operands.of(list(map(_operand, operands)))
-        readers = of_floats(eqn, site.readers)
-        decision = decide(self.at, eqn, given, readers, site.path)
+        given = Operands.collect(list(map(_operand, operands)))
+        readers = readers_of_floats(eqn, site.readers)
+        decision = decide(self.lookup, eqn, given, readers, site.path)
         origin = None if decision.leader is None else decision.leader.origin
         if decision.run is not Run.PASS:
             record = DecisionRecord(eqn, decision, origin, operands=given.floats)
@@ -139,7 +139,7 @@ class Interpreter(LoopConverter):
         """Runs the function of each device, mapped again."""
         jaxpr, call = params.body_of(eqn), params.shard_map_of(eqn)
         operands = [
-            self.with_spec(value, value.spec._replace(held=None))
+            self.cast_to_spec(value, value.spec._replace(held=None))
             if value.held is not None and call.adds_up_gradient(i)
             else value
             for i, value in enumerate(operands)
@@ -157,12 +157,12 @@ class Interpreter(LoopConverter):
                 inside[:] = [Converted(jaxpr, given, made, made, origins, records)]
                 return self.unpack_all(results, made)
 
-            mapped = call.of(run, call.in_specs, call.out_specs)
+            mapped = call.collect(run, call.in_specs, call.out_specs)
             arrays = mapped(*self.unpack_all(operands, given))
-        return self.received(eqn, [(inside[0], operands)], arrays)
+        return self.collect_results(eqn, [(inside[0], operands)], arrays)
 
 
-class _Frame(Frame[Value, Site]):
+class _InterpreterFrame(Frame[Value, Site]):
     """The values of one jaxpr while it runs."""
 
     def __init__(
@@ -175,7 +175,7 @@ class _Frame(Frame[Value, Site]):
         super().__init__(converter, jaxpr, operands, site)
         self._converter = converter
         if "labels" in converter.rules.passes:
-            self.parts = self._with_label_gathers()
+            self.parts = self._replace_label_gathers()
         self._readers: Mapping[Var, Readers] = converter.uses.variables(
             jaxpr, site.readers, site.path
         )
@@ -191,8 +191,8 @@ class _Frame(Frame[Value, Site]):
             value = self.env[atom] = self._regions.leave(atom, value)
         return value
 
-    def _with_label_gathers(self) -> structure.Parts:
-        at, labels = self._converter.at, self._converter.labels
+    def _replace_label_gathers(self) -> structure.Parts:
+        at, labels = self._converter.lookup, self._converter.labels
 
         def is_kept(eqn: Eqn) -> bool:
             path = source.join(self.site.path, *source.scopes(eqn))
@@ -217,14 +217,14 @@ class _Frame(Frame[Value, Site]):
     def enter(self, eqn: Eqn) -> tuple[Sequence[Value], Site]:
         """Returns the operands of an equation, and its site."""
         path = source.join(self.site.path, *source.scopes(eqn))
-        self._region = self._converter.at.region(path)
+        self._region = self._converter.lookup.region(path)
         operands = list(map(self.read, eqn.invars))
         if self._region:
             operands = self._regions.enter(operands)
         readers = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
-        is_entered = params.op_of(eqn) in _ENTERED
+        is_entered = params.op_of(eqn) in _CUSTOM_OR_CONTROL
         if is_entered and any(value.is_rejoined for value in operands):
-            of_operands = self._converter.uses.of_equation(eqn, readers, self.site.path)
+            of_operands = self._converter.uses.equation_facts(eqn, readers, self.site.path)
             operands = self._converter.leave_functions(operands, of_operands)
         self._is_from_low = any(value.is_from_low for value in operands)
         return operands, Site(path, readers, self._region)
@@ -243,7 +243,7 @@ class _Frame(Frame[Value, Site]):
         return super().results()
 
 
-_ENTERED = frozenset([*params.CUSTOM, *params.CONTROL])
+_CUSTOM_OR_CONTROL = frozenset([*params.CUSTOM, *params.CONTROL])
 
 
 def _operand(value: Value) -> Operand:

@@ -10,7 +10,7 @@ from jmp_lite.autocasting.decide.facts import InputRoot, Lineage, Spec, State
 from jmp_lite.autocasting.interpreter.values import Value
 
 
-def inside_of_call(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
+def enter_call(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
     """Returns the lineages of operands inside of a call, with numbers as roots."""
     numbers: dict[object, InputRoot] = {}
     found: list[Lineage | None] = []
@@ -26,7 +26,7 @@ def inside_of_call(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
     return tuple(found)
 
 
-def inside_of_others(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
+def enter_others(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
     """Returns the lineages of operands inside of an equation that is not a mere call.
 
     Each 16-bit value is a root of its own there, and so is an undecided value that is
@@ -38,7 +38,7 @@ def inside_of_others(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
     )
 
 
-def of_results_of_others(
+def leave_others(
     specs: Sequence[Spec], lineages: Sequence[Lineage | None]
 ) -> list[Lineage | None]:
     """Returns the lineages of results of an equation that is not a mere call."""
@@ -53,12 +53,12 @@ def _own_root(number: int) -> Lineage:
     return Lineage(frozenset([InputRoot(number)]))
 
 
-def outside(
+def leave_call(
     lineages: Sequence[Lineage | None], operands: Sequence[Value]
 ) -> list[Lineage | None]:
     """Returns the lineages of a call's results outside of it."""
     known: dict[object, object] = {}
-    for value, inside in zip(operands, inside_of_call(operands), strict=True):
+    for value, inside in zip(operands, enter_call(operands), strict=True):
         if inside is not None:
             known.update(zip(inside.roots or (), value.roots or (), strict=True))
     found: list[Lineage | None] = []

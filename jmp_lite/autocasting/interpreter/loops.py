@@ -8,7 +8,7 @@ from jmp_lite.autocasting.decide.carry import Slot
 from jmp_lite.autocasting.decide.decisions import DecisionRecord
 from jmp_lite.autocasting.decide.facts import Origin, Readers, Spec
 from jmp_lite.autocasting.decide.loop import Loop
-from jmp_lite.autocasting.decide.readers import of_carries
+from jmp_lite.autocasting.decide.readers import readers_of_carries
 from jmp_lite.autocasting.interpreter import held_constants
 from jmp_lite.autocasting.interpreter.conversion import (
     Converted,
@@ -19,7 +19,7 @@ from jmp_lite.autocasting.interpreter.conversion import (
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.passes import rematerialize, scan_weight_gradients
 from jmp_lite.jaxprs import params
-from jmp_lite.jaxprs.evaluate import Carries
+from jmp_lite.jaxprs.evaluate import CarryForms
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr
 
 
@@ -30,9 +30,9 @@ class LoopConverter(Converter, abc.ABC):
         """Runs a scan, with the passes over its body."""
         n_consts, _ = params.scan_counts(eqn)
         consts = operands[:n_consts]
-        specs = [leaving.into_loop(value.spec) for value in consts]
+        specs = [leaving.spec_in_loop(value.spec) for value in consts]
         consts = [
-            value if value.spec == spec else self.with_spec(value, spec)
+            value if value.spec == spec else self.cast_to_spec(value, spec)
             for value, spec in zip(consts, specs, strict=True)
         ]
         return super().scan(eqn, [*consts, *operands[n_consts:]], site)
@@ -66,18 +66,18 @@ class LoopConverter(Converter, abc.ABC):
 
     def carries(
         self, eqn: Eqn, operands: Sequence[Value], at: slice, site: Site
-    ) -> Carries[Spec, Site, Converted]:
+    ) -> CarryForms[Spec, Site, Converted]:
         """Returns the slots of a loop's carries, and their first specs.
 
         A carry with the slot FOLLOW starts low, and is raised if the body makes it
         hard. A carry with the slot WRITTEN is low if the body writes low values into
         it, whatever its initial value is.
         """
-        loop = Loop.of(eqn)
+        loop = Loop.read(eqn)
         n_carry, raised_by = len(loop.carries), dict[int, Origin]()
         slots = self.uses.carries(eqn, site.readers[:n_carry], site.path)
         given = list(map(self.form, operands[at]))
-        readers = [*of_carries(slots), *site.readers[n_carry:]]
+        readers = [*readers_of_carries(slots), *site.readers[n_carry:]]
         inside, kinds = site._replace(readers=readers), [slot for slot, _ in slots]
         specs = list(map(carry.first_spec, given, kinds))
         if Slot.WRITTEN in kinds:
@@ -102,4 +102,4 @@ class LoopConverter(Converter, abc.ABC):
                     record = DecisionRecord(eqn, made, raised_by.get(i), i)
                     self.records.append(record)
 
-        return Carries(specs, after, inside, note)
+        return CarryForms(specs, after, inside, note)

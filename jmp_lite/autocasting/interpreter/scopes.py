@@ -55,9 +55,9 @@ class Regions:
     def leave(self, atom: Var, value: Value) -> Value:
         """Returns a value as it is outside of its scope."""
         readers = self._readers_outside(atom, value.region)
-        state = leaving.of_scope(value.state, value.is_from_low, readers)
+        state = leaving.state_after_scope(value.state, value.is_from_low, readers)
         if value.is_from_low and state is not value.state:
-            return self._converter.casts.in_state(value, state)
+            return self._converter.casts.cast_to_state(value, state)
         return Value(value.array, state, value.kind, value.held, origin=value.origin)
 
     def _readers_outside(self, atom: Var, region: str | None) -> Readers:
@@ -68,10 +68,10 @@ class Regions:
             if eqn is None:
                 continue
             where = source.join(self._site.path, *source.scopes(eqn))
-            if self._converter.at.region(where) == region:
+            if self._converter.lookup.region(where) == region:
                 continue
             results = [self._readers[var] for var in eqn.outvars]
-            of_operands = self._converter.uses.of_equation(
+            of_operands = self._converter.uses.equation_facts(
                 eqn, results, self._site.path
             )
             for other, readers in zip(eqn.invars, of_operands, strict=True):

@@ -4,7 +4,7 @@ import dataclasses
 
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, Spec, State
 from jmp_lite.formats.number_format import NumberFormat
-from jmp_lite.jaxprs.bilinear import Operand
+from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
@@ -41,7 +41,7 @@ class Value:
     cast: Array | None = None
     raised: Array | None = None
     is_shared: bool = False
-    rounded: dict[NumberFormat, Array | Operand] = dataclasses.field(
+    rounded: dict[NumberFormat, Array | ProductOperand] = dataclasses.field(
         default_factory=dict
     )
     origin: Origin = None

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jmp_lite.autocasting.passes.scan_weight_gradients import moved_constants
-from jmp_lite.autocasting.passes.upcasts import is_raise
+from jmp_lite.autocasting.passes.upcasts import is_upcast
 from jmp_lite.jaxprs import params, rewrite, structure
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.ops import ADDING, CHEAP, LINEAR
 
-Run = list[Eqn]
+Island = list[Eqn]
 
 
 def rematerialize(jaxpr: Jaxpr, n_consts: int) -> Jaxpr:
@@ -30,7 +30,7 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int) -> Jaxpr:
     plan = _plan(parts, moved_constants(parts, n_consts).eqns)
     if not any(isinstance(item, list) for item in plan):
         return jaxpr
-    raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_raise(eqn)}
+    raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_upcast(eqn)}
 
     def steps(env: dict[Var, Array]) -> None:
         for item in plan:
@@ -42,7 +42,7 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int) -> Jaxpr:
     return rewrite.retraced(jaxpr, list(map(structure.type_of, parts.invars)), steps)
 
 
-def _plan(parts: structure.Parts, constant: Sequence[Eqn]) -> list[Eqn | Run]:
+def _plan(parts: structure.Parts, constant: Sequence[Eqn]) -> list[Eqn | Island]:
     """Returns the equations in order of execution, with those of an island in a list.
 
     An island is a run of cheap ops. An equation that does not read the results of the
@@ -51,8 +51,8 @@ def _plan(parts: structure.Parts, constant: Sequence[Eqn]) -> list[Eqn | Run]:
     equations also go before it.
     """
     outside = set(map(id, constant))
-    plan: list[Eqn | Run] = []
-    island: Run = []
+    plan: list[Eqn | Island] = []
+    island: Island = []
     made: set[Var] = set()
 
     def flush() -> None:
@@ -100,7 +100,7 @@ def _is_light(eqn: Eqn) -> bool:
 
 
 def _read_outside(
-    island: Run, parts: structure.Parts, raises: Mapping[Var, Eqn]
+    island: Island, parts: structure.Parts, raises: Mapping[Var, Eqn]
 ) -> list[Var]:
     """Returns the results of an island that other equations read."""
     inside = set(map(id, island))
@@ -114,7 +114,7 @@ def _read_outside(
 
 
 def _run_island(
-    island: Run, results: Sequence[Var], maker: Mapping[Var, Eqn], env: dict[Var, Array]
+    island: Island, results: Sequence[Var], maker: Mapping[Var, Eqn], env: dict[Var, Array]
 ) -> None:
     made = {var for eqn in island for var in eqn.outvars}
     atoms = [a for eqn in island for a in eqn.invars if not structure.is_literal(a)]

@@ -22,7 +22,7 @@ from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.ops import MOVING_OR_CASTING
 
 
-class _Use(NamedTuple):
+class _WeightProduct(NamedTuple):
     """A product with a weight.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Use(NamedTuple):
     eqn: Eqn
     side: int
     consts: frozenset[int]
-    at: Var
+    total: Var
 
     @property
     def weight(self) -> Var:
@@ -49,7 +49,7 @@ class _Use(NamedTuple):
         return self.eqn.invars[1 - self.side]
 
 
-class _Body(NamedTuple):
+class _ScanBody(NamedTuple):
     """The body of a loop, and its products with weights.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Body(NamedTuple):
     eqn: Eqn
     parts: structure.Parts
     moves: Sequence[Eqn]
-    uses: Sequence[_Use]
+    uses: Sequence[_WeightProduct]
 
 
 def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
@@ -76,7 +76,7 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
       A function of the constants, the initial carries and the sliced arrays. Its
       derivative adds up the gradients of weights after the loop.
     """
-    body = _read(eqn, jaxpr)
+    body = _find_products(eqn, jaxpr)
     if not body.uses or structure.effects_of(jaxpr):
         return None
 
@@ -87,8 +87,8 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
             return params.bind_scan(eqn, arrays, jaxpr)
         n_consts, _ = params.scan_counts(eqn)
         weights = _weights(body, body.uses, arrays[:n_consts])
-        fixed = _fixed(body.uses, weights)
-        return _scan(_without_weights(body), fixed, {}, [], arrays)[0]
+        fixed = _fix_weights(body.uses, weights)
+        return _scan(_drop_weights(body), fixed, {}, [], arrays)[0]
 
     def jvp(
         primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
@@ -132,23 +132,23 @@ def _n_bytes(atoms: Sequence[Var]) -> int:
     return sum(atom.aval.size * structure.dtype_of(atom).itemsize for atom in atoms)
 
 
-def _read(eqn: Eqn, jaxpr: Jaxpr) -> _Body:
+def _find_products(eqn: Eqn, jaxpr: Jaxpr) -> _ScanBody:
     """Finds the products whose weights are larger than the arrays to stack."""
     parts = structure.parts(jaxpr)
     n_consts, _ = params.scan_counts(eqn)
     moves, made_of = moved_constants(parts, n_consts)
     readers = readers_of(parts)
     uses = [
-        _Use(step, side, made_of[step.invars[side]], _sum_of(step, readers))
+        _WeightProduct(step, side, made_of[step.invars[side]], _sum_of(step, readers))
         for step in parts.eqns
         if params.op_of(step) == "dot_general"
         for side in (0, 1)
         if step.invars[side] in made_of and step.invars[1 - side] not in made_of
     ]
-    return _Body(eqn, parts, moves, [use for use in uses if _is_worth_it(use)])
+    return _ScanBody(eqn, parts, moves, [use for use in uses if _is_worth_it(use)])
 
 
-def _is_worth_it(use: _Use) -> bool:
+def _is_worth_it(use: _WeightProduct) -> bool:
     stacked = use.other.aval.size + use.eqn.outvars[0].aval.size
     return cost.is_at_most(1, stacked) and cost.is_at_most(
         stacked, use.weight.aval.size
@@ -169,7 +169,7 @@ def _sum_of(product: Eqn, readers: Mapping[Var, list[Eqn | None]]) -> Var:
 
 
 def _linearized(
-    body: _Body, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+    body: _ScanBody, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
 ) -> tuple[list[Array], list[Array]]:
     """Returns the results of a loop and their tangents.
 
@@ -181,7 +181,7 @@ def _linearized(
     consts = [i for i in moved if i < n_consts]
     uses = [use for use in body.uses if use.consts & {*consts}]
     others = list(dict.fromkeys(use.other for use in uses))
-    sums = list(dict.fromkeys(use.at for use in uses))
+    sums = list(dict.fromkeys(use.total for use in uses))
 
     def weights(*arrays: Array) -> list[Array]:
         every = [*primals[:n_consts]]
@@ -192,7 +192,7 @@ def _linearized(
     fixed_weights, directions = jax.jvp(
         weights, [primals[i] for i in consts], [tangents[i] for i in consts]
     )
-    fixed = _fixed(uses, fixed_weights)
+    fixed = _fix_weights(uses, fixed_weights)
 
     def shifted(
         shifts: Sequence[Array], *arrays: Array
@@ -210,12 +210,12 @@ def _linearized(
     shifts: dict[Var, Array] = {}
     for use, direction in zip(uses, directions, strict=True):
         shift = _products(use, stacks[others.index(use.other)], direction)
-        shifts[use.at] = shifts[use.at] + shift if use.at in shifts else shift
+        shifts[use.total] = shifts[use.total] + shift if use.total in shifts else shift
     out = linear([shifts[var] for var in sums], *(tangents[i] for i in moved))
     return results, out
 
 
-def _weights(body: _Body, uses: Sequence[_Use], consts: Sequence[Array]) -> list[Array]:
+def _weights(body: _ScanBody, uses: Sequence[_WeightProduct], consts: Sequence[Array]) -> list[Array]:
     """Returns the weights of products, given the constants of the loop."""
     env = dict(zip(body.parts.invars[: len(consts)], consts, strict=True))
     wanted = {use.weight for use in uses}
@@ -228,7 +228,7 @@ def _weights(body: _Body, uses: Sequence[_Use], consts: Sequence[Array]) -> list
     return [env[use.weight] for use in uses]
 
 
-def _without_weights(body: _Body) -> _Body:
+def _drop_weights(body: _ScanBody) -> _ScanBody:
     """Returns a body without the equations that make weights and nothing else."""
     of_weights = {(id(use.eqn), use.weight) for use in body.uses}
     readers, dropped = readers_of(body.parts), set[int]()
@@ -244,15 +244,15 @@ def _without_weights(body: _Body) -> _Body:
     return body._replace(parts=body.parts._replace(eqns=eqns))
 
 
-def _fixed(
-    uses: Sequence[_Use], weights: Sequence[Array]
+def _fix_weights(
+    uses: Sequence[_WeightProduct], weights: Sequence[Array]
 ) -> dict[int, tuple[int, Array]]:
     """Returns the side and the weight of each product, by the id of its equation."""
     pairs = zip(uses, weights, strict=True)
     return {id(use.eqn): (use.side, weight) for use, weight in pairs}
 
 
-def _products(use: _Use, stack: Array, direction: Array) -> Array:
+def _products(use: _WeightProduct, stack: Array, direction: Array) -> Array:
     """Returns the products of stacked operands and one weight, for all steps."""
     contracted, batch = params.dot_dimensions(use.eqn)
     # Axes with a sharding in their types cannot be merged.
@@ -267,7 +267,7 @@ def _products(use: _Use, stack: Array, direction: Array) -> Array:
 
 
 def _one_product(
-    use: _Use, stack: Array, direction: Array, *contracted: Sequence[int]
+    use: _WeightProduct, stack: Array, direction: Array, *contracted: Sequence[int]
 ) -> Array:
     """Returns these products as one product of two matrices.
 
@@ -293,7 +293,7 @@ def _one_product(
 
 
 def _scan(
-    body: _Body,
+    body: _ScanBody,
     fixed: Mapping[int, tuple[int, Array]],
     shifts: Mapping[Var, Array],
     others: Sequence[Var],
@@ -333,7 +333,7 @@ def _scan(
                 rewrite.run_equations([eqn], env)
             for var in eqn.outvars:
                 if var in shift:
-                    env[var] = _moved_by(env[var], shift[var])
+                    env[var] = _add_tangent(env[var], shift[var])
         out = [rewrite.read(env, atom) for atom in parts.outvars]
         return out[:n_carry], (out[n_carry:], [env[var] for var in others])
 
@@ -347,13 +347,13 @@ def _scan(
 
 
 @jax.custom_jvp
-def _moved_by(value: Array, shift: Array) -> Array:
+def _add_tangent(value: Array, shift: Array) -> Array:
     """Returns a value whose tangent is the sum of its own and that of a shift."""
     del shift
     return value
 
 
-_moved_by.defjvps(
+_add_tangent.defjvps(
     lambda tangent, *_: tangent,
     lambda tangent, *_: tangent,
 )

@@ -7,7 +7,7 @@ from jmp_lite.jaxprs import params, rewrite, structure
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 
 
-def is_raise(eqn: Eqn) -> bool:
+def is_upcast(eqn: Eqn) -> bool:
     """Whether an equation casts a 16-bit variable to float32."""
     if params.op_of(eqn) != "convert_element_type":
         return False
@@ -18,15 +18,15 @@ def is_raise(eqn: Eqn) -> bool:
     )
 
 
-def only_raised(jaxpr: Jaxpr) -> frozenset[int]:
+def find_upcast_inputs(jaxpr: Jaxpr) -> frozenset[int]:
     """Returns the 16-bit inputs of a jaxpr that are only cast to float32."""
     parts = structure.parts(jaxpr)
-    raised = {eqn.invars[0] for eqn in parts.eqns if is_raise(eqn)}
+    raised = {eqn.invars[0] for eqn in parts.eqns if is_upcast(eqn)}
     read = {
         atom
         for eqn in parts.eqns
         for atom in eqn.invars
-        if not structure.is_literal(atom) and not is_raise(eqn)
+        if not structure.is_literal(atom) and not is_upcast(eqn)
     }
     read.update(atom for atom in parts.outvars if not structure.is_literal(atom))
     return frozenset(
@@ -34,7 +34,7 @@ def only_raised(jaxpr: Jaxpr) -> frozenset[int]:
     )
 
 
-def with_raised(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
+def upcast_inputs(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
     """Returns a jaxpr that takes some of its inputs in float32."""
     if not raised:
         return jaxpr
@@ -43,7 +43,7 @@ def with_raised(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
 
     def steps(env: dict[Var, Array]) -> None:
         for eqn in parts.eqns:
-            if is_raise(eqn) and eqn.invars[0] in given:
+            if is_upcast(eqn) and eqn.invars[0] in given:
                 env[eqn.outvars[0]] = env[eqn.invars[0]]
             else:
                 rewrite.run_equations([eqn], env)

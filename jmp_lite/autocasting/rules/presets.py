@@ -1,6 +1,7 @@
 """The presets: rules with names."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from jmp_lite.autocasting.rules.rules import (
     NORM_LAYERS,
     Rules,
 )
-from jmp_lite.casting.dtypes import dtype_names, unknown_name
+from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
 from jmp_lite.jaxprs.trace import check_function
 from jmp_lite.ops import LOWERABLE, POWERS, Precision, ops_of
 
@@ -85,7 +86,14 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
         )
     if compute_dtype is not None:
         chosen = dataclasses.replace(chosen, compute_dtype=compute_dtype)
-    return chosen.on_this_device
+    return functools.partial(_on_this_device, chosen)
+
+
+def _on_this_device(rules: Rules) -> Rules:
+    """Returns rules with the compute dtype of the default device for ``"half"``."""
+    if not isinstance(rules.compute_dtype, str):  # To NumPy, "half" is float16.
+        return rules
+    return dataclasses.replace(rules, compute_dtype=parse_dtype(HALF_OF_DEVICE))
 
 
 _MIXED = Rules(scopes=(NORM_LAYERS,))

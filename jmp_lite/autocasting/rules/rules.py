@@ -9,7 +9,6 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import jax
@@ -18,13 +17,12 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.match import (
     AnyPrecision,
-    RuleMatch,
-    RuleSource,
     format_of,
     in_json,
     name_of,
     parse_precision,
 )
+from jmp_lite.autocasting.rules.scopes import match_scope
 from jmp_lite.autocasting.rules.serialization import fields_in_json
 from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
 from jmp_lite.formats.float8 import Float8, Float8Format
@@ -42,29 +40,6 @@ from jmp_lite.ops import (
 )
 
 Item = TypeVar("Item")
-
-AUTOCAST_SCOPE = "__autocast__"
-
-FULL_SCOPE = "__full_precision__"
-
-LOW_SCOPE = "__low_precision__"
-
-AS_WRITTEN_SCOPE = "__low_call__"
-
-_MARKS: Mapping[str, Precision] = MappingProxyType(
-    {
-        AUTOCAST_SCOPE: Precision.KEEP,
-        FULL_SCOPE: Precision.FULL,
-        LOW_SCOPE: Precision.LOW,
-        AS_WRITTEN_SCOPE: Precision.KEEP,
-    }
-)
-"""Reserved names of scopes, which win over all others, the innermost first."""
-
-
-def of_the_user(path: str) -> str:
-    """Returns a path without the reserved scope in which autocast binds."""
-    return "/".join(name for name in path.split("/") if name != AUTOCAST_SCOPE)
 
 
 _BY_TABLE = {
@@ -297,83 +272,8 @@ class Rules:
 
     def precision_in(self, path: str) -> AnyPrecision | None:
         """Returns the ``Precision`` of a scope, or None if no pattern matches it."""
-        match = self.match_scope(path)
+        match = match_scope(self.scopes, path)
         return match.precision if match else None
-
-    def match(self, op: str, path: str) -> RuleMatch:
-        """Returns the rule that decides an op at a path.
-
-        A scope does not change a kernel, an op on bits, or an op with side effects.
-        """
-        known = record_of(op)
-        if known is None:
-            return RuleMatch(Precision.KEEP, RuleSource.UNKNOWN, op)
-        of_table = RuleMatch(known.precision, RuleSource.TABLE, known.group)
-        if known.precision is Precision.KEEP:
-            return of_table
-        match = self.match_scope(path, op)
-        if match and (op in LOWERABLE or match.precision is not Precision.LOW):
-            return match
-        precision = self.precision_of(op)
-        if op in self._ops:
-            return RuleMatch(precision, RuleSource.OP, op)
-        if precision is not known.precision:
-            return RuleMatch(precision, RuleSource.DEFAULT, op)
-        return of_table
-
-    def match_scope(self, path: str, op: str = "") -> RuleMatch | None:
-        """Returns the mark or the scope rule that matches a path, or None.
-
-        Args:
-          path: the path.
-          op: an op; a scope for a number format matches the products that have it.
-            Empty for all ops.
-        """
-        for name in reversed(path.split("/")):
-            if name in _MARKS:
-                return RuleMatch(_MARKS[name], RuleSource.MARK, name)
-        for pattern, precision in self.scopes:
-            requested = format_of(precision)
-            is_for_op = requested is None or op in requested.ops
-            if is_for_op and re.search(pattern, path):
-                return RuleMatch(precision, RuleSource.SCOPE, pattern)
-        return None
-
-    def region_in(self, path: str) -> str | None:
-        """Returns the path of the ``FULL_INSIDE`` scope around a path, or None."""
-        match = self.match_scope(path)
-        if match is None or match.precision is not Precision.FULL_INSIDE:
-            return None
-        found = re.search(match.name, path)
-        # A pattern may end with the slash after a name, or with the end of the path.
-        end = path.find("/", max(found.end() - 1, 0)) if found else -1
-        return path if end < 0 else path[:end]
-
-    def carry_in(self, path: str) -> str | None:
-        """Returns ``"follow"`` or ``"full"`` for the carries of a loop, or None."""
-        return _first_match(self.carries, path)
-
-    def on_this_device(self) -> "Rules":
-        """Returns rules with the compute dtype of the default device.
-
-        Rules whose compute dtype is not ``"half"`` are returned unchanged.
-        """
-        if not isinstance(self.compute_dtype, str):  # To NumPy, "half" is float16.
-            return self
-        return dataclasses.replace(self, compute_dtype=parse_dtype(HALF_OF_DEVICE))
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether every op keeps its own precision."""
-        of_user = {precision for _, precision in (*self.ops, *self.scopes)}
-        is_lowered = any(p.lowers or p is Precision.FULL_INSIDE for p in of_user)
-        return not is_lowered and not _leaves_ops(self, Precision.LOW)
-
-    @property
-    def asks_for_float8(self) -> bool:
-        """Whether a rule requests float8."""
-        of_user = (precision for _, precision in (*self.ops, *self.scopes))
-        return Precision.FLOAT8 in of_user
 
     def to_json(self) -> str:
         """Returns these rules as JSON, for ``Rules.from_json``."""
@@ -442,6 +342,13 @@ class Rules:
         return dict(self.ops)
 
 
+def is_identity(rules: Rules) -> bool:
+    """Whether every op keeps its own precision."""
+    of_user = {precision for _, precision in (*rules.ops, *rules.scopes)}
+    is_lowered = any(p.lowers or p is Precision.FULL_INSIDE for p in of_user)
+    return not is_lowered and not _leaves_ops(rules, Precision.LOW)
+
+
 def asks_for_low(rules: Rules, op: str, path: str) -> bool:
     """Returns whether the user's rules lower an op at a path, not the op table alone.
 
@@ -479,10 +386,6 @@ def requested_formats(rules: Rules) -> Mapping[NumberFormat, AnyPrecision]:
 def fields_of(rules: Rules) -> dict[str, Any]:
     """Returns the fields of rules, by name."""
     return {f.name: getattr(rules, f.name) for f in dataclasses.fields(Rules)}
-
-
-def _first_match(rules: Iterable[tuple[str, Item]], path: str) -> Item | None:
-    return next((value for pattern, value in rules if re.search(pattern, path)), None)
 
 
 def _check_op(op: str, precision: AnyPrecision) -> AnyPrecision:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jmp_lite.autocasting.rules.rules import of_the_user
+from jmp_lite.autocasting.rules.scopes import of_the_user
 from jmp_lite.insight.compare import twins
-from jmp_lite.insight.compare.twins import Error, Twin
+from jmp_lite.insight.compare.twins import TwinError, Twin
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import bilinear, params, structure
@@ -21,7 +21,7 @@ from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Var
 from jmp_lite.ops import KEEPING_ERRORS
 
 
-class Op(NamedTuple):
+class ComparedOp(NamedTuple):
     """An op and its place.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sums(NamedTuple):
     given: Array
 
 
-class Comparer(CountingEvaluator[Twin, bool, Op]):
+class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
     """Runs jaxprs on two lanes. The form of a value is whether it has a twin.
 
     Args:
@@ -98,8 +98,8 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         read = [one for one, is_tangent in pairs if one.error or not is_tangent]
         given = [error.relative for error in self._errors(read)]
         largest = functools.reduce(jnp.maximum, given, jnp.float32(0))
-        dtype = twins.dtype_it_runs_in(eqn)
-        op = Op(
+        dtype = twins.running_dtype(eqn)
+        op = ComparedOp(
             of_the_user(site.path),
             params.op_of(eqn),
             site.source,
@@ -110,7 +110,7 @@ class Comparer(CountingEvaluator[Twin, bool, Op]):
         weighted = jnp.where(size > 0, largest * size, 0)
         self.note([op], Sums(*(jnp.atleast_1d(x) for x in (off, size, weighted))))
 
-    def _errors(self, values: Sequence[Twin]) -> list[Error]:
+    def _errors(self, values: Sequence[Twin]) -> list[TwinError]:
         """Returns the errors of the values that have one."""
         errors = [twin.measured(self._elements) for twin in values]
         return [error for error in errors if error is not None]

@@ -15,8 +15,8 @@ from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.insight.compare.comparer import Comparer, Op, Sums
-from jmp_lite.insight.compare.twins import Error, StagedCasts, Twin, error
+from jmp_lite.insight.compare.comparer import Comparer, ComparedOp, Sums
+from jmp_lite.insight.compare.twins import TwinError, StagedCasts, Twin, error
 from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched
@@ -72,8 +72,8 @@ class Comparison:
     """
 
     sums: Sums
-    results: Error
-    ops: tuple[Op, ...]
+    results: TwinError
+    ops: tuple[ComparedOp, ...]
     names: tuple[str, ...]
 
     @property
@@ -142,19 +142,19 @@ _N_SHOWN = 20
 
 _SHARED = ("scope", "op", "source", "dtype", "is_backward")
 
-Params = ParamSpec("Params")
+Args = ParamSpec("Args")
 
 _ELEMENTS = 2**16
 
 
 def compare(
-    fun: Callable[Params, PyTree],
+    fun: Callable[Args, PyTree],
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
     elements: int = _ELEMENTS,
-) -> Callable[Params, Comparison]:
+) -> Callable[Args, Comparison]:
     """Returns a function that compares ``autocast(fun, rules)`` with float32, op by op.
 
     One program computes both, and measures the relative error of each op. It answers
@@ -257,11 +257,11 @@ def compared_with_float32(
     off, size = (jnp.asarray(column, jnp.float32) for column in columns)
     ops, total = comparer.found()
     sums: Sums = jax.tree.map(sharding.gathered, total)
-    of_results: Error = jax.tree.map(sharding.gathered, Error(off, size))
+    of_results: TwinError = jax.tree.map(sharding.gathered, TwinError(off, size))
     return Comparison(sums, of_results, tuple(ops), tuple(names))
 
 
-def _error_of_result(twin: Twin) -> Error:
+def _error_of_result(twin: Twin) -> TwinError:
     """Returns the error of a result; NaN if float32's result contains a NaN."""
     found, full = error(twin.low, twin.full), twin.full
     if not jnp.issubdtype(jnp.result_type(full), jnp.inexact):

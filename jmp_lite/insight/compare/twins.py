@@ -29,7 +29,7 @@ class StagedCasts(Casts):
         return super().cast(array, saturates)
 
 
-class Error(NamedTuple):
+class TwinError(NamedTuple):
     """The error of an array against float32.
 
     Attributes:
@@ -50,7 +50,7 @@ class Error(NamedTuple):
         )
 
 
-NO_ERROR = Error(np.float32(0), np.float32(1))
+NO_ERROR = TwinError(np.float32(0), np.float32(1))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -65,14 +65,14 @@ class Twin:
 
     low: Array
     exact: Array | None = None
-    error: Error | None = None
+    error: TwinError | None = None
 
     @property
     def full(self) -> Array:
         """The value on the lane of float32."""
         return widened(self.low) if self.exact is None else self.exact
 
-    def measured(self, elements: int) -> Error | None:
+    def measured(self, elements: int) -> TwinError | None:
         """Returns the error; None if there is no twin, or the dtype is not numeric.
 
         Args:
@@ -97,14 +97,14 @@ def widened(array: Array) -> Array:
 def run_twice(eqn: Eqn, operands: Sequence[Twin]) -> list[Twin]:
     """Runs an equation on both lanes, without entering a jaxpr that it contains."""
     low = params.bind(eqn, [twin.low for twin in operands])
-    if not _departs(eqn, operands) or not params.has_only_axis_effects(eqn):
+    if not _differs(eqn, operands) or not params.has_only_axis_effects(eqn):
         # An effect, such as a callback, must happen once.
         return list(map(Twin, low))
-    exact = _in_float32(eqn, operands)
+    exact = _run_float32(eqn, operands)
     return list(map(Twin, low, exact))
 
 
-def dtype_it_runs_in(eqn: Eqn) -> Dtype:
+def running_dtype(eqn: Eqn) -> Dtype:
     """Returns the narrowest floating dtype that an equation reads or returns.
 
     For a product in a number format it is the dtype of the rounded operands.
@@ -116,7 +116,7 @@ def dtype_it_runs_in(eqn: Eqn) -> Dtype:
     return min(floats, key=lambda d: jnp.finfo(d).bits, default=np.dtype("float32"))
 
 
-def _departs(eqn: Eqn, operands: Sequence[Twin]) -> bool:
+def _differs(eqn: Eqn, operands: Sequence[Twin]) -> bool:
     """Whether the result of an equation differs in float32."""
     if any(twin.exact is not None for twin in operands):
         return True
@@ -137,7 +137,7 @@ def _is_exact_cast(eqn: Eqn) -> bool:
     return after.nmant >= before.nmant and after.nexp >= before.nexp
 
 
-def _in_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
+def _run_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
     """Returns the results of an equation on the lane of float32."""
     op, full = params.op_of(eqn), [twin.full for twin in operands]
     if (results := bilinear.unrounded(eqn, full)) is not None:
@@ -174,15 +174,15 @@ def _has_numbers(array: Array) -> bool:
     return isinstance(structure.as_array(array).dtype, np.dtype)
 
 
-def error(low: Array, exact: Array) -> Error:
+def error(low: Array, exact: Array) -> TwinError:
     """Returns how far numbers are from others."""
     low = widened(low)
     if not jnp.issubdtype(exact.dtype, jnp.inexact):
         differ = jnp.sum(low != exact, dtype=jnp.float32)
-        return Error(differ, np.float32(low.size))
+        return TwinError(differ, np.float32(low.size))
     is_equal = (low == exact) | (jnp.isnan(low) & jnp.isnan(exact))
     off = jnp.where(is_equal, 0, jnp.abs(low - exact))
     # A number that is finite on one lane only has an infinite error.
     off = jnp.where(jnp.isnan(off), jnp.inf, off)
     size = jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0)
-    return Error(*(jnp.sum(x, dtype=jnp.float32) for x in (off, size)))
+    return TwinError(*(jnp.sum(x, dtype=jnp.float32) for x in (off, size)))

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import jax
 
-from jmp_lite.autocasting.rules.rules import of_the_user
-from jmp_lite.insight.explain.rows import Row, bytes_of, equations, precision_as_traced
+from jmp_lite.autocasting.rules.scopes import of_the_user
+from jmp_lite.insight.explain.rows import Row, bytes_of, placed_equations, precision_as_traced
 from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import bilinear, cost, params, source, structure
-from jmp_lite.jaxprs.dataflow import Backward as BackwardAnalysis
+from jmp_lite.jaxprs.dataflow import ProgramGradient as Backward
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
 
 
-class Backward(NamedTuple):
+class ProgramGradient(NamedTuple):
     """A program and its gradient.
 
     Attributes:
@@ -38,7 +38,7 @@ class Backward(NamedTuple):
     kept: int
 
 
-def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
+def backward_of(program: Jaxpr, treedef: PyTree) -> ProgramGradient:
     """Returns the backward pass of a program, without running it.
 
     Args:
@@ -65,16 +65,16 @@ def backward_of(program: Jaxpr, treedef: PyTree) -> Backward:
     returned = of_forward.outvars[len(results) :][:n_kept]
     backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
     n_out = len(structure.parts(backward).outvars)
-    uses = _Uses().inputs(backward, [_Use.NUMBERS] * n_out)
+    uses = _ResidualUseAnalysis().inputs(backward, [_ResidualUse.NUMBERS] * n_out)
     residuals = {
         var
         for var, use in zip(returned, uses[:n_kept], strict=True)
-        if use is not _Use.TANGENT and not structure.is_literal(var)
+        if use is not _ResidualUse.TANGENT and not structure.is_literal(var)
     } - there
-    return Backward(program, traced, backward, sum(map(bytes_of, residuals)))
+    return ProgramGradient(program, traced, backward, sum(map(bytes_of, residuals)))
 
 
-class _Use(enum.IntEnum):
+class _ResidualUse(enum.IntEnum):
     """What a residual is used for: of several uses, the largest."""
 
     NONE = 0
@@ -82,31 +82,31 @@ class _Use(enum.IntEnum):
     NUMBERS = 2
 
 
-class _Uses(BackwardAnalysis[_Use]):
+class _ResidualUseAnalysis(Backward[_ResidualUse]):
     """Finds which residuals are read as numbers, and which carry a tangent alone."""
 
-    def nothing(self) -> _Use:
+    def nothing(self) -> _ResidualUse:
         """Nothing reads it."""
-        return _Use.NONE
+        return _ResidualUse.NONE
 
-    def join(self, one: _Use, other: _Use) -> _Use:
+    def join(self, one: _ResidualUse, other: _ResidualUse) -> _ResidualUse:
         """Returns the larger of two uses."""
         return max(one, other)
 
-    def of_predicate(self) -> _Use:
+    def predicate_fact(self) -> _ResidualUse:
         """A predicate is read."""
-        return _Use.NUMBERS
+        return _ResidualUse.NUMBERS
 
-    def through(self, eqn: Eqn, facts: Sequence[_Use], path: str) -> Sequence[_Use]:
+    def transfer(self, eqn: Eqn, facts: Sequence[_ResidualUse], path: str) -> Sequence[_ResidualUse]:
         """Returns what an op uses its operands for."""
         del facts, path
         return [
-            _Use.TANGENT if is_tangent else _Use.NUMBERS
+            _ResidualUse.TANGENT if is_tangent else _ResidualUse.NUMBERS
             for is_tangent in bilinear.are_tangents(eqn)
         ]
 
 
-def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
+def rows_of_backward(run: ProgramGradient, traced: ProgramGradient) -> Iterator[Row]:
     """Yields the rows that run only for the backward pass.
 
     Args:
@@ -127,7 +127,7 @@ def rows_of_backward(run: Backward, traced: Backward) -> Iterator[Row]:
         yield row
 
 
-def _rows_for(passes: Backward) -> Iterator[Row]:
+def _rows_for(passes: ProgramGradient) -> Iterator[Row]:
     """Yields the rows that the program itself does not run.
 
     It does not compare source lines: a custom rule may recompute a value on its own
@@ -148,7 +148,7 @@ def _rows_for(passes: Backward) -> Iterator[Row]:
 
 def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
     made: dict[int, Row] = {}
-    for eqn, place in equations(jaxpr, Place()):
+    for eqn, place in placed_equations(jaxpr, Place()):
         if params.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
             continue
         if id(eqn) not in made:

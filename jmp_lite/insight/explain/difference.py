@@ -27,7 +27,7 @@ class Difference:
     """
 
     def __init__(self, left: Sequence[Row], right: Sequence[Row]) -> None:
-        ours, theirs = _by_place(left), _by_place(right)
+        ours, theirs = _index_by_place(left), _index_by_place(right)
         both = [(row, theirs[key]) for key, row in ours.items() if key in theirs]
         self.changed = tuple(
             (a, b)
@@ -66,7 +66,7 @@ def _precisions_of(a: Row, b: Row) -> tuple[str, str]:
     return first, second
 
 
-def _by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
+def _index_by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
     """Returns rows by keys that are the same in each explanation of a function."""
     seen: Counter[object] = Counter()
     found: dict[object, Row] = {}

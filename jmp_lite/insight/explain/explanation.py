@@ -24,13 +24,13 @@ from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
 from jmp_lite.insight.explain.difference import Difference
 from jmp_lite.insight.explain.grouping import depth_that_fits, grouped
-from jmp_lite.insight.explain.lints import Lint, Looked, find_lints
+from jmp_lite.insight.explain.lints import Lint, LintInput, find_lints
 from jmp_lite.insight.explain.rows import (
     Row,
     Totals,
     casts_in,
     is_low,
-    seen_in,
+    decided_rows,
     totals_of,
 )
 from jmp_lite.insight.tables import count, html_table, text_table
@@ -249,16 +249,16 @@ class Explanation:
         return list(dict.fromkeys(map(of, self.rows)))
 
 
-Params = ParamSpec("Params")
+Args = ParamSpec("Args")
 
 
 def explain(
-    fun: Callable[Params, PyTree],
+    fun: Callable[Args, PyTree],
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
-) -> Callable[Params, Explanation]:
+) -> Callable[Args, Explanation]:
     """Returns a function that explains what ``autocast(fun, rules)`` does.
 
     Args:
@@ -307,9 +307,9 @@ def explain(
         run = structure.trace(
             lambda *xs: run_function(traced, xs), program.avals, traced
         )
-        low = interpreter.at.low_dtype
-        seen = list(seen_in(interpreter.records, interpreter.rules))
-        rows, kept = [one.row for one in seen], None
+        low = interpreter.lookup.low_dtype
+        decided = list(decided_rows(interpreter.records, interpreter.rules))
+        rows, kept = [one.row for one in decided], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
             passes = [backward_of(jaxpr, treedef) for jaxpr in (traced, run)]
@@ -319,12 +319,12 @@ def explain(
             programs = [[one.forward, one.backward] for one in passes]
         as_traced, as_run = (casts_in(each, low) for each in programs)
         added = tuple(n - m for n, m in zip(as_run, as_traced, strict=True))
-        forward = [one for one in seen if not one.row.is_backward]
-        looked = Looked(
+        forward = [one for one in decided if not one.row.is_backward]
+        inputs = LintInput(
             forward,
             interpreter.results,
             interpreter.rules,
-            has_gradients=backward or len(forward) < len(seen),
+            has_gradients=backward or len(forward) < len(decided),
             program=program,
             alone=_alone(args, kwargs),
         )
@@ -332,7 +332,7 @@ def explain(
             interpreter.rules,
             tuple(rows),
             totals_of(rows, added, kept),
-            find_lints(looked),
+            find_lints(inputs),
             tuple(_unused(interpreter.rules, rows, traced)),
             {
                 name: n

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jmp_lite.insight.explain.rows import Row, runs_in
 from jmp_lite.insight.places import short
-from jmp_lite.insight.tables import Groups
+from jmp_lite.insight.tables import RowGroups
 
 _HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
 
@@ -28,7 +28,7 @@ def depth_that_fits(rows: Sequence[Row]) -> int | None:
     return 1
 
 
-def grouped(rows: Sequence[Row], depth: int | None) -> tuple[Sequence[str], Groups]:
+def grouped(rows: Sequence[Row], depth: int | None) -> tuple[Sequence[str], RowGroups]:
     """Returns the headers and the rows of a table, by scope."""
     counted: dict[tuple[str, ...], list[Row]] = {}
     of_op: dict[object, list[Row]] = {}
@@ -49,7 +49,7 @@ def grouped(rows: Sequence[Row], depth: int | None) -> tuple[Sequence[str], Grou
         times = [row.times for row in same]
         number = "?" if None in times else str(sum(t for t in times if t))
         if depth is not None:
-            cells.append(_only_in(same, of_op[scope, cells[0]], depth))
+            cells.append(_blocks_that_differ(same, of_op[scope, cells[0]], depth))
         groups[-1][1].append((number, *cells))
     headers = _HEADERS if depth is None else _HEADERS_OF_A_SUM
     return headers, groups
@@ -62,7 +62,7 @@ def _cells(row: Row, depth: int | None) -> Sequence[str]:
     return (row.op, runs_in(row), *texts)
 
 
-def _only_in(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
+def _blocks_that_differ(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
     """Returns the few numbered blocks in which an op runs differently."""
     ours, all_ = (
         {_first(row.scope, depth): None for row in some} for some in (rows, among)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.decide.decisions import Operand, Reason, Run
-from jmp_lite.autocasting.decide.facts import Number, Origin, State
+from jmp_lite.autocasting.decide.facts import NumberOrigin, Origin, State
 from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.interpreter.arguments import Program, is_narrow
 from jmp_lite.autocasting.rules.match import RuleSource
@@ -22,11 +22,11 @@ from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.formats.number_format import LOW, Verdict
 from jmp_lite.insight.explain import provenance
 from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
-from jmp_lite.insight.explain.rows import Seen, counted, equations, is_decided_inside
+from jmp_lite.insight.explain.rows import DecidedRow, times_or_once, placed_equations, is_decided_inside
 from jmp_lite.insight.places import Place, short
 from jmp_lite.insight.tables import count
 from jmp_lite.jaxprs import cost, params, source, structure
-from jmp_lite.jaxprs.dataflow import equations as every_equation
+from jmp_lite.jaxprs.dataflow import placed_equations as every_equation
 from jmp_lite.jaxprs.dataflow import jaxprs as every_jaxpr
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn
@@ -66,7 +66,7 @@ class Lint:
         return f"{text}. {self.remedy}."
 
 
-class Looked(NamedTuple):
+class LintInput(NamedTuple):
     """The input of a check.
 
     Attributes:
@@ -79,7 +79,7 @@ class Looked(NamedTuple):
       alone: the inputs that are arguments by themselves, not in a pytree.
     """
 
-    seen: Sequence[Seen]
+    decided: Sequence[DecidedRow]
     results: Sequence[Operand]
     rules: Rules
     has_gradients: bool
@@ -87,11 +87,11 @@ class Looked(NamedTuple):
     alone: frozenset[int]
 
 
-def find_lints(looked: Looked) -> tuple[Lint, ...]:
+def find_lints(inputs: LintInput) -> tuple[Lint, ...]:
     """Returns the lints of a function; similar lints become one, with a count."""
     like: dict[object, list[Lint]] = {}
     for check in _CHECKS:
-        for lint in check(looked):
+        for lint in check(inputs):
             # Blocks whose names differ only in a number are alike.
             scope = re.sub(r"\d+", "", lint.scope)
             message = lint.message.replace(lint.scope, "")
@@ -106,38 +106,38 @@ def _counted(same: Sequence[Lint]) -> Lint:
     return dataclasses.replace(same[0], message=same[0].message + like_it)
 
 
-def _at(seen: Seen, name: str, message: str, remedy: str) -> Lint:
-    return Lint(name, message, remedy, seen.row.scope, seen.row.source)
+def _make_lint(decided: DecidedRow, name: str, message: str, remedy: str) -> Lint:
+    return Lint(name, message, remedy, decided.row.scope, decided.row.source)
 
 
-def _follows_float32(seen: Seen) -> bool:
-    decision = seen.record.decision
+def _follows_float32(decided: DecidedRow) -> bool:
+    decision = decided.record.decision
     return decision.run is Run.FULL and decision.leader is not None
 
 
-def _has_low(seen: Seen) -> bool:
-    return any(o.state is State.LOW for o in seen.record.operands)
+def _has_low(decided: DecidedRow) -> bool:
+    return any(o.state is State.LOW for o in decided.record.operands)
 
 
-def _widened_stream(looked: Looked) -> Iterator[Lint]:
+def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
     """A float32 value meets a 16-bit one, and later ops run in float32 up to a cast.
 
     If the float32 value is computed from the 16-bit one, both are part of one function
     that is deliberately float32: a norm, a softplus. The float32 carry of a loop has a
     row with its own reason.
     """
-    first: dict[int, Seen] = {}
-    after: dict[int, list[Seen]] = {}
+    first: dict[int, DecidedRow] = {}
+    after: dict[int, list[DecidedRow]] = {}
     is_cast_back: set[int] = set()
-    for seen in looked.seen:
-        record = seen.record
-        if record.result is None and _follows_float32(seen):
+    for decided in inputs.decided:
+        record = decided.record
+        if record.result is None and _follows_float32(decided):
             name = id(record.origin)
-            widens = _has_low(seen) and roots_of(record.operands) is None
+            widens = _has_low(decided) and roots_of(record.operands) is None
             if widens and not _is_by_choice(record.origin):
-                first.setdefault(name, seen)
+                first.setdefault(name, decided)
             if name in first:
-                after.setdefault(name, []).append(seen)
+                after.setdefault(name, []).append(decided)
         # The result of a norm is 16-bit too.
         match = record.decision.match
         is_norm = match is not None and match.precision is Precision.FULL_INSIDE
@@ -145,14 +145,14 @@ def _widened_stream(looked: Looked) -> Iterator[Lint]:
             for operand in record.operands:
                 if operand.state is State.HARD:
                     is_cast_back.add(id(operand.origin))
-    for name, seen in first.items():
+    for name, decided in first.items():
         rows = [one.row for one in after[name]]
         # The tail of a loss ends in float32, and a cast fuses with a single op.
         if name not in is_cast_back or len(rows) == 1:
             continue
-        size = sum(row.bytes_run * counted(row.times) for row in rows)
-        yield _at(
-            seen,
+        size = sum(row.bytes_run * times_or_once(row.times) for row in rows)
+        yield _make_lint(
+            decided,
             "widened stream",
             f"{seen.origin} is float32 and meets a 16-bit value here: {len(rows)} ops "
             f"({count(size)}B) from here on run in float32",
@@ -165,22 +165,22 @@ def _is_by_choice(origin: Origin) -> bool:
     return not is_equation(origin) or params.op_of(origin) in HIGHER_ORDER
 
 
-def _float32_input(looked: Looked) -> Iterator[Lint]:
+def _float32_input(inputs: LintInput) -> Iterator[Lint]:
     """An argument follows the 16-bit value that it is added to.
 
     Parameters are not data: they come in pytrees, and data comes as an array.
     """
-    if not looked.alone:
+    if not inputs.alone:
         return
     given = [
-        provenance.From(frozenset([i]), i) if i in looked.alone else provenance.From()
-        for i in range(len(structure.parts(looked.program.jaxpr).invars))
+        provenance.ArgumentOrigin(frozenset([i]), i) if i in inputs.alone else provenance.ArgumentOrigin()
+        for i in range(len(structure.parts(inputs.program.jaxpr).invars))
     ]
     addends = provenance.Addends()
-    addends.outputs(looked.program.jaxpr, given)
-    for seen in looked.seen:
-        record = seen.record
-        follows = record.decision.match is None and _has_low(seen)
+    addends.outputs(inputs.program.jaxpr, given)
+    for decided in inputs.decided:
+        record = decided.record
+        follows = record.decision.match is None and _has_low(decided)
         if not follows or record.decision.run is not Run.LOW:
             continue
         shape = record.eqn.outvars[0].aval.shape
@@ -188,8 +188,8 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
             operand = record.operands[i]
             is_spread = operand.shape != shape or len(shape) < 2
             if operand.state is State.SOFT and not is_spread:
-                yield _at(
-                    seen,
+                yield _make_lint(
+                    decided,
                     "float32 input",
                     "a float32 input is rounded to 16 bits before it is added to a "
                     "16-bit value",
@@ -198,12 +198,12 @@ def _float32_input(looked: Looked) -> Iterator[Lint]:
                 )
 
 
-def _float32_carry(looked: Looked) -> Iterator[Lint]:
+def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
     """A carry of a possible stack of layers is float32."""
-    if looked.rules.default is Precision.FULL:  # Everything but products is float32.
+    if inputs.rules.default is Precision.FULL:  # Everything but products is float32.
         return
-    for seen in looked.seen:
-        record = seen.record
+    for decided in inputs.decided:
+        record = decided.record
         if record.result is None or record.decision.run is not Run.FULL:
             continue
         if _differentiates(record.eqn):  # It trains its carries.
@@ -213,7 +213,7 @@ def _float32_carry(looked: Looked) -> Iterator[Lint]:
         if is_result:
             remedy = 'Use rules.carry(scope, "follow") if layers pass it on'
         if is_result or record.origin is not None:
-            yield _at(seen, "float32 carry", f"float32 {seen.row.reason}", remedy)
+            yield _make_lint(decided, "float32 carry", f"float32 {seen.row.reason}", remedy)
 
 
 def _differentiates(loop: Eqn) -> bool:
@@ -221,33 +221,33 @@ def _differentiates(loop: Eqn) -> bool:
     return any(
         source.is_transposed(eqn)
         for body in params.inner_jaxprs(loop)
-        for eqn, _ in equations(body, Place())
+        for eqn, _ in placed_equations(body, Place())
     )
 
 
-def _asked_for_float32(looked: Looked) -> Iterator[Lint]:
-    for seen in looked.seen:
-        if seen.record.decision.reason is Reason.HIGHEST_PRECISION:
-            yield _at(
-                seen,
+def _asked_for_float32(inputs: LintInput) -> Iterator[Lint]:
+    for decided in inputs.decided:
+        if decided.record.decision.reason is Reason.HIGHEST_PRECISION:
+            yield _make_lint(
+                decided,
                 "float32 product",
                 "a matrix product requests a specific precision and runs in float32",
                 "Leave precision= out if 16 bits suffice",
             )
 
 
-def _off_tensor_cores(looked: Looked) -> Iterator[Lint]:
-    for seen in looked.seen:
-        if seen.row.op not in PRODUCTS or seen.record.decision.run is not Run.LOW:
+def _off_tensor_cores(inputs: LintInput) -> Iterator[Lint]:
+    for decided in inputs.decided:
+        if decided.row.op not in PRODUCTS or decided.record.decision.run is not Run.LOW:
             continue
-        sizes = cost.product_sizes(seen.record.eqn)
+        sizes = cost.product_sizes(decided.record.eqn)
         if 1 in sizes:  # A vector product or a depthwise convolution: no tensor cores.
             continue
         # A symbolic size is unknown.
         odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 8]
         if odd:
-            yield _at(
-                seen,
+            yield _make_lint(
+                decided,
                 "tensor cores",
                 f"{_not_multiples(odd)}, in a product of sizes "
                 f"{' x '.join(map(str, sizes))}",
@@ -263,11 +263,11 @@ def _not_multiples(sizes: Sequence[int]) -> str:
     return f"{', '.join(distinct[:-1])} and {distinct[-1]} are not multiples of 8"
 
 
-def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
+def _unfit_for_format(inputs: LintInput) -> Iterator[Lint]:
     """A product has no requested number format, or has one that it should not have."""
     found: dict[str, Counter[Verdict]] = {}
-    for seen in looked.seen:
-        decision = seen.record.decision
+    for decided in inputs.decided:
+        decision = decided.record.decision
         requested, verdict = decision.requested, decision.verdict
         if requested == LOW:
             continue
@@ -275,8 +275,8 @@ def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
         advice = requested.advice(verdict.code)
         is_named = decision.match and decision.match.source is RuleSource.SCOPE
         if advice and (is_named or not advice.is_for_scopes):
-            message = advice.message or seen.row.reason
-            yield _at(seen, advice.lint, message, advice.remedy)
+            message = advice.message or decided.row.reason
+            yield _make_lint(decided, advice.lint, message, advice.remedy)
     for name, verdicts in found.items():
         if not any(verdict.qualifies for verdict in verdicts):
             most = verdicts.most_common(1)[0][0].code.replace("_", " ")
@@ -288,15 +288,15 @@ def _unfit_for_format(looked: Looked) -> Iterator[Lint]:
             )
 
 
-def _lost_digits(looked: Looked) -> Iterator[Lint]:
+def _lost_digits(inputs: LintInput) -> Iterator[Lint]:
     """The reader of a 16-bit product needs more of its digits."""
     readers = provenance.ProductReaders()
-    readers.follow(looked.program.jaxpr)
-    for seen in looked.seen:
-        if seen.record.decision.run is Run.LOW:
+    readers.follow(inputs.program.jaxpr)
+    for decided in inputs.decided:
+        if decided.record.decision.run is Run.LOW:
             for name, message, remedy in _LOST_DIGITS:
-                if id(seen.record.eqn) in readers.found[name]:
-                    yield _at(seen, name, message, remedy)
+                if id(decided.record.eqn) in readers.found[name]:
+                    yield _make_lint(decided, name, message, remedy)
 
 
 _LOST_DIGITS = (
@@ -321,15 +321,15 @@ _LOST_DIGITS = (
 """The name of each lint, its message and its remedy."""
 
 
-def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
+def _amplified_rounding(inputs: LintInput) -> Iterator[Lint]:
     """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
     differences = provenance.Differences()
-    differences.follow(looked.program.jaxpr)
-    for seen in looked.seen:
-        is_low = seen.record.decision.state is State.LOW
-        if is_low and id(seen.record.eqn) in differences.amplified:
-            yield _at(
-                seen,
+    differences.follow(inputs.program.jaxpr)
+    for decided in inputs.decided:
+        is_low = decided.record.decision.state is State.LOW
+        if is_low and id(decided.record.eqn) in differences.amplified:
+            yield _make_lint(
+                decided,
                 "amplified rounding",
                 "a logarithm, a root, a quotient or a step reads this 16-bit sum or "
                 "difference, and amplifies its rounding error",
@@ -337,12 +337,12 @@ def _amplified_rounding(looked: Looked) -> Iterator[Lint]:
             )
 
 
-def _captured(looked: Looked) -> Iterator[Lint]:
+def _captured(inputs: LintInput) -> Iterator[Lint]:
     """An array of 16 bits that is no argument, so that its readers run in 16 bits."""
-    if not looked.program.is_widened:
+    if not inputs.program.is_widened:
         return
     found = Counter[str]()
-    for _, jaxpr in every_jaxpr(looked.program.jaxpr):
+    for _, jaxpr in every_jaxpr(inputs.program.jaxpr):
         for var in structure.parts(jaxpr).constvars:
             if is_narrow(var.aval) and var.aval.shape:
                 found[var.aval.str_short()] += 1
@@ -355,9 +355,9 @@ def _captured(looked: Looked) -> Iterator[Lint]:
         )
 
 
-def _traced_in_16_bits(looked: Looked) -> Iterator[Lint]:
+def _traced_in_16_bits(inputs: LintInput) -> Iterator[Lint]:
     """The function is not valid for float32 arguments."""
-    if looked.program.error is not None:
+    if inputs.program.error is not None:
         yield Lint(
             "arguments in 16 bits",
             "16-bit arguments are traced as they are, because the function fails for "
@@ -367,7 +367,7 @@ def _traced_in_16_bits(looked: Looked) -> Iterator[Lint]:
         )
 
 
-def _opaque(looked: Looked) -> Iterator[Lint]:
+def _opaque(inputs: LintInput) -> Iterator[Lint]:
     """An op that runs as traced receives a 16-bit value, and could be converted.
 
     Such an op is a kernel, a loop whose condition depends on a float, or an unknown op.
@@ -376,35 +376,35 @@ def _opaque(looked: Looked) -> Iterator[Lint]:
     # The record of a whole loop has no operands.
     is_low: set[object] = set()
     known: set[int] = set()  # Equations inside of one that was checked.
-    for seen in looked.seen:
-        eqn, decision = seen.record.eqn, seen.record.decision
+    for decided in inputs.decided:
+        eqn, decision = decided.record.eqn, decided.record.decision
         if decision.state is State.LOW:
             is_low.update(eqn.outvars)
         is_kept = decision.run is Run.AS_TRACED and decision.state is State.HARD
         is_by_choice = decision.reason is Reason.OTHER_FLOATS
-        if not is_kept or is_by_choice or is_decided_inside(seen.row):
+        if not is_kept or is_by_choice or is_decided_inside(decided.row):
             continue
-        if seen.row.op == "while":
+        if decided.row.op == "while":
             given = {atom for atom in eqn.invars if not structure.is_literal(atom)}
             raises, remedy = not given.isdisjoint(is_low), _FOR_A_LOOP
         else:
             hands_back = any(map(structure.is_float32, eqn.outvars))
-            is_kernel = _is_kernel(seen.row.op)
-            raises = _has_low(seen) and hands_back and is_kernel
+            is_kernel = _is_kernel(decided.row.op)
+            raises = _has_low(decided) and hands_back and is_kernel
             remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
         inside = [e for j in params.inner_jaxprs(eqn) for e, _ in every_equation(j)]
         n_products = sum(map(_is_float32_product, inside))
         is_inside = id(eqn) in known
         known.update(map(id, inside))
-        needs_digits = is_inside or seen.row.op in HOLDING_SOLVERS
+        needs_digits = is_inside or decided.row.op in HOLDING_SOLVERS
         runs = f"{seen.row.op} runs as traced"
         if raises:
             message = f"{runs}, so 16-bit operands are cast to float32 for it"
-            yield _at(seen, "opaque op", message, remedy)
+            yield _make_lint(decided, "opaque op", message, remedy)
         elif n_products and not needs_digits:
             many = f"{n_products} float32 matrix products"
             products = many if n_products > 1 else "a float32 matrix product"
-            yield _at(seen, "kept product", f"{runs}, with {products} inside", remedy)
+            yield _make_lint(decided, "kept product", f"{runs}, with {products} inside", remedy)
 
 
 def _is_kernel(op: str) -> bool:
@@ -424,23 +424,23 @@ _FOR_A_KERNEL = "Call it through jmp_lite.low_call if it accepts 16 bits"
 _FOR_A_LOOP = 'Use rules.carry(scope, "follow") if the loop also ends in 16 bits'
 
 
-def _literal(looked: Looked) -> Iterator[Lint]:
-    for seen in looked.seen:
-        if not (_follows_float32(seen) and _has_low(seen)):
+def _literal(inputs: LintInput) -> Iterator[Lint]:
+    for decided in inputs.decided:
+        if not (_follows_float32(decided) and _has_low(decided)):
             continue
-        for operand in seen.record.operands:
+        for operand in decided.record.operands:
             number = operand.origin  # For a marked number it is the mark.
-            if operand.state is State.HARD and isinstance(number, Number):
-                what, remedy = _misfit(number, np.dtype(looked.rules.compute_dtype))
-                yield _at(
-                    seen,
+            if operand.state is State.HARD and isinstance(number, NumberOrigin):
+                what, remedy = _misfit(number, np.dtype(inputs.rules.compute_dtype))
+                yield _make_lint(
+                    decided,
                     "literal out of range",
                     f"{origin_in_words(number)} {what}, so this op runs in float32",
                     remedy,
                 )
 
 
-def _misfit(number: Number, dtype: Dtype) -> tuple[str, str]:
+def _misfit(number: NumberOrigin, dtype: Dtype) -> tuple[str, str]:
     """Returns what a number becomes in 16 bits, and the remedy."""
     with np.errstate(over="ignore"):
         low = np.float32(number.value).astype(dtype)
@@ -454,11 +454,11 @@ def _misfit(number: Number, dtype: Dtype) -> tuple[str, str]:
     return f"does not fit {dtype.name}", remedy
 
 
-def _low_result(looked: Looked) -> Iterator[Lint]:
-    for i, result in enumerate(looked.results):
+def _low_result(inputs: LintInput) -> Iterator[Lint]:
+    for i, result in enumerate(inputs.results):
         if result.state is not State.LOW or result.shape:
             continue
-        made_by = (s for s in looked.seen if s.record.eqn is result.origin)
+        made_by = (s for s in inputs.decided if s.record.eqn is result.origin)
         source = next((s.row.source for s in made_by), "")
         yield Lint(
             "low result",
@@ -468,10 +468,10 @@ def _low_result(looked: Looked) -> Iterator[Lint]:
         )
 
 
-def _no_loss_scale(looked: Looked) -> Iterator[Lint]:
-    is_float16 = any(seen.row.precision == "float16" for seen in looked.seen)
-    is_scaled = any("loss_scale" in seen.row.scope for seen in looked.seen)
-    if is_float16 and looked.has_gradients and not is_scaled:
+def _no_loss_scale(inputs: LintInput) -> Iterator[Lint]:
+    is_float16 = any(decided.row.precision == "float16" for decided in inputs.decided)
+    is_scaled = any("loss_scale" in decided.row.scope for decided in inputs.decided)
+    if is_float16 and inputs.has_gradients and not is_scaled:
         yield Lint(
             "no loss scale",
             "float16 gradients without a loss scale: those below 6e-8 become zero",
@@ -480,29 +480,29 @@ def _no_loss_scale(looked: Looked) -> Iterator[Lint]:
         )
 
 
-def _low_norm(looked: Looked) -> Iterator[Lint]:
+def _low_norm(inputs: LintInput) -> Iterator[Lint]:
     """A norm that adds up in 16 bits."""
-    for seen in looked.seen:
-        is_sum = seen.row.op in ("reduce_sum", "rsqrt")
-        is_low = seen.record.decision.run is Run.LOW
-        if is_sum and is_low and re.search(NORM_LAYERS[0], seen.row.scope):
-            yield _at(
-                seen,
+    for decided in inputs.decided:
+        is_sum = decided.row.op in ("reduce_sum", "rsqrt")
+        is_low = decided.record.decision.run is Run.LOW
+        if is_sum and is_low and re.search(NORM_LAYERS[0], decided.row.scope):
+            yield _make_lint(
+                decided,
                 "low norm",
                 f"{seen.row.scope} computes its statistics in 16 bits",
                 "Use the preset 'mixed' or 'O2', or rules.scope(..., \"full\")",
             )
 
 
-def _inner_autocast(looked: Looked) -> Iterator[Lint]:
+def _inner_autocast(inputs: LintInput) -> Iterator[Lint]:
     """The function is already autocast, so its decisions cannot be explained."""
     inside = [
-        seen
-        for seen in looked.seen
-        if seen.row.op != "convert_element_type" and is_decided_inside(seen.row)
+        decided
+        for decided in inputs.decided
+        if decided.row.op != "convert_element_type" and is_decided_inside(decided.row)
     ]
     if inside:
-        yield _at(
+        yield _make_lint(
             inside[0],
             "inner autocast",
             f"an inner autocast decides {len(inside)} equations and hides its reasons",
@@ -510,7 +510,7 @@ def _inner_autocast(looked: Looked) -> Iterator[Lint]:
         )
 
 
-_CHECKS: Sequence[Callable[[Looked], Iterator[Lint]]] = (
+_CHECKS: Sequence[Callable[[LintInput], Iterator[Lint]]] = (
     _widened_stream,
     _float32_input,
     _float32_carry,

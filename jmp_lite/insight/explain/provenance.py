@@ -22,7 +22,7 @@ class Following(ForwardAnywhere[Fact]):
         self.outputs(jaxpr, [self.nothing()] * len(structure.parts(jaxpr).invars))
 
 
-class From(NamedTuple):
+class ArgumentOrigin(NamedTuple):
     """The origin of a value.
 
     Attributes:
@@ -34,7 +34,7 @@ class From(NamedTuple):
     moved: int | None = None
 
 
-class Addends(ForwardAnywhere[From]):
+class Addends(ForwardAnywhere[ArgumentOrigin]):
     """Follows arguments to the sums in which they are addends.
 
     Attributes:
@@ -46,16 +46,16 @@ class Addends(ForwardAnywhere[From]):
         super().__init__()
         self.added: dict[int, set[int]] = {}
 
-    def nothing(self) -> From:
+    def nothing(self) -> ArgumentOrigin:
         """A number comes from no argument."""
-        return From()
+        return ArgumentOrigin()
 
-    def join(self, one: From, other: From) -> From:
+    def join(self, one: ArgumentOrigin, other: ArgumentOrigin) -> ArgumentOrigin:
         """Returns the origin of a value that is one of two."""
         moved = one.moved if one.moved == other.moved else None
-        return From(one.arguments | other.arguments, moved)
+        return ArgumentOrigin(one.arguments | other.arguments, moved)
 
-    def through(self, eqn: Eqn, facts: Sequence[From], path: str) -> Sequence[From]:
+    def transfer(self, eqn: Eqn, facts: Sequence[ArgumentOrigin], path: str) -> Sequence[ArgumentOrigin]:
         """Returns the origins of the results of an op."""
         del path
         if params.op_of(eqn) in ops.ADDING:
@@ -70,13 +70,13 @@ class Addends(ForwardAnywhere[From]):
         arguments = frozenset[int]().union(*(fact.arguments for fact in facts))
         moves = params.op_of(eqn) in _MOVING_ONCE
         moved = facts[0].moved if moves else None
-        return [From(arguments, moved)] * len(eqn.outvars)
+        return [ArgumentOrigin(arguments, moved)] * len(eqn.outvars)
 
 
 _MOVING_ONCE = ops.MOVING - ops.ADDED_UP
 
 
-class Made(NamedTuple):
+class ValueParts(NamedTuple):
     """The parts of a value that moves, sums, scalings and roundings lead to.
 
     Attributes:
@@ -95,7 +95,7 @@ class Made(NamedTuple):
     is_integer: bool = False
 
 
-class ProductReaders(Following[Made]):
+class ProductReaders(Following[ValueParts]):
     """Follows matrix products to readers that need more than 16 bits.
 
     Attributes:
@@ -109,15 +109,15 @@ class ProductReaders(Following[Made]):
         super().__init__()
         self.found: Mapping[str, set[int]] = defaultdict(set)
 
-    def nothing(self) -> Made:
+    def nothing(self) -> ValueParts:
         """A number or an argument contains no product."""
-        return Made()
+        return ValueParts()
 
-    def join(self, one: Made, other: Made) -> Made:
+    def join(self, one: ValueParts, other: ValueParts) -> ValueParts:
         """Returns the parts of a value that is one of two."""
         if one == other:
             return one
-        return Made(
+        return ValueParts(
             one.products | other.products,
             one.differing | other.differing,
             one.is_sum or other.is_sum,
@@ -125,33 +125,33 @@ class ProductReaders(Following[Made]):
             one.is_integer or other.is_integer,
         )
 
-    def through(self, eqn: Eqn, facts: Sequence[Made], path: str) -> Sequence[Made]:
+    def transfer(self, eqn: Eqn, facts: Sequence[ValueParts], path: str) -> Sequence[ValueParts]:
         """Returns the parts of the results of an op, and records its products."""
         del path
         op = params.op_of(eqn)
-        joint = functools.reduce(self.join, facts) if facts else Made()
+        joint = functools.reduce(self.join, facts) if facts else ValueParts()
         if op in ops.POSITIONAL:
             self.found["low phase"].update(joint.products)
         if op in ops.PICKING or op in ops.ROOTS:
             self.found["cancellation"].update(joint.differing)
         return [self._result(eqn, op, facts, joint)] * len(eqn.outvars)
 
-    def _result(self, eqn: Eqn, op: str, facts: Sequence[Made], joint: Made) -> Made:
+    def _result(self, eqn: Eqn, op: str, facts: Sequence[ValueParts], joint: ValueParts) -> ValueParts:
         """Returns the parts of a result, from those of the operands and of all."""
         if op in PRODUCTS:
             pairs = zip(facts[:2], facts[1::-1], strict=True)
             if any(one.is_one_hot and other.is_integer for one, other in pairs):
                 self.found["low lookup"].add(id(eqn))
-            return Made(products=frozenset([id(eqn)]))
+            return ValueParts(products=frozenset([id(eqn)]))
         if op == "convert_element_type" and structure.is_float32(eqn.outvars[0]):
             is_bool = structure.dtype_of(eqn.invars[0]) == np.bool_
             is_integer = structure.is_integer(eqn.invars[0])
             if is_bool or is_integer:
-                return Made(is_one_hot=is_bool, is_integer=is_integer)
+                return ValueParts(is_one_hot=is_bool, is_integer=is_integer)
         if op == "iota":
-            return Made(is_integer=True)
+            return ValueParts(is_integer=True)
         if op not in _KEEPING_TERMS:
-            return Made()
+            return ValueParts()
         differing = joint.differing
         if op in ops.ADDING:
             one, other = facts
@@ -191,7 +191,7 @@ class Differences(Following[frozenset[int]]):
         """Returns the differences in a value that is one of two."""
         return one | other
 
-    def through(
+    def transfer(
         self, eqn: Eqn, facts: Sequence[frozenset[int]], path: str
     ) -> Sequence[frozenset[int]]:
         """Returns the differences in the results of an op, and records its own."""

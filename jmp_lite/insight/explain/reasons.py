@@ -6,8 +6,9 @@ from typing import TypeGuard
 
 from jmp_lite.autocasting.decide import facts
 from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
-from jmp_lite.autocasting.rules import rules
+from jmp_lite.autocasting.rules import scopes
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS
 from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import OPS
 
@@ -51,16 +52,16 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
     }
 )
 
-_MARKS: Mapping[str, str] = MappingProxyType(
+_MARK_REASONS: Mapping[str, str] = MappingProxyType(
     {
-        rules.AUTOCAST_SCOPE: "decided by an inner autocast",
-        rules.FULL_SCOPE: "marked by full_precision or as_full",
-        rules.LOW_SCOPE: "marked by low_precision or as_low",
-        rules.AS_WRITTEN_SCOPE: "inside low_call: runs as written",
+        scopes.AUTOCAST_SCOPE: "decided by an inner autocast",
+        scopes.FULL_SCOPE: "marked by full_precision or as_full",
+        scopes.LOW_SCOPE: "marked by low_precision or as_low",
+        scopes.AS_WRITTEN_SCOPE: "inside low_call: runs as written",
     }
 )
 
-_GROUPS: Mapping[str, str] = MappingProxyType({op.group: op.reason for op in OPS})
+_GROUP_REASONS: Mapping[str, str] = MappingProxyType({op.group: op.reason for op in OPS})
 
 
 def reason_in_words(record: DecisionRecord) -> str:
@@ -119,15 +120,15 @@ def _rule_in_words(match: RuleMatch) -> str:
 
 
 def _source_in_words(match: RuleMatch) -> str:
-    if match.source is RuleSource.SCOPE and match.name == rules.NORM_LAYERS[0]:
+    if match.source is RuleSource.SCOPE and match.name == NORM_LAYERS[0]:
         return "a norm layer"
     by_source = {
-        RuleSource.TABLE: _GROUPS.get(match.name, ""),
+        RuleSource.TABLE: _GROUP_REASONS.get(match.name, ""),
         RuleSource.UNKNOWN: f"unknown op {match.name!r}",
         RuleSource.OP: f"op rule {match.name!r}",
         RuleSource.DEFAULT: "the default of the rules",
         RuleSource.SCOPE: f"scope rule {match.name!r}",
-        RuleSource.MARK: _MARKS.get(match.name, ""),
+        RuleSource.MARK: _MARK_REASONS.get(match.name, ""),
     }
     return by_source[match.source]
 
@@ -140,7 +141,7 @@ def origin_in_words(origin: facts.Origin) -> str:
         return "a constant"
     if isinstance(origin, facts.RangeEnd):
         return "the largest or smallest float32"
-    if isinstance(origin, facts.Number):
+    if isinstance(origin, facts.NumberOrigin):
         number = f"the number {origin.value}"
         return "a constant too large for 16 bits" if origin.is_element else number
     return ""
@@ -153,5 +154,5 @@ def is_equation(origin: facts.Origin) -> TypeGuard[Eqn]:
 
 _OTHER_ORIGINS = (
     *(facts.Argument, facts.Input),
-    *(facts.Constant, facts.Number, facts.RangeEnd),
+    *(facts.Constant, facts.NumberOrigin, facts.RangeEnd),
 )

@@ -21,11 +21,9 @@ from jmp_lite.autocasting.decide.decisions import (
 )
 from jmp_lite.autocasting.decide.facts import Input, Origin, State
 from jmp_lite.autocasting.rules.rules import (
-    AUTOCAST_SCOPE,
-    FULL_SCOPE,
-    LOW_SCOPE,
     Rules,
 )
+from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.formats.number_format import LOW
 from jmp_lite.insight.explain import reasons
 from jmp_lite.insight.places import Place, short
@@ -91,8 +89,8 @@ class Row(NamedTuple):
 
 def runs_in(row: Row) -> str:
     """Returns the dtype that an equation runs in, and its format if it has another."""
-    is_told = row.precision.startswith(row.number_format)
-    if is_told or row.number_format == LOW.name:
+    is_named = row.precision.startswith(row.number_format)
+    if is_named or row.number_format == LOW.name:
         return row.precision
     return f"{row.precision}, {row.number_format}"
 
@@ -108,7 +106,7 @@ def is_decided_inside(row: Row) -> bool:
     return AUTOCAST_SCOPE in row.scope.split("/")
 
 
-class Seen(NamedTuple):
+class DecidedRow(NamedTuple):
     """A row, with its decision.
 
     Attributes:
@@ -122,19 +120,19 @@ class Seen(NamedTuple):
     origin: str = ""
 
 
-def counted(times: int | None) -> int:
+def times_or_once(times: int | None) -> int:
     """Returns how often something counts in a sum: once if the number is unknown."""
     return 1 if times is None else times
 
 
-def seen_in(
+def decided_rows(
     records: Sequence[DecisionRecord | RecordsInside], rules: Rules
-) -> Iterator[Seen]:
+) -> Iterator[DecidedRow]:
     """Yields the rows of decisions, in the order of execution."""
-    return _Seeing(rules).along(records, Place(), [])
+    return _RowMaker(rules).make(records, Place(), [])
 
 
-class _Seeing:
+class _RowMaker:
     """Makes rows; a program that is called often is processed once.
 
     Args:
@@ -148,12 +146,12 @@ class _Seeing:
         self._words: dict[tuple[int, str], str] = {}
         self._type_in_words = functools.cache(operator.methodcaller("str_short"))
 
-    def along(
+    def make(
         self,
         records: Sequence[DecisionRecord | RecordsInside],
         place: Place,
         origins: Sequence[Origin],
-    ) -> Iterator[Seen]:
+    ) -> Iterator[DecidedRow]:
         """Yields the rows of the decisions along one jaxpr.
 
         Args:
@@ -164,36 +162,36 @@ class _Seeing:
         for item in records:
             if isinstance(item, RecordsInside):
                 given = [_outside(origin, origins) for origin in item.origins]
-                inner = place.inside(item.eqn, item.times)
-                yield from self.along(item.records, inner, given)
+                inner = place.enter(item.eqn, item.times)
+                yield from self.make(item.records, inner, given)
                 continue
             row = self._rows.get(id(item))
             if row is None:
                 row = self._rows[id(item)] = self._row(item)
             there = _record_outside(item, origins)
-            yield self._seen(row, there, place)
+            yield self._place_row(row, there, place)
             if item.decision.run is Run.AS_TRACED:
                 yield from self._kept(there, place)
 
-    def _kept(self, record: DecisionRecord, place: Place) -> Iterator[Seen]:
+    def _kept(self, record: DecisionRecord, place: Place) -> Iterator[DecidedRow]:
         """Yields the rows inside of an equation that runs as traced."""
         jaxprs = list(params.inner_jaxprs(record.eqn))
         if not jaxprs:
             return
         op = params.op_of(record.eqn)
         kept = dataclasses.replace(record.decision, reason=Reason.INSIDE, within=op)
-        there = place.inside(record.eqn, params.trips(record.eqn))
+        there = place.enter(record.eqn, params.trips(record.eqn))
         for jaxpr in jaxprs:
             for eqn in structure.parts(jaxpr).eqns:
                 inner = DecisionRecord(eqn, kept)
-                yield self._seen(self._row(inner), inner, there)
+                yield self._place_row(self._row(inner), inner, there)
                 yield from self._kept(inner, there)
 
-    def _seen(self, row: Row, record: DecisionRecord, place: Place) -> Seen:
+    def _place_row(self, row: Row, record: DecisionRecord, place: Place) -> DecidedRow:
         """Returns a row at a place, with the origin outside of its jaxpr."""
         line = source.source(record.eqn, place.source)
         self._sources[id(record.eqn)] = line
-        origin = self._in_words(record.origin)
+        origin = self._describe_origin(record.origin)
         placed = row._replace(
             scope=source.join(place.path, row.scope),
             reason=f"{row.reason}: {origin}" if origin else row.reason,
@@ -201,7 +199,7 @@ class _Seeing:
             times=place.times,
             is_backward=place.is_backward or row.is_backward,
         )
-        return Seen(placed, record, origin)
+        return DecidedRow(placed, record, origin)
 
     def _row(self, record: DecisionRecord) -> Row:
         """Returns a row without the place of its equation."""
@@ -225,7 +223,7 @@ class _Seeing:
             number_format=_number_format(eqn, decision),
         )
 
-    def _in_words(self, origin: Origin) -> str:
+    def _describe_origin(self, origin: Origin) -> str:
         """Returns the origin of a value in words."""
         if not reasons.is_equation(origin):
             return reasons.origin_in_words(origin)
@@ -233,13 +231,13 @@ class _Seeing:
         line = self._sources.get(id(origin)) or source.source(origin)
         key = (id(origin), line)
         if key not in self._words:
-            op = _MARKS.get(params.checkpoint_name_of(origin)) or params.op_of(origin)
+            op = _MARK_NAMES.get(params.checkpoint_name_of(origin)) or params.op_of(origin)
             place = short(line)
             self._words[key] = op + (place and f" at {place}")
         return self._words[key]
 
 
-_MARKS = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
+_MARK_NAMES = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
 """The names of marks, by the names in the program."""
 
 
@@ -299,14 +297,14 @@ def bytes_of(var: Var, low: Dtype | None = None) -> int:
     return size * getattr(dtype, "itemsize", 0)
 
 
-def equations(jaxpr: Jaxpr, place: Place) -> Iterator[tuple[Eqn, Place]]:
+def placed_equations(jaxpr: Jaxpr, place: Place) -> Iterator[tuple[Eqn, Place]]:
     """Yields the live equations of a program, each with its place."""
     for eqn in structure.live_equations(jaxpr):
         yield eqn, place
         if params.op_of(eqn) in HIGHER_ORDER:
-            there = place.inside(eqn, params.trips(eqn))
+            there = place.enter(eqn, params.trips(eqn))
             for inner in params.inner_jaxprs(eqn):
-                yield from equations(inner, there)
+                yield from placed_equations(inner, there)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +354,7 @@ def totals_of(
         equations[row.precision] += 1
         if row.op in PRODUCTS:
             products[row.precision] += 1
-            flops[row.precision] += row.flops * counted(row.times)
+            flops[row.precision] += row.flops * times_or_once(row.times)
     number, n_bytes = casts
     kept_traced, kept_run = kept or (None, None)
     return Totals(
@@ -374,28 +372,28 @@ def casts_in(programs: Iterable[Jaxpr], low: Dtype) -> tuple[int, int]:
     """Counts the casts between float32 and a dtype, and the bytes that they move."""
     known: dict[int, tuple[int, int]] = {}
 
-    def inside(jaxpr: Jaxpr) -> tuple[int, int]:
+    def count_casts(jaxpr: Jaxpr) -> tuple[int, int]:
         # A jaxpr that is called in many places is counted once.
         if id(jaxpr) not in known:
             number = n_bytes = 0
             for eqn in structure.live_equations(jaxpr):
                 if params.op_of(eqn) in HIGHER_ORDER:
-                    times = counted(params.trips(eqn))
+                    times = times_or_once(params.trips(eqn))
                     for inner in params.inner_jaxprs(eqn):
-                        n, size = inside(inner)
+                        n, size = count_casts(inner)
                         number, n_bytes = number + times * n, n_bytes + times * size
-                elif _casts_between(eqn, low):
+                elif _is_cast_between(eqn, low):
                     number += 1
                     size = cost.known_size(eqn.outvars[0].aval.shape)
                     n_bytes += size * (4 + low.itemsize)
             known[id(jaxpr)] = number, n_bytes
         return known[id(jaxpr)]
 
-    numbers, sizes = zip(*map(inside, programs), strict=True)
+    numbers, sizes = zip(*map(count_casts, programs), strict=True)
     return sum(numbers), sum(sizes)
 
 
-def _casts_between(eqn: Eqn, low: Dtype) -> bool:
+def _is_cast_between(eqn: Eqn, low: Dtype) -> bool:
     if params.op_of(eqn) != "convert_element_type":
         return False
     ends = {structure.dtype_of(eqn.invars[0]), structure.dtype_of(eqn.outvars[0])}

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from jmp_lite.autocasting.rules.match import AnyPrecision, format_of
 from jmp_lite.autocasting.rules.rules import (
-    AS_WRITTEN_SCOPE,
-    LOW_SCOPE,
     Rules,
     fields_of,
 )
+from jmp_lite.autocasting.rules.scopes import AS_WRITTEN_SCOPE, LOW_SCOPE
 from jmp_lite.insight.explain.rows import Row, counted, is_low
 from jmp_lite.ops import EDITABLE, EXACT, Precision, record_of
 

@@ -61,22 +61,26 @@ class Sample:
 
     Args:
       fun: the function.
-      args: a tuple of its arguments, concrete.
+      args: its arguments, concrete.
+      kwargs: its keyword arguments, concrete.
 
     Attributes:
       fun: the function.
       args: its arguments.
+      kwargs: its keyword arguments.
       not_judged: the names of results and gradients that float32 does not determine.
     """
 
-    def __init__(self, fun: Function, args: Sequence[PyTree]) -> None:
-        _check_arguments(args)
-        self.fun, self.args = fun, tuple(args)
+    def __init__(
+        self, fun: Function, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> None:
+        _check_arguments((args, kwargs))
+        self.fun, self.args, self.kwargs = fun, tuple(args), dict(kwargs)
         rules = get_rules("mixed")
-        program = read_function(fun, self.args, {}, rules)
+        program = read_function(fun, self.args, self.kwargs, rules)
         with jax.default_matmul_precision("highest"):
-            highest = read_function(fun, self.args, {}, rules)
-        arguments = argument_names(self.args, {})
+            highest = read_function(fun, self.args, self.kwargs, rules)
+        arguments = argument_names(self.args, self.kwargs)
         self._function = Differentiable(
             program.jaxpr, program.treedef, arguments, program.as_written
         )
@@ -171,11 +175,6 @@ def in_words(error: Error) -> str:
 
 
 def _check_arguments(args: PyTree) -> None:
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            "Expected a tuple of the function's arguments, got "
-            f"{type(args).__name__}. Write (x,) for a single one."
-        )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
         raise TypeError(
             "Expected arrays, because tune runs the function, got a ShapeDtypeStruct."

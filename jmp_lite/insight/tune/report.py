@@ -1,4 +1,4 @@
-"""``TunedRules`` and its report: the rules that ``tune`` finds, and how it found them.
+"""``Tuned``: the rules that ``tune`` finds, and the report of how it found them.
 
 A report is a value, and every error in it was measured. Its text and its JSON contain
 its fields.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_lite.autocasting.rules.match import AnyPrecision, name_of
-from jmp_lite.autocasting.rules.rules import Rules, fields_of
+from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.tune.candidates import NUMBER, without_numbers
@@ -78,8 +78,8 @@ class TuningReport:
       >>> import jmp_lite as jmp
       >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
       >>> fun, quiet = lambda x: jnp.tanh(x @ x) @ x, lambda line: None
-      >>> rules = jmp.tune(fun, (x,), tolerance=0.1, progress=quiet)
-      >>> rules.report.kept, rules.report.error.largest < 0.1
+      >>> rules, report = jmp.tune(fun, tolerance=0.1, progress=quiet)(x)
+      >>> report.kept, report.error.largest < 0.1
       ((), True)
     """
 
@@ -125,29 +125,16 @@ class TuningReport:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class TunedRules(Rules):
-    """The rules that ``tune`` finds; equal to a ``Rules`` with the same fields.
+class Tuned(NamedTuple):
+    """What ``tune`` finds: rules, and the report of the search.
 
     Attributes:
-      report: the report of the search, a ``TuningReport``.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite as jmp
-      >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
-      >>> fun, quiet = lambda x: jnp.tanh(x @ x) @ x, lambda line: None
-      >>> rules = jmp.tune(fun, (x,), tolerance=0.1, progress=quiet)
-      >>> rules == jmp.get_rules("mixed"), rules.compute_dtype
-      (True, dtype(bfloat16))
+      rules: the rules.
+      report: how they were found, and the errors.
     """
 
+    rules: Rules
     report: TuningReport
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rules) and fields_of(self) == fields_of(other)
-
-    __hash__ = Rules.__hash__
 
 
 _SHOWN = 3

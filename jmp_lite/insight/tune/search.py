@@ -4,14 +4,17 @@ The search drops a rule, and returns rules, only if it has measured the remainin
 and tolerates their error.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
-from jmp_lite.autocasting.rules.rules import Rules, fields_of
+from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.explain.explanation import explain
 from jmp_lite.insight.explain.rows import counted, is_decided_inside
 from jmp_lite.insight.tune.candidates import Rule, Units, rules_with, ways_to_keep
@@ -21,10 +24,13 @@ from jmp_lite.insight.tune.products import (
     searched_format,
     without_formats,
 )
-from jmp_lite.insight.tune.report import Kept, TunedRules, TuningReport
+from jmp_lite.insight.tune.report import Kept, Tuned, TuningReport
 from jmp_lite.insight.tune.trials import Trials
-from jmp_lite.jaxprs.types import Function, PyTree
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import PyTree
 from jmp_lite.ops import Precision
+
+Params = ParamSpec("Params")
 
 
 def _to_stderr(line: str) -> None:
@@ -32,14 +38,17 @@ def _to_stderr(line: str) -> None:
 
 
 def tune(
-    fun: Function,
-    args: Sequence[PyTree],
-    tolerance: float,
+    fun: Callable[Params, PyTree],
     rules: Rules | str = "mixed",
     *,
+    tolerance: float,
+    compute_dtype: DTypeLike | None = None,
     progress: Callable[[str], None] = _to_stderr,
-) -> TunedRules:
-    """Finds the rules with the fewest float32 ops for a tolerated error, on a sample.
+) -> Callable[Params, Tuned]:
+    """Returns a function that finds rules with the fewest float32 ops, on a sample.
+
+    The function takes the arguments of ``fun``, the sample, and returns the rules whose
+    error on it is tolerated.
 
     It may raise ops that the given rules run low. It never lowers an op that they do
     not. To search further down, start from ``"O2"`` or ``"O3"``.
@@ -48,8 +57,9 @@ def tune(
     the ops, then the more expensive half of the rest, and so on, as long as it
     tolerates the error. It does this with ops, with blocks (``FULL_INSIDE``) and with
     kinds of layers (``FULL``), and returns the rules with the fewest float32 equations.
-    Each step compiles and runs the function and its gradient. On the same machine, the
-    search is deterministic.
+    Each trial compiles and runs the function and its gradient; after the first one,
+    ``progress`` says how many may follow. On the same machine, the search is
+    deterministic.
 
     From ``"float8"``, it first finds the float32 ops, with all products in 16 bits.
     Then it tries products in float8, the more expensive half first. The other products
@@ -68,21 +78,23 @@ def tune(
     Args:
       fun: a function of pytrees that JAX can trace and differentiate. Each call
         receives the same arguments, so pass random keys as arguments.
-      args: the sample: a tuple of concrete arguments.
+      rules: the initial rules: the name of a preset or a ``Rules``.
       tolerance: the largest tolerated relative error of each result and gradient, by
         norms. The reference is float32 with products in the highest precision.
-      rules: the initial rules: the name of a preset or a ``Rules``.
+      compute_dtype: a dtype that replaces the compute dtype of the rules.
       progress: a function that receives a line of text at each step.
 
     Returns:
-      A ``TunedRules``. Its ``report`` shows the error that each kept scope or op
+      A function with the arguments of ``fun``, which have to be concrete. It returns a
+      pair, ``(rules, report)``. The report shows the error that each kept scope or op
       avoids.
 
     Raises:
-      TypeError: ``args`` is not a tuple of concrete arguments.
-      ValueError: float32 itself exceeds the tolerance; the function is already
-        autocast; or, on this sample, a float32 result is NaN or there is nothing to
-        compare.
+      TypeError: ``fun`` is not a function; the returned function raises it for tracers.
+      ValueError: the tolerance is not a positive number, or there is no such preset or
+        dtype. The returned function raises it if float32 itself exceeds the tolerance;
+        if the function is already autocast; or if, on this sample, a float32 result is
+        NaN or there is nothing to compare.
 
     Source: the search is delta debugging (Zeller and Hildebrandt, 2002), which
     Precimonious (Rubio-Gonzalez et al., 2013) brought to floating-point precision.
@@ -98,27 +110,33 @@ def tune(
       ...     return x @ x
       >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
       >>> quiet = lambda line: None
-      >>> rules = jmp.tune(fun, (x,), tolerance=0.02, progress=quiet)
-      >>> [(kept.kind, kept.name) for kept in rules.report.kept]
+      >>> rules, report = jmp.tune(fun, tolerance=0.02, progress=quiet)(x)
+      >>> [(kept.kind, kept.name) for kept in report.kept]
       [('scope', '^sensitive$')]
       >>> rules.compute_dtype
       dtype(bfloat16)
     """
     check_convertible(fun)
-    start = Rules(**fields_of(choose_rules(rules, None)()))
-    tolerance = _positive(tolerance)
-    sample = Sample(fun, args)
-    _check_not_autocast(sample)
-    return _found(Trials(sample, tolerance, progress), start)
+    chosen, tolerated = choose_rules(rules, compute_dtype), _positive(tolerance)
+
+    @functools.wraps(fun)
+    def tuned(*args: Params.args, **kwargs: Params.kwargs) -> Tuned:
+        sample = Sample(fun, args, kwargs)
+        _check_not_autocast(sample)
+        return _found(Trials(sample, tolerated, progress), chosen())
+
+    return tuned
 
 
-def _found(trials: Trials, start: Rules) -> TunedRules:
+def _found(trials: Trials, start: Rules) -> Tuned:
     """Returns the result of a search from initial rules."""
     before = trials.error(start)
     base, kept, left_out = start, list[Rule](), list[Kept]()
     if not trials.is_enough(start):
         precision = searched_format(trials, start)
-        search = _Search(trials, start if precision is None else without_formats(start))
+        from_low = start if precision is None else without_formats(start)
+        trials.announce(_most_trials(trials, start, from_low))
+        search = _Search(trials, from_low)
         kept = [] if search.is_enough(()) else search.kept()
         if precision is not None:
             products = ProductSearch(trials, start, kept, precision)
@@ -132,7 +150,28 @@ def _found(trials: Trials, start: Rules) -> TunedRules:
         steps=tuple(trials.steps),
         not_judged=trials.sample.not_judged,
     )
-    return TunedRules(**fields_of(rules_with(base, kept)), report=report)
+    return Tuned(rules_with(base, kept), report)
+
+
+def _most_trials(trials: Trials, start: Rules, from_low: Rules) -> int:
+    """Returns how many trials a search may take after that of the initial rules.
+
+    Args:
+      trials: the measurements.
+      start: the initial rules.
+      from_low: the same without a number format of fewer digits.
+    """
+    rows = trials.rows(from_low)
+    sizes = [len(units.costs) for units in ways_to_keep(rows, from_low)]
+    # Halves of halves are a binary tree over the units, after a start that doubles.
+    # Then each rule may be dropped or weakened, and is measured once without it.
+    in_float32 = sum(2 * n + n.bit_length() + 2 * n for n in sizes) + max(sizes) + 4
+    if start == from_low:
+        return in_float32
+    scopes = {row.scope for row in trials.rows(start) if row.op in PRODUCTS}
+    # The same tree over the products, each group of them once more, and then the error
+    # with those that stay low.
+    return in_float32 + 4 * len(scopes) + 2
 
 
 def _positive(tolerance: object) -> float:
@@ -146,7 +185,7 @@ def _positive(tolerance: object) -> float:
 
 
 def _check_not_autocast(sample: Sample) -> None:
-    rows = explain(sample.fun, "O0")(*sample.args).rows
+    rows = explain(sample.fun, "O0")(*sample.args, **sample.kwargs).rows
     decided = sum(map(is_decided_inside, rows))
     if decided:
         raise ValueError(

@@ -33,7 +33,16 @@ class Trials:
         self.steps: list[Step] = []
         self._progress = progress
         self._errors: dict[Rules, Error] = {}
+        self._most = 0
         self._growth: Mapping[tuple[str, str], float] | None = None
+
+    def announce(self, n_more: int) -> None:
+        """Reports how many trials may follow."""
+        self._most = len(self._errors) + n_more
+        self._progress(
+            f"tune: at most {n_more} trials follow; each compiles and runs the "
+            "function and its gradient"
+        )
 
     def error(self, rules: Rules, kept: Iterable[Rule] = ()) -> Error:
         """Returns the error under some rules, with more rules for float32."""
@@ -45,8 +54,9 @@ class Trials:
                 if error.largest > self.tolerance:
                     break
             self._errors[rules] = error
+            most = f" of at most {self._most}" if self._most else ""
             n = len(self._errors)
-            self._progress(f"tune: {n} tried, error {in_words(error)}")
+            self._progress(f"tune: {n}{most} tried, error {in_words(error)}")
         return self._errors[rules]
 
     def is_enough(self, rules: Rules, kept: Iterable[Rule] = ()) -> bool:
@@ -81,7 +91,7 @@ class Trials:
     def rows(self, rules: Rules, kept: Iterable[Rule] = ()) -> Sequence[Row]:
         """Returns how each equation runs under some rules."""
         explained = explain(self.sample.fun, rules_with(rules, kept))
-        return explained(*self.sample.args).rows
+        return explained(*self.sample.args, **self.sample.kwargs).rows
 
 
 _AGAIN = "rematted_computation/"

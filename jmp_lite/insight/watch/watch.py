@@ -13,7 +13,7 @@ from jmp_lite.insight import statistics
 from jmp_lite.insight.places import short
 from jmp_lite.insight.report import dtype_that_overflows
 from jmp_lite.insight.tables import text_table
-from jmp_lite.insight.watch.watcher import Op, Seen, Watcher
+from jmp_lite.insight.watch.watcher import WatchedOp, FlaggedValue, Watcher
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import check_function, trace_function
 from jmp_lite.jaxprs.types import PyTree
@@ -54,7 +54,7 @@ class WatchedNumerics:
     """
 
     counts: Mapping[str, PyTree]
-    ops: tuple[Op, ...]
+    ops: tuple[WatchedOp, ...]
     dtype: str
 
     @property
@@ -63,7 +63,7 @@ class WatchedNumerics:
 
         Ops that never ran have no row.
         """
-        columns = statistics.on_host(self.counts)
+        columns = statistics.fetch_counts(self.counts)
         return tuple(
             OpNumerics(
                 **vars(statistics.numbers(columns, i)),
@@ -83,16 +83,16 @@ class WatchedNumerics:
         return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
 
 
-Params = ParamSpec("Params")
+Args = ParamSpec("Args")
 
 Result = TypeVar("Result")
 
 
 def watch(
-    fun: Callable[Params, Result],
+    fun: Callable[Args, Result],
     dtype: DTypeLike = "float16",
     elements: int | None = None,
-) -> Callable[Params, tuple[Result, WatchedNumerics]]:
+) -> Callable[Args, tuple[Result, WatchedNumerics]]:
     """Returns a function that also counts the numbers which each op of ``fun`` makes.
 
     The program itself counts: under ``jit``, in loops, on any device. The results of
@@ -145,11 +145,11 @@ def watch(
 
     @functools.wraps(fun)
     def watched(
-        *args: Params.args, **kwargs: Params.kwargs
+        *args: Args.args, **kwargs: Args.kwargs
     ) -> tuple[Result, WatchedNumerics]:
         traced = trace_function(returning_changes(fun), args, kwargs)
         watcher = Watcher(target, elements)
-        seen = watcher.run_program(traced.jaxpr, list(map(Seen, traced.arrays)))
+        seen = watcher.run_program(traced.jaxpr, list(map(FlaggedValue, traced.arrays)))
         ops, counts = watcher.found()
         order = np.argsort([op.number for op in ops])
         counts = jax.tree.map(lambda column: gathered(column[order]), counts)

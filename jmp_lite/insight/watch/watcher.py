@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp_lite.autocasting.rules.rules import of_the_user
+from jmp_lite.autocasting.rules.scopes import of_the_user
 from jmp_lite.insight import statistics
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
@@ -27,7 +27,7 @@ from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Var
 from jmp_lite.ops import KEEPING_NUMBERS
 
 
-class Op(NamedTuple):
+class WatchedOp(NamedTuple):
     """An op and its place.
 
     Attributes:
@@ -43,7 +43,7 @@ class Op(NamedTuple):
     number: int
 
 
-class Counted:
+class CountedArray:
     """The numbers of an array, which are counted when they are read.
 
     Args:
@@ -65,7 +65,7 @@ class Counted:
         return self.known
 
 
-class Seen:
+class FlaggedValue:
     """A value and a flag: are all its numbers finite?
 
     Args:
@@ -79,35 +79,35 @@ class Seen:
         self,
         array: Array,
         is_finite: Array | np.bool_ | None = None,
-        of_steps: Array | None = None,
-        counted: Counted | None = None,
+        finite_steps: Array | None = None,
+        counted: CountedArray | None = None,
     ) -> None:
         self.array = array
         self.counted = counted
         self._is_finite = is_finite
-        self._of_steps = of_steps
+        self._finite_steps = finite_steps
 
     @property
     def is_finite(self) -> Array | np.bool_:
         """Whether all its numbers are finite; True if they are not floats."""
         if self._is_finite is None and self.counted is not None:
             self._is_finite = statistics.are_finite(self.counted.counts)
-        if self._is_finite is None and self._of_steps is not None:
-            self._is_finite = self._of_steps.all()
+        if self._is_finite is None and self._finite_steps is not None:
+            self._is_finite = self._finite_steps.all()
         if self._is_finite is None:
-            self._is_finite = _all_finite(self.array)
+            self._is_finite = _are_all_finite(self.array)
         return self._is_finite
 
-    def of_steps(self) -> Array:
+    def finite_steps(self) -> Array:
         """Whether the numbers of each element of its first axis are finite."""
-        if self._of_steps is None:
+        if self._finite_steps is None:
             array = jnp.asarray(self.array)
-            self._of_steps = _all_finite(array, tuple(range(1, array.ndim)))
-        return self._of_steps
+            self._finite_steps = _are_all_finite(array, tuple(range(1, array.ndim)))
+        return self._finite_steps
 
-    def with_array(self, array: Array) -> "Seen":
+    def with_array(self, array: Array) -> "FlaggedValue":
         """Returns a value with the same numbers in another array."""
-        return Seen(array, self._is_finite, counted=self.counted)
+        return FlaggedValue(array, self._is_finite, counted=self.counted)
 
 
 class Note(NamedTuple):
@@ -119,9 +119,9 @@ class Note(NamedTuple):
       operands: its operands.
     """
 
-    op: Op
-    results: Sequence[Counted]
-    operands: Sequence[Seen]
+    op: WatchedOp
+    results: Sequence[CountedArray]
+    operands: Sequence[FlaggedValue]
 
     @property
     def counts(self) -> Counts:
@@ -130,7 +130,7 @@ class Note(NamedTuple):
         return functools.reduce(statistics.added, each)
 
 
-class Watcher(CountingEvaluator[Seen, None, Op]):
+class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
     """Runs jaxprs and counts the numbers of all results.
 
     Args:
@@ -147,7 +147,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
     ) -> None:
         super().__init__()
         self._dtype, self._elements = dtype, elements
-        self._uncounted: list[Counted] = []
+        self._uncounted: list[CountedArray] = []
         self._numbers = itertools.count() if numbers is None else numbers
         self._notes: list[Note] = []
 
@@ -158,8 +158,8 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
     # ------------------------------------------------------------------ the equations
 
     def equation(
-        self, eqn: Eqn, operands: Sequence[Seen], site: Place
-    ) -> Sequence[Seen]:
+        self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place
+    ) -> Sequence[FlaggedValue]:
         """Runs an equation, and counts the numbers of its results."""
         name = params.op_of(eqn)
         results = params.bind(eqn, [value.array for value in operands])
@@ -169,7 +169,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         op = (of_the_user(site.path), name, site.source)
         return self._counted(operands, results, op)
 
-    def call(self, eqn: Eqn, operands: Sequence[Seen], site: Place) -> Sequence[Seen]:
+    def call(self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place) -> Sequence[FlaggedValue]:
         """Runs an op that only calls its jaxpr; a checkpoint stays one."""
         op = params.op_of(eqn)
         if op in params.MERE_CALLS:
@@ -178,33 +178,33 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
             return Evaluator.call(self, eqn, operands, site)
         return self.custom(eqn, operands, site)
 
-    def custom(self, eqn: Eqn, operands: Sequence[Seen], site: Place) -> Sequence[Seen]:
+    def custom(self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place) -> Sequence[FlaggedValue]:
         """Runs an equation that keeps its rules, and once more its jaxpr."""
         if not params.has_only_axis_effects(eqn):  # They must happen once.
             return self.equation(eqn, operands, site)
-        stopped = [Seen(lax.stop_gradient(x.array), x.is_finite) for x in operands]
+        stopped = [FlaggedValue(lax.stop_gradient(x.array), x.is_finite) for x in operands]
         seen = self.run(params.body_of(eqn), stopped, site)
         arrays = params.bind(eqn, [value.array for value in operands])
         pairs = zip(arrays, seen, strict=True)
-        return [Seen(array, value.is_finite) for array, value in pairs]
+        return [FlaggedValue(array, value.is_finite) for array, value in pairs]
 
     def _counted(
         self,
-        operands: Sequence[Seen],
+        operands: Sequence[FlaggedValue],
         results: Sequence[Array],
         op: tuple[str, str, str],
-    ) -> list[Seen]:
+    ) -> list[FlaggedValue]:
         """Counts the numbers of results, and returns the results with their flags."""
         each = [
-            Counted(self._sample(array), self._count) if _is_float(array) else None
+            CountedArray(self._sample(array), self._count) if _is_float(array) else None
             for array in results
         ]
         made = [counted for counted in each if counted is not None]
         self._uncounted += made
         if made:
-            self._notes.append(Note(Op(*op, next(self._numbers)), made, operands))
+            self._notes.append(Note(WatchedOp(*op, next(self._numbers)), made, operands))
         return [
-            Seen(array, np.True_ if counted is None else None, counted=counted)
+            FlaggedValue(array, np.True_ if counted is None else None, counted=counted)
             for array, counted in zip(results, each, strict=True)
         ]
 
@@ -224,7 +224,7 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
             one.known = counts
         self._uncounted.clear()
 
-    def found(self) -> tuple[list[Op], Counts]:
+    def found(self) -> tuple[list[WatchedOp], Counts]:
         """Returns the ops that ran, and their counts."""
         parts = list(self._noted)
         if self._notes:
@@ -271,12 +271,12 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, var: Var, array: Array) -> Seen:
+    def constant(self, var: Var, array: Array) -> FlaggedValue:
         """Returns a constant, which has no flag yet."""
         del var
-        return Seen(array)
+        return FlaggedValue(array)
 
-    def form(self, value: Seen) -> None:
+    def form(self, value: FlaggedValue) -> None:
         """Returns None: each value is an array and a flag."""
 
     def join(self, forms: Sequence[None]) -> None:
@@ -286,27 +286,27 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         """Returns two: an array and a flag."""
         return 2
 
-    def unpack(self, value: Seen, form: None) -> tuple[Array, Array]:
+    def unpack(self, value: FlaggedValue, form: None) -> tuple[Array, Array]:
         """Returns an array and its flag."""
         flag = jnp.asarray(value.is_finite)
         return value.array, sharding.as_varying(flag, sharding.axes_of(value.array))
 
-    def pack(self, arrays: Sequence[Any], form: None) -> Seen:
+    def pack(self, arrays: Sequence[Any], form: None) -> FlaggedValue:
         """Returns the value of an array and its flag."""
-        return Seen(*arrays)
+        return FlaggedValue(*arrays)
 
     def types(self, aval: Aval, form: None) -> tuple[Aval, Aval]:
         """Returns the types of an array and its flag."""
-        return aval, structure.flag_beside(aval)
+        return aval, structure.flag_type(aval)
 
-    def unpack_rows(self, value: Seen, form: None) -> tuple[Array, Array]:
+    def unpack_rows(self, value: FlaggedValue, form: None) -> tuple[Array, Array]:
         """Returns an array and a flag for each of its rows."""
-        return value.array, value.of_steps()
+        return value.array, value.finite_steps()
 
-    def pack_rows(self, arrays: Sequence[Array], form: None) -> Seen:
+    def pack_rows(self, arrays: Sequence[Array], form: None) -> FlaggedValue:
         """Returns the value of an array with a flag for each of its rows."""
-        array, of_steps = arrays
-        return Seen(array, of_steps=of_steps)
+        array, finite_steps = arrays
+        return FlaggedValue(array, finite_steps=finite_steps)
 
     def specs(
         self, spec: PartitionSpec, form: None
@@ -314,8 +314,8 @@ class Watcher(CountingEvaluator[Seen, None, Op]):
         """Returns the specs of an array and its flag."""
         return spec, jax.P()
 
-    def from_devices(
-        self, value: Seen, form: None, axes: frozenset[str]
+    def unpack_device(
+        self, value: FlaggedValue, form: None, axes: frozenset[str]
     ) -> tuple[Array, Array]:
         """Returns an array, and a flag that holds for all devices."""
         array, flag = self.unpack(value, form)
@@ -337,7 +337,7 @@ def _is_float(array: Array) -> bool:
     return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
 
 
-def _all_finite(array: Array, axes: tuple[int, ...] | None = None) -> Array:
+def _are_all_finite(array: Array, axes: tuple[int, ...] | None = None) -> Array:
     if not _is_float(array):
         shape = np.shape(array)[:1] if axes is not None else ()
         return jnp.ones(shape, bool)
