@@ -251,7 +251,7 @@ def show(explained, scope, wanted=""):
 
 
 show(explained, "block_0/mlp$")
-assert explained.precision_of(scope="block_0/mlp$", op="add") == "bfloat16"
+assert explained.dtype_of(scope="block_0/mlp$", op="add") == "bfloat16"
 
 # %% [markdown]
 # The product is `LOW`. The bias is a float32 parameter, and ordinary promotion would
@@ -262,8 +262,8 @@ assert explained.precision_of(scope="block_0/mlp$", op="add") == "bfloat16"
 
 # %%
 show(explained, "block_0/attention", "scores")
-assert explained.precision_of(scope="block_0/attention$", op="exp") == "float32"
-assert explained.precision_of(scope="block_0/attention$", op="sub") == "float32"
+assert explained.dtype_of(scope="block_0/attention$", op="exp") == "float32"
+assert explained.dtype_of(scope="block_0/attention$", op="sub") == "float32"
 
 # %% [markdown]
 # The exponential and the sum are `FULL`. The subtraction of the maximum is `FOLLOW`,
@@ -502,7 +502,7 @@ def with_astype(p, x):
 
 
 cast = jmp.explain(functools.partial(loss_fn, block=with_astype))(params, tokens)
-print("the stream by astype: ", cast.precision_of(r"block_\d$", "add"))
+print("the stream by astype: ", cast.dtype_of(r"block_\d$", "add"))
 assert cast.totals.equations == explained.totals.equations
 
 # %% [markdown]
@@ -510,9 +510,9 @@ assert cast.totals.equations == explained.totals.equations
 
 # %%
 marked = jmp.explain(full_stream_fn)(params, tokens)
-print("the stream by as_full:", marked.precision_of(r"block_\d$", "add"))
-assert cast.precision_of(r"block_\d$", "add") == "bfloat16"
-assert marked.precision_of(r"block_\d$", "add") == "float32"
+print("the stream by as_full:", marked.dtype_of(r"block_\d$", "add"))
+assert cast.dtype_of(r"block_\d$", "add") == "bfloat16"
+assert marked.dtype_of(r"block_\d$", "add") == "float32"
 
 # %% [markdown]
 # **Inputs whose digits matter.** An argument is `SOFT`: autocast rounds it to 16 bits

@@ -61,7 +61,7 @@ def some_rows(explained):
 rules = jmp.get_rules("mixed", "float16")
 by_argument = jmp.explain(Classifier("float32").apply, rules)(variables, train[0])
 print(some_rows(by_argument))
-assert by_argument.precision_of(scope="Dense_1", op="dot_general") == "float16"
+assert by_argument.dtype_of(scope="Dense_1", op="dot_general") == "float16"
 
 # %% [markdown]
 # ## A rule for a layer
@@ -75,8 +75,8 @@ exact_head = rules.scope("Dense_1", "full")
 before = jmp.explain(model.apply, rules)(variables, train[0])
 after = jmp.explain(model.apply, exact_head)(variables, train[0])
 print(f"{some_rows(after)}\n\n{before.diff(after)}")
-assert after.precision_of(scope="Dense_1", op="dot_general") == "float32"
-assert after.precision_of(scope="Dense_0", op="dot_general") == "float16"
+assert after.dtype_of(scope="Dense_1", op="dot_general") == "float32"
+assert after.dtype_of(scope="Dense_0", op="dot_general") == "float16"
 
 # %% [markdown]
 # The operations between the two layers have become float32 too: only the float32

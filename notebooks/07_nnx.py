@@ -166,7 +166,7 @@ explained = jmp_lite.nnx.explain(net, rules)(test[0])
 for row in explained.rows:
     if row.op in ("dot_general", "rsqrt", "tanh"):
         print(f"{row.scope:22} {row.op:12} {row.precision}")
-assert explained.precision_of(scope="head", op="dot_general") == "float32"
+assert explained.dtype_of(scope="head", op="dot_general") == "float32"
 
 # %% [markdown]
 # **Answer.** `jmp_lite.nnx.autocast` writes the changes of a module back, in float32.

@@ -188,8 +188,8 @@ for row in products.rows:
     if row.op == "dot_general":
         print(f"{row.scope:10}{row.precision}")
 show_errors("float8, tuned", tuned)
-assert products.precision_of("block_2", "dot_general") == "bfloat16"
-assert products.precision_of("block_1", "dot_general") == "float8_e4m3fn"
+assert products.dtype_of("block_2", "dot_general") == "bfloat16"
+assert products.dtype_of("block_1", "dot_general") == "float8_e4m3fn"
 
 # %% [markdown]
 # `block_2` stays in bfloat16, and its gradients are as accurate as the others.

@@ -1,13 +1,14 @@
 """The public names and their signatures are those of `public_api.txt`, and no others.
 
-To change one is a decision: `python tests/test_api.py` writes the file anew, and the
-changelog tells of it.
+To change one is a decision: `python tests/test_api.py` writes the file again, and the
+changelog lists the change.
 """
 
 import dataclasses
 import enum
 import inspect
 import pathlib
+import re
 
 import pytest
 
@@ -33,10 +34,10 @@ def public_names(module):
 
 def parameters(function):
     """Returns the parameters of a function as text, without types."""
-    told, is_keyword = [], False
+    parts, is_keyword = [], False
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
-            told.append("*")
+            parts.append("*")
         is_keyword |= parameter.kind in (
             parameter.KEYWORD_ONLY,
             parameter.VAR_POSITIONAL,
@@ -48,8 +49,8 @@ def parameters(function):
         )
         star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
         name = star.get(parameter.kind, "") + parameter.name
-        told.append(name if default is parameter.empty else f"{name}={shown}")
-    return f"({', '.join(told)})"
+        parts.append(name if default is parameter.empty else f"{name}={shown}")
+    return f"({', '.join(parts)})"
 
 
 def members(cls):
@@ -100,8 +101,13 @@ def test_every_public_name_is_in_the_reference(module):
         assert f":: {prefix}{name}\n" in text, name
 
 
-def test_the_root_has_few_names():
-    assert len(jmp_lite.__all__) <= 45
+def test_the_reference_says_why_each_name_is_at_the_root():
+    page = (FROZEN.parent.parent / "docs" / "api" / "names.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(jmp_lite.__all__)
+    assert f"these {len(listed)} names" in page
+    assert len(listed) <= 45
 
 
 if __name__ == "__main__":

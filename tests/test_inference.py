@@ -73,15 +73,15 @@ def generate_with(step, cache, length):
 
     def generate(params, token):
         def one(carry):
-            i, cache, token, told = carry
+            i, cache, token, all_logits = carry
             logits, cache = step(params, cache, token, i)
             token = jnp.argmax(logits, -1)[:, None]
-            return i + 1, cache, token, told.at[i].set(logits)
+            return i + 1, cache, token, all_logits.at[i].set(logits)
 
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
         logits, _ = jax.eval_shape(step, params, empty, token, 0)
-        told = jnp.zeros((length, *logits.shape))
-        carry = (0, empty, token, told)
+        all_logits = jnp.zeros((length, *logits.shape))
+        carry = (0, empty, token, all_logits)
         return lax.while_loop(lambda c: c[0] < jnp.array(length), one, carry)[3]
 
     return generate
@@ -100,7 +100,7 @@ def test_logits_are_near_to_those_of_float32(layout):
     expected = generate_with(step_of(model), cache, length)(params, token)
     actual = low(to_half(params), token)
     assert actual.dtype == expected.dtype == np.float32
-    # The same tokens were picked, or logits of other texts would be compared.
+    # Both runs picked the same tokens: otherwise the logits are of different texts.
     np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
     assert relative_error(actual, expected) < 0.02
 
@@ -123,7 +123,7 @@ def test_the_compiled_step_converts_no_cache_and_moves_what_code_by_hand_does(
         if layout == "token by token":
             low = compile_step(target, low_step_of(model), params, cache, token, 3)
             hand = compile_step(target, step_of(by_hand), params, cache, token, 3)
-            # A cache that is float32 outside is converted, and it is seen here.
+            # A cache that is float32 outside of the loop is converted.
             converted = jmp.autocast(step_of(model))
             other = compile_step(target, converted, *shapes, token, 3)
             assert other.bytes_moved > 1.5 * hand.bytes_moved

@@ -1,4 +1,4 @@
-"""Every line is where the house says it is."""
+"""Modules import only what they may, and the lists of files and faults are current."""
 
 import ast
 import inspect
@@ -31,12 +31,12 @@ NOT_FROM = {
     "nnx": {*ORDER} - {"flax", "nnx"},
 }
 ALONE = {"mutables": set(), "plots": {"casting"}}
-"""Rooms that few others know."""
+"""Rooms that are not in this order, with the rooms that they may import from."""
 # The same inside of autocasting.
 AUTOCASTING = ("rules", "decide", "passes", "interpreter", "marks")
 FLAX_ROOMS = {"flax"}
 MORE = {"plots": {"matplotlib"}}
-"""What else a room depends on, which is imported by its users alone."""
+"""Further packages that a room may import: only its users load it."""
 CORE_DEPENDENCIES = {"jax", "numpy", "optax", *sys.stdlib_module_names}
 UNPROMISED = ("jax._src", "jax.extend", "jax.core", "jax.interpreters")
 
@@ -78,7 +78,7 @@ PARAMETERS = {
     *("dimension_numbers", "preferred_element_type", "out_dtype", "lhs_dilation"),
 }
 """Names of parameters of equations."""
-# The functions of JAX that users call have arguments of the same names.
+# Functions whose arguments have such names too: JAX's for users, and our classes.
 OF_USERS = {
     *("dot_general", "ragged_dot_general", "scan", "shard_map", "replace", "_replace"),
     *("Explanation", "Converted"),
@@ -222,7 +222,7 @@ import sys
 {statement}
 from jax._src import xla_bridge
 assert not any(name.split(".")[0] == "flax" for name in sys.modules), "flax is loaded"
-assert not xla_bridge.backends_are_initialized(), "a backend is awake"
+assert not xla_bridge.backends_are_initialized(), "a backend is initialized"
 """
 
 
@@ -235,7 +235,7 @@ assert not xla_bridge.backends_are_initialized(), "a backend is awake"
             None,
         ),
         ("import jmp_lite, flax", "flax is loaded"),
-        ("import jmp_lite; jmp_lite.half_dtype()", "a backend is awake"),
+        ("import jmp_lite; jmp_lite.half_dtype()", "a backend is initialized"),
     ],
 )
 def test_importing_loads_no_flax_and_initializes_no_backend(statement, complaint):

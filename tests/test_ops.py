@@ -81,13 +81,13 @@ for package in ("jax._src", "jax._src.cudnn", "jax.experimental"):
         try:
             importlib.import_module(f"{package}.{module.name}")
         except BaseException:
-            continue  # It wants a package or a device that is not there.
+            continue  # It needs a package or a device that does not exist here.
 print(json.dumps([p.name for p in gc.get_objects() if isinstance(p, Primitive)]))
 """
 
 
 def installed_primitives():
-    """The names of all primitives of JAX but for what only stands inside kernels.
+    """Returns the names of all primitives of JAX but those that only kernels contain.
 
     In a process of its own: other tests import packages that define more.
     """
@@ -133,16 +133,16 @@ def test_the_classes_of_mixed_are_the_design_s(op, precision):
 
 
 def sentences(doc):
-    """Returns what a docstring says of each attribute."""
+    """Returns the description of each attribute in a docstring."""
     _, _, attributes = inspect.cleandoc(doc).partition("Attributes:\n")
     found = re.findall(r"^  (\w+): (.+(?:\n {4}.+)*)", attributes, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
 
 def test_each_field_has_one_sentence():
-    said = sentences(ops.Op.__doc__)
-    assert tuple(said) == ops.Op._fields
-    for text in said.values():
+    described = sentences(ops.Op.__doc__)
+    assert tuple(described) == ops.Op._fields
+    for text in described.values():
         assert text.endswith(".")
         assert ". " not in text
 

@@ -88,7 +88,8 @@ def test_every_file_that_is_linked_exists(link):
 def test_each_feature_in_the_comparison_links_to_a_test():
     (table,) = re.findall(r"## Compared with others\n(.*?)\n## ", README, re.DOTALL)
     rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 6
+    header, features = 2, 6
+    assert len(rows) == header + features
     for cell in rows[2:]:
         file, name = re.search(r'\]\((\S+) "(\w+)"\)', cell).groups()
         assert f"def {name}(" in (ROOT / file).read_text(), cell

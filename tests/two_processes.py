@@ -44,14 +44,14 @@ def main(address, processes, process):
                 NamedSharding(mesh, P("data")), mine
             )
             state, metrics = step(state, batch)
-            told = {
+            record = {
                 "finite": bool(metrics["grads_finite"]),
                 "scale": float(metrics["loss_scale"]),
                 "loss": float(metrics["loss"]),
                 "step": int(state.step),
                 "w": np.asarray(state.params["w"]).tolist(),
             }
-            print(json.dumps(told), flush=True)
+            print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

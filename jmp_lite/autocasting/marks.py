@@ -126,7 +126,7 @@ def as_full(tree: Tree) -> Tree:
       >>> import jmp_lite as jmp
       >>> fun = lambda x, w, time: jnp.tanh(x @ w + jmp.as_full(time)) @ w
       >>> x, w = jnp.ones((2, 2)), jnp.ones((2, 2))
-      >>> jmp.explain(fun)(x, w, x).precision_of(op="tanh")
+      >>> jmp.explain(fun)(x, w, x).dtype_of(op="tanh")
       'float32'
     """
     return _mark_values(tree, FULL_SCOPE)
@@ -148,7 +148,7 @@ def as_low(tree: Tree) -> Tree:
       >>> import jmp_lite as jmp
       >>> fun = lambda x, w: jnp.tanh(x @ w + jmp.as_low(jnp.exp(w))) @ w
       >>> x, w = jnp.ones((2, 2)), jnp.ones((2, 2))
-      >>> jmp.explain(fun)(x, w).precision_of(op="tanh")
+      >>> jmp.explain(fun)(x, w).dtype_of(op="tanh")
       'bfloat16'
     """
     return _mark_values(tree, LOW_SCOPE)

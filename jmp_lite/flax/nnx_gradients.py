@@ -70,7 +70,9 @@ def value_and_grad(
     """
     gradients.check_argnums(argnums)
     transform = functools.partial(nnx.value_and_grad, argnums=argnums)
-    found = gradients.build_value_and_grad(transform, fun, loss_scale, has_aux, grad_dtype)
+    found = gradients.build_value_and_grad(
+        transform, fun, loss_scale, has_aux, grad_dtype
+    )
     # Flax reads its mode at the transformation of a function, not at its call.
     is_graph = nnx.set_graph_mode.current_value()
     if is_graph and nnx.set_graph_updates.current_value():

@@ -17,7 +17,12 @@ from jax.sharding import NamedSharding
 
 from jmp_lite.casting.dtypes import parse_dtype, unknown_name
 from jmp_lite.casting.quantize import SCALE_NAME, Quantized, dequantize, quantize
-from jmp_lite.formats.eight_bits import BACKWARD_DTYPES, FORWARD_DTYPES, EightBits, check_smallest
+from jmp_lite.formats.eight_bits import (
+    BACKWARD_DTYPES,
+    FORWARD_DTYPES,
+    EightBits,
+    check_smallest,
+)
 from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
 from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of

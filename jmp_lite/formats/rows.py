@@ -18,7 +18,12 @@ from jax.sharding import NamedSharding
 
 from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.casting.quantize import power_of_two_for
-from jmp_lite.formats.eight_bits import BACKWARD_DTYPES, FORWARD_DTYPES, EightBits, check_smallest
+from jmp_lite.formats.eight_bits import (
+    BACKWARD_DTYPES,
+    FORWARD_DTYPES,
+    EightBits,
+    check_smallest,
+)
 from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
 from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
@@ -44,7 +49,10 @@ class RowsFormat(EightBits):
 
     def __post_init__(self) -> None:
         is_int8 = self.name == "int8"
-        for field, accepted in (("forward", FORWARD_DTYPES), ("backward", BACKWARD_DTYPES)):
+        for field, accepted in (
+            ("forward", FORWARD_DTYPES),
+            ("backward", BACKWARD_DTYPES),
+        ):
             names = ["int8"] if is_int8 else [f"float8_{each}" for each in accepted]
             if getattr(self, field) not in names:
                 given = str(getattr(self, field))
@@ -75,7 +83,9 @@ class RowsFormat(EightBits):
         lhs, rhs, *others = operands
         form = ByRows(forward, forward, backward)
         axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
-        return bilinear.bilinear(ProductOperand(lhs), ProductOperand(rhs), form, axes, sharding)
+        return bilinear.bilinear(
+            ProductOperand(lhs), ProductOperand(rhs), form, axes, sharding
+        )
 
 
 @dataclasses.dataclass(frozen=True)

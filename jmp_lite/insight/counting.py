@@ -44,7 +44,8 @@ class _CountingFrame(Frame[ValueT, Place]):
 
 
 class CountingEvaluator(
-    Evaluator[ValueT, FormT, Place, CountedBody[FormT, OpT]], Generic[ValueT, FormT, OpT]
+    Evaluator[ValueT, FormT, Place, CountedBody[FormT, OpT]],
+    Generic[ValueT, FormT, OpT],
 ):
     """Runs jaxprs, and notes ops with their sums."""
 
@@ -117,7 +118,9 @@ class CountingEvaluator(
         """Returns the values of a jaxpr before it runs."""
         return _CountingFrame(self, jaxpr, operands, site)
 
-    def step(self, eqn: Eqn, operands: Sequence[ValueT], site: Place) -> Sequence[ValueT]:
+    def step(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: Place
+    ) -> Sequence[ValueT]:
         """Runs an equation of any kind."""
         if params.op_of(eqn) == "while" and has_lanes(eqn):
             return self.equation(eqn, operands, site)
@@ -127,7 +130,9 @@ class CountingEvaluator(
         """Returns the value of a literal, which is that of a constant."""
         return self.constant(atom, structure.as_array(atom.val))
 
-    def call(self, eqn: Eqn, operands: Sequence[ValueT], site: Place) -> Sequence[ValueT]:
+    def call(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: Place
+    ) -> Sequence[ValueT]:
         """Runs the jaxpr of a call in its place."""
         return self.run(params.body_of(eqn), operands, site)
 

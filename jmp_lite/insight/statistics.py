@@ -358,7 +358,9 @@ def fetched(tree: PyTree) -> PyTree:
 
 def fetch_counts(counts: Mapping[str, PyTree]) -> dict[str, np.ndarray]:
     """Returns counts as NumPy arrays, joined over the axes of vmap and scan."""
-    return {name: _join_stacks(name, column) for name, column in fetched(counts).items()}
+    return {
+        name: _join_stacks(name, column) for name, column in fetched(counts).items()
+    }
 
 
 def _join_stacks(name: str, column: Count | ArrayLike) -> np.ndarray:

@@ -212,7 +212,11 @@ def _unpacked(
         sizes, *parts = parts
         axes = Groups.read(params["ragged_dot_dimension_numbers"], sizes)
     n_parts = params["n_parts"]
-    return ProductOperand(lhs, (*parts[:n_parts],)), ProductOperand(rhs, (*parts[n_parts:],)), axes
+    return (
+        ProductOperand(lhs, (*parts[:n_parts],)),
+        ProductOperand(rhs, (*parts[n_parts:],)),
+        axes,
+    )
 
 
 def _multiply(*arrays: Array, is_tpu: bool, **params: Any) -> Array:
@@ -221,7 +225,11 @@ def _multiply(*arrays: Array, is_tpu: bool, **params: Any) -> Array:
 
 
 def _type(
-    jax_product: core.Primitive, *avals: Aval, form: ProductForm, n_parts: int, **params: Any
+    jax_product: core.Primitive,
+    *avals: Aval,
+    form: ProductForm,
+    n_parts: int,
+    **params: Any,
 ):
     del form, n_parts
     n_operands = 2 if "dimension_numbers" in params else 3

@@ -131,7 +131,9 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         del form
         return 1
 
-    def unpack_all(self, values: Sequence[ValueT], forms: Sequence[FormT]) -> list[Array]:
+    def unpack_all(
+        self, values: Sequence[ValueT], forms: Sequence[FormT]
+    ) -> list[Array]:
         """Returns the arrays of several values, one value after the other."""
         pairs = zip(values, forms, strict=True)
         return [array for value, form in pairs for array in self.unpack(value, form)]
@@ -235,7 +237,9 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
     ) -> Frame[ValueT, SiteT]:
         """Returns the values of a jaxpr before it runs."""
 
-    def run(self, jaxpr: Jaxpr, operands: Sequence[ValueT], site: SiteT) -> list[ValueT]:
+    def run(
+        self, jaxpr: Jaxpr, operands: Sequence[ValueT], site: SiteT
+    ) -> list[ValueT]:
         """Returns the results of a jaxpr.
 
         Args:
@@ -251,7 +255,9 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
             frame.write(eqn, results)
         return frame.results()
 
-    def step(self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT) -> Sequence[ValueT]:
+    def step(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
+    ) -> Sequence[ValueT]:
         """Runs an equation of any kind."""
         op = params.op_of(eqn)
         if op in params.CUSTOM:
@@ -268,7 +274,9 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         }
         return others[op](eqn, operands, site)
 
-    def call(self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT) -> Sequence[ValueT]:
+    def call(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
+    ) -> Sequence[ValueT]:
         """Runs an op that only calls its jaxpr."""
         name = params.call_name(eqn)
         body = self.body(params.body_of(eqn), operands, site, name=name)
@@ -284,7 +292,9 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
             return params.bind_remat(eqn, arrays, body.jaxpr)
         return params.bind_call(eqn, arrays, body.jaxpr)
 
-    def cond(self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT) -> Sequence[ValueT]:
+    def cond(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
+    ) -> Sequence[ValueT]:
         """Runs the branches of a cond, and joins their results."""
         index, *others = operands
         traced = params.branches_of(eqn)
@@ -333,7 +343,9 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
                 return body
             forms = found
 
-    def scan(self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT) -> Sequence[ValueT]:
+    def scan(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
+    ) -> Sequence[ValueT]:
         """Runs a scan."""
         n_consts, n_carry = params.scan_counts(eqn)
         at, given = slice(n_consts, n_consts + n_carry), list(operands)
@@ -360,7 +372,9 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         of_test = [*operands[: loop.n_cond], *given[at]]
         test = self.body(loop.cond, of_test, self.site_of_test(site))
         out = self.bind_while(eqn, [*operands[: loop.n_cond], *given], test, step)
-        return self.collect_results(eqn, [(test, of_test), (step, given)], out, number=1)
+        return self.collect_results(
+            eqn, [(test, of_test), (step, given)], out, number=1
+        )
 
     def site_of_test(self, site: SiteT) -> SiteT:
         """Returns the site of the condition of a while at a site."""

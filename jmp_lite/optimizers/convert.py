@@ -26,9 +26,9 @@ from jmp_lite.casting.types import (
 )
 from jmp_lite.optimizers.compensated import (
     CompensatedState,
+    add_remainder,
     may_differ_by,
     remainder_of,
-    add_remainder,
 )
 from jmp_lite.optimizers.inner_state import (
     as_array,
@@ -260,7 +260,9 @@ def _wrapped(
 
     def wrap(tree: PyTree) -> PyTree:
         return jax.tree.map(
-            lambda node: convert_wrapper(node) if is_wrapper_state(node) else next(values),
+            lambda node: (
+                convert_wrapper(node) if is_wrapper_state(node) else next(values)
+            ),
             tree,
             is_leaf=is_node,
         )

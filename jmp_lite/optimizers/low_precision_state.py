@@ -207,7 +207,7 @@ def _parse(dtype: DTypeLike) -> Dtype:
     parsed = parse_dtype(dtype)
     if parsed.name not in _STATE_DTYPES:
         raise ValueError(
-            f"Expected one of {', '.join(_DTYPES)} for the state, got {parsed.name!r}."
+            f"Expected one of {', '.join(_STATE_DTYPES)} for the state, got {parsed.name!r}."
         )
     return parsed
 

@@ -23,7 +23,7 @@ from jmp_lite.optimizers.parameters import (
     to_float32,
     update_to,
 )
-from jmp_lite.optimizers.rounding import round_by_chance, grid_of, noise
+from jmp_lite.optimizers.rounding import grid_of, noise, round_by_chance
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
 
 

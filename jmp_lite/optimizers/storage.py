@@ -22,7 +22,12 @@ from jax import lax
 
 from jmp_lite.casting.quantize import power_of_two_for
 from jmp_lite.casting.types import AnyArray, Array, Dtype, Leaf, PyTree
-from jmp_lite.optimizers.rounding import Grid, round_by_chance, grid_of, round_to_nearest
+from jmp_lite.optimizers.rounding import (
+    Grid,
+    grid_of,
+    round_by_chance,
+    round_to_nearest,
+)
 
 SQUARES = np.dtype("uint8")
 """The 8-bit dtype that stores averages of squares."""
@@ -73,7 +78,11 @@ def store(
     grid = _grid_of(dtype)
 
     def rounded(x: AnyArray) -> Array:
-        return round_to_nearest(x, grid) if noise is None else round_by_chance(x, grid, noise)
+        return (
+            round_to_nearest(x, grid)
+            if noise is None
+            else round_by_chance(x, grid, noise)
+        )
 
     if not is_scaled:
         return Stored(rounded(x).astype(dtype))

@@ -81,7 +81,8 @@ def try_optimizer(inner: Optimizer, params: Params) -> list[Tried]:
         def run(small: Array, ones: Array) -> tuple[list[Array], list[Array]]:
             at_first = functools.partial(run_step, fresh, 0 * ones)
             return _measure_step(at_first, small), [
-                _kept(functools.partial(run_step, state), ones, small) for state in starts
+                _kept(functools.partial(run_step, state), ones, small)
+                for state in starts
             ]
 
         steps, kept = run(jnp.float32(_GRADIENT_SIZE), jnp.ones_like(start))
@@ -160,7 +161,9 @@ def _moment(
     return Moment.UNKNOWN
 
 
-def _kept(run_step: Callable[[Array, Array], Array], ones: Array, small: Array) -> Array:
+def _kept(
+    run_step: Callable[[Array, Array], Array], ones: Array, small: Array
+) -> Array:
     """Returns the derivative of each number with respect to its value before.
 
     It is NaN for a number that does not depend on the gradients.

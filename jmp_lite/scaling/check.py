@@ -77,8 +77,8 @@ def check_loss_scale(opt_state: PyTree, max_consecutive_skips: int = 50) -> None
                 f"The last {in_a_row} steps in a row were skipped, because gradients "
                 "or the loss were not finite (tolerated in a row: "
                 f"{max_consecutive_skips}; skipped in all: "
-                f"{_on_host(state.skipped).max()}). The state is at {path}, and its "
-                f"loss scale is {_on_host(state.loss_scale.loss_scale)}. Likely "
+                f"{_fetch(state.skipped).max()}). The state is at {path}, and its "
+                f"loss scale is {_fetch(state.loss_scale.loss_scale)}. Likely "
                 f"causes: {causes}."
             )
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite.casting.dtypes import nearest_name, needs_loss_scale, parse_dtype
-from jmp_lite.casting.types import Array, Leaf, TypedScalar, Scalar
+from jmp_lite.casting.types import Array, Leaf, Scalar, TypedScalar
 from jmp_lite.scaling.loss_scale import (
     LossScale,
     NoOpLossScale,

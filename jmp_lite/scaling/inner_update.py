@@ -136,7 +136,8 @@ def _cast_leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
             f"The wrapped optimizer changes its state at {jax.tree_util.keystr(path)} "
             f"from {type_of(before)} to {type_of(after)} in update, so a skipped step "
             "cannot keep the old state. Its init has to return the types that its "
-            "update returns." + (_INTEGER_HINT if is_number(before, jnp.integer) else "")
+            "update returns."
+            + (_INTEGER_HINT if is_number(before, jnp.integer) else "")
         )
     return after.astype(before.dtype) if same_kind else after
 

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_array
 from jmp_lite.casting.type_of import type_of
-from jmp_lite.casting.types import Array, Leaf, TypedScalar, Scalar
+from jmp_lite.casting.types import Array, Leaf, Scalar, TypedScalar
 
 
 def is_selectable(leaf: Leaf) -> bool:

@@ -74,7 +74,7 @@ def check_result(result: PyTree, model_state: PyTree) -> None:
     if not (is_pair(result) and is_pair(result[1])):
         raise TypeError(
             "Expected loss_fn to return (loss, (model_state, aux)), with None for a "
-            f"missing part, got {_in_words(result)}."
+            f"missing part, got {_describe(result)}."
         )
     before, after = jax.tree.structure(model_state), jax.tree.structure(result[1][0])
     if before != after:
@@ -90,5 +90,5 @@ def _describe(result: PyTree) -> str:
         return "None"
     name = f"{result.dtype} array" if is_array(result) else type(result).__name__
     if isinstance(result, tuple | list):
-        name += f" of {len(result)} ({', '.join(map(_in_words, result))})"
+        name += f" of {len(result)} ({', '.join(map(_describe, result))})"
     return f"an {name}" if name[0] in "aeio" else f"a {name}"

@@ -427,9 +427,9 @@ def test_explain_shows_of_16_bit_arguments_the_precisions_that_run(name):
     rows = [r for r in jmp.explain(fun)(*args).rows if r.op in ("dot_general", "exp")]
     eqns = live_equations(autocast(fun), *args)
     for op in ("dot_general", "exp"):
-        said = {row.precision for row in rows if row.op == op}
+        shown = {row.precision for row in rows if row.op == op}
         ran = {str(e.invars[0].aval.dtype) for e in eqns if e.primitive.name == op}
-        assert said == ran
+        assert shown == ran
 
 
 # -------------------------------------------------------- losses, modules, devices

@@ -289,15 +289,15 @@ def test_each_call_of_a_stack_is_decided_by_the_readers_of_its_last_value():
     assert carries(lambda x: fun(x)[::-1], X) == [LOW, FULL]
 
 
-@pytest.mark.parametrize(("said", "precision"), [("follow", LOW), ("full", FULL)])
-def test_a_carry_rule_decides_by_path(said, precision):
+@pytest.mark.parametrize(("choice", "precision"), [("follow", LOW), ("full", FULL)])
+def test_a_carry_rule_decides_by_path(choice, precision):
     def fun(x, stack):
         with jax.named_scope("encoder"):
-            return layers(x, stack, lambda h: h @ W if said == "full" else h)
+            return layers(x, stack, lambda h: h @ W if choice == "full" else h)
 
-    rules = get_rules("mixed").carry("encoder", said)
+    rules = get_rules("mixed").carry("encoder", choice)
     assert carries(fun, X, LAYERS, rules=rules) == [precision]
-    other = get_rules("mixed").carry("decoder", said)
+    other = get_rules("mixed").carry("decoder", choice)
     assert carries(fun, X, LAYERS, rules=other) != [precision]
 
 
@@ -699,11 +699,11 @@ def test_a_condition_inside_of_a_call_is_analyzed():
             lambda x, condition=condition: lax.while_loop(condition, step, (0, x))
         )
 
-    def told(c):
+    def shown(c):
         jax.debug.callback(lambda i: None, c[0])
         return c[0] < 3
 
-    assert not decides_when_it_ends(lambda x: lax.while_loop(told, step, (0, x)))
+    assert not decides_when_it_ends(lambda x: lax.while_loop(shown, step, (0, x)))
 
 
 def test_only_a_count_bounds_the_number_of_steps_of_a_loop():

@@ -1,4 +1,4 @@
-"""The benchmark of accuracy trains what it says, and judges by float32's seeds."""
+"""The benchmark of accuracy: trainings, and their losses beside those of float32."""
 
 import json
 
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_every_preset_is_trained_in_both_dtypes_beside_float32():
-    assert len(VARIANTS) == 2 + 2 * len(PRESETS) + 4
+    float32, presets, others = 2, 2 * len(PRESETS), 4
+    assert len(VARIANTS) == float32 + presets + others
     assert ("dot_general", Precision.FLOAT8) in VARIANTS["float8"].rules.ops
     assert is_identity(VARIANTS["float32"].rules)
     assert VARIANTS["float16, O2"].rules.compute_dtype == np.float16
@@ -86,9 +87,9 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "float32" in printed
     assert "bfloat16, mixed" in printed
-    told = json.loads((tmp_path / "accuracy.json").read_text())
-    assert (told["seeds"], list(told["steps"])) == (2, ["digits"])
-    assert {row["variant"] for row in told["rows"]} == {"float32", "bfloat16, mixed"}
-    assert {len(row["epochs"]) for row in told["rows"]} == {1}  # 21 steps of the 22.
+    written = json.loads((tmp_path / "accuracy.json").read_text())
+    assert (written["seeds"], list(written["steps"])) == (2, ["digits"])
+    assert {row["variant"] for row in written["rows"]} == {"float32", "bfloat16, mixed"}
+    assert {len(row["epochs"]) for row in written["rows"]} == {1}  # 21 steps of the 22.
     with pytest.raises(SystemExit):
         main(["--seeds", "1"])

@@ -253,6 +253,6 @@ def test_the_script_prints_its_table_and_writes_it(tmp_path, capsys):
     main(["--models", "mlp", *variants, *options, "--json", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "mlp, h100" in printed
-    told = json.loads((tmp_path / "autocast.json").read_text())
-    assert told["versions"]["jax"] == jax.__version__
-    assert {r["variant"] for r in told["rows"]} == {"by hand", "mixed"}
+    written = json.loads((tmp_path / "autocast.json").read_text())
+    assert written["versions"]["jax"] == jax.__version__
+    assert {r["variant"] for r in written["rows"]} == {"by hand", "mixed"}

@@ -1,4 +1,4 @@
-"""The figures that are read from compiled programs: exact, or a test says so."""
+"""Figures read from compiled programs, against figures computed by hand."""
 
 import importlib.util
 import math
@@ -18,7 +18,7 @@ from benchmarks.hlo import Array
 
 
 def program(text: str, target: str = "h100") -> Program:
-    """The program that a text says."""
+    """Returns the program of an HLO text."""
     text = textwrap.dedent(text)
     return Program(target, text, arguments=0, outputs=0, aliased=0, temporaries=0)
 
@@ -117,7 +117,8 @@ def test_metadata_and_comments_do_not_reach_the_attributes():
     assert module.entry.root.operands == ("x", "n")
 
 
-# Bytes of one kernel.
+# Bytes of one kernel. A sum has a term for each operand: 4 bytes for a number of f32
+# and s32, 2 for one of bf16.
 
 FUSED = """
     %fused ({parameters}) -> {result} {{
@@ -289,7 +290,8 @@ def test_an_update_of_a_converted_stack_reads_the_rest_and_writes_all():
         u="bf16[1,100]",
         **STACK,
     )
-    assert traffic(kernel) == (11 * 400 + 200 + 4, 2400)
+    rest, update, index = 11 * 400, 200, 4
+    assert traffic(kernel) == (rest + update + index, 2400)
 
 
 def test_a_slice_of_a_broadcast_reads_what_it_needs():
@@ -473,7 +475,7 @@ def test_a_loop_whose_end_depends_on_values_counts_once_and_is_named(settings):
 
 
 def test_a_loop_in_a_loop_multiplies_even_if_it_counts_by_the_outer_loops_state():
-    # The TPU's compiler hands constants in through the state of the outer loop.
+    # The TPU's compiler passes constants through the state of the outer loop.
     found = program(
         """
         %inner (s: (s32[], f32[100], s32[])) -> (s32[], f32[100], s32[]) {
@@ -715,7 +717,8 @@ backend_config={"known_trip_count":{"n":"6"}}
     )
     assert found.matmuls == {"bf16->f32": 6}
     assert found.matmul_flops == {"bf16->f32": 6 * 2 * 8**3}
-    assert found.bytes_moved == 6 * (256 + 128 + 256)
+    lhs, rhs, result = 4 * 8 * 8, 2 * 8 * 8, 4 * 8 * 8
+    assert found.bytes_moved == 6 * (lhs + rhs + result)
 
 
 # Collectives, the roofline, the table.
@@ -837,7 +840,7 @@ def shape(*dims: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-# Larger than a TPU's on-chip memory, which would hide what is moved twice.
+# Larger than a TPU's on-chip memory, which would hide bytes that are moved twice.
 BIG = shape(8192, 8192)
 BYTES = 4 * 8192 * 8192
 
@@ -922,7 +925,8 @@ def test_a_temporary_is_counted(target):
     assert size <= found.temporaries < 1.2 * size
     assert found.peak_memory == found.temporaries + 2 * size
     assert found.matmuls == {"bf16": 2}
-    assert found.matmul_flops == {"bf16": 2 * 2 * 16384**3}
+    a_product = 2 * 16384**3
+    assert found.matmul_flops == {"bf16": 2 * a_product}
 
 
 LAYERS = 24
@@ -948,7 +952,7 @@ def test_a_scan_reads_its_stack_once(target):
     found = compile_for(target, layers, STATE, STACKED)
     stack, state = 2 * LAYERS * 512 * 512, 2 * 2048 * 512
     # The H100's copies a layer's weights before it multiplies them, and its kernels
-    # hand the state on through main memory.
+    # pass the state through main memory.
     most = {"h100": 3 * stack + 6 * LAYERS * state, "v5e": stack + 4 * state}
     assert stack + 2 * state <= found.bytes_moved <= most[target]
 

@@ -21,17 +21,17 @@ def run(tmp_path, *options):
 
 
 def test_every_variant_of_a_model_trains_and_has_a_row(tmp_path, capsys):
-    told = run(tmp_path, "--models", LSTM)
+    written = run(tmp_path, "--models", LSTM)
     out = capsys.readouterr().out
-    assert [row["variant"] for row in told["rows"]] == list(gpu.VARIANTS)
-    for row in told["rows"]:
+    assert [row["variant"] for row in written["rows"]] == list(gpu.VARIANTS)
+    for row in written["rows"]:
         assert row["variant"] in out
         assert row["is_finite"]
         assert len(row["milliseconds"]) == 2
         assert row["memory"] > 0
-        assert row["flops"] == told["rows"][0]["flops"] > 0
-    assert told["device"] in out
-    assert set(told["ceilings"]["flops"]) == set(gpu.PRODUCTS)
+        assert row["flops"] == written["rows"][0]["flops"] > 0
+    assert written["device"] in out
+    assert set(written["ceilings"]["flops"]) == set(gpu.PRODUCTS)
 
 
 @pytest.mark.slow
@@ -39,9 +39,9 @@ def test_every_variant_of_a_model_trains_and_has_a_row(tmp_path, capsys):
 def test_the_other_models_train_too(tmp_path, monkeypatch, model):
     names = (gpu.BASE, "bfloat16 by hand", "float16, autocast")
     monkeypatch.setattr(gpu, "VARIANTS", {name: gpu.VARIANTS[name] for name in names})
-    told = run(tmp_path, "--models", model)
-    assert [row["variant"] for row in told["rows"]] == list(names)
-    assert all(row["is_finite"] for row in told["rows"])
+    written = run(tmp_path, "--models", model)
+    assert [row["variant"] for row in written["rows"]] == list(names)
+    assert all(row["is_finite"] for row in written["rows"])
 
 
 @pytest.mark.slow
@@ -55,10 +55,10 @@ def test_a_model_or_a_variant_that_fails_leaves_the_others(
     monkeypatch.setitem(gpu.TINY, TRANSFORMER, broken)
     of_variant = gpu.VARIANTS["bfloat16 by hand"]._replace(loss=fails)
     monkeypatch.setitem(gpu.VARIANTS, "bfloat16 by hand", of_variant)
-    told = run(tmp_path, "--models", TRANSFORMER, LSTM)
-    names = [row["variant"] for row in told["rows"]]
+    written = run(tmp_path, "--models", TRANSFORMER, LSTM)
+    names = [row["variant"] for row in written["rows"]]
     assert names == [name for name in gpu.VARIANTS if name != "bfloat16 by hand"]
-    assert {row["model"] for row in told["rows"]} == {LSTM}
+    assert {row["model"] for row in written["rows"]} == {LSTM}
     assert "out of memory" in capsys.readouterr().err
 
 
@@ -106,7 +106,7 @@ def test_steps_are_predicted_for_an_h100(tmp_path, capsys):
     variants = ["float32 highest", "float32 default", "bfloat16, autocast"]
     options = ["--tiny", "--models", LSTM, "--variants", *variants]
     steps.main([*options, "--json", str(tmp_path)])
-    told = json.loads((tmp_path / "steps.json").read_text())
-    assert [row["variant"] for row in told["rows"]] == variants
-    assert all(row["roofline"] > 0 for row in told["rows"])
+    written = json.loads((tmp_path / "steps.json").read_text())
+    assert [row["variant"] for row in written["rows"]] == variants
+    assert all(row["roofline"] > 0 for row in written["rows"])
     assert LSTM in capsys.readouterr().out

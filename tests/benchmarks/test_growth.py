@@ -12,12 +12,12 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_ratios_are_to_the_model_written_by_hand():
-    told = depth_table([Depth("jit", 8, 100.0, 125.0, 200, 210)])
+    text = depth_table([Depth("jit", 8, 100.0, 125.0, 200, 210)])
     cells = ["8", "jit", "125", "100", "1.25", "210", "200", "1.05"]
-    assert told.splitlines()[1].split() == cells
-    told = width_table([Width("scan", 64, 2.0, 1.0, 4.0, 5.0)])
+    assert text.splitlines()[1].split() == cells
+    text = width_table([Width("scan", 64, 2.0, 1.0, 4.0, 5.0)])
     cells = ["64", "scan", "1.00", "2.00", "0.50", "5.00", "4.00", "1.25"]
-    assert told.splitlines()[1].split() == cells
+    assert text.splitlines()[1].split() == cells
 
 
 def test_a_loop_over_layers_does_not_grow_and_is_no_longer_than_by_hand():
@@ -29,9 +29,9 @@ def test_a_loop_over_layers_does_not_grow_and_is_no_longer_than_by_hand():
 def test_the_tables_are_written_and_drawn(tmp_path):
     options = ["--layouts", "scan", "--depths", "1", "2", "--runs", "1", "--widths"]
     main([*options, "--json", str(tmp_path), "--picture", str(tmp_path)])
-    told = json.loads((tmp_path / "growth.json").read_text())
-    assert [row["depth"] for row in told["depths"]] == [1, 2]
-    assert told["widths"] == []
+    written = json.loads((tmp_path / "growth.json").read_text())
+    assert [row["depth"] for row in written["depths"]] == [1, 2]
+    assert written["widths"] == []
     assert (tmp_path / "growth.png").stat().st_size > 10_000
 
 

@@ -42,11 +42,11 @@ def test_explaining_is_measured_beside_tracing(tmp_path, capsys):
     options = ["--runs", "1", "--explained", "mlp", "--watched", "--compared", "--json"]
     main([*options, str(tmp_path)])
     assert "mlp" in capsys.readouterr().out
-    told = json.loads((tmp_path / "insight.json").read_text())
-    (row,) = told["explained"]
+    written = json.loads((tmp_path / "insight.json").read_text())
+    (row,) = written["explained"]
     assert all(row[name] > 0 for name in Explained._fields if name != "model")
-    assert told["watched"] == []
-    assert told["versions"]["jax"] == jax.__version__
+    assert written["watched"] == []
+    assert written["versions"]["jax"] == jax.__version__
 
 
 @pytest.mark.targets
@@ -55,8 +55,8 @@ def test_watching_costs_more_kernels_and_little_memory(tmp_path):
         pytest.skip(missing("h100"))
     options = ["--runs", "1", "--explained", "--watched", "mlp", "--targets", "h100"]
     main([*options, "--compared", "mlp", "--json", str(tmp_path)])
-    told = json.loads((tmp_path / "insight.json").read_text())
-    (row, sampled), (both,) = told["watched"], told["compared"]
+    written = json.loads((tmp_path / "insight.json").read_text())
+    (row, sampled), (both,) = written["watched"], written["compared"]
     assert 1 < sampled["moved"] < 1.1
     assert sampled["kernels"] < 4
     assert row["ops"] > 30

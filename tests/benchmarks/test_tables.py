@@ -44,21 +44,21 @@ def test_names_after_each_other_are_split_where_a_line_ends():
 def test_a_table_is_put_below_its_comment(tmp_path):
     write(tmp_path, "loss_scaling", stamp(), skipping=SKIPPING)
     text = "a\n<!-- table: loss_scaling.skipping -->\n```text\nold\n```\nb\n"
-    told = tables.filled(text, tmp_path)
-    assert told.startswith(text.partition("old")[0])
-    assert "plain" in told
-    assert "7.00" in told
-    assert "old" not in told
-    assert told.endswith("\n```\nb\n")
-    assert tables.filled(told, tmp_path) == told
+    filled = tables.filled(text, tmp_path)
+    assert filled.startswith(text.partition("old")[0])
+    assert "plain" in filled
+    assert "7.00" in filled
+    assert "old" not in filled
+    assert filled.endswith("\n```\nb\n")
+    assert tables.filled(filled, tmp_path) == filled
 
 
 def test_figures_come_with_their_date_and_versions(tmp_path):
-    told = stamp()
-    write(tmp_path, "loss_scaling", told, skipping=SKIPPING)
+    stamped = stamp()
+    write(tmp_path, "loss_scaling", stamped, skipping=SKIPPING)
     last = tables.table("loss_scaling.skipping", tmp_path).split("\n\n")[-1]
-    assert last.startswith(told["date"])
-    assert f"jax {told['versions']['jax']}" in last
+    assert last.startswith(stamped["date"])
+    assert f"jax {stamped['versions']['jax']}" in last
 
 
 def test_ratios_are_to_the_model_by_hand():
@@ -85,5 +85,5 @@ def test_a_table_that_needs_a_gpu_shows_that_it_was_not_measured(tmp_path):
 def test_without_a_folder_nothing_is_written(tmp_path):
     write(None, "loss_scaling", stamp(), skipping=SKIPPING)
     write(tmp_path / "new", "loss_scaling", {"a": 1}, skipping=SKIPPING)
-    told = json.loads((tmp_path / "new" / "loss_scaling.json").read_text())
-    assert told == {"a": 1, "skipping": [SKIPPING[0]._asdict()]}
+    written = json.loads((tmp_path / "new" / "loss_scaling.json").read_text())
+    assert written == {"a": 1, "skipping": [SKIPPING[0]._asdict()]}

@@ -265,7 +265,7 @@ def test_the_last_product_of_a_float8_scope_is_float8_and_gets_a_lint():
     rules = jmp.get_rules("mixed").scope("mlp", "float8")
     rules = dataclasses.replace(rules, float8_format=EVERY_SIZE)
     explanation = jmp.explain(scoped, rules)(X, W, V)
-    assert explanation.precision_of(op="dot_general") == "float8_e4m3fn"
+    assert explanation.dtype_of(op="dot_general") == "float8_e4m3fn"
     (lint,) = explanation.lints
     assert lint.name == "last float8 product"
     assert "logits" in str(lint)
@@ -475,7 +475,7 @@ def test_an_operand_of_several_products_is_quantized_once():
         return (h @ w + h @ (2 * w) + h @ w) @ w.T
 
     found = str(jax.make_jaxpr(autocast(three))(X, W))
-    # Once what three products read, and a weight at each of its two uses.
+    # The operand of three products once, and a weight at each of its two uses.
     assert found.count("jit[name=quantize") == 3
 
 
@@ -567,8 +567,9 @@ def test_a_loop_keeps_one_byte_for_each_number():
         return totals.kept_run
 
     by_op = dataclasses.replace(RULES, ops=())
-    # Of each step's operands a byte a number less, and two scales more.
-    assert kept(by_op) - kept(RULES) == 3 * SMALL.size + LAYERS.size - 3 * 2 * 4
+    # In each of three steps one byte less for a number, and two scales of four bytes.
+    numbers, scales = 3 * SMALL.size + LAYERS.size, 3 * 2
+    assert kept(by_op) - kept(RULES) == numbers - 4 * scales
 
 
 REMAT_SAVES_BY_NAME = pytest.mark.skipif(
@@ -665,7 +666,8 @@ def test_explain_counts_residuals_of_one_byte():
 
     by_hand = dataclasses.replace(RULES, ops=())
     less = kept(by_hand) - kept(RULES)
-    # Of the first product's operands a byte a number less, and two scales more.
+    # The operands of the first product take one byte less for a number, and two
+    # scales of four bytes.
     assert less == X.size + W.size - 2 * 4
 
 
@@ -689,10 +691,10 @@ def test_lints_treat_float8_as_low():
 
 def test_explain_shows_the_float8_products_that_run():
     for fun in PROGRAMS.values():
-        said = jmp.explain(fun, RULES)(SMALL, LAYERS).totals.products
+        shown = jmp.explain(fun, RULES)(SMALL, LAYERS).totals.products
         eqns = equations(jax.make_jaxpr(autocast(fun))(SMALL, LAYERS).jaxpr)
         runs = sum("form" in eqn.params for eqn in eqns)
-        assert runs == said.get("float8_e4m3fn", 0), fun
+        assert runs == shown.get("float8_e4m3fn", 0), fun
 
 
 # ----------------------------------------------------------------------------- devices
@@ -775,11 +777,12 @@ def test_a_transformer_takes_less_time_on_a_gpu_and_no_product_is_raised(
 def test_small_products_that_xla_would_merge_are_float8_too(width):
     if missing("h100"):
         pytest.skip(missing("h100"))
+    depth = 2
     with jax.numpy_dtype_promotion("standard"):
         program = transformers.compile_model(
-            transformers.EVERY_SIZE, width=width, depth=2
+            transformers.EVERY_SIZE, width=width, depth=depth
         )
-    assert transformers.float8_products(program) == 18 * 2
+    assert transformers.float8_products(program) == 18 * depth
     assert transformers.raised(program) == 0
 
 

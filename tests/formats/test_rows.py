@@ -301,9 +301,9 @@ def test_explain_counts_the_products_of_both_passes(name):
 @BOTH
 def test_explain_shows_the_products_that_run(name):
     for fun in PROGRAMS.values():
-        said = [f for f, _ in explained(fun, name, SMALL, LAYERS)].count(name)
+        shown = [f for f, _ in explained(fun, name, SMALL, LAYERS)].count(name)
         eqns = equations(jax.make_jaxpr(autocast(fun, name))(SMALL, LAYERS).jaxpr)
-        assert sum("form" in eqn.params for eqn in eqns) == said, fun
+        assert sum("form" in eqn.params for eqn in eqns) == shown, fun
 
 
 @BOTH

@@ -1,4 +1,4 @@
-"""What JAX's derivatives of single ops add up, they add up in float32."""
+"""Sums inside of JAX's derivatives of single ops are float32."""
 
 import jax
 import jax.numpy as jnp
@@ -108,16 +108,16 @@ def test_a_scatter_and_its_derivative_round_nothing():
         2.0 * jax.random.randint(key, (rows, 8), -128, 128).astype(float) + 1
         for key, rows in zip(jax.random.split(KEY, 3), (4, 3, 4), strict=True)
     )
-    # In rows that are written twice one number wins.
+    # A row that is written twice has one of the two numbers.
     eye = jnp.eye(8)
     fun = lambda a, b: (a @ eye).at[ROWS].set(b @ eye) @ eye
     low = autocast(fun)
-    for told in (
+    for apply in (
         lambda f: f(a, b),
         lambda f: jax.vjp(f, a, b)[1](ct),
         lambda f: jax.jvp(f, (a, b), (a[::-1], b[::-1])),
     ):
-        results = compiled(lambda told=told: (told(low), told(fun)))
+        results = compiled(lambda apply=apply: (apply(low), apply(fun)))
         jax.tree.map(np.testing.assert_array_equal, *results)
     (scatter,) = (e for e in live_equations(low, a, b) if e.primitive.name == "scatter")
     assert str(scatter.outvars[0].aval.dtype) == "bfloat16"
@@ -138,7 +138,7 @@ def test_no_derivative_adds_up_or_takes_an_exponential_in_16_bits(name):
         for eqn in live_equations(fun, X):
             if eqn.primitive.name in NEVER_LOW | {"sin", "cos"}:
                 dtypes = {str(var.aval.dtype) for var in eqn.outvars}
-                # A scatter's derivative adds zeros, to what was written last.
+                # The derivative of a scatter adds zeros to the number written last.
                 is_exact = (name, eqn.primitive.name) == ("scatter", "scatter-add")
                 assert is_exact or "bfloat16" not in dtypes, eqn
     both = jax.grad(low), jax.grad(loss)

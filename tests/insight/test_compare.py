@@ -186,6 +186,7 @@ def test_infinities_and_nans_that_float32_has_too_are_no_errors():
     rows = {row.op: row for row in jmp.compare(fun)(X).rows}
     assert rows["exp"].error_out < 0.02
     nan = jmp.compare(lambda x: jnp.log(x @ W - 1e9))(X)
+    assert [row.op for row in nan.rows][-1] == "log"
     assert all(row.error_out < 0.1 for row in nan.rows)
 
 
@@ -198,7 +199,8 @@ def test_code_that_was_written_in_16_bits_is_compared_to_itself_in_float32():
     assert comparison.errors.keys() == {
         *("result", "gradient of args[0]", "gradient of args[1]")
     }
-    assert all(0 < error < 0.05 for error in comparison.errors.values())
+    assert min(comparison.errors.values()) > 0
+    assert max(comparison.errors.values()) < 0.05
     assert not jmp.compare(lambda x: x @ W, "O0")(X).rows
 
 
@@ -218,8 +220,7 @@ def test_a_loop_is_one_row_an_op_however_often_it_runs():
 def test_the_backward_pass_is_compared_too():
     loss = lambda params, x: jnp.mean(BLOCK.apply(params, x) ** 2)
     comparison = jmp.compare(loss, backward=True)(BLOCK_PARAMS, X)
-    assert any(row.is_backward for row in comparison.rows)
-    assert not all(row.is_backward for row in comparison.rows)
+    assert {row.is_backward for row in comparison.rows} == {False, True}
     expected = jax.grad(loss)(BLOCK_PARAMS, X)
     low = jax.grad(jmp.autocast(loss))(BLOCK_PARAMS, X)
     for path, leaf in jax.tree.leaves_with_path(low):

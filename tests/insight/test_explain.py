@@ -40,7 +40,7 @@ from jmp_lite.insight.places import short
 from jmp_lite.jaxprs import cost
 from jmp_lite.ops import HIGHER_ORDER, Precision
 
-# What the interpreter binds of its own: casts, and what spreads an operand before one.
+# Ops that the interpreter adds: casts, and broadcasts of operands before a cast.
 ITS_OWN = {"convert_element_type", "broadcast_in_dim", "clamp"}
 RULES = ["mixed", "O1", "O2", "O3", "torch"]
 
@@ -78,8 +78,8 @@ def test_no_two_reasons_have_the_same_text():
     assert len(words) == len(set(words))
 
 
-def told(rows):
-    """How often each op stands in the program with which float32 or 16-bit results."""
+def listed(rows):
+    """Counts the rows by op and by the dtypes and shapes of their results."""
     return collections.Counter(
         (row.op, *(shape.replace("float32", row.precision) for shape in row.shapes))
         for row in rows
@@ -100,7 +100,9 @@ def bound(fun, *args):
 def test_explain_shows_the_precisions_that_run(name, rules):
     fun, args = PROGRAMS[name]
     shapes = jax.eval_shape(lambda: args)
-    assert told(explain(fun, rules)(*shapes).rows) == bound(autocast(fun, rules), *args)
+    assert listed(explain(fun, rules)(*shapes).rows) == bound(
+        autocast(fun, rules), *args
+    )
 
 
 @pytest.mark.parametrize("rules", [*PRESETS, *RULES_WITH_PATHS])
@@ -110,7 +112,7 @@ def test_explain_shows_the_precisions_that_run_under_marks_scopes_and_rules_of_p
 ):
     fun, args = DECIDED[name]
     rules = RULES_WITH_PATHS.get(rules, rules)
-    explained = told(explain(fun, rules)(*args).rows)
+    explained = listed(explain(fun, rules)(*args).rows)
     assert explained == bound(autocast(fun, rules), *args)
 
 
@@ -181,10 +183,10 @@ def test_a_reason_leads_to_what_widened_the_stream():
         return jnp.tanh(x @ w + scale) @ w
 
     (culprit,) = (row for row in explain(model)(X, W).rows if row.op == "exp")
-    said = reasons(model, X, W)
+    found = reasons(model, X, W)
     place = culprit.source.split(" ")[0].rpartition("/")[-1]
-    assert said["tanh"].endswith(f"exp at {place}")
-    assert place not in said["dot_general"]
+    assert found["tanh"].endswith(f"exp at {place}")
+    assert place not in found["dot_general"]
     assert __file__ in culprit.source
     assert culprit.source.endswith(
         "(test_a_reason_leads_to_what_widened_the_stream.<locals>.model)"
@@ -216,15 +218,17 @@ def test_a_source_is_the_line_of_the_user():
     dispatched = functools.singledispatch(jnp.cos)  # Python's library calls it.
     first = TwoLines.__call__.__wrapped__.__code__.co_firstlineno + 2
     for backward in (False, True):
-        told = explain(lambda p, x: module.apply(p, dispatched(x)), backward=backward)
-        rows = told(params, X).rows
+        explained = explain(
+            lambda p, x: module.apply(p, dispatched(x)), backward=backward
+        )
+        rows = explained(params, X).rows
         assert {row.source.split(":")[0] for row in rows} == {__file__}
         of_module = [row for row in rows if row.scope.startswith("TwoLines")]
         lines = {int(row.source.split(":")[1].split(" ")[0]) for row in of_module}
         assert lines == {first, first + 1}
     (var,) = (r for r in rows if r.op == "square" and r.scope.endswith("_var"))
     assert f":{first + 1} (TwoLines.__call__)" in var.source
-    # Where somebody else's function is called by nobody, there is no line.
+    # A function of another library has no line if no code of the user calls it.
     assert {row.source for row in explain(jnp.tanh)(X).rows} == {""}
     assert (
         explain(nn.Dense(8).apply)({"params": {"kernel": W, "bias": W[0]}}, X)
@@ -278,7 +282,7 @@ def test_in_a_notebook_a_source_is_the_number_of_a_cell_and_a_line(monkeypatch):
     printed = str(explain(names["model"])(X, W))
     assert "exp at In[3]:5" in printed
     assert "2718.py" not in printed
-    # What a cell imports is a file, and so is everything outside of IPython.
+    # Code that a cell imports is in a file, as is all code outside of IPython.
     assert short("/a folder/file.py:3 (f)") == "file.py:3"
     monkeypatch.setattr(ipython, "get_ipython", lambda: None)
     assert short(exp.source) == "2718.py:5"
@@ -297,9 +301,9 @@ def test_reasons_name_scopes_marks_and_rules():
         return z, jnp.sin(x), jnp.floor(as_full(y) * 2), lax.nextafter(x, x)
 
     rules = get_rules("mixed").scope("head", "full").low("floor")
-    said = [row.reason for row in explain(fun, rules)(X[:, :4]).rows]
+    texts = [row.reason for row in explain(fun, rules)(X[:, :4]).rows]
     for named in ("'head'", "full_precision", "'floor'"):
-        assert any(named in reason for reason in said), named
+        assert any(named in reason for reason in texts), named
     codes = {row.op: row.code for row in explain(fun, rules)(X[:, :4]).rows}
     assert codes["floor"] == "op"
     assert codes["sin"] == "position"

@@ -1,4 +1,4 @@
-"""What ``explain`` says is worth a second look, each with a twin that is not."""
+"""Lints of ``explain``, each with a similar program that has no lint."""
 
 import collections
 import functools
@@ -35,7 +35,7 @@ def only(fun, *args, name, **options):
 
 
 def line_of(fun, text):
-    """The line of a function that holds a text."""
+    """Returns the number of the line of a function that contains a text."""
     first = fun.__code__.co_firstlineno
     lines = pathlib.Path(__file__).read_text().splitlines()[first - 1 :]
     return first + next(i for i, at in enumerate(lines) if text in at)
@@ -111,13 +111,13 @@ def test_an_op_that_widens_a_stream_is_named_with_its_cost():
     assert "as_low" in lint.remedy
     fixed = lambda x, w: jnp.tanh(x @ w + jmp.as_low(jnp.exp(jnp.arange(8.0)))) @ w
     assert lints(fixed, X, W, name="widened stream") == []
-    # A function of one value leaves in 16 bits; what is not joined again does not.
+    # The result of a function of one value is 16-bit; one of two values is float32.
     residual = lambda x, w: jnp.tanh(x @ w + jax.nn.softplus(x @ w @ w)) @ w
     assert lints(residual, X, W, name="widened stream") == []
     residual = lambda x, w: jnp.tanh(x @ w + jnp.log1p(jnp.exp(x @ w @ w))) @ w
     lint = only(residual, X, W, name="widened stream")
     assert lint.message.startswith(f"log1p at {HERE}:")
-    # The tail of a loss is float32 to the end, and meant to be.
+    # The tail of a loss is float32 on purpose.
     tail = lambda x, w: jnp.sum(jnp.log(jnp.abs(x)) + x @ w)
     assert lints(tail, X, W, name="widened stream") == []
 
@@ -147,7 +147,7 @@ def test_an_input_that_is_no_more_than_rounded_anyway_is_not_pointed_to():
     embedded = lambda params, x: (x @ params["w"] + params["positions"]) @ params["w"]
     params = {"w": W, "positions": X}
     assert lints(embedded, params, X, name="float32 input") == []
-    # Who wants all low has said so.
+    # Under these rules the user requests low precision for all ops.
     centred = lambda x: x - x.mean(-1, keepdims=True)
     added = lambda x, t, w: (x @ w + t) @ w
     for rules in ("O2", "O3"):
@@ -177,7 +177,7 @@ def test_a_carry_that_could_be_low_is_pointed_to():
     assert lints(low, X, LAYERS, name="float32 carry") == []
     total = lambda x: lax.scan(lambda s, x: (s + x.sum(), None), 0.0, x)
     assert lints(total, X, name="float32 carry") == []
-    # Where all but products is float32, carries are.
+    # In rules that keep all ops but products in float32, carries are float32.
     assert lints(widened, X, LAYERS, rules="O1", name="float32 carry") == []
 
 
@@ -314,7 +314,7 @@ def test_a_literal_that_does_not_fit_is_pointed_to():
     table = lambda x, w: jnp.tanh(x @ w + np.full(8, 1e9, np.float32)) @ w
     lint = only(table, X, W, **f16)
     assert "a constant too large for 16 bits does not fit float16" in lint.message
-    # Of an argument no numbers are known.
+    # The numbers of an argument are unknown when a program is traced.
     bias = lambda x, w, b: jnp.tanh(x @ w + b) @ w
     assert lints(bias, X, W, W[0], rules="torch", name="literal out of range") == []
 
@@ -379,7 +379,7 @@ def test_a_norm_that_is_low_is_named_once_and_counted():
     assert "Norms/LayerNorm_0 computes its statistics in 16 bits" in found[0].message
     assert "(and 3 like it)" in found[0].message
     assert lints(Norms().apply, params, X, name="low norm") == []
-    # One that somebody forced low is named by its path.
+    # A norm that a rule for a scope lowers is named by its path.
     rules = get_rules("mixed").scope("LayerNorm_2", "low")
     forced = explain(Norms().apply, rules)(params, X).lints
     assert {lint.scope for lint in forced if lint.name == "low norm"} == {
@@ -404,10 +404,10 @@ def test_a_lint_reads_as_a_sentence_with_its_place():
     def model(x, w):
         return jnp.matmul(x, w, precision="highest")
 
-    told = explain(model)(X, W)
+    explanation = explain(model)(X, W)
     place = f"{HERE}:{line_of(model, 'precision=')}"
-    assert f"lint: {place}: a matrix product requests" in str(told)
-    assert collections.Counter(lint.name for lint in told.lints) == {
+    assert f"lint: {place}: a matrix product requests" in str(explanation)
+    assert collections.Counter(lint.name for lint in explanation.lints) == {
         "float32 product": 1
     }
     nowhere = explain(jnp.matmul)(jnp.ones((16, 8)), jnp.ones((8, 12)))

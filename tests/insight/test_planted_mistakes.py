@@ -102,6 +102,7 @@ def test_gradients_that_vanish_in_float16_are_found_by_the_report_and_by_watch()
     assert {path for path in lost if block in path} == lost
     assert f"{block}['Dense_0']['kernel']" in lost
     vanishing = [row for row in stats.rows if row.underflow > 0.9]
+    assert vanishing
     assert all("Block_1" in row.scope for row in vanishing)
     assert any(line_of("vanish") in row.source for row in vanishing)
     found = suggest_loss_scale(grads)
@@ -131,14 +132,14 @@ def test_a_norm_forced_low_and_a_misspelt_pattern_are_named_by_explain():
     loss, params = loss_of("")
     rules = jmp.get_rules("mixed").scope("Block_2/LayerNorm_0", "low")
     rules = rules.scope("Blokc_1", "full")
-    told = jmp.explain(loss, rules)(params, TOKENS)
-    lows = {lint.scope for lint in told.lints if lint.name == "low norm"}
+    explanation = jmp.explain(loss, rules)(params, TOKENS)
+    lows = {lint.scope for lint in explanation.lints if lint.name == "low norm"}
     assert lows == {"Model/Block_2/LayerNorm_0"}
-    (unused,) = told.unused
+    (unused,) = explanation.unused
     assert unused.startswith("scope 'Blokc_1' matches nothing. Did you mean 'Block_1'")
-    assert told.precision_of("Block_1/LayerNorm", "reduce_sum") == "float32"
-    assert told.precision_of("Block_2/LayerNorm", "reduce_sum") == "bfloat16"
-    changed = jmp.explain(loss)(params, TOKENS).diff(told).changed
+    assert explanation.dtype_of("Block_1/LayerNorm", "reduce_sum") == "float32"
+    assert explanation.dtype_of("Block_2/LayerNorm", "reduce_sum") == "bfloat16"
+    changed = jmp.explain(loss)(params, TOKENS).diff(explanation).changed
     assert {row.scope.split("/")[1] for row, _ in changed} <= {"Block_2"}
     assert changed
 

@@ -75,7 +75,7 @@ def errors_of(fun, rules, *args):
 def test_the_block_that_loses_digits_is_kept_and_no_other(found):
     assert kept(found) == [("scope", "^block_1$", jmp.ops.Precision.FULL_INSIDE)]
     told = jmp.explain(blocks, found.rules)(X, WEIGHTS[:3])
-    assert told.precision_of("block_1", "dot_general") == "float32"
+    assert told.dtype_of("block_1", "dot_general") == "float32"
     assert told.share_low("dot_general") == pytest.approx(2 / 3)
     assert told.unused == ()
 
@@ -134,8 +134,8 @@ def test_what_vanishes_in_float16_is_kept_with_all_that_its_gradient_passes():
         assert one.without.gradients == pytest.approx(1)
         assert one.without.worst in ("gradient of args[1][1]", "gradient of args[2][1]")
     told = jmp.explain(fun, found.rules)(*args)
-    assert told.precision_of("block_0", "dot_general") == "float16"
-    assert told.precision_of("block_1", "dot_general") == "float32"
+    assert told.dtype_of("block_0", "dot_general") == "float16"
+    assert told.dtype_of("block_1", "dot_general") == "float32"
 
 
 def test_a_gradient_that_vanishes_is_an_error_though_the_result_is_exact():

@@ -72,7 +72,7 @@ class Failure(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the tests of a file said in one mode.
+    """The results of the tests of a file in one mode.
 
     Attributes:
       passed: the number of tests that passed.
@@ -98,7 +98,7 @@ class Additional(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """A reason why tests fail that is no fault.
+    """A reason for failures that are no fault of this library.
 
     Attributes:
       code: its name.
@@ -177,7 +177,7 @@ def note_version(checkout: pathlib.Path) -> None:
 
 
 def additional(checkout: pathlib.Path, name: str, modes: Sequence[str]) -> Additional:
-    """Runs a file in the modes, and what fails also without autocast."""
+    """Runs a file in the modes, and runs failed tests again without autocast."""
     runs = {mode: run(checkout, name, mode) for mode in modes}
     suspects = sorted({test for one in runs.values() for test in one.failed})
     # A file that cannot be imported has no tests, in no mode.

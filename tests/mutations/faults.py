@@ -707,7 +707,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/decide/leaving.py",
-        "into_loop",
+        "spec_in_loop",
         "return Spec(State.SOFT, Kind.GIVEN) if spec.state is State.LOW else spec",
         "return spec",
         "the gradient of a loop's constant adds up in 16 bits",
@@ -1059,7 +1059,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/decide/leaving.py",
-        "of_scope",
+        "state_after_scope",
         "if readers.demand_float32:",
         "if False:",
         "running statistics leave a norm in 16 bits",
@@ -1067,7 +1067,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/decide/leaving.py",
-        "of_scope",
+        "state_after_scope",
         "return state_after_function(readers) if is_from_low else State.SOFT",
         "return State.SOFT",
         "a norm's result is float32",

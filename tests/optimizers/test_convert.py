@@ -201,7 +201,7 @@ def run(form, steps=3):
 def assert_form(name, params, state):
     """Checks dtypes: those that a run in this form has."""
     form = FORMS[name]
-    assert all(x.dtype == form.dtype for x in jax.tree.leaves(params))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(form.dtype)}
     fresh = form.wrap(adam()).init(params)
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
     for a, b in zip(*map(jax.tree.leaves, (state, fresh)), strict=True):
@@ -273,7 +273,7 @@ def test_one_more_step_is_that_of_the_optimizer_alone_from_these_values(before):
             assert_same_bits(new.inner(found[1]), moments)
 
 
-# A state that holds all that another one held gives it back.
+# If a state holds all digits of another one, converting it back restores them.
 HOLDS = {
     "float32": ("loss_scaling", "master_weights, bfloat16", "compensated, bfloat16"),
     "loss_scaling": ("skip_nonfinite", "master_weights, float16, scaled"),
@@ -362,7 +362,7 @@ def test_float16_becomes_bfloat16_and_the_counts_of_skipped_steps_stay():
     assert (int(state.skipped), int(state.consecutive_skipped)) == (3, 3)
     assert not state.grads_finite
     _, back = jmp.convert_state(state, scaled, params)
-    assert float(jmp.get_loss_scale(back).loss_scale) == 2.0**15  # It starts.
+    assert float(jmp.get_loss_scale(back).loss_scale) == 2.0**15  # It starts again.
     assert int(back.skipped) == 3
     _, none = jmp.convert_state(old, adam(), PARAMS)
     _, again = jmp.convert_state(none, scaled, PARAMS)
@@ -401,7 +401,7 @@ def test_random_keys_go_on_where_both_optimizers_have_the_wrapper():
     assert_same_bits(rounded.key, state.key)
     _, again = jmp.convert_state(rounded, both(5), low)
     assert_same_bits((again.key, again[1].key), (state.key, jax.random.key(5)))
-    raw = both(5, jax.random.PRNGKey)  # Another type of key starts.
+    raw = both(5, jax.random.PRNGKey)  # A key of another type starts again.
     _, state = jmp.convert_state(state, raw, low)
     assert_same_bits(state.key, jax.random.PRNGKey(6))
     without = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9))
@@ -472,11 +472,11 @@ def test_wrappers_are_found_inside_and_around_the_transformations_of_optax(name,
     assert_same_bits(back, jax.tree.map(jnp.asarray, before))
     later, _ = jmp.convert_state(state, plain, params, "float32")
     if name in ("chain", "in each part", "around partition", "around MultiSteps"):
-        assert_same_bits(later, expected[0])  # What stands around sees 16 bits.
+        assert_same_bits(later, expected[0])  # Transformations around it get 16 bits.
 
 
 def test_float32_masters_of_a_part_that_no_wrapper_has_are_rounded():
-    """The parameters that the wrapper leaves out keep what fits."""
+    """Parameters that the wrapper leaves out keep their moments where they fit."""
     params = make_params()
     low = frozen(jmp.compensated(adam()))
     state = frozen(adam()).init(params)
@@ -652,7 +652,7 @@ def test_states_from_checkpoints_of_orbax_and_flax_are_converted(tmp_path):
     assert_same_bits(found, expected)
 
 
-# ------------------------------------------------------------------------- at the door
+# ----------------------------------------------------------------------------- errors
 
 LOW = jmp.cast_tree(PARAMS, "bfloat16")
 

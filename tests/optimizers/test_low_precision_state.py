@@ -130,7 +130,7 @@ def test_large_moments_are_stored_in_16_bits_and_agree_with_float32(name):
         step = jax.jit(functools.partial(skipping.update, **extra_args))
         before = dtypes(scaled)
         for _ in range(2):
-            # From what is stored, it does what the optimizer itself does.
+            # From the stored moments, a step is that of the optimizer itself.
             updates, scaled = step(GRADS, scaled, PARAMS)
             given = jax.tree.map(
                 lambda a, e: a.astype(e.dtype) if a.dtype != e.dtype else a, full, fresh
@@ -164,7 +164,7 @@ def test_an_average_that_would_stall_needs_a_key_and_moves_with_one():
     stored = jnp.full(5000, 1.0)
     for _ in range(100):
         stored = round_to_nearest(decay * stored, grid_of(jnp.bfloat16))
-    assert np.all(stored == 1.0)  # So it would stand still.
+    assert np.all(stored == 1.0)  # Rounded to nearest, it stalls.
     params = jnp.ones(5000)
     optimizer = low(lenient(optax.rmsprop(0.1, decay=decay)))
     state = optimizer.init(params)
@@ -279,7 +279,7 @@ def penalized(inner):
 
 
 BEFORE = (centralized, clipped, noisy, penalized)
-"""What stands before an optimizer."""
+"""Transformations before an optimizer."""
 
 
 def stored_dtypes(optimizer, params=PARAMS):
@@ -670,7 +670,7 @@ def test_stored_moments_have_the_sharding_of_their_parameters(spec, dtype):
     (full, _), (expected, _) = map(in_float32, (state, alone))
     rtol = spacing_of(stored[0].dtype)
     chex.assert_trees_all_close(full[0].mu, expected[0].mu, rtol=rtol, atol=1e-4)
-    if state.scales:  # Those of a row that lies on two devices as well.
+    if state.scales:  # The scale of a row is on both devices if the row is.
         chex.assert_trees_all_equal(state.scales[1:], alone.scales[1:])
 
 
@@ -702,7 +702,7 @@ def test_donated_state_is_used_in_place_and_traced_once(dtype):
     for _ in range(3):
         _, state = step(GRADS, state, PARAMS)
     assert len(traces) == 1
-    assert all(x.is_deleted() for x in jax.tree.leaves(first))
+    assert {x.is_deleted() for x in jax.tree.leaves(first)} == {True}
 
 
 def test_a_state_stays_in_the_dtype_that_it_was_stored_in():
@@ -730,7 +730,7 @@ def test_an_empty_tree_and_integers_pass(dtype):
     assert optimizer.init({"n": jnp.arange(3)}).key is not None
 
 
-# ------------------------------------------------------------------------- at the door
+# ----------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What skipping costs in the program that a real compiler makes for an accelerator."""
+"""The cost of skipping in programs that a compiler makes for an accelerator."""
 
 import importlib.util
 import json
@@ -66,9 +66,15 @@ def test_small_kernels_are_shared():
     assert compile_update("h100", ADAMW).kernels == 3
     assert compile_update("h100", jmp.skip_nonfinite(ADAMW)).kernels == 7
     scaled = jmp.loss_scaling(ADAMW)
-    # One more array: two to check it, one to update it; and one for all such checks.
     kernels = [compile_update("h100", scaled, n).kernels for n in (1, 2, 3)]
-    assert kernels == [8, 8 + 3 + 1, 8 + 2 * 3 + 1]
+    one_array = 8
+    # Two to check an array and one to update it; and one for all such checks.
+    another, shared = 2 + 1, 1
+    assert kernels == [
+        one_array,
+        one_array + another + shared,
+        one_array + 2 * another + shared,
+    ]
 
 
 @pytest.mark.targets
@@ -80,7 +86,7 @@ def test_the_cost_per_parameter_does_not_grow_with_their_number(target):
 
 @pytest.mark.targets
 def test_the_measurement_includes_the_cost_of_a_branch(target):
-    """The twin that fails: a branch around the whole step moves and holds more."""
+    """The counterexample: a branch around the whole step moves and holds more."""
     inner = ADAMW
 
     def update(grads, state, params):
@@ -157,13 +163,13 @@ def test_every_way_is_measured_once_and_shown_beside_the_plain_step(tmp_path, ca
             ["--targets", "--width", "8", "--runs", "3", "--json", str(tmp_path)],
         )
     out = capsys.readouterr().out
-    told = json.loads((tmp_path / "loss_scaling.json").read_text())
-    assert {"plain", "jmp_lite.loss_scaling"} <= set(told["step_ms"]) <= set(WAYS)
-    assert all(len(times) == 3 for times in told["step_ms"].values())
-    assert told["device"] in out
+    written = json.loads((tmp_path / "loss_scaling.json").read_text())
+    assert {"plain", "jmp_lite.loss_scaling"} <= set(written["step_ms"]) <= set(WAYS)
+    assert all(len(times) == 3 for times in written["step_ms"].values())
+    assert written["device"] in out
     assert list(BYTES) == TRAINED
 
 
 def test_times_are_shown_as_ratios_of_medians():
-    told = times_table({"plain": [1.0, 2.0, 9.0], "x": [3.0, 4.0, 5.0]})
-    assert told.splitlines()[2].split() == ["x", "4.00", "3.00-5.00", "2.00"]
+    text = times_table({"plain": [1.0, 2.0, 9.0], "x": [3.0, 4.0, 5.0]})
+    assert text.splitlines()[2].split() == ["x", "4.00", "3.00-5.00", "2.00"]

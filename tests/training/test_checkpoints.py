@@ -1,4 +1,4 @@
-"""A run that is stopped goes on as if it had not been, bit for bit."""
+"""A run that is stopped and resumed has the same bits as one that is not stopped."""
 
 import pathlib
 import subprocess
@@ -23,15 +23,15 @@ RUN = pathlib.Path(__file__).parents[1] / "resumable_run.py"
 
 
 def run(path, steps, moments, kill_after=None):
-    """Runs the script; kills it, without warning, once it has told of a step."""
+    """Runs the script; kills it, without warning, once it has printed a step."""
     command = [sys.executable, str(RUN), str(path), str(steps), moments]
-    told = []
+    printed = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            told.append(int(line))
-            if told[-1] == kill_after:
+            printed.append(int(line))
+            if printed[-1] == kill_after:
                 process.kill()
-    return told, process.returncode
+    return printed, process.returncode
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_run_that_is_killed_resumes_exactly(tmp_path, moments):
     assert status == -9
     second, status = run(killed, 12, moments)
     assert status == 0
-    # It may have taken a step more than it could tell of.
+    # It may have finished one step more than it printed.
     assert second[0] in (first[-1] + 1, first[-1] + 2)
     assert second[-1] == 11
     assert killed.read_bytes() == whole.read_bytes()

@@ -56,7 +56,7 @@ def mesh():
 def test_a_step_on_sharded_parameters_is_the_step_on_one_device(
     mesh, scale, rules, bound
 ):
-    """As FSDP: parameters, optimizer state and batch are split; jit does the rest."""
+    """FSDP: parameters, optimizer state and batch are split; jit does the rest."""
     params, x = start()
     init, step = jmp.build_train_step(
         loss_fn, lenient(optax.adam(1e-2)), rules, loss_scale=scale, ema=0.9
@@ -153,7 +153,7 @@ def sent(target, layout, rules):
 @pytest.mark.targets
 @pytest.mark.parametrize("target", TARGETS)
 def test_devices_send_each_other_16_bits_where_xla_sends_gradients(target):
-    """And float32 where gradients are averaged by ``axis_name``."""
+    """Where gradients are averaged by ``axis_name``, devices send float32."""
     if missing(target):
         pytest.skip(missing(target))
     by_hand, by_jit, fsdp = LAYOUTS
@@ -188,13 +188,15 @@ def test_two_processes_skip_together_where_one_overflows():
         )
         for i in range(2)
     ]
-    told = []
+    printed = []
     for process in processes:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-        told.append([json.loads(line) for line in out.splitlines() if line[0] == "{"])
-    assert told[0] == told[1]
-    first, second, third = told[0]
+        printed.append(
+            [json.loads(line) for line in out.splitlines() if line[0] == "{"]
+        )
+    assert printed[0] == printed[1]
+    first, second, third = printed[0]
     assert [s["finite"] for s in (first, second, third)] == [True, False, True]
     assert [s["scale"] for s in (first, second, third)] == [1024.0, 1024.0, 512.0]
     assert second["w"] == first["w"] != third["w"]

@@ -68,10 +68,14 @@ def literal(atom: Literal, low_dtype: Dtype) -> GivenFacts:
         return GivenFacts(None, kind if fits else Kind.COMPUTED)
     if number in _RANGE_ENDS:
         return GivenFacts(State.HARD, Kind.END, RangeEnd())
-    return GivenFacts(State.SOFT if fits else State.HARD, kind, NumberOrigin(float(number)))
+    return GivenFacts(
+        State.SOFT if fits else State.HARD, kind, NumberOrigin(float(number))
+    )
 
 
-_RANGE_ENDS = frozenset(map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max)))
+_RANGE_ENDS = frozenset(
+    map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max))
+)
 
 
 def as_float32(number: float) -> np.float32:

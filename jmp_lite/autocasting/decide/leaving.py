@@ -16,7 +16,9 @@ def state_after_function(readers: Readers) -> State:
     return State.SOFT if readers.amplify else State.LOW
 
 
-def state_after_scope(state: State | None, is_from_low: bool, readers: Readers) -> State | None:
+def state_after_scope(
+    state: State | None, is_from_low: bool, readers: Readers
+) -> State | None:
     """Returns the state of a result of a ``FULL_INSIDE`` scope outside of it.
 
     Args:

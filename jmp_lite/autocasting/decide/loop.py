@@ -38,7 +38,9 @@ class Loop(NamedTuple):
     @classmethod
     def read(cls, eqn: Eqn) -> "Loop":
         """Returns a ``scan`` or a ``while`` as a loop."""
-        return (cls._read_while if params.op_of(eqn) == "while" else cls._read_scan)(eqn)
+        return (cls._read_while if params.op_of(eqn) == "while" else cls._read_scan)(
+            eqn
+        )
 
     @classmethod
     def _read_scan(cls, eqn: Eqn) -> "Loop":
@@ -227,7 +229,9 @@ class _CarryUseAnalysis(Backward[_CarryUse]):
         """A predicate is another use than a product."""
         return _CarryUse.OTHER
 
-    def transfer(self, eqn: Eqn, facts: Sequence[_CarryUse], path: str) -> Sequence[_CarryUse]:
+    def transfer(
+        self, eqn: Eqn, facts: Sequence[_CarryUse], path: str
+    ) -> Sequence[_CarryUse]:
         """Returns how an op uses its operands."""
         op, n_in = params.op_of(eqn), len(eqn.invars)
         if op in MOVING:

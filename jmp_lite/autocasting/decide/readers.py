@@ -99,7 +99,10 @@ class UseAnalysis(Backward[Readers]):
         self, eqn: Eqn, facts: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
         """Returns the kind of reader that an op is for each of its operands."""
-        op, readers = self._rules.op_decided_as(eqn, path), readers_of_floats(eqn, facts)
+        op, readers = (
+            self._rules.op_decided_as(eqn, path),
+            readers_of_floats(eqn, facts),
+        )
         found = [self._reader(eqn, op, readers, path)] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
             found[i] |= Readers.AMPLIFIER
@@ -170,7 +173,9 @@ class UseAnalysis(Backward[Readers]):
             readers[i] = Readers.FULL if slot is Slot.FULL else Readers.OTHER
         return readers
 
-    def carries(self, eqn: Eqn, results: Sequence[Readers], path: str) -> list[CarryDecision]:
+    def carries(
+        self, eqn: Eqn, results: Sequence[Readers], path: str
+    ) -> list[CarryDecision]:
         """Returns the slot of each carry of a loop, with the reason, found once.
 
         Args:

@@ -94,7 +94,9 @@ class Casts:
         array = self.low(value) if state is State.LOW else self.full(value)
         return Value(array, state, origin=value.origin)
 
-    def rounded(self, value: Value, number_format: NumberFormat) -> Array | ProductOperand:
+    def rounded(
+        self, value: Value, number_format: NumberFormat
+    ) -> Array | ProductOperand:
         """Returns a value as an operand of a product in a number format."""
         cast = self.full if number_format.takes_float32 else self.low
         if not value.kind.is_cast_once:

@@ -73,7 +73,10 @@ def _bind_jvp(
             values = converter.pack_all(arrays, [*states, *tangents])
             # The results have the readers that they have without the derivative.
             out = _follow(converter, tangents_first, values, avals, jaxpr, site)
-            out = [_cast_result(converter, o, s) for o, s in zip(out, 2 * specs, strict=True)]
+            out = [
+                _cast_result(converter, o, s)
+                for o, s in zip(out, 2 * specs, strict=True)
+            ]
             return [*out[len(specs) :], *out[: len(specs)]]
 
         return low_fun, low_jvp

@@ -114,7 +114,9 @@ def _run_linear_move(
     return move(*arrays)
 
 
-def _run_full_then_cast(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
+def _run_full_then_cast(
+    casts: Casts, eqn: Eqn, operands: Sequence[Value]
+) -> list[Array]:
     saturates = any(value.saturates for value in operands)
 
     def run_full(*full: Array) -> list[Array]:

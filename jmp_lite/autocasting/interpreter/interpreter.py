@@ -71,7 +71,9 @@ class Interpreter(LoopConverter):
             for value, aval in zip(results, types, strict=True)
         ]
 
-    def frame(self, jaxpr: Jaxpr, operands: Sequence[Value], site: Site) -> "_InterpreterFrame":
+    def frame(
+        self, jaxpr: Jaxpr, operands: Sequence[Value], site: Site
+    ) -> "_InterpreterFrame":
         """Returns the values of a jaxpr before it runs."""
         return _InterpreterFrame(self, jaxpr, operands, site)
 
@@ -157,7 +159,7 @@ class Interpreter(LoopConverter):
                 inside[:] = [Converted(jaxpr, given, made, made, origins, records)]
                 return self.unpack_all(results, made)
 
-            mapped = call.collect(run, call.in_specs, call.out_specs)
+            mapped = call.map(run, call.in_specs, call.out_specs)
             arrays = mapped(*self.unpack_all(operands, given))
         return self.collect_results(eqn, [(inside[0], operands)], arrays)
 
@@ -224,7 +226,9 @@ class _InterpreterFrame(Frame[Value, Site]):
         readers = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
         is_entered = params.op_of(eqn) in _CUSTOM_OR_CONTROL
         if is_entered and any(value.is_rejoined for value in operands):
-            of_operands = self._converter.uses.equation_facts(eqn, readers, self.site.path)
+            of_operands = self._converter.uses.equation_facts(
+                eqn, readers, self.site.path
+            )
             operands = self._converter.leave_functions(operands, of_operands)
         self._is_from_low = any(value.is_from_low for value in operands)
         return operands, Site(path, readers, self._region)

@@ -114,7 +114,10 @@ def _read_outside(
 
 
 def _run_island(
-    island: Island, results: Sequence[Var], maker: Mapping[Var, Eqn], env: dict[Var, Array]
+    island: Island,
+    results: Sequence[Var],
+    maker: Mapping[Var, Eqn],
+    env: dict[Var, Array],
 ) -> None:
     made = {var for eqn in island for var in eqn.outvars}
     atoms = [a for eqn in island for a in eqn.invars if not structure.is_literal(a)]

@@ -215,7 +215,9 @@ def _linearized(
     return results, out
 
 
-def _weights(body: _ScanBody, uses: Sequence[_WeightProduct], consts: Sequence[Array]) -> list[Array]:
+def _weights(
+    body: _ScanBody, uses: Sequence[_WeightProduct], consts: Sequence[Array]
+) -> list[Array]:
     """Returns the weights of products, given the constants of the loop."""
     env = dict(zip(body.parts.invars[: len(consts)], consts, strict=True))
     wanted = {use.weight for use in uses}

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jmp_lite.autocasting.rules.scopes import of_the_user
 from jmp_lite.insight.compare import twins
-from jmp_lite.insight.compare.twins import TwinError, Twin
+from jmp_lite.insight.compare.twins import Twin, TwinError
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import bilinear, params, structure

@@ -15,8 +15,8 @@ from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.insight.compare.comparer import Comparer, ComparedOp, Sums
-from jmp_lite.insight.compare.twins import TwinError, StagedCasts, Twin, error
+from jmp_lite.insight.compare.comparer import ComparedOp, Comparer, Sums
+from jmp_lite.insight.compare.twins import StagedCasts, Twin, TwinError, error
 from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched

@@ -12,11 +12,16 @@ from typing import NamedTuple
 import jax
 
 from jmp_lite.autocasting.rules.scopes import of_the_user
-from jmp_lite.insight.explain.rows import Row, bytes_of, placed_equations, precision_as_traced
+from jmp_lite.insight.explain.rows import (
+    Row,
+    bytes_of,
+    placed_equations,
+    precision_as_traced,
+)
 from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import bilinear, cost, params, source, structure
-from jmp_lite.jaxprs.dataflow import ProgramGradient as Backward
+from jmp_lite.jaxprs.dataflow import Backward
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
 
@@ -97,7 +102,9 @@ class _ResidualUseAnalysis(Backward[_ResidualUse]):
         """A predicate is read."""
         return _ResidualUse.NUMBERS
 
-    def transfer(self, eqn: Eqn, facts: Sequence[_ResidualUse], path: str) -> Sequence[_ResidualUse]:
+    def transfer(
+        self, eqn: Eqn, facts: Sequence[_ResidualUse], path: str
+    ) -> Sequence[_ResidualUse]:
         """Returns what an op uses its operands for."""
         del facts, path
         return [

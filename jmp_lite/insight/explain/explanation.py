@@ -29,8 +29,8 @@ from jmp_lite.insight.explain.rows import (
     Row,
     Totals,
     casts_in,
-    is_low,
     decided_rows,
+    is_low,
     totals_of,
 )
 from jmp_lite.insight.tables import count, html_table, text_table
@@ -103,7 +103,7 @@ class Explanation:
             )
         return sum(is_low(row, bits) for row in rows) / len(rows)
 
-    def precision_of(self, scope: str | None = None, op: str | None = None) -> str:
+    def dtype_of(self, scope: str | None = None, op: str | None = None) -> str:
         """Returns the dtype that matching equations run in.
 
         Args:
@@ -121,7 +121,7 @@ class Explanation:
           >>> import jax.numpy as jnp
           >>> import jmp_lite as jmp
           >>> explanation = jmp.explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2)))
-          >>> explanation.precision_of(op="exp")
+          >>> explanation.dtype_of(op="exp")
           'float32'
         """
         check_pattern(scope or "")

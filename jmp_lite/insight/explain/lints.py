@@ -22,12 +22,16 @@ from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.formats.number_format import LOW, Verdict
 from jmp_lite.insight.explain import provenance
 from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
-from jmp_lite.insight.explain.rows import DecidedRow, times_or_once, placed_equations, is_decided_inside
+from jmp_lite.insight.explain.rows import (
+    DecidedRow,
+    is_decided_inside,
+    placed_equations,
+    times_or_once,
+)
 from jmp_lite.insight.places import Place, short
 from jmp_lite.insight.tables import count
 from jmp_lite.jaxprs import cost, params, source, structure
-from jmp_lite.jaxprs.dataflow import placed_equations as every_equation
-from jmp_lite.jaxprs.dataflow import jaxprs as every_jaxpr
+from jmp_lite.jaxprs.dataflow import equations, jaxprs
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import HIGHER_ORDER, HOLDING_SOLVERS, Precision, record_of
@@ -154,7 +158,7 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
         yield _make_lint(
             decided,
             "widened stream",
-            f"{seen.origin} is float32 and meets a 16-bit value here: {len(rows)} ops "
+            f"{decided.origin} is float32 and meets a 16-bit value here: {len(rows)} ops "
             f"({count(size)}B) from here on run in float32",
             "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
         )
@@ -173,7 +177,9 @@ def _float32_input(inputs: LintInput) -> Iterator[Lint]:
     if not inputs.alone:
         return
     given = [
-        provenance.ArgumentOrigin(frozenset([i]), i) if i in inputs.alone else provenance.ArgumentOrigin()
+        provenance.ArgumentOrigin(frozenset([i]), i)
+        if i in inputs.alone
+        else provenance.ArgumentOrigin()
         for i in range(len(structure.parts(inputs.program.jaxpr).invars))
     ]
     addends = provenance.Addends()
@@ -213,7 +219,9 @@ def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
         if is_result:
             remedy = 'Use rules.carry(scope, "follow") if layers pass it on'
         if is_result or record.origin is not None:
-            yield _make_lint(decided, "float32 carry", f"float32 {seen.row.reason}", remedy)
+            yield _make_lint(
+                decided, "float32 carry", f"float32 {decided.row.reason}", remedy
+            )
 
 
 def _differentiates(loop: Eqn) -> bool:
@@ -342,7 +350,7 @@ def _captured(inputs: LintInput) -> Iterator[Lint]:
     if not inputs.program.is_widened:
         return
     found = Counter[str]()
-    for _, jaxpr in every_jaxpr(inputs.program.jaxpr):
+    for _, jaxpr in jaxprs(inputs.program.jaxpr):
         for var in structure.parts(jaxpr).constvars:
             if is_narrow(var.aval) and var.aval.shape:
                 found[var.aval.str_short()] += 1
@@ -361,7 +369,7 @@ def _traced_in_16_bits(inputs: LintInput) -> Iterator[Lint]:
         yield Lint(
             "arguments in 16 bits",
             "16-bit arguments are traced as they are, because the function fails for "
-            f"float32 ones ({looked.program.error})",
+            f"float32 ones ({inputs.program.error})",
             "Write x.dtype in place of a fixed dtype, or use jmp_lite.low_call for a "
             "kernel",
         )
@@ -392,19 +400,21 @@ def _opaque(inputs: LintInput) -> Iterator[Lint]:
             is_kernel = _is_kernel(decided.row.op)
             raises = _has_low(decided) and hands_back and is_kernel
             remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
-        inside = [e for j in params.inner_jaxprs(eqn) for e, _ in every_equation(j)]
+        inside = [e for j in params.inner_jaxprs(eqn) for e, _ in equations(j)]
         n_products = sum(map(_is_float32_product, inside))
         is_inside = id(eqn) in known
         known.update(map(id, inside))
         needs_digits = is_inside or decided.row.op in HOLDING_SOLVERS
-        runs = f"{seen.row.op} runs as traced"
+        runs = f"{decided.row.op} runs as traced"
         if raises:
             message = f"{runs}, so 16-bit operands are cast to float32 for it"
             yield _make_lint(decided, "opaque op", message, remedy)
         elif n_products and not needs_digits:
             many = f"{n_products} float32 matrix products"
             products = many if n_products > 1 else "a float32 matrix product"
-            yield _make_lint(decided, "kept product", f"{runs}, with {products} inside", remedy)
+            yield _make_lint(
+                decided, "kept product", f"{runs}, with {products} inside", remedy
+            )
 
 
 def _is_kernel(op: str) -> bool:
@@ -489,7 +499,7 @@ def _low_norm(inputs: LintInput) -> Iterator[Lint]:
             yield _make_lint(
                 decided,
                 "low norm",
-                f"{seen.row.scope} computes its statistics in 16 bits",
+                f"{decided.row.scope} computes its statistics in 16 bits",
                 "Use the preset 'mixed' or 'O2', or rules.scope(..., \"full\")",
             )
 

@@ -55,7 +55,9 @@ class Addends(ForwardAnywhere[ArgumentOrigin]):
         moved = one.moved if one.moved == other.moved else None
         return ArgumentOrigin(one.arguments | other.arguments, moved)
 
-    def transfer(self, eqn: Eqn, facts: Sequence[ArgumentOrigin], path: str) -> Sequence[ArgumentOrigin]:
+    def transfer(
+        self, eqn: Eqn, facts: Sequence[ArgumentOrigin], path: str
+    ) -> Sequence[ArgumentOrigin]:
         """Returns the origins of the results of an op."""
         del path
         if params.op_of(eqn) in ops.ADDING:
@@ -125,7 +127,9 @@ class ProductReaders(Following[ValueParts]):
             one.is_integer or other.is_integer,
         )
 
-    def transfer(self, eqn: Eqn, facts: Sequence[ValueParts], path: str) -> Sequence[ValueParts]:
+    def transfer(
+        self, eqn: Eqn, facts: Sequence[ValueParts], path: str
+    ) -> Sequence[ValueParts]:
         """Returns the parts of the results of an op, and records its products."""
         del path
         op = params.op_of(eqn)
@@ -136,7 +140,9 @@ class ProductReaders(Following[ValueParts]):
             self.found["cancellation"].update(joint.differing)
         return [self._result(eqn, op, facts, joint)] * len(eqn.outvars)
 
-    def _result(self, eqn: Eqn, op: str, facts: Sequence[ValueParts], joint: ValueParts) -> ValueParts:
+    def _result(
+        self, eqn: Eqn, op: str, facts: Sequence[ValueParts], joint: ValueParts
+    ) -> ValueParts:
         """Returns the parts of a result, from those of the operands and of all."""
         if op in PRODUCTS:
             pairs = zip(facts[:2], facts[1::-1], strict=True)

@@ -61,7 +61,9 @@ _MARK_REASONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_GROUP_REASONS: Mapping[str, str] = MappingProxyType({op.group: op.reason for op in OPS})
+_GROUP_REASONS: Mapping[str, str] = MappingProxyType(
+    {op.group: op.reason for op in OPS}
+)
 
 
 def reason_in_words(record: DecisionRecord) -> str:

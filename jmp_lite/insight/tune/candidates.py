@@ -15,7 +15,7 @@ from jmp_lite.autocasting.rules.rules import (
     fields_of,
 )
 from jmp_lite.autocasting.rules.scopes import AS_WRITTEN_SCOPE, LOW_SCOPE
-from jmp_lite.insight.explain.rows import Row, counted, is_low
+from jmp_lite.insight.explain.rows import Row, is_low, times_or_once
 from jmp_lite.ops import EDITABLE, EXACT, Precision, record_of
 
 NUMBER = "\0"
@@ -216,7 +216,7 @@ def _costs(rows: Iterable[Row], kind: str) -> Mapping[str, tuple[int, int]]:
     """Returns the operations and bytes of rows, summed by their scope or op."""
     costs: dict[str, tuple[int, int]] = {}
     for row in rows:
-        name, times = getattr(row, kind), counted(row.times)
+        name, times = getattr(row, kind), times_or_once(row.times)
         flops, size = costs.get(name, (0, 0))
         costs[name] = flops + times * row.flops, size + times * row.bytes_traced
     return costs

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.explain.explanation import explain
-from jmp_lite.insight.explain.rows import counted, is_decided_inside
+from jmp_lite.insight.explain.rows import is_decided_inside, times_or_once
 from jmp_lite.insight.tune.candidates import Rule, Units, rules_with, ways_to_keep
 from jmp_lite.insight.tune.measure import Sample, in_words
 from jmp_lite.insight.tune.products import (
@@ -269,8 +269,8 @@ class _Search:
         """Returns the amount of float32: equations, then products, then rules."""
         explained = self._trials.rows(self._start, kept)
         rows = [row for row in explained if row.precision == "float32"]
-        equations = sum(counted(row.times) for row in rows)
-        flops = sum(counted(row.times) * row.flops for row in rows)
+        equations = sum(times_or_once(row.times) for row in rows)
+        flops = sum(times_or_once(row.times) * row.flops for row in rows)
         return equations, flops, len(kept)
 
 

@@ -13,7 +13,7 @@ from jmp_lite.insight import statistics
 from jmp_lite.insight.places import short
 from jmp_lite.insight.report import dtype_that_overflows
 from jmp_lite.insight.tables import text_table
-from jmp_lite.insight.watch.watcher import WatchedOp, FlaggedValue, Watcher
+from jmp_lite.insight.watch.watcher import FlaggedValue, WatchedOp, Watcher
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import check_function, trace_function
 from jmp_lite.jaxprs.types import PyTree

@@ -169,7 +169,9 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         op = (of_the_user(site.path), name, site.source)
         return self._counted(operands, results, op)
 
-    def call(self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place) -> Sequence[FlaggedValue]:
+    def call(
+        self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place
+    ) -> Sequence[FlaggedValue]:
         """Runs an op that only calls its jaxpr; a checkpoint stays one."""
         op = params.op_of(eqn)
         if op in params.MERE_CALLS:
@@ -178,11 +180,15 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
             return Evaluator.call(self, eqn, operands, site)
         return self.custom(eqn, operands, site)
 
-    def custom(self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place) -> Sequence[FlaggedValue]:
+    def custom(
+        self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place
+    ) -> Sequence[FlaggedValue]:
         """Runs an equation that keeps its rules, and once more its jaxpr."""
         if not params.has_only_axis_effects(eqn):  # They must happen once.
             return self.equation(eqn, operands, site)
-        stopped = [FlaggedValue(lax.stop_gradient(x.array), x.is_finite) for x in operands]
+        stopped = [
+            FlaggedValue(lax.stop_gradient(x.array), x.is_finite) for x in operands
+        ]
         seen = self.run(params.body_of(eqn), stopped, site)
         arrays = params.bind(eqn, [value.array for value in operands])
         pairs = zip(arrays, seen, strict=True)
@@ -202,7 +208,9 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         made = [counted for counted in each if counted is not None]
         self._uncounted += made
         if made:
-            self._notes.append(Note(WatchedOp(*op, next(self._numbers)), made, operands))
+            self._notes.append(
+                Note(WatchedOp(*op, next(self._numbers)), made, operands)
+            )
         return [
             FlaggedValue(array, np.True_ if counted is None else None, counted=counted)
             for array, counted in zip(results, each, strict=True)
