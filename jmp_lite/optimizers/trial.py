@@ -91,7 +91,7 @@ def try_optimizer(inner: Optimizer, params: Params) -> list[Tried]:
             np.asarray, (steps, kept, is_of_params)
         )
     return [
-        _tried(_moment(*step), *each)
+        _tried(_moment(_Results(*step)), *each)
         for step, *each in zip(
             zip(*steps, strict=True), *kept, is_of_params, strict=True
         )
@@ -138,25 +138,36 @@ def _derivative(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: jax.jvp(fun, (x,), (jnp.ones_like(x),))[1]
 
 
-def _moment(
-    plus: float,
-    slope: float,
-    bend: float,
-    minus: float,
-    slope_below: float,
-    bend_below: float,
-    far: float,
-    far_below: float,
-) -> Moment:
-    """Judges an array by its results of ``_after_one_step``."""
-    is_positive = min(plus, minus, far, far_below) >= 0
+class _Results(NamedTuple):
+    """A number of an array after a step, and its derivatives by the gradients' size.
+
+    Attributes:
+      plus, slope, bend: the number, the first and the second derivative, for small
+        positive gradients.
+      minus, slope_below, bend_below: the same for negative ones.
+      far, far_below: the number for gradients near 1 and -1.
+    """
+
+    plus: float
+    slope: float
+    bend: float
+    minus: float
+    slope_below: float
+    bend_below: float
+    far: float
+    far_below: float
+
+
+def _moment(at: _Results) -> Moment:
+    """Judges an array by a number of it after one step."""
+    is_positive = min(at.plus, at.minus, at.far, at.far_below) >= 0
     # A positive array may look linear behind a shift, but it has one sign everywhere.
-    is_linear = bend == bend_below == 0 and slope == slope_below != 0
-    if is_linear and far * far_below < 0:
+    is_linear = at.bend == at.bend_below == 0 and at.slope == at.slope_below != 0
+    if is_linear and at.far * at.far_below < 0:
         return Moment.AVERAGE
-    if is_positive and bend == bend_below > 0:
+    if is_positive and at.bend == at.bend_below > 0:
         return Moment.SQUARES
-    if is_positive and plus == minus and slope == -slope_below > 0:
+    if is_positive and at.plus == at.minus and at.slope == -at.slope_below > 0:
         return Moment.SQUARES  # An average of absolute values.
     return Moment.UNKNOWN
 

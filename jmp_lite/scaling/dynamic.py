@@ -108,6 +108,7 @@ class DynamicLossScale(LossScale):
         factor: float = 2,
         min_loss_scale: float = 1.0,
         max_loss_scale: float = 2.0**24,
+        *,
         hysteresis: int = 1,
         overflows: Scalar | None = None,
         backoff_factor: float | None = None,

@@ -140,7 +140,13 @@ def loss_scaling(
         grads_finite = all_finite(updates, axis_name)
         if skip:
             return update_if(
-                grads_finite, inner, updates, state, params, extra_args, axis_name
+                grads_finite,
+                inner,
+                updates,
+                state,
+                params,
+                extra_args,
+                axis_name=axis_name,
             )
         new_updates, _, inner_state = update_inner(
             inner, updates, state.inner_state, params, extra_args
@@ -188,6 +194,7 @@ def update_if(
     state: LossScalingState,
     params: Params | None,
     extra_args: dict[str, Any],
+    *,
     axis_name: AxisName | None = None,
 ) -> tuple[Updates, LossScalingState]:
     """Runs ``inner.update`` and keeps its results only if they are finite.

@@ -186,7 +186,7 @@ def test_infinities_and_nans_that_float32_has_too_are_no_errors():
     rows = {row.op: row for row in jmp.compare(fun)(X).rows}
     assert rows["exp"].error_out < 0.02
     nan = jmp.compare(lambda x: jnp.log(x @ W - 1e9))(X)
-    assert [row.op for row in nan.rows][-1] == "log"
+    assert "dot_general" in [row.op for row in nan.rows]
     assert all(row.error_out < 0.1 for row in nan.rows)
 
 

@@ -988,7 +988,7 @@ FAULTS = (
     Fault(
         "optimizers/trial.py",
         "_moment",
-        "if is_linear and far * far_below < 0:",
+        "if is_linear and at.far * at.far_below < 0:",
         "if is_linear:",
         "an average of sizes behind an L2 penalty is stored with a sign",
         "optimizers/test_low_precision_state.py::test_a_trial_classifies_the_state_of_an_own_optimizer_behind_any_transformation",
