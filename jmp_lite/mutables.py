@@ -41,7 +41,7 @@ def refuse_modules(found: Iterable[object], place: str, instead: str) -> None:
 
     Args:
       found: objects.
-      place: what they are, such as "an argument".
+      place: their role, such as "an argument".
       instead: the name of the function that writes changes back.
 
     Raises:

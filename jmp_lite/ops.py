@@ -55,7 +55,7 @@ class Precision(enum.Enum):
 class Op(NamedTuple):
     """What is known of an op.
 
-    An error is relative to the number, or to 1 if the number is smaller: it may be a
+    An error is relative to the number, or to 1 for a number below 1, which may be a
     difference of larger ones.
 
     Attributes:
@@ -63,19 +63,19 @@ class Op(NamedTuple):
       group: the name of its group of similar ops, for code.
       precision: its precision, if no rule changes it.
       reason: the reason for the precision, in words.
-      is_float32_only: it has no 16-bit form, so that no rule lowers it.
+      is_float32_only: it has no 16-bit form, and no rule lowers it.
       is_higher_order: a handler converts it, and the ops inside are decided one by one.
       moves: each element of its result is an element of an operand, independent of the
         values.
       selects: its results are elements of operands, or comparisons.
       takes_slices: it takes slices of its first operand, and the others are indices.
-      passes: each result is one operand, so their precisions are not joined.
+      passes: each result is one of its operands, in the precision of that operand.
       is_exact: it rounds nothing.
       keeps_numbers: its result has the numbers of its operand, all of them and no
         others.
       keeps_errors: the relative error of its result is that of its operand.
-      keeps_digits: it moves, adds, scales or rounds, so a reader that needs the digits
-        of its result needs those of its operands.
+      keeps_digits: it moves, adds, scales or rounds, so a demand for the digits of its
+        result is one for the digits of its operands.
       adds: it adds or subtracts two operands.
       sums: it adds up elements of an operand.
       scales: its result is a sum or a multiple of its operands, or of their elements.
@@ -89,8 +89,8 @@ class Op(NamedTuple):
         result (but sin and cos are positional).
       amplifies_divisor: it amplifies an error of its second operand only.
       amplifies_large: it amplifies the errors of large operands only.
-      is_positional: its operands may be positions, so it runs in float32; its result is
-        bounded.
+      is_positional: it runs in float32, because an operand may be a position or a
+        phase, and it bounds its result, which may be 16-bit.
       is_root: it is a root, or a power that may be one.
       is_power: it multiplies a number by itself, a fixed number of times.
       solves: it is a factorization or a solver, in which digits cancel.
@@ -98,8 +98,9 @@ class Op(NamedTuple):
       is_in_norms: norms consist of such ops and sums: scales, shifts, reshapes.
       is_linear: its derivative does not need its operands.
       is_cheap: it is one pass over memory, and cheap to recompute.
-      adds_up_backward: JAX's derivative of it adds up, or takes an exp, a square or a
-        reciprocal, in its dtype; so it runs in float32, and its result is cast.
+      adds_up_backward: JAX's derivative of it contains a sum, an exp, a square or a
+        reciprocal in the dtype of the op, so the op runs in float32, and its result is
+        cast to 16 bits.
     """
 
     name: str

@@ -101,7 +101,7 @@ def test_every_public_name_is_in_the_reference(module):
         assert f":: {prefix}{name}\n" in text, name
 
 
-def test_the_reference_says_why_each_name_is_at_the_root():
+def test_the_reference_gives_a_reason_for_each_name_at_the_root():
     page = (FROZEN.parent.parent / "docs" / "api" / "names.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]

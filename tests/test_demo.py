@@ -61,7 +61,7 @@ def test_help_describes_what_the_demo_does(capsys):
 
 
 class Demo(NamedTuple):
-    """What the demo wrote on stdout and stderr, its picture, and its trainings."""
+    """The output of the demo on stdout and stderr, its picture, and its trainings."""
 
     stdout: str
     stderr: str

@@ -1,4 +1,4 @@
-"""The site has a complete reference, live links and figures of what is computed."""
+"""The site has a complete reference, links that work and current figures."""
 
 import collections
 import importlib
@@ -132,6 +132,7 @@ def test_an_inventory_has_sorted_rows_of_name_role_and_address(project):
     text = (DOCS / "inventories" / f"{project}.txt").read_text()
     rows = [line.split(" ") for line in text.splitlines() if not line.startswith("#")]
     names = [name for name, _, _ in rows]
+    assert names
     assert names == sorted(set(names))
     for name, role, url in rows:
         assert name.startswith(f"{project}.")

@@ -45,7 +45,7 @@ def test_filtered_transforms_work_inside_and_outside(net, order):
     if order == "autocast inside":
         grad = eqx.filter_jit(eqx.filter_grad(jmp.autocast(loss_fn)))
     else:
-        # Named: Equinox takes what wraps one of its modules for a mistake.
+        # A function of its own: Equinox rejects wrappers of its modules.
         def low_grad(net, x):
             return jmp.autocast(eqx.filter_grad(loss_fn))(net, x)
 
@@ -170,7 +170,7 @@ def test_updates_may_be_a_prefix_of_a_module_under_strict_promotion(net):
     ids=["none", "dynamic"],
 )
 def test_a_module_is_differentiated_as_it_is(net, scale):
-    """As by Equinox: None where there is no gradient, activations among the leaves."""
+    """As in Equinox: None where there is no gradient, also for activation functions."""
     assert jax.tree.leaves(eqx.filter(net, eqx.is_array, inverse=True))
     value, grads = jmp.value_and_grad(loss_fn, loss_scale=scale)(net, X)
     expected_value, expected = eqx.filter_value_and_grad(loss_fn)(net, X)

@@ -198,6 +198,58 @@ def test_the_checks_of_equations_can_fail():
     assert sorted(parameters_named_in(source)) == ["branches", "jaxpr"]
 
 
+def functions_in(source):
+    """Yields the functions of a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+
+
+def n_lines(function):
+    """Returns the number of lines of a function without its docstring."""
+    first, *_ = function.body
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    n_all = function.end_lineno - function.lineno + 1
+    return n_all - (first.end_lineno - first.lineno + 1) * is_docstring
+
+
+def n_positional(function):
+    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def depth(node):
+    """Returns how many functions are inside of each other, the node included."""
+    inner = max(map(depth, ast.iter_child_nodes(node)), default=0)
+    return inner + isinstance(node, ast.FunctionDef)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_functions_are_short_and_have_few_parameters(module):
+    for function in functions_in((PACKAGE / module).read_text()):
+        assert n_lines(function) <= 60, function.name
+        assert n_positional(function) <= 6, function.name
+        # A function, a closure, and a closure in that.
+        assert depth(function) <= 3, function.name
+
+
+def test_the_shape_of_a_function_is_measured():
+    source = "def f(self, a, b, *, c):\n    'Text.'\n    def g():\n        pass\n"
+    function, _ = functions_in(source)
+    assert (n_lines(function), n_positional(function), depth(function)) == (3, 2, 2)
+
+
+def test_few_types_are_any():
+    sources = [(PACKAGE / module).read_text() for module in MODULES]
+    n_any = sum(
+        isinstance(node, ast.Name) and node.id == "Any"
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+    )
+    n_all = sum(len(source.splitlines()) for source in sources)
+    assert 0 < 1000 * n_any / n_all < 15
+
+
 def test_all_lists_the_public_names():
     public = {
         name
@@ -278,7 +330,7 @@ def test_the_files_that_contributing_names_exist():
     assert missing_files("`ops.py`, `jaxprs/compat.py`") == ["jaxprs/compat.py"]
 
 
-def test_contributing_says_everything_once():
+def test_contributing_contains_no_heading_or_row_twice():
     headings = re.findall(r"^#.*", CONTRIBUTING, re.MULTILINE)
     rows = re.findall(r"^\| .*", CONTRIBUTING, re.MULTILINE)
     # Several tables have the same header.

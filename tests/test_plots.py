@@ -1,4 +1,4 @@
-"""Pictures show what is in the numbers."""
+"""Pictures of the magnitudes of arrays."""
 
 import jax
 import jax.numpy as jnp

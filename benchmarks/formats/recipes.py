@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jmp_lite as jmp
 from benchmarks.compiled import compile_for
 from benchmarks.formats.transformers import TOKENS, float8_products
-from jmp_lite.formats.float8 import Scaled, separate, quantize_operand
+from jmp_lite.formats.float8 import Scaled, quantize_operand, separate
 from jmp_lite.jaxprs.axes import Dimensions
 from jmp_lite.jaxprs.bilinear import bilinear
 

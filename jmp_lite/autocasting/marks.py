@@ -1,7 +1,7 @@
 """Marks: the precision that a user requests for part of a function.
 
-A mark is a scope with a reserved name. It passes with the equations through every
-transformation, and reaches those of the backward pass. Outside of autocast a mark has
+A mark is a scope with a reserved name. Every transformation keeps the scopes of
+equations, so the mark also applies to the backward pass. Outside of autocast a mark has
 no effect.
 """
 

@@ -15,7 +15,7 @@ PyTree: TypeAlias = Any
 Params: TypeAlias = optax.Params
 """The parameters that an optimizer trains."""
 Updates: TypeAlias = optax.Updates
-"""Gradients, or what is added to parameters, with the structure of these."""
+"""Gradients or updates, in the structure of the parameters."""
 OptState: TypeAlias = optax.OptState
 """The state of an optimizer."""
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps

@@ -153,7 +153,7 @@ _MADE_OF = "_jmp_lite_made_of"
 def _recipe(
     cls: type[nn.Module],
 ) -> tuple[type[nn.Module], *tuple[tuple[Dtype, Selector], ...]]:
-    """Returns the class that a module was written as, and what it became then."""
+    """Returns the original class of a module, and the casts applied to it."""
     if _MADE_OF not in vars(cls):
         return (cls,)
     base, dtype, where = vars(cls)[_MADE_OF]

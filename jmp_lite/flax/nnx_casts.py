@@ -1,4 +1,4 @@
-"""Parts of nnx modules in 16 bits, and how many of their variables are."""
+"""Casts parts of nnx modules to 16 bits, and counts variables by dtype."""
 
 import re
 from typing import Any, NamedTuple

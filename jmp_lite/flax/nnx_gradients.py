@@ -1,4 +1,4 @@
-"""Gradients of nnx modules under a loss scale, and steps that skip everything."""
+"""Gradients of nnx modules under a loss scale, and steps that change nothing."""
 
 import contextlib
 import functools
@@ -165,27 +165,27 @@ def restore_if_skipped(model: PyTree, optimizer: nnx.Optimizer[Any]) -> Generato
         raise TypeError(f"Expected an nnx.Optimizer, got {type(optimizer).__name__}.")
     _grads_finite(optimizer)  # Raises if it never skips a step.
     goes_on = nnx.Any(optimizer.wrt, nnx.RngState)
-    before = _places(models, goes_on)
+    before = _variables_by_place(models, goes_on)
     # The block may put another variable in the place of one, or move one.
     old_of = {id(variable): variable.get_value() for variable in before.values()}
     old_at = {place: old_of[id(variable)] for place, variable in before.items()}
     yield
     is_finite = _grads_finite(optimizer)
-    for place, variable in _places(models, goes_on).items():
+    for place, variable in _variables_by_place(models, goes_on).items():
         new = variable.get_value()
         old = old_of.get(id(variable), old_at.get(place, new))
         variable.set_value(_restored(is_finite, new, old))
 
 
-def _places(
-    models: list[nnx.Module], without: Callable[[Path, nnx.Variable[PyTree]], bool]
+def _variables_by_place(
+    models: list[nnx.Module], excluded: Callable[[Path, nnx.Variable[PyTree]], bool]
 ) -> dict[tuple[int, Path], nnx.Variable[PyTree]]:
     """Returns the variables of models, except some, by model and path."""
     return {
         (number, path): variable
         for number, model in enumerate(models)
         for path, variable in nnx.iter_graph(model, graph=True)
-        if isinstance(variable, nnx.Variable) and not without(path, variable)
+        if isinstance(variable, nnx.Variable) and not excluded(path, variable)
     }
 
 

@@ -19,8 +19,7 @@ def scoped(model: Model) -> Model:
     """Returns a view of a module whose parts run in scopes named by their paths.
 
     ``jmp_lite.nnx.autocast`` adds these scopes itself. Use ``scoped`` for other readers
-    of
-    scopes: ``jmp_lite.autocast`` of a function of the module's state, or a profiler.
+    of scopes: ``jmp_lite.autocast`` of a function of the module's state, or a profiler.
     The view shares the variables of the module and has the same state. Each part is an
     instance of its original class.
 

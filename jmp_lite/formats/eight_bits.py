@@ -1,4 +1,4 @@
-"""What formats of 8 bits have in common: which products are worth it."""
+"""The common part of the formats of 8 bits: which products qualify."""
 
 import abc
 import dataclasses
@@ -40,7 +40,8 @@ class EightBits(NumberFormat, abc.ABC):
     """A format of 8 bits for products of weights that are large enough.
 
     Attributes:
-      options_in_words: what makes its options, for a message.
+      options_in_words: the call that sets its options, without its arguments, for a
+        message.
     """
 
     ops = ("dot_general", "ragged_dot_general")

@@ -164,7 +164,7 @@ def separate(operand: ProductOperand, weight: ProductOperand) -> ProductOperand:
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A product of quantized operands, see ``bilinear.Form``.
+    """A product of quantized operands, see ``ProductForm``.
 
     On a TPU the product reads the 8-bit numbers, and its result is multiplied with both
     scales. Elsewhere it reads dequantized numbers in 16 bits. On a GPU with float8

@@ -127,7 +127,7 @@ class OwnFormat(NumberFormat):
     def multiply(
         self, product: Product, operands: Sequence[Any], bound: set[object]
     ) -> Array:
-        """Returns what the function makes of the operands."""
+        """Returns the result of the user's function."""
         del bound
         dtype = np.dtype("float32") if self.returns_float32 else product.dtype
         options = params.dot_options(product.eqn, dtype)

@@ -90,7 +90,7 @@ class RowsFormat(EightBits):
 
 @dataclasses.dataclass(frozen=True)
 class ByRows:
-    """A product of operands that are quantized by rows, see ``bilinear.Form``.
+    """A product of operands that are quantized by rows, see ``ProductForm``.
 
     Attributes:
       lhs: the dtype of the left operand, of 8 bits.

@@ -56,7 +56,7 @@ class CountingEvaluator(
 
     @abc.abstractmethod
     def inner(self) -> "CountingEvaluator[ValueT, FormT, OpT]":
-        """Returns the tool for a jaxpr inside, without ops."""
+        """Returns a new tool, without ops, for a jaxpr inside."""
 
     @abc.abstractmethod
     def types(self, aval: Aval, form: FormT) -> Sequence[Aval]:
@@ -75,7 +75,7 @@ class CountingEvaluator(
         """Returns the sums of two runs of the same ops."""
 
     def unpack_rows(self, value: ValueT, form: FormT) -> Sequence[Array]:
-        """Returns arrays whose rows are the arrays of a step."""
+        """Returns stacked arrays, with a row for each step."""
         return self.unpack(value, form)
 
     def pack_rows(self, arrays: Sequence[Array], form: FormT) -> ValueT:
@@ -218,7 +218,7 @@ class CountingEvaluator(
         del eqn
         return CarryForms(
             start=list(map(self.form, operands[at])),
-            after=lambda forms, body: body.made[: len(forms)],
+            next_forms=lambda forms, body: body.made[: len(forms)],
             site=site,
         )
 

@@ -83,7 +83,8 @@ class Differentiable:
     def with_gradients(self, fun: Function) -> Function:
         """Returns a function of arrays that returns gradients after its results.
 
-        They are those of the loss, or of a fixed random mixture of all results.
+        These are the gradients of the loss. Without a loss, they are those of a fixed
+        random combination of all results.
 
         Args:
           fun: as in ``differentiated``.

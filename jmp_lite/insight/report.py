@@ -64,7 +64,7 @@ class NumericsReport:
 
     Attributes:
       counts: for each statistic, an array with one number for each JAX array.
-      leaves: the arrays. A NumPy array has its statistics with it.
+      leaves: the arrays. That of a NumPy array contains its counts.
       dtype: the dtype that the shares refer to; None means the dtype of each leaf.
 
     Example:

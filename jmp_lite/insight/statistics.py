@@ -105,7 +105,7 @@ _JOINS = {
 
 
 def sizes_of(array: Any) -> Array | np.ndarray:
-    """Returns absolute values; of a complex number that of the larger part.
+    """Returns absolute values; for a complex number, that of its larger part.
 
     They have at least 32 bits in the graph, and 64 on the host.
     """
@@ -130,7 +130,9 @@ def counted(array: ArrayLike, dtype: DTypeLike) -> Counts:
     """
     sizes = sizes_of(array)
     parts = [sizes]
-    if isinstance(array, jax.Array) and sizes.size >= 2**32:  # Beyond one half's range.
+    if (
+        isinstance(array, jax.Array) and sizes.size >= 2**32
+    ):  # More than 32 bits can count.
         n = -(-sizes.size // 2**31)
         parts = jnp.array_split(sizes, n, int(np.argmax(sizes.shape)))
     ends = _ends_for(sizes, dtype, _has_scale(array, dtype), range(sizes.ndim))
@@ -180,7 +182,7 @@ def counted_together(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
         likeness = (
             jnp.finfo(array.dtype).bits > 32,
             *(_has_scale(array, dtype), (array.size - 1).bit_length() // 2),
-            sharding.axes_of(array),
+            sharding.mapped_axes_of(array),
         )
         groups.setdefault(i if is_alone else likeness, []).append(i)
     counts = dict[int, Counts]()
@@ -234,7 +236,7 @@ def _ends_for(
 def _classify(
     sizes: Array | np.ndarray, ends: np.ndarray | Sequence[Array | np.ndarray]
 ) -> dict[str, Array | np.ndarray]:
-    """Returns for each element what it counts for, and its absolute value."""
+    """Returns a flag of each element for each count, and the absolute values."""
     xp = jnp if isinstance(sizes, jax.Array) else np
     overflow, underflow, normal = ends
     is_finite, is_zero = xp.isfinite(sizes), sizes == 0
@@ -265,7 +267,7 @@ def _reduce_counts(each: Mapping[str, Any], axes: Sequence[int]) -> Counts:
     operands = [each[name].astype(np.uint32) for name in counted_names]
     operands += [each[largest], each[smallest]]
     starts = [zero] * len(counted_names) + [start, start + np.inf]
-    varying = sharding.axes_of(each[largest])
+    varying = sharding.mapped_axes_of(each[largest])
     starts = [sharding.as_varying(x, varying) for x in starts]
 
     def join(some: Sequence[Array], others: Sequence[Array]) -> tuple[Array, ...]:
@@ -304,7 +306,7 @@ def _widest() -> Dtype:
 
 
 def added(a: Counts, b: Counts) -> Counts:
-    """Returns the joint counts of two arrays or two steps."""
+    """Returns the sum of the counts of two arrays or two steps."""
     return {
         name: getattr(jnp, _JOINS[name][0])(a[name], b[name])
         if name in _JOINS

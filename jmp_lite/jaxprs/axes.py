@@ -1,8 +1,8 @@
 """The axes of products: of matrices (``Dimensions``), and of groups (``Groups``).
 
-Both know their product, the products that are its transposes, the product that is
-mapped over its operands, and how a number for each row multiplies its result. So a form
-of products is written once for both; see ``bilinear.py``.
+Both classes compute a product, its transposes, the product under ``vmap``, and a
+product times a scale for each row. So each form of products (``bilinear.py``) is
+written once for both.
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,7 @@ class Dimensions(NamedTuple):
         return Dimensions(contracted, moved(self.batch, first)), at
 
     def mask_unread(self, array: Array, side: int) -> Array:
-        """Returns an operand with zeros in place of what the product does not read."""
+        """Returns an operand with zeros in place of elements that are not read."""
         del side
         return array
 
@@ -164,9 +164,9 @@ class Groups(NamedTuple):
     """The axes of a product of groups, a ``ragged_dot_general``.
 
     The rows of the left operand are in groups of different sizes. The product
-    multiplies each with the weights of its group. Its other kind, the cotangent of the
-    weights, contracts the rows of each group by themselves; its result has the groups
-    as its first axis.
+    multiplies each with the weights of its group. The cotangent of the weights is a
+    product of another kind: it contracts the rows of each group separately, and the
+    groups are the first axis of its result.
 
     Attributes:
       dimensions: the contracted and the batch axes.
@@ -249,7 +249,7 @@ class Groups(NamedTuple):
         Args:
           is_mapped: whether each operand has a new first axis.
           shape: of the left operand, with its new axis.
-          sizes: those of groups with a new first axis; None if they have none.
+          sizes: the sizes of the groups, with a new first axis; None if they have none.
 
         Returns:
           The axes, and the new axis of the result.
@@ -272,7 +272,7 @@ class Groups(NamedTuple):
         return new._replace(sizes=wide), at + (self.group is None)
 
     def axes_before_rows(self, side: int) -> list[int]:
-        """Returns the axes of an operand that sizes may have in front of the groups."""
+        """Returns the axes of an operand along which the sizes of groups may differ."""
         batch, contracted = self.dimensions.batch, self.contracted
         if self.group is None:
             before = contracted[0].index(self.rows)
@@ -325,12 +325,12 @@ class Groups(NamedTuple):
         if self.sizes.ndim == 1:
             missing = (*range(n_before), *missing)
         of_rows = lax.expand_dims(found, (0, *(1 + axis for axis in missing)))
-        # A row of no group gets the scale of the last one, as a factor of zeros.
+        # A row in no group consists of zeros. It is multiplied with the last scale.
         of_rows = jnp.minimum(of_rows, len(of_groups) - 1)
         return result * jnp.take_along_axis(spread, of_rows, 0)[0]
 
     def _group_of_rows(self, n_rows: int) -> Array:
-        """Returns the number of each row's group; that of groups for a row of none."""
+        """Returns each row's group by index; the number of groups for a row in none."""
         ends = jnp.expand_dims(jnp.cumsum(self.sizes, -1), -2)
         rows = jnp.arange(n_rows, dtype=ends.dtype)[:, None]
         return jnp.sum(rows >= ends, -1, dtype=np.int32)
@@ -342,7 +342,7 @@ class Transposed(NamedTuple):
     Attributes:
       dimensions: its axes; its left operand is the cotangent of the result, and its
         right operand is the other operand.
-      axes: the axis of the operand that each axis of the product is.
+      axes: for each axis of the product, the axis of the operand.
     """
 
     dimensions: Dimensions | Groups

@@ -36,7 +36,7 @@ def tangents_of_product(
     primals: Sequence[Item],
     tangents: Sequence[Any],
 ) -> list[Array]:
-    """Returns the products with the tangent of one operand; zeros have none."""
+    """Returns the product of each nonzero tangent and the other operand."""
     (lhs, rhs), (of_lhs, of_rhs) = primals, tangents
     terms: list[Array] = []
     if not structure.is_zero(of_lhs):
@@ -73,11 +73,11 @@ class ProductOperand(NamedTuple):
     """An operand of ``bilinear``.
 
     Attributes:
-      array: the operand. If it has parts, zeros in its shape and dtype, which no
-        compiled program reads; their tangent is that of the operand.
-      parts: what a form has made of the operand, such as rounded numbers and a scale:
-        arrays without a derivative. Under ``vmap`` all have the same new leading axes.
-        Empty for an operand that the form has not rounded.
+      array: the operand. If it has parts, this array only carries its tangent: it
+        consists of zeros, which no compiled program reads.
+      parts: the arrays that a form has made of the operand, such as rounded numbers and
+        a scale, without a derivative. Under ``vmap`` all have the same new leading
+        axes. Empty for an operand that the form has not rounded.
     """
 
     array: Array
@@ -125,7 +125,7 @@ class ProductForm(Protocol):
 
 
 def rounded(array: Array, parts: Sequence[Array]) -> ProductOperand:
-    """Returns an operand that has an array's derivative, and numbers of its own."""
+    """Returns an operand with an array's tangent, and with ``parts`` as its numbers."""
     return ProductOperand(_tangent_of.bind(array), tuple(parts))
 
 
@@ -171,8 +171,8 @@ def dtype_of(eqn: Eqn) -> Dtype | None:
 def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:
     """Runs an equation in float32 without the rounding of its form.
 
-    On a lane of float32, the array of an operand with parts is the operand itself, and
-    not zeros. So the parts are not read.
+    In the float32 run of ``compare``, the array of an operand with parts holds its
+    numbers and not zeros. So the parts are not read.
 
     Args:
       eqn: the equation.
@@ -204,7 +204,7 @@ def are_tangents(eqn: Eqn) -> list[bool]:
 def _unpacked(
     arrays: Sequence[Any], params: Mapping[str, Any]
 ) -> tuple[ProductOperand, ProductOperand, Dimensions | Groups]:
-    """Returns the operands and the axes of a product, given all that it takes."""
+    """Returns the operands and the axes of a product, given all its arrays."""
     lhs, rhs, *parts = arrays
     if "dimension_numbers" in params:
         axes = Dimensions(*params["dimension_numbers"])
@@ -303,7 +303,7 @@ def _map(
 def _move_axis_first(
     operand: ProductOperand, axes: Any, length: int, is_required: bool
 ) -> tuple[ProductOperand, bool]:
-    """Returns an operand with the mapped axis in front of all its arrays, if any.
+    """Moves the mapped axis of an operand, if any, to the front of all its arrays.
 
     Args:
       operand: the operand.

@@ -26,7 +26,7 @@ HIGH_OPS = {
 
 
 def high_name(eqn: Eqn) -> str:
-    """Returns the class of an equation's primitive; empty if it has more rules."""
+    """Returns the class of an equation's primitive; empty if it has other rules too."""
     primitive = unbatched(eqn.params["_prim"])
     more = ("with_logs", "remat_rules", "bwd_accums")  # Rules of other kinds.
     has_more = any(primitive.params.get(name) for name in more)

@@ -1,7 +1,7 @@
 """Analyses that follow facts along jaxprs, forward and backward.
 
-An analysis defines a fact, the join of two facts, and the effect of an equation on
-facts. The classes here carry facts into the jaxprs of equations, iterate loops to a
+An analysis defines a fact, the join of two facts, and their transfer across an
+equation. The classes here carry facts into the jaxprs of equations, iterate loops to a
 fixed point, and know the path of each equation. Repeated joins must reach a fixed
 point.
 """
@@ -64,11 +64,11 @@ class _Analysis(abc.ABC, Generic[Fact]):
 
     @abc.abstractmethod
     def join(self, one: Fact, other: Fact) -> Fact:
-        """Returns the fact of a value for which one of two facts holds."""
+        """Returns the fact of a value that has one of two facts, as after a branch."""
 
     @abc.abstractmethod
     def transfer(self, eqn: Eqn, facts: Sequence[Fact], path: str) -> Sequence[Fact]:
-        """Returns the effect of an equation, whose jaxprs are not entered, on facts.
+        """Transfers facts across an equation whose jaxprs are not entered.
 
         Args:
           eqn: the equation.
@@ -164,10 +164,10 @@ class Forward(_Analysis[Fact]):
 
 
 class ForwardAnywhere(Forward[Fact]):
-    """Follows facts where no path matters.
+    """Follows facts that do not depend on paths.
 
-    A jaxpr that is called many times is followed once for equal inputs. The effect of
-    an equation on facts may depend on nothing else.
+    It follows a jaxpr once for equal inputs, however often the jaxpr is called. So
+    ``transfer`` may depend on nothing but the equation and the facts.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,8 @@ class Backward(_Analysis[Fact]):
           path: its path.
         """
         parts = structure.parts(jaxpr)
-        # Not the method: an analysis that remembers its results would hold itself.
+        # Not the bound method: an analysis that stores its results would refer to
+        # itself.
         nothing = self.nothing()
         known: dict[Var, Fact] = defaultdict(lambda: nothing)
 

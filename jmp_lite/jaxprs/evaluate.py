@@ -42,14 +42,14 @@ class CarryForms(Generic[FormT, SiteT, BodyT]):
 
     Attributes:
       start: their first forms.
-      after: returns their forms after a step, from those before and the body. A step
-        whose carries keep their forms is the body of the loop.
+      next_forms: returns their forms after a step, given those before it and the body.
+        The body is converted again until a step keeps all forms.
       site: the site of the body.
-      note: takes the forms that are kept.
+      note: receives the final forms.
     """
 
     start: Sequence[FormT]
-    after: Callable[[Sequence[FormT], BodyT], Sequence[FormT]]
+    next_forms: Callable[[Sequence[FormT], BodyT], Sequence[FormT]]
     site: SiteT
     note: Callable[[Sequence[FormT]], None] = lambda forms: None
 
@@ -98,7 +98,7 @@ class Frame(abc.ABC, Generic[ValueT, SiteT]):
 
 
 class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
-    """Runs jaxprs; what a value is, and how an equation runs, is up to a subclass."""
+    """Runs jaxprs. A subclass defines what a value is, and how an equation runs."""
 
     # -------------------------------------------------------------- values and forms
 
@@ -112,7 +112,7 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
 
     @abc.abstractmethod
     def form(self, value: ValueT) -> FormT:
-        """Returns which arrays a value is."""
+        """Returns the form of a value: which arrays it consists of."""
 
     @abc.abstractmethod
     def join(self, forms: Sequence[FormT]) -> FormT:
@@ -172,7 +172,7 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
     def equation(
         self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
     ) -> Sequence[ValueT]:
-        """Runs an equation whose jaxprs, if it has some, are not entered."""
+        """Runs an equation, without entering any jaxpr in it."""
 
     @abc.abstractmethod
     def custom(
@@ -207,12 +207,12 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         arrays: Sequence[Array],
         number: int = 0,
     ) -> list[ValueT]:
-        """Returns the results of an equation that has been bound.
+        """Returns the results of a bound equation as values.
 
         Args:
           eqn: the equation.
           bodies: the jaxprs inside, each with its operands.
-          arrays: the results, and what the tool has added.
+          arrays: the arrays of the results, then those that the tool has added.
           number: the number of the jaxpr whose results they are.
         """
 
@@ -324,7 +324,7 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         at: slice,
         carries: CarryForms[FormT, SiteT, BodyT],
     ) -> BodyT:
-        """Returns the body of a loop, whose carries keep their forms.
+        """Returns the body of a loop, converted until its carries keep their forms.
 
         Args:
           eqn: the loop.
@@ -337,7 +337,7 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         while True:
             operands[at] = self.converted(eqn, first, forms)
             body = self.body(jaxpr, operands, carries.site, forms)
-            found = list(carries.after(forms, body))
+            found = list(carries.next_forms(forms, body))
             if found == forms:
                 carries.note(forms)
                 return body

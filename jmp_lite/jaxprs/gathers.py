@@ -34,14 +34,14 @@ def fills_with_number(eqn: Eqn) -> bool:
 
 
 def selecting(eqn: Eqn, definitions: "Definitions") -> Eqn | None:
-    """Returns a gather as one with the same results, whose transpose is a selection.
+    """Returns a gather with the same results, whose transpose is a selection.
 
     The gather takes one index along one axis, for each index of other axes, such as
     ``take_along_axis(x, labels[:, None], 1)`` and ``x[arange(len(x)), labels]``.
 
     Args:
       eqn: an equation.
-      definitions: what its jaxpr computes its operands from.
+      definitions: the definitions of the variables in its jaxpr.
 
     Returns:
       The equation; None for any other gather, and any other op.
@@ -140,7 +140,7 @@ def _rows(
 
 
 class Definitions:
-    """What a jaxpr computes its variables from.
+    """The equations and constants that define the variables of a jaxpr.
 
     Args:
       parts: the parts of the jaxpr.
@@ -231,7 +231,7 @@ def _axis_of_constant(constant: Array) -> int | None:
 
 
 class _Places(NamedTuple):
-    """Which axis of a gather's operand each axis of indices and of the result is.
+    """The axes of a gather's indices and result, as axes of its operand.
 
     Attributes:
       label: the axis of the operand that the indices index.
@@ -269,7 +269,7 @@ def _places(
 
 
 def _spread(array: Array, places: Sequence[int | None], like: Aval) -> Array:
-    """Broadcasts an array to the shape of a type, given the axis that each axis is."""
+    """Broadcasts an array to a type, given the type's axis for each of its axes."""
     extra = [i for i, axis in enumerate(places) if axis is None]
     kept = [axis for axis in places if axis is not None]
     array = lax.squeeze(array, extra)

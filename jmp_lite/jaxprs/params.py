@@ -174,10 +174,10 @@ def _bind_primitive(
 
 @functools.lru_cache(maxsize=4096)
 def _one_op(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Function:
-    """Returns an op as a ``jit`` function that leaves no trace of itself.
+    """Returns an op as a ``jit`` function, which JAX inlines.
 
-    For ``grad``, JAX analyses a jit function once, which takes longer than for an op,
-    and an op at every use. So a model of equal layers is traced in less time. (The
+    For ``grad``, JAX analyses an op at every use. It analyses a jit function once,
+    though that takes longer. So a model of equal layers is traced in less time. (The
     functions of ``jax.numpy`` are wrapped for the same reason.)
     """
     function = functools.partial(_bind_primitive, primitive, params)
@@ -265,7 +265,8 @@ SCATTERS: dict[str, Function] = {
 def applies_function(eqn: Eqn) -> bool:
     """Whether an op applies a function to elements, as ``x.at[i].apply`` does.
 
-    The function is traced for one dtype, and other functions are known by their op.
+    The function is traced for one dtype. Scatters with a known function, such as
+    ``scatter-add``, are other ops.
     """
     jaxpr = eqn.params.get("update_jaxpr") if op_of(eqn) == "scatter" else None
     return jaxpr is not None and bool(structure.parts(jaxpr).eqns)
@@ -451,7 +452,7 @@ def conv_axes(eqn: Eqn) -> lax.ConvDimensionNumbers:
 
 
 def inserted_zeros(eqn: Eqn) -> Sequence[int]:
-    """Returns by which factors a product spreads its left operand with zeros."""
+    """Returns the factors by which a product dilates its left operand with zeros."""
     return eqn.params.get("lhs_dilation", ())
 
 
@@ -502,10 +503,10 @@ class ShardMap(NamedTuple):
     check_vma: bool
 
     def adds_up_gradient(self, number: int) -> bool:
-        """Whether the gradient of an operand is a sum over devices, made here.
+        """Whether the transpose of this op adds up an operand's gradient over devices.
 
         The operand is the same on several devices. If types state over which axes
-        arrays vary, an op inside makes the sum.
+        arrays vary, an op inside adds up the gradient.
         """
         names = (name for name in self.in_specs[number] if name is not None)
         axes = {axis for n in names for axis in ((n,) if isinstance(n, str) else n)}
@@ -514,7 +515,7 @@ class ShardMap(NamedTuple):
     def map(
         self, fun: Function, in_specs: Sequence[PartitionSpec], out_specs: PyTree
     ) -> Function:
-        """Returns another function as it maps its own, with other specs."""
+        """Maps another function over the same axes, with other specs."""
         return jax.shard_map(
             fun,
             mesh=self.mesh,
@@ -526,7 +527,7 @@ class ShardMap(NamedTuple):
 
 
 def shard_map_of(eqn: Eqn) -> ShardMap:
-    """Returns a ``shard_map``, with which to map another function."""
+    """Returns the ``shard_map`` of an equation, to map another function with."""
     return ShardMap(
         eqn.params["mesh"],
         tuple(eqn.params["in_specs"]),

@@ -55,12 +55,12 @@ _TAKEN_FOR: dict[Primitive, Primitive] = {}
 
 
 def take_for(made: Primitive, known: Primitive) -> None:
-    """Makes checkpoint policies take a primitive for one of JAX that they know."""
+    """Makes checkpoint policies treat a primitive as one of JAX that they know."""
     _TAKEN_FOR[made] = known
 
 
 def taken_for(given: Primitive) -> Primitive:
-    """Returns the primitive that checkpoint policies take one for."""
+    """Returns the primitive that checkpoint policies receive in place of one."""
     return _TAKEN_FOR.get(given, given)
 
 

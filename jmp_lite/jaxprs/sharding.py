@@ -11,7 +11,7 @@ from jmp_lite.jaxprs.types import Array, Aval, Dtype, Var
 
 
 def zeros(aval: Aval, length: int | None = None) -> Array:
-    """Returns zeros of a type; with a length, with a leading axis of that length."""
+    """Returns zeros of a type, with a new leading axis if a length is given."""
     more = () if length is None else (length,)
     zero, shape = jnp.zeros((), aval.dtype), (*more, *aval.shape)
     sharding = None
@@ -27,7 +27,7 @@ def spread(array: Array, axes: Sequence[int], aval: Aval) -> Array:
 
     Args:
       array: the array.
-      axes: the axis of the type that each axis of the array is, in ascending order.
+      axes: for each axis of the array, the axis of the type, in ascending order.
       aval: the type.
     """
     sharding = aval.sharding if is_type_sharded(aval) else None
@@ -46,7 +46,7 @@ def permuted_sharding(aval: Aval, axes: Sequence[int]) -> NamedSharding | None:
 
 
 def match_sharding(array: Array, other: Array) -> Array:
-    """Returns an array of the rank of another, sharded so that the two multiply.
+    """Returns an array with the sharding of another of its rank, to multiply them.
 
     Axes of size 1 are not sharded. Without a mesh it is the array itself.
     """
@@ -61,7 +61,7 @@ def match_sharding(array: Array, other: Array) -> Array:
 def insert_axis(
     sharding: NamedSharding | None, at: int, array: Array
 ) -> NamedSharding | None:
-    """Returns a sharding with a new axis, that of the first axis of an array.
+    """Returns a sharding with a new axis, sharded as the first axis of an array.
 
     Args:
       sharding: the sharding, or None.
@@ -93,8 +93,8 @@ def is_type_sharded(aval: Aval) -> bool:
 def cast(array: Array, dtype: DTypeLike) -> Array:
     """Returns an array in another dtype.
 
-    At the end of ``auto_axes``, for example, an op has an operand on another
-    mesh. The operand is cast on its own mesh.
+    At the end of ``auto_axes``, for example, an op has an operand on another mesh. The
+    operand is cast on its own mesh.
     """
     mesh, inside = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
     if mesh.empty or inside.empty or mesh == inside:
@@ -116,7 +116,7 @@ def as_varying(array: Array, axes: Iterable[str]) -> Array:
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying")
 
 
-def axes_of(array: Array) -> frozenset[str]:
+def mapped_axes_of(array: Array) -> frozenset[str]:
     """Returns the mapped axes over which an array may differ."""
     return jax.typeof(array).manual_axis_type.varying
 

@@ -137,7 +137,7 @@ def is_of_numbers(aval: Aval) -> bool:
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """Returns the shape of an array; of anything that is no array, an empty one."""
+    """Returns the shape of an array; an empty one for any other value."""
     return getattr(value, "shape", ())
 
 
@@ -220,7 +220,7 @@ def flag_type(aval: Aval) -> Any:
 def as_typed(value: Leaf, aval: Aval) -> Leaf:
     """Returns a value as an array of a type, which may be weak.
 
-    A value of another kind, such as a token, stays what it is.
+    A value of another kind, such as a token, is returned unchanged.
     """
     if not is_of_numbers(aval):
         return value

@@ -15,7 +15,7 @@ from jmp_lite.mutables import is_module, noting_captures, refuse_modules
 
 
 def check_function(fun: object, hint: str = "") -> None:
-    """Raises a TypeError, which ends with a hint, for what is not a function."""
+    """Raises a TypeError, which ends with a hint, if an object is not callable."""
     if not callable(fun):
         raise TypeError(
             f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}"

@@ -65,8 +65,8 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that 16-bit parameters keep the digits that they lack.
 
     The state stores 16 more bits of each parameter. For a bfloat16 parameter they are
-    the lower half of a float32 number, the master. Parameter and remainder together
-    are the master, bit for bit. It trains as under ``master_weights``, in 2 bytes a
+    the lower half of a float32 number, the master. Parameter and remainder together are
+    the master, bit for bit. It trains as under ``master_weights``, and takes 2 bytes a
     parameter less.
 
     A float16 parameter keeps its rounding error, which the next update adds again
@@ -161,7 +161,7 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
 
 
 def _zero_remainder(param: Leaf) -> Array | optax.MaskedNode:
-    """Returns the remainder of a parameter that lacks nothing."""
+    """Returns the remainder of a parameter that equals its master."""
     if not is_16_bit(param):
         return optax.MaskedNode()
     is_exact = param.dtype == jnp.bfloat16
@@ -186,7 +186,7 @@ def add_remainder(param: Leaf, remainder: Leaf) -> Leaf:
 
 
 def may_differ_by(error: AnyArray, param: AnyArray) -> Array:
-    """Whether float32 numbers round to a parameter that differs by an error."""
+    """Whether a parameter plus an error, in float32, rounds to the parameter."""
     wide = to_float32(param)
     # A little less, because a rounding error of half a unit is a tie.
     less = error * (1 - float(jnp.finfo(param.dtype).epsneg))

@@ -1,8 +1,8 @@
 """Converts parameters and the state of their optimizer to another precision.
 
-A state is taken apart into the state of the optimizer inside, with the wrappers of this
-library removed, and the digits of its parameters. The state of the new optimizer is
-made of these. Whatever wraps the optimizer before or after, both have the same parts.
+An old state is split into two parts: the state of the optimizer inside of this
+library's wrappers, and all digits of its parameters. The new state is built from these
+two parts. So every combination of wrappers converts to every other.
 """
 
 from collections.abc import Callable, Iterator
@@ -288,7 +288,7 @@ def _wrapped(
 
 
 _PAIRED_STATES = (LossScalingState, StochasticRoundingState, LowPrecisionState)
-"""The states that hold more than an inner state and digits of parameters."""
+"""The states that contain more than an inner state and digits of parameters."""
 
 
 _CAST = "To cast them, pass dtype, such as 'bfloat16'."
@@ -331,7 +331,7 @@ def _key(
     old: StochasticRoundingState | LowPrecisionState | None,
     new: StochasticRoundingState | LowPrecisionState,
 ) -> Any:
-    """Returns the old key if it can stand for the new one."""
+    """Returns the old key if it has the type of the new one, else the new one."""
     keys = [None if state is None else state.key for state in (old, new)]
     types = [(key.dtype, key.shape) for key in keys if is_array(key)]
     is_kept = len(types) == 2 and types[0] == types[1]
@@ -341,14 +341,15 @@ def _key(
 def _zipped(
     fun: Callable[..., Leaf], part: PyTree, first: Tree, *others: PyTree
 ) -> Tree:
-    """Maps a function over what a wrapper holds for its parameters.
+    """Maps a function over the leaves of a wrapper's state for its parameters.
 
     Args:
-      fun: gets the path of a parameter, what the wrapper holds for it, and the leaves
-        of the trees.
+      fun: takes the path of a parameter, its leaf in the wrapper's state, and its
+        leaves in the trees.
       part: the tree of a wrapper's state, of the structure of the parameters. An
         ``optax.MaskedNode`` stands for parameters that the wrapper leaves out.
-      first: a tree of parameters. What is left out is taken from it.
+      first: a tree of parameters. It supplies the parameters that the wrapper leaves
+        out.
       *others: more such trees.
     """
 

@@ -16,7 +16,7 @@ from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
 
 
 def remove_wrappers(state: PyTree) -> OptState:
-    """Returns a state in which inner states stand in place of wrappers' states.
+    """Returns a state with each wrapper's state replaced by its inner state.
 
     An array that ``low_precision_state`` stores is a ``Stored``.
     """
@@ -39,7 +39,7 @@ def is_node(node: PyTree) -> bool:
 
 
 def leaves(state: OptState) -> list[Leaf]:
-    """Returns the leaves of a state, of which a ``Stored`` is one."""
+    """Returns the leaves of a state, with each ``Stored`` as one leaf."""
     return jax.tree.leaves(state, is_leaf=is_stored)
 
 
@@ -88,7 +88,7 @@ def check_same_optimizer(old: OptState, new: OptState) -> None:
 
 
 def _difference(old: PyTree, new: PyTree, path: Path) -> tuple[Path, str, str] | None:
-    """Returns the first place at which two states differ, and what is there."""
+    """Returns the first path at which two states differ, and what each has there."""
     if _is_leaf(old) and _is_leaf(new):
         is_same = _kind(old) == _kind(new)
         return None if is_same else (path, _leaf_name(old), _leaf_name(new))
@@ -112,7 +112,7 @@ def _is_leaf(node: PyTree) -> bool:
 
 
 def _kind(leaf: Leaf) -> tuple[type[np.generic] | Dtype, tuple[int, ...]] | None:
-    """Returns what two leaves have in common if one can stand for the other."""
+    """Returns a key that is equal for two leaves if one can replace the other."""
     if is_stored(leaf):
         return jnp.floating, leaf.numbers.shape
     if not is_array(leaf) and not is_number(leaf):

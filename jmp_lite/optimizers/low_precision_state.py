@@ -98,11 +98,11 @@ def low_precision_state(
       sign, 5 exponent bits, 3 mantissa bits. A square that is too small becomes the
       smallest number, not zero.
 
-    What an array is, is known for the states of optax. Arrays that need their digits
-    stay in float32: parameters, sums of gradients, the moments of
-    ``optax.rmsprop(centered=True)``, of which a difference counts, and others. The
-    arrays of other optimizers are judged by trying the optimizer on small parameters.
-    An array that this does not show stays in float32, and ``init`` warns.
+    A table names the arrays in the states of optax. Arrays that need their digits stay
+    in float32: parameters, sums of gradients, the moments of
+    ``optax.rmsprop(centered=True)``, whose difference counts, and others. The arrays of
+    other optimizers are judged by trying the optimizer on small parameters. An array
+    that the trial does not identify stays in float32, and ``init`` warns.
 
     Put it directly around the optimizer:
     ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``. A
@@ -207,13 +207,14 @@ def _parse(dtype: DTypeLike) -> Dtype:
     parsed = parse_dtype(dtype)
     if parsed.name not in _STATE_DTYPES:
         raise ValueError(
-            f"Expected one of {', '.join(_STATE_DTYPES)} for the state, got {parsed.name!r}."
+            f"Expected one of {', '.join(_STATE_DTYPES)} for the state, got "
+            f"{parsed.name!r}."
         )
     return parsed
 
 
 def _stored(state: LowPrecisionState) -> tuple[list[tuple[Leaf, Stored | None]], Any]:
-    """Returns each leaf of the inner state, and what is stored if it is low."""
+    """Returns each leaf of the inner state, with its ``Stored`` if it is low."""
     leaves, structure = jax.tree.flatten(state.inner_state)
     moments = jax.tree.leaves(known_moments(state.inner_state))
     in_bfloat16 = state.scales is None
@@ -238,7 +239,7 @@ def unpacked(state: LowPrecisionState) -> PyTree:
 def packed(
     inner_state: PyTree, key: Key | None, like: LowPrecisionState
 ) -> LowPrecisionState:
-    """Returns the state with an inner state.
+    """Returns the state for an inner state.
 
     Args:
       inner_state: the inner state, with a ``Stored`` for some of its arrays.

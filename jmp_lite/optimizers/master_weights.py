@@ -65,8 +65,8 @@ def master_weights(
     """Wraps an optimizer so that it trains float32 copies of 16-bit parameters.
 
     The state contains the copies, the masters. After ``jmp_lite.apply_updates`` each
-    parameter is its master, rounded once. No update is lost, however small it is beside
-    the parameter.
+    parameter is its master, rounded once. No update is lost, however small it is
+    compared with the parameter.
 
     Memory: 4 bytes a parameter, in addition to the parameter's 2 bytes. Float32
     parameters with a 16-bit copy take the same.
@@ -83,8 +83,8 @@ def master_weights(
     apply a mask. A parameter that is not its master rounded is the new master. An
     element that did not change keeps its master, with all its digits.
 
-    Parameters as wide as the masters, such as float32 ones, are trained as by ``inner``
-    alone, beside others that are narrower.
+    Some parameters may be as wide as the masters, such as float32 ones. They are
+    trained as by ``inner`` alone.
 
     Put it inside of ``loss_scaling`` or around it; both skip the same steps.
 
@@ -198,7 +198,7 @@ def is_narrower(param: Leaf, master: Leaf) -> bool:
 
 
 def _check_narrower(params: PyTree, masters: Params) -> None:
-    """Raises a ValueError if masters have nothing to follow them."""
+    """Raises a ValueError if no parameter is narrower than its master."""
     leaves, is_part = whole_or_part(params)
     if not is_part:
         pairs = zip(leaves, jax.tree.leaves(masters), strict=False)

@@ -76,14 +76,15 @@ def _judged(
     candidates: dict[int, Moment],
     is_by_chance: bool,
 ) -> tuple[dict[int, Tried], Exception | None]:
-    """Returns what arrays are and how much they keep, and the error of a trial.
+    """Returns the ``Tried`` of each candidate, and the error of the trial, if any.
 
     Args:
       inner: the optimizer.
       params: its parameters.
       count: how many leaves its state has.
-      candidates: the arrays by the number of their leaf, and what the table says.
-      is_by_chance: whether they are rounded stochastically, so that all decays do.
+      candidates: the ``Moment`` of each array in the table, by the number of its leaf.
+      is_by_chance: whether they are rounded stochastically, so that any decay is
+        accepted.
     """
     tried, error = [Tried(Moment.UNKNOWN, None)] * count, None
     if any(m == Moment.UNKNOWN or not is_by_chance for m in candidates.values()):

@@ -1,4 +1,4 @@
-"""What the arrays in the states of optimizers are, by class and field.
+"""The kinds of the arrays in the states of optimizers, by class and field.
 
 An array that the table does not name has to be tried (``trial``). The names are text,
 because a version of optax may lack some of the classes.
@@ -13,7 +13,7 @@ from jmp_lite.casting.types import OptState, PyTree
 
 
 class Moment(enum.Enum):
-    """What an array of an optimizer's state is."""
+    """The kind of an array in an optimizer's state."""
 
     AVERAGE = enum.auto()
     """An average of gradients, a sum that decays, or the last gradient: any sign."""
@@ -22,13 +22,13 @@ class Moment(enum.Enum):
     """An average of squares, or another positive array that updates are divided by."""
 
     GROWING_SQUARES = enum.auto()
-    """A sum of squares, or an average of which the decay tends to one."""
+    """A sum of squares, or an average whose decay tends to one."""
 
     EXACT = enum.auto()
     """An array that needs all its digits.
 
     Examples are parameters, sums of gradients, arrays that parameters are computed
-    from, and arrays of which a small difference counts.
+    from, and arrays whose small differences count.
     """
 
     UNKNOWN = enum.auto()

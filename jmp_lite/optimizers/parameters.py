@@ -1,4 +1,4 @@
-"""What the wrappers for 16-bit parameters have in common: checks, and their updates."""
+"""Checks and updates that the wrappers for 16-bit parameters share."""
 
 import jax
 import jax.numpy as jnp

@@ -69,7 +69,7 @@ def split(master: AnyArray) -> tuple[Array, Array]:
 
 
 def join(param: AnyArray, remainder: AnyArray) -> Array:
-    """Returns the float32 numbers of which ``split`` made a pair.
+    """Returns the float32 numbers that ``split`` split into a pair.
 
     Any pair gives a number that ``split`` rounds to ``param``, also a pair that
     ``split`` never makes, such as zero with a negative remainder.

@@ -1,16 +1,17 @@
 """Stores float32 arrays in 16 or 8 bits, where needed with a scale for each row.
 
-bfloat16 has the range of float32. float16 and 8 bits have not: gradients below 6e-8
-would become zero. A power of two for each row moves its numbers into the range.
+bfloat16 has the range of float32. float16 and the 8-bit formats do not: gradients below
+6e-8 would become zero. A power of two for each row moves its numbers into the range.
 
 In 8 bits, numbers of both signs are float8. Averages of squares have a format of their
 own, without a sign: 5 exponent bits and 3 mantissa bits, in a uint8. Only a zero is
 stored as zero: an update divided by the square root of zero would be huge.
 
-A row has one scale, however long it is. The formats are as accurate far below the
-largest number as close to it, down to a part of it: 2**-14 in float8, whose smallest
-number is 2**-17 of it, and 2**-31 for squares, which is less than 2**-15 of a gradient.
-Shorter blocks, as in bitsandbytes, make XLA copy arrays (`benchmarks.moments`).
+A row has one scale, however long it is: both formats are floating-point, so small
+numbers are as accurate as large ones. In float8 this is true down to 2**-14 of the
+row's largest number, and the smallest number is 2**-17 of it. For squares it is true
+down to 2**-31, which is less than 2**-15 of a gradient. Shorter blocks, as in
+bitsandbytes, make XLA copy arrays (`benchmarks.moments`).
 """
 
 import math

@@ -29,7 +29,7 @@ class Tried(NamedTuple):
     """The behavior of an array of the inner state.
 
     Attributes:
-      moment: what it is; ``UNKNOWN`` if the trial does not show it.
+      moment: its kind; ``UNKNOWN`` if the trial does not show it.
       kept: the part of its value that it keeps at each step; None if the trial does not
         show it, because the array does not depend on the gradients of the step.
     """
@@ -99,10 +99,10 @@ def try_optimizer(inner: Optimizer, params: Params) -> list[Tried]:
 
 
 def _tried(moment: Moment, at_first: float, later: float, is_of_params: bool) -> Tried:
-    """Returns what an array is.
+    """Returns the behavior of an array.
 
     Args:
-      moment: what it is after one step from the start.
+      moment: its kind, judged after one step from the start.
       at_first: the part of its value that a step from the start keeps; NaN if the array
         does not depend on gradients then.
       later: the same of a later step.
@@ -121,7 +121,7 @@ def _measure_step(run_step: Callable[[Array], Array], small: Array) -> list[Arra
     """Returns values, first and second derivatives for small gradients.
 
     Args:
-      after: the numbers after a step, as a function of the size of the gradients.
+      run_step: returns the numbers after a step, given the size of the gradients.
       small: the size.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The states of wrappers, of which one may be inside of another.
+"""The states of wrappers, which may be nested.
 
 All have a field ``inner_state``, the state of the wrapped optimizer.
 """

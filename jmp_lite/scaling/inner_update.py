@@ -1,4 +1,4 @@
-"""The update of the optimizer inside of ``loss_scaling``, and what it has to return."""
+"""Runs the optimizer inside of ``loss_scaling``, and checks what it returns."""
 
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 

@@ -200,7 +200,7 @@ def update_if(
     """Runs ``inner.update`` and keeps its results only if they are finite.
 
     They are if the gradients are. An exception is an optimizer that calls a function
-    among the extra arguments, such as ``grad_fn``: what the function returns may
+    among the extra arguments, such as ``grad_fn``: the result of the function may
     overflow, too. Then the decision includes the updates and the new inner state.
 
     It selects and does not branch. On accelerators, ``lax.cond`` moves more bytes and
@@ -213,7 +213,8 @@ def update_if(
     )
     is_kept = grads_finite
     if called:
-        # Otherwise the check would read all of them once more.
+        # Without such a call the gradients decide, and this check would read all arrays
+        # again.
         is_new = _stays_finite(inner_state, new_inner_state)
         is_kept &= all_finite((new_updates, is_new), axis_name)
     no_updates = jax.tree.map(_negative_zeros, new_updates)

@@ -20,7 +20,7 @@ def boolean_scalar(pred: ArrayLike) -> Array:
     """Returns a boolean scalar.
 
     Raises:
-      AssertionError: it is none.
+      AssertionError: the argument is not a boolean scalar.
     """
     # jmp raises AssertionError, and code written for jmp catches it.
     if not is_selectable(pred):

@@ -1,4 +1,4 @@
-"""What all wrappers do with the optimizer inside of them."""
+"""Checks and conversions of the wrapped optimizer, which all wrappers share."""
 
 from typing import overload
 
@@ -74,7 +74,7 @@ def check_state(state: PyTree, expected: type, name: str) -> None:
     """Raises a TypeError for a state that a wrapper does not make.
 
     Args:
-      state: what ``update`` got.
+      state: the state that ``update`` got.
       expected: the class of the wrapper's state.
       name: the name of the wrapper.
     """

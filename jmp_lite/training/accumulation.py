@@ -49,7 +49,7 @@ def accumulated_gradients(
             return (new_state, total), (upcast_tree(loss), aux)
 
         zeros = upcast_tree(jax.tree.map(jnp.zeros_like, params))
-        # Of this device, like the results of the micro-batches.
+        # Local to this device, like the results of the micro-batches.
         carry = localize((model_state, zeros), axis_name)
         (model_state, total), (losses, aux) = lax.scan(
             one, carry, (jnp.arange(times), parts)

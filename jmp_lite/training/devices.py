@@ -1,4 +1,4 @@
-"""What each device of a mapped axis has for itself, and averages over devices."""
+"""Keys and arrays of each device on a mapped axis, and averages over devices."""
 
 import jax
 from jax import lax

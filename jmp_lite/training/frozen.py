@@ -21,10 +21,10 @@ def find_frozen(
     """Returns whether each parameter is frozen, as by ``optax.set_to_zero``.
 
     The update of such a parameter depends on nothing: on no gradient, parameter or
-    state. A part of the parameters can be frozen by ``optax.masked`` and what is built
-    on it, such as ``optax.partition``. Without these, or if a wrapper such as
-    ``compensated`` stands around them, or for an optimizer that computes gradients by
-    itself, no parameter counts as frozen.
+    state. A part of the parameters can be frozen by ``optax.masked`` and by
+    transformations that use it, such as ``optax.partition``. Without these, or if a
+    wrapper such as ``compensated`` stands around them, or for an optimizer that
+    computes gradients by itself, no parameter counts as frozen.
 
     Args:
       optimizer: the optimizer.
@@ -73,13 +73,13 @@ class _Depends(Forward[bool]):
         return False
 
     def join(self, one: bool, other: bool) -> bool:
-        """Whether one of two values does."""
+        """Whether one of two values depends on an input."""
         return one or other
 
     def equation_facts(
         self, eqn: Eqn, operands: Sequence[bool], path: str
     ) -> Sequence[bool]:
-        """Returns whether results do; which branch or step is taken counts, too."""
+        """Returns whether results depend on an input, also by the branches that run."""
         if params.op_of(eqn) in params.CONTROL:
             return self.transfer(eqn, operands, path)
         return super().equation_facts(eqn, operands, path)

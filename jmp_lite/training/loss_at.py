@@ -19,13 +19,13 @@ from jmp_lite.casting.types import (
 from jmp_lite.scaling.finite import all_finite
 
 WithAux: TypeAlias = tuple[Array, tuple[PyTree, PyTree]]
-"""What a loss function returns: the loss, and the new model state and the rest."""
+"""The result of a loss function: ``(loss, (model_state, aux))``."""
 GradFn: TypeAlias = Callable[
     [Params, PyTree, PyTree, Key | None], tuple[WithAux, Updates]
 ]
-"""A function of the arguments of a loss that returns what it does, and gradients."""
+"""A function with the arguments of a loss function: its result, and gradients."""
 Evaluate: TypeAlias = Callable[[Params], tuple[Array, PyTree, PyTree, Updates]]
-"""The loss of this step, the new model state, the rest, and the gradients."""
+"""Returns the loss, the new model state, ``aux`` and the gradients for parameters."""
 
 
 def functions_of_parameters(

@@ -331,7 +331,7 @@ class _Training:
         rng: Key | None,
         frozen: list[bool],
     ) -> tuple[Array, PyTree, PyTree, Updates]:
-        """Returns the loss, the new model state, the rest, and the gradients."""
+        """Returns the loss, the new model state, ``aux``, and the gradients."""
         local = localize(params, self.axis_name)
         trained, loss_of_trained = trained_part(self.loss_fn, local, frozen)
         # The loss is scaled in float32, and the gradients are unscaled in float32.
@@ -362,8 +362,8 @@ class _Training:
     ) -> tuple[Updates, LossScalingState]:
         """Returns the updates, and the optimizer's state after them.
 
-        The state says whether the step counts: one decision on overflow, of the loss,
-        the gradients, and those that the optimizer has computed by itself.
+        ``grads_finite`` of the state decides whether the step is skipped. It covers the
+        loss, the gradients, and the gradients that the optimizer computes by itself.
         """
         value_fn, grad_fn = functions_of_parameters(evaluate, params)
         extra_args = {

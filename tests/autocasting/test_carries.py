@@ -1,4 +1,4 @@
-"""The carries of loops: which may be low, and which would go wrong if they were."""
+"""The carries of loops: which may be low, and which have to be float32."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ LOW, FULL = "bfloat16", "float32"
 
 
 def carries(fun, *args, rules="mixed"):
-    """What each float32 carry of the scans of a function is, in order."""
+    """Returns the dtype of each carry of the scans that is float32 as traced."""
     return [
         row.precision for row in explain(fun, rules)(*args).rows if row.op == "scan"
     ]
@@ -45,7 +45,7 @@ def layers(x, stack, after=lambda h: h @ W):
 
 
 def test_the_hidden_state_of_an_lstm_is_low_and_its_cell_is_float32():
-    """The hidden state would be cast anyway; what a cell adds up would be lost."""
+    """Products cast the hidden state anyway. The cell is a sum: it needs digits."""
     assert carries(LSTM.apply, LSTM_PARAMS, X[None]) == [FULL, LOW]
     long = jnp.ones((1, 1000, 8)) * 0.1
     actual, expected = (
@@ -169,7 +169,7 @@ def test_an_auxiliary_loss_beside_a_stack_of_layers_is_float32():
 
     def fun(x, stack):
         (h, loss), _ = lax.scan(body, (x, jnp.float32(0)), stack)
-        return h @ W, loss, loss * (x @ W)  # Read by more than an output.
+        return h @ W, loss, loss * (x @ W)  # A product reads the loss too.
 
     assert carries(fun, X, LAYERS) == [LOW, FULL]
 
@@ -435,7 +435,7 @@ def scanned(write, x):
 
 
 def until_the_last_token(write, x):
-    """As text is written: to its end, or to the last position."""
+    """Generates text until its end, or until the last position."""
 
     def step(carry):
         i, cache, x, is_done = carry
@@ -450,7 +450,7 @@ def until_the_last_token(write, x):
 
 
 def casts(eqns):
-    """The shapes of what is cast."""
+    """Returns the shapes of the arrays that are cast."""
     is_cast = lambda eqn: eqn.primitive.name == "convert_element_type"
     return {eqn.outvars[0].aval.shape for eqn in eqns if is_cast(eqn)}
 
@@ -475,7 +475,7 @@ def test_a_cache_in_a_while_is_low_and_never_cast_as_a_whole(write):
     for actual, expected in zip(autocast(fun)(X), fun(X), strict=True):
         assert actual.dtype == expected.dtype == FULL
         assert relative_error(actual, expected) < 0.03
-    # It is not low whatever is written: what was float32 on purpose keeps its digits.
+    # A value that is float32 on purpose is written to the cache in float32.
     exact = lambda cache, x, i: write(jnp.exp(cache), x, i)
     assert CACHE in casts_in_loops(autocast(functools.partial(loop, exact)), X)
 
@@ -491,7 +491,7 @@ def test_a_cache_keeps_the_digits_of_values_that_are_not_low_by_themselves(value
 
 
 def test_the_gradient_of_a_cache_that_every_step_reads_adds_up_in_float32():
-    """In a scan, whose backward pass hands it from step to step as the carry is."""
+    """The backward pass of a scan passes the gradient in the dtype of the carry."""
 
     def read(x, prompt):
         cache = jnp.zeros((4, 8, 8)).at[:, 0].set(prompt)
@@ -531,7 +531,7 @@ def test_a_16_bit_cache_in_a_scan_stays_16_bit():
 
 
 def test_a_step_with_a_16_bit_cache_never_casts_all_of_it():
-    """As a server runs it: token by token, the cache goes in and out."""
+    """A server calls the step for each token, with the cache as argument and result."""
 
     def step(cache, x, i):
         cache = cache.at[:, i].set((x @ W).astype(cache.dtype))
@@ -569,7 +569,7 @@ def test_a_float_decides_only_where_the_end_depends_on_it(wrap):
     body = wrap(lambda n, h: (n + 1, jnp.tanh(h @ W)))
     counted = lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: body(*c), (0, x))
     assert products(live_equations(autocast(counted), X)) == {(LOW,) * 3: 1}
-    # Here it does, by way of another carry.
+    # Here the float decides the end, through another carry.
     body = wrap(lambda n, h: (n + (h.max() > 1e-3).astype(int), jnp.tanh(h @ W) / 9))
     by_a_float = lambda x: lax.while_loop(
         lambda c: c[0] < 3, lambda c: body(*c), (0, x)
@@ -606,12 +606,12 @@ def test_a_time_that_grows_by_fixed_steps_is_no_tolerance(wrap):
 
 
 def ends(condition, step, *start):
-    """A function that runs ``step`` on what starts from ``(0, *start, x)``."""
+    """Returns a function of ``x`` that runs ``step`` from ``(0, *start, x)``."""
     return lambda x: lax.while_loop(condition, step, (0, *start, x))[-1]
 
 
 def decides_when_it_ends(fun):
-    """Whether autocast leaves the loop of a function in float32 for that."""
+    """Whether autocast keeps a loop in float32 because a float decides its end."""
     eqns = equations(jax.make_jaxpr(autocast(fun))(X).jaxpr)
     return not any(
         var.aval.dtype == LOW for eqn in eqns for var in (*eqn.invars, *eqn.outvars)
@@ -636,7 +636,7 @@ def test_a_token_that_is_the_most_likely_one_is_no_tolerance():
         fun = ends(goes_on, step, jnp.zeros(4, bool))
         assert not decides_when_it_ends(fun)
         assert set(products(live_equations(autocast(fun), X))) == {(LOW,) * 3}
-        # Nothing else would end it: two that are as likely may alternate for ever.
+        # Without the count, two tokens that are equally likely may alternate for ever.
         until = lambda c: ~jnp.all(c[1])
         assert decides_when_it_ends(ends(until, step, jnp.zeros(4, bool)))
 
@@ -648,7 +648,7 @@ def test_the_number_of_a_float_that_is_compared_is_a_tolerance():
 
     assert decides_when_it_ends(ends(lambda c: (c[0] < 9) & (c[1] < 1), step, 0))
 
-    # So is the largest itself, where its number is read beside it.
+    # So is the largest number, if its index is read too.
     def value(c):
         n, best, h = c
         best, number = lax.top_k(h.ravel() @ h.ravel()[:, None], 1)
@@ -668,14 +668,14 @@ def test_a_carry_rule_decides_for_a_while_that_a_float_ends():
     assert products(live_equations(autocast(search, rules), X)) == {(LOW,) * 3: 1}
     (row,) = (r for r in explain(search, rules)(X).rows if r.op == "while")
     assert row.precision == LOW
-    # The cautious rule is cautious: the tolerance is still reached in float32.
+    # With the rule ``full``, the loop still runs to its tolerance in float32.
     cautious = get_rules("mixed").carry("beam", "full")
     eqns = live_equations(autocast(search, cautious), X)
     assert products(eqns) == {(FULL,) * 3: 1}
 
 
 def test_the_state_of_a_while_is_float32_whatever_multiplies_it():
-    """It may be layers, but it may as well be batches that a step of SGD goes over."""
+    """The stack may contain layers, but also batches for steps of SGD."""
 
     def fun(x, n):
         def layer(i, h):
@@ -707,7 +707,7 @@ def test_a_condition_inside_of_a_call_is_analyzed():
 
 
 def test_only_a_count_bounds_the_number_of_steps_of_a_loop():
-    """A flag that nothing raises does not, nor a choice that is waited for."""
+    """A flag does not, nor does a choice that may never come."""
     token = lambda h: jnp.argmax(h @ W, -1)[0]
     step = lambda c: (c[0] + 1, token(c[2]), jnp.tanh(c[2] @ W))
     start = lambda x: (0, 9, x)
@@ -718,13 +718,13 @@ def test_only_a_count_bounds_the_number_of_steps_of_a_loop():
     assert not ends_at(lambda c: (c[0] < 5) & ~(c[1] == 2))
     flag = lambda c: (c[0], token(c[2]), jnp.tanh(c[2] @ W))
     assert ends_at(lambda c: (c[0] < 5) & (c[1] != 2), flag)
-    # As k-means: until what is chosen is what was chosen before.
+    # As in k-means: until a step chooses the same as the step before.
     settled = lambda c: (c[0] + 1, token(c[2]), c[2] + c[2])
     same = lambda c: (c[0] < 5) & (token(c[2]) != c[1])
     assert ends_at(same, settled)
     doubled = lambda c: (2 * c[0], token(c[2]), jnp.tanh(c[2] @ W))
     assert ends_at(lambda c: (c[0] < 5) & (c[1] != 2), doubled)
-    # A number that is sorted along with floats may be a comparison of its own.
+    # A number that is sorted along with floats may be the result of a comparison.
     hidden = lambda c: (
         c[0] + 1,
         lax.sort((c[2][0], (c[2][0] < 1e-3).astype(int)), num_keys=1)[1][0],

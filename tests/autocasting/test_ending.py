@@ -1,4 +1,4 @@
-"""Which ``while`` loops run as traced, because a float in 16 bits decides their end."""
+"""``while`` loops that run as traced, because 16 bits could change their end."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def size(h):
 
 
 def is_bounded(goes_on, count, *start):
-    """Whether a condition that ``goes_on(n, ...)`` ends the wait for a token.
+    """Whether a condition ``goes_on(n, ...)`` bounds a loop that ends at a token.
 
     Args:
       goes_on: the condition on the count and on what follows it in the carry.
@@ -58,7 +58,7 @@ def test_a_count_bounds_a_loop_in_any_direction_and_through_calls(wrap):
     )
     assert is_bounded(lambda n: n > 0, wrap(lambda n: (n - 1,)), 9)
     assert is_bounded(lambda t: t < 9.0, lambda t: (t + 0.5,), 0.0)
-    # Nothing bounds it that is no sum.
+    # A count is a sum: no other op bounds the loop.
     assert not is_bounded(lambda n: n < 9, wrap(lambda n: (n * 2,)), 1)
     assert not is_bounded(lambda n: n < 9, wrap(lambda n: (n,)), 1)
     # A number from which the count is subtracted alternates: 1, 8, 1, 8.
@@ -88,7 +88,7 @@ def test_a_count_bounds_only_what_ends_with_it():
     assert not ends(lambda n, goes_on: (n < 9) & goes_on)
     assert ends(lambda n, goes_on: (n < 9) | goes_on)
     assert ends(lambda n, goes_on: jnp.where(goes_on, True, n < 9))
-    # What is no comparison of the count may always be true.
+    # A condition that is no comparison of the count may always be true.
     assert ends(lambda n, goes_on: (jnp.minimum(n, 9) != 10) & goes_on)
     always = lambda n: lax.convert_element_type(jnp.maximum(n, 1), bool)
     assert ends(lambda n, goes_on: always(n) & goes_on)
@@ -123,7 +123,7 @@ def test_a_choice_is_compared_with_what_does_not_change_in_any_step_after_any_op
     assert not ends(differs, lambda n, last, h: token(h) == 5, False)
     low = lambda n, was_low, h: (token(h) < n).astype(int)
     assert not ends(lambda was_low, h: was_low < 1, low, 0)
-    # What the choice selects is compared, or is the condition.
+    # A selection by the choice is compared, or is the condition.
     assert not ends(lambda scores, h: scores[token(h)] < 1, keep, jnp.ones(8))
     assert ends(lambda allowed, h: allowed[token(h)], keep, jnp.ones(8, bool))
 

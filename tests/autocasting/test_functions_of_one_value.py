@@ -172,7 +172,7 @@ def test_a_function_of_two_values_is_float32():
     # Functions that are complete join each other in 16 bits.
     sums = lambda x: jnp.tanh(ln(x @ W) + ln(x @ W.T)) @ W
     assert precision_of_last(sums) == "bfloat16"
-    # What does not join its value again is no such function.
+    # A function whose parts are not joined again is no function of one value.
     assert precision_of_last(lambda x: jnp.tanh(jnp.exp(x @ W)) @ W) == "float32"
 
 

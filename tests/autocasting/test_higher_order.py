@@ -1,4 +1,4 @@
-"""Ops that hold a jaxpr: their rules are kept, and inside is decided op by op."""
+"""Ops with a jaxpr inside: their rules are kept, and each op inside is decided."""
 
 import collections
 import functools
@@ -27,7 +27,7 @@ LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
 
 
 def kept(fun, *args):
-    """The bytes that wait for the backward pass, by dtype, arguments excepted."""
+    """Returns the bytes of the residuals by dtype, without the arguments."""
     _, backward = jax.vjp(fun, *args)
     given = set(map(id, jax.tree.leaves(args)))
     found = {id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}
@@ -163,7 +163,7 @@ def test_numbers_among_the_residuals_reach_the_backward_function_as_they_are():
     def backward(residuals, g):
         x, w, flag, index, half, nothing = residuals
         assert nothing is None
-        assert flag is True  # Equinox branches on such a one.
+        assert flag is True  # Equinox branches on such a flag.
         d = g * range(5)[index] * half
         return d @ w.T, x.T @ d
 
@@ -319,7 +319,7 @@ def in_a_group(fun):
 
 
 def on_the_device(fun):
-    # By its first name, what places a call is another function on jax 0.10.
+    # On jax 0.10, the placement of a call has another name.
     wrap = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
     space = jax.memory.Space.Device
     return wrap(fun, compute_type="device", out_memory_spaces=space)
@@ -431,7 +431,7 @@ def test_the_policy_of_a_rematerialized_function_is_kept():
             [x.shape for x in jax.tree.leaves(jax.vjp(f, X)[1]) if x.dtype == dtype]
             for f, dtype in ((loss, "bfloat16"), (plain, "float32"))
         )
-        # As many as JAX keeps itself, beside what it computes them from again.
+        # JAX itself keeps as many, and the operands from which it computes them again.
         assert len(low) == full.count(X.shape) - 1
         grads = jax.grad(loss)(X), jax.grad(lambda x: jnp.sum(block(x)))(X)
         assert relative_error(*grads) < 0.03

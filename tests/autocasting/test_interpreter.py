@@ -122,7 +122,7 @@ def in_16_bits(name):
 
 
 def decisions(fun, *args):
-    """What runs in which dtypes, in order, as if nothing were wrapped in jit."""
+    """Returns the ops with their dtypes, in order, without the calls of jit."""
     return [
         (eqn.primitive.name, *(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
         for eqn in live_equations(fun, *args)
@@ -550,7 +550,7 @@ def test_parameters_of_16_bits_are_multiplied_in_them_and_widen_nothing(dtype):
         return jnp.mean(x @ W)
 
     def kept(params):
-        """The bytes that wait for the backward pass, arguments excepted."""
+        """Returns the bytes of the float32 residuals, without the arguments."""
         _, backward = jax.vjp(autocast(loss, compute_dtype=dtype), params, X)
         given = set(map(id, jax.tree.leaves((params, X))))
         kept = {id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}
@@ -569,7 +569,7 @@ def test_parameters_of_16_bits_are_multiplied_in_them_and_widen_nothing(dtype):
         assert set(products(live_equations(mixed, X, low[0][0]))) == {(other,) * 3}
 
 
-# A constant of the program; nothing is left for the first row.
+# A constant of the program; it allows nothing in the first row.
 ADDITIVE_MASK = jnp.where(jnp.tril(jnp.ones((4, 4), bool), -1), 0, -1e9)
 
 
@@ -596,7 +596,7 @@ ADDITIVE_MASK = jnp.where(jnp.tril(jnp.ones((4, 4), bool), -1), 0, -1e9)
     ],
 )
 def test_masks_of_every_kind_leave_no_nan_in_a_fully_masked_row(mask, rules, dtype):
-    allowed = jnp.tril(jnp.ones((4, 4), bool), -1)  # Nothing for the first row.
+    allowed = jnp.tril(jnp.ones((4, 4), bool), -1)  # None in the first row.
 
     def attention(x):
         return jax.nn.softmax(mask((x @ W) @ x.T, allowed)) @ x

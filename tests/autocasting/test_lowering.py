@@ -1,4 +1,4 @@
-"""What is lowered for accelerators: StableHLO, which no device is needed for."""
+"""Programs lowered to StableHLO for accelerators: this needs no device."""
 
 import collections
 import functools
@@ -24,7 +24,7 @@ def lower(fun, *args, platform="cuda"):
 
 
 def products(text):
-    """How many matrix products are run, by the dtypes of operands and result.
+    """Counts the matrix products that run, by the dtypes of operands and result.
 
     Those of a function count as often as it is called, those of a loop once.
     """
@@ -68,7 +68,7 @@ def test_products_are_16_bit_in_what_is_lowered_forward_and_backward(name, platf
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("preset", ["mixed", "O1", "O3"])
 def test_matrix_products_in_bfloat16_are_added_up_in_float32(preset, platform):
-    """Where it is not asked for, a TPU v7x adds up in bfloat16."""
+    """Without this algorithm, a TPU v7x adds up in bfloat16."""
     fun, args = PROGRAMS["scanned_layers"]
     gradient = jax.grad(lambda args: total(autocast(fun, preset)(*args)))
     text = lower(gradient, args, platform=platform)

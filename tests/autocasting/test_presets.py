@@ -1,4 +1,4 @@
-"""What presets, ops, scopes and dtypes that a user names make of a function."""
+"""Presets, and rules of the user for ops, scopes and dtypes."""
 
 import chex
 import jax
@@ -23,7 +23,7 @@ from jmp_lite.insight.explain.explanation import explain
 
 LOW, FULL = "bfloat16", "float32"
 PRESETS = ["O1", "O2", "O3", "torch"]
-# O3 runs sums and exponentials in 16 bits, as it says.
+# O3 runs sums and exponentials in 16 bits on purpose.
 TOLERANCE = {"O3": 0.3}
 
 
@@ -74,7 +74,7 @@ def test_positions_keep_their_digits_but_where_everything_is_low(rules):
 
 
 def precisions(rules):
-    """In what each op of a small network runs."""
+    """Returns the precision of each op of a small network."""
 
     def fun(x, w, b):
         with jax.named_scope("LayerNorm_0"):

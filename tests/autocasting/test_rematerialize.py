@@ -1,4 +1,4 @@
-"""What a loop keeps for its backward pass, and what it computes again."""
+"""The residuals of loops, and the ops that their backward pass computes again."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ def layers(x, stack):
 
 
 def stacked(fun, *args):
-    """What the first loop of a gradient stacks up for the second."""
+    """Returns the arrays that the first loop of a gradient stacks for the second."""
     grad = jax.grad(lambda *a: jnp.sum(fun(*a)), tuple(range(len(args))))
     (scan, *_) = (e for e in live_equations(grad, *args) if e.primitive.name == "scan")
     return [v.aval for v in scan.outvars if v.aval.shape[:1] == (3,)]
@@ -51,7 +51,7 @@ def test_results_and_gradients_are_what_they_are_without_a_loop():
         return x @ W
 
     loop, plain = autocast(layers), autocast(unrolled)
-    # The first layer of a loop starts low, as all others: it is the same but for that.
+    # The first layer of a loop starts low, as all others; all else is the same.
     assert relative_error(*(compiled(f, X, LAYERS) for f in (loop, layers))) < 0.03
     loss = lambda f: lambda x, s: jnp.sum(f(x, s) ** 2)
     expected, *both = (
@@ -125,7 +125,7 @@ def test_ops_are_taken_apart_for_the_gradient_once_and_leave_no_trace():
 
 
 def test_a_low_value_that_two_float32_islands_raise_is_passed_between_them():
-    """Nothing else reads it: what the second needs is what the first has raised."""
+    """No other op reads it: the second island reads the value that the first raised."""
 
     def body(x, w):
         h = 2 * jnp.tanh(x @ w)

@@ -63,7 +63,7 @@ def many_heads(w, h, xs):
 
 
 def read_elsewhere(w, h, xs):
-    """The weight is more than a weight."""
+    """The weight is also an operand of another op than a product."""
     step = lambda h, x: (jnp.tanh(h @ w + x) + w.mean() * x, jnp.sum(w**2))
     h, ys = lax.scan(step, h, xs)
     return h * ys.sum()
@@ -194,7 +194,7 @@ def test_the_sum_over_a_long_loop_is_one_of_float32(wrap):
 
 
 def made_in_loops(fun, *args):
-    """The shapes of what the bodies of a gradient's loops hand on."""
+    """Returns the shapes of the results of the loop bodies in a gradient."""
     grad = jax.grad(functools.partial(total, fun))
     return {
         var.aval.shape

@@ -80,7 +80,7 @@ def test_a_whole_training_step_keeps_its_state_in_float32(fun):
 
 
 def test_running_statistics_are_those_of_the_input_of_the_layer():
-    """The layer is given low values, but averages them in float32."""
+    """The input of the layer is low, and the layer averages it in float32."""
     x = 100 + jax.random.normal(jax.random.key(1), (4096, 8))
 
     def statistics(x):
@@ -169,7 +169,7 @@ def test_logits_and_their_bias_are_float32_and_gelu_before_a_norm_is_not():
 
 
 def test_new_parameters_that_the_same_call_multiplies_with_are_kept_by_a_mark():
-    """Nothing tells them from a hidden state that is returned and read."""
+    """They look the same as a hidden state that is returned and read."""
 
     def step(w, update):
         grads = jax.grad(lambda w: jnp.mean((jnp.tanh(X @ w) - 1) ** 2))(w)
@@ -263,7 +263,7 @@ def test_a_carry_rule_of_a_path_does_in_the_demand_pass_what_one_of_all_paths_do
         for pattern in ("loop", "")
     )
     assert one == other
-    # What a float32 carry starts from is float32 before the loop too.
+    # The start of a float32 carry is float32 before the loop too.
     rows = explain(fun, MIXED.carry("loop", slot))(X, LAYERS).rows
     (mul,) = (row for row in rows if row.op == "mul")
     assert mul.precision == ("float32" if slot == "full" else "bfloat16")

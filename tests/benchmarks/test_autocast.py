@@ -1,4 +1,4 @@
-"""What autocast costs beside code written by hand, pinned for one small model a kind.
+"""The cost of autocast beside code written by hand, pinned for small models.
 
 Every figure is a ratio to the same model with its precision written by hand, compiled
 or lowered beside it, and exact. A change that makes one worse by 3 % fails here; one
@@ -88,14 +88,14 @@ def test_a_stack_that_is_written_once_is_lowered_once_whatever_its_depth(layout)
         )
         return len(stablehlo(model).splitlines())
 
-    # What grows is the arguments and the calls.
+    # Only the arguments and the calls grow.
     assert size(8) - size(4) <= 0.05 * size(4)
     assert size(16) - size(8) == 2 * (size(8) - size(4))
 
 
 @pytest.mark.parametrize("layout", models.LAYOUTS)
 def test_a_function_is_traced_once(layout):
-    """Whatever is made of it: a block as often as in float32."""
+    """A block is traced as often as in float32, whatever is done with the function."""
 
     def traces(variant):
         count = 0
@@ -145,7 +145,7 @@ COMPILED = {
         ("resnet", "mixed"): (1.017, 1.0),
         ("lstm", "mixed"): (0.388, 0.908),
         # Their last layer is a tail: its bias is added in float32. XLA does not fuse
-        # what adds a bias with the sum over rows that is the gradient of the bias.
+        # this addition with the sum over rows that is the gradient of the bias.
         ("mlp", "mixed"): (1.050, 1.0),
         ("nnx", "mixed"): (1.064, 0.963),
     },

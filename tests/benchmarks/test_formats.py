@@ -1,4 +1,4 @@
-"""What number formats cost in compiled programs, and what small trainings lose."""
+"""The costs of number formats in compiled programs, and the losses of trainings."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_groups_take_longer_than_a_batch_of_the_same_rows_on_an_h100():
 
 @pytest.mark.targets
 def test_groups_compile_for_a_tpu_in_float16_only_if_they_are_float32():
-    """As the page on formats says; libtpu fails on float16 (jax 0.10)."""
+    """This is a limit of libtpu for jax 0.10; the page on formats mentions it."""
     if missing("v5e"):
         pytest.skip(missing("v5e"))
     shapes = (512, 256), (4, 256, 256)

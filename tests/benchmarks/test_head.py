@@ -1,4 +1,4 @@
-"""What the head of a language model costs, by loss and by format."""
+"""The benchmark of the head of a language model, by loss and by format."""
 
 import json
 

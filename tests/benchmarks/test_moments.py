@@ -1,4 +1,4 @@
-"""The benchmark of formats for moments measures what it names."""
+"""The benchmark of number formats for moments."""
 
 import json
 

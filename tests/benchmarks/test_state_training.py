@@ -1,4 +1,4 @@
-"""The benchmark of optimizer state in few bits trains with what it names."""
+"""The benchmark of trainings with optimizer state in few bits."""
 
 import itertools
 import json

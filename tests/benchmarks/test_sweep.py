@@ -1,4 +1,4 @@
-"""The programs of many kinds: they run, and where they are inexact is known."""
+"""The sweep over programs of many kinds: all run, and each inexact one is known."""
 
 import functools
 import json

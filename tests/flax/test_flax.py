@@ -169,7 +169,7 @@ def test_a_step_with_a_nan_leaves_no_trace_in_the_model(wrap, is_graph):
 
 
 class Sowing(nnx.Module):
-    """Whose calls add to a variable, make one and take one away."""
+    """A module whose calls add to a variable, make one and remove one."""
 
     def __init__(self, rngs):
         self.layer = nnx.Linear(2, 1, rngs=rngs)

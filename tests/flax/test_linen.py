@@ -393,7 +393,7 @@ def variance_after_300_steps(rules, momentum):
 
 
 def test_averages_in_bfloat16_fall_short_where_a_step_adds_a_hundredth():
-    """Under O3, which runs them low; which is why other presets do not."""
+    """Under O3, which runs them low. Other presets run them in float32."""
     mixed, low = jmp.get_rules("mixed"), jmp.get_rules("O3", "bfloat16")
     expected = {
         m: variance_after_300_steps(jmp.get_rules("O0"), m) for m in (0.9, 0.99)

@@ -75,7 +75,7 @@ def with_respect_to_params(transform, fun):
     return of_model
 
 
-# What takes the gradient of a module with counts in it is for Flax's graph mode alone.
+# Gradients of modules that contain counts need Flax's graph mode.
 WRAPS = {
     "plain": lambda f: f,
     "jit": nnx.jit,
@@ -113,7 +113,7 @@ def test_statistics_and_counts_are_those_of_float32(wrap):
     chex.assert_trees_all_equal_shapes_and_dtypes(
         nnx.to_pure_dict(nnx.state(low)), nnx.to_pure_dict(nnx.state(full))
     )
-    # What nothing low has entered is float32's, bit for bit; the rest within rounding.
+    # Values without a low operand are equal bit for bit; the others within rounding.
     np.testing.assert_array_equal(low.blocks[0].bn.mean[...], full.blocks[0].bn.mean)
     np.testing.assert_array_equal(low.blocks[0].bn.var[...], full.blocks[0].bn.var)
     assert np.any(low.blocks[0].bn.mean[...] != make_net().blocks[0].bn.mean[...])
@@ -407,7 +407,7 @@ def deep():
     return Deep(nnx.Rngs(0))
 
 
-# Parts that share what they hold are graphs, whatever Flax's mode is.
+# Modules with shared parts are graphs in each mode of Flax.
 split, state_of = nnx.compat.split, nnx.compat.state
 
 

@@ -323,7 +323,7 @@ def test_weights_of_scans_jits_branches_and_remat_are_weights():
 
 
 def rounded(array, dtype):
-    """Returns what a quantized array stands for, by NumPy, in float32."""
+    """Returns the numbers of a quantized array, by NumPy, in float32."""
     array = np.asarray(jnp.asarray(array, jnp.bfloat16), np.float32)
     ratio = np.abs(array).max() / float(ml_dtypes.finfo(dtype).max)
     scale = np.float32(2.0) ** np.ceil(np.log2(ratio))

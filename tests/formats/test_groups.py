@@ -92,8 +92,8 @@ def test_explain_shows_the_format_and_counts_each_row_once(name):
     (row,) = explained.rows
     assert row.number_format == name
     assert row.code == f"{name}_though_read_in_float32"
-    rows, contracted, columns = 64, 32, 48
-    assert row.flops == 2 * rows * contracted * columns
+    n_rows, contracted, columns = 64, 32, 48
+    assert row.flops == 2 * n_rows * contracted * columns
     assert "ragged_dot_general" in str(rows)
 
 

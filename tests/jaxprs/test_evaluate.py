@@ -1,4 +1,4 @@
-"""The evaluator: tools on it enter the same equations, and change no result."""
+"""The evaluator: its tools enter the same equations, and change no result."""
 
 import functools
 

@@ -34,7 +34,7 @@ TIME_LIMIT = 1800  # Seconds: with a fault, a loop may run for ever.
 
 
 class Outcome(NamedTuple):
-    """What the tests say of a fault.
+    """The outcome of the tests with a fault.
 
     Attributes:
       fault: the fault.

@@ -1,4 +1,4 @@
-"""16-bit parameters that follow float32 masters, or make do with less."""
+"""16-bit parameters with float32 masters, remainders or stochastic rounding."""
 
 import functools
 import itertools
@@ -661,7 +661,7 @@ WAYS = [*itertools.product(NARROW, DTYPES)][1:]
 def test_each_step_is_the_optimizer_s_rounded_once_under_every_optimizer(
     name, wrap, dtype
 ):
-    """Against the bare optimizer, step by step, on what the 16 bits stand for."""
+    """Against the bare optimizer, step by step, on the exact numbers of the state."""
     case = OPTIMIZERS[name]
     bare = optax.with_extra_args_support(case.make())
     optimizer = jmp.loss_scaling(NARROW[wrap](case.make()))
@@ -930,7 +930,7 @@ def test_a_parameter_takes_as_many_bytes_as_the_readme_says(wrap, expected):
     assert sum(x.size * x.dtype.itemsize for x in arrays) // n == expected
 
 
-# The gradient is read, the parameter and what remembers are read and written.
+# The gradient is read; the parameter and the state are read and written.
 MOVED = {
     "master_weights": (jmp.master_weights, 2 + 2 * 2 + 2 * 4, "shift-right-logical"),
     "compensated": (jmp.compensated, 2 + 2 * 2 + 2 * 2, "shift-right-logical"),

@@ -1,4 +1,4 @@
-"""Around every optimizer of optax: a skipped step never happened."""
+"""Loss scaling around every optimizer of optax: a skipped step leaves no trace."""
 
 import functools
 

@@ -135,7 +135,7 @@ def test_a_fresh_scale_may_be_donated_again_and_again():
     step = jax.jit(lambda scale: scale.adjust(True), donate_argnums=0)
     for _ in range(2):
         with warnings.catch_warnings():
-            # Some backends cannot use a donated scalar, and say so.
+            # Some backends cannot use a donated scalar, and warn.
             warnings.filterwarnings("ignore", message="Some donated buffers")
             assert int(step(step(jmp.DynamicLossScale())).counter) == 2
 

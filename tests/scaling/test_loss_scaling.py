@@ -245,7 +245,7 @@ def test_a_multi_steps_object_gets_the_extra_arguments():
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_inside_multi_steps_optax_keeps_the_nan_for_ever():
-    """Why the wrapper goes around: this is optax's behaviour, not ours."""
+    """A reason to put the wrapper around: this is the behaviour of optax, not ours."""
     optimizer = optax.MultiSteps(jmp.loss_scaling(optax.sgd(0.1)), 2)
     params, state = run(optimizer, BAD, *[GOOD] * 9)
     assert not jmp.all_finite(state.acc_grads)
@@ -263,12 +263,12 @@ def test_extra_arguments_reach_the_inner_optimizer_and_only_one_that_takes_them(
         return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    # Whatever they are called: these are names of parameters of ours.
+    # Any names: these two are names of parameters of this library.
     arguments = dict(value=1.5, function=len, inner=2, grads_finite=4)
     optimizer = jmp.loss_scaling(inner)
     optimizer.update(GOOD, optimizer.init(PARAMS), PARAMS, **arguments)
     assert seen["value"] == 1.5
-    # A function comes in another one that notes whether it is called.
+    # The optimizer gets the function in a wrapper that notes whether it is called.
     assert seen["function"].__wrapped__ is len
     assert seen["function"]("abc") == 3
     run(jmp.loss_scaling(optax.sgd(0.1)), GOOD, value=1.5)

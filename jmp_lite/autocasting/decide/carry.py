@@ -104,13 +104,13 @@ def _spec(spec: Spec, is_low: bool) -> Spec:
 
 
 def undecided(spec: Spec, slot: Slot) -> Spec:
-    """Returns the spec with which a body is asked whether it writes low values."""
+    """Returns the spec of a carry for the first conversion of the body."""
     is_written = slot is Slot.WRITTEN and spec.state is not None
     return Spec(State.SOFT) if is_written else spec
 
 
 def written(spec: Spec, slot: Slot, made: Spec) -> Spec:
-    """Returns the spec of a carry, given what a body makes of an undecided one."""
+    """Returns the spec of a carry, given the result of the first conversion."""
     return _spec(spec, made.state is State.LOW) if slot is Slot.WRITTEN else spec
 
 
@@ -120,15 +120,15 @@ def must_rise(slot: Slot, before: Spec, made: Spec) -> bool:
     The loop is converted again until no carry rises, since one may raise another.
 
     Example: in an LSTM, ``h`` is read by products alone. Its slot is LOW, so it never
-    rises, whatever a step makes of it. The cell ``c`` is a state: its slot is FULL, and
-    it starts in float32. In a stack of blocks, ``x`` has the slot FOLLOW. It starts
+    rises, even if a step returns float32. The cell ``c`` is a state: its slot is FULL,
+    and it starts in float32. In a stack of blocks, ``x`` has the slot FOLLOW. It starts
     low. If a step returns ``x + as_full(f(x))``, its result is deliberate float32:
     ``x`` rises, and the body is converted again for a float32 ``x``.
 
     Args:
       slot: the slot of the carry.
       before: its spec when a step begins.
-      made: the spec of what a step makes of it, before it is cast.
+      made: its spec when a step ends, before it is cast.
     """
     rises = before.state is State.LOW and made.state is State.HARD
     return rises and slot in (Slot.FOLLOW, Slot.WRITTEN)

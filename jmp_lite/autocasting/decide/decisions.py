@@ -167,7 +167,7 @@ class DecisionRecord(NamedTuple):
 
 
 class RecordsInside(NamedTuple):
-    """The decisions along a jaxpr that an equation contains.
+    """The decisions in a jaxpr that an equation contains.
 
     Attributes:
       eqn: the equation.

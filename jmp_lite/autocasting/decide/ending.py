@@ -114,7 +114,7 @@ class _WhileGraph:
     """The values of a ``while``.
 
     Attributes:
-      predicate: whether it goes on.
+      predicate: the value that decides whether another step runs.
     """
 
     def __init__(self, eqn: Eqn, path: str) -> None:
@@ -206,7 +206,7 @@ def _conditions(value: _Node) -> Iterator[_Node]:
 
 
 def _are_low(values: AbstractSet[_Node], runs_low: Callable[[Eqn, str], bool]) -> bool:
-    """Whether 16 bits change what computes some values, or a part of it."""
+    """Whether an op that computes some of the values runs low."""
     # An inner loop computes many of them.
     made_by = {(id(one.eqn), one.path): one.eqn for one in values if one.eqn}
     return any(

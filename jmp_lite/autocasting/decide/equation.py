@@ -194,7 +194,7 @@ def _dtype_of_all(operands: Sequence[Operand], low_dtype: Dtype) -> Dtype | None
 def _decide_full(
     op: str, operands: Sequence[Operand], readers: Readers, is_narrow: bool
 ) -> Decision | None:
-    """Decides an op with 16-bit operands that is float32 nevertheless, or None."""
+    """Decides that an op with 16-bit operands runs in float32; else returns None."""
     if _is_amplified(op, operands, readers):
         return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
     if is_narrow and _is_power(op, operands):
@@ -241,9 +241,10 @@ def _decide_low(
     match: RuleMatch | None = None,
     is_narrow: bool = False,
 ) -> Decision:
-    # In float32, with a cast after it: the derivative of some ops, or a cast of a
-    # computed operand to a dtype of small range, is infinite where the result is not.
-    # A float32 operand of a quotient would wait for the backward pass in float32.
+    # In float32, with a cast of the result, where 16 bits would be infinite although
+    # the result is not: in the derivative of some ops and of a quotient, or in the cast
+    # of a computed operand to a dtype of small range. But a float32 operand of a
+    # quotient would be a residual in float32.
     computed = [o for o in operands if o.kind.is_cast_once]
     are_low = all(o.state is State.LOW for o in computed)
     is_quotient = op == "div" and not isinstance(operands[-1].origin, NumberOrigin)
@@ -284,7 +285,8 @@ def _join_states(
       operands: its operands that were traced in float32.
     """
     joined, leader = State.SOFT, None
-    # As a branch of a selection, the end of the range becomes the end of the other's.
+    # A branch that is the largest or smallest float32 takes the dtype of the other
+    # branch, and becomes the largest or smallest number of that dtype.
     ends = op == "select_n" and any(o.state is State.LOW for o in operands)
     stays_inside = op in INSIDE_OF_FUNCTIONS or any(
         o.state is State.LOW for o in operands

@@ -82,7 +82,7 @@ class Readers(enum.IntFlag):
 
     @property
     def deciding(self) -> "Readers":
-        """These readers without those that change no decision beside the others."""
+        """These readers, without those that change no decision given the others."""
         is_low = self & Readers.OTHER
         return self & (Readers.OTHER | Readers.AMPLIFIER) if is_low else self
 
@@ -96,7 +96,7 @@ class Readers(enum.IntFlag):
 
     @property
     def full_reader(self) -> "Readers":
-        """The kind of reader that a float32 sum is if these read its result."""
+        """The kind of reader that a float32 op is, if these readers read its result."""
         digits = self & _DIGIT_READERS
         if self & Readers.LOW_PHASE:
             digits |= Readers.PHASE
@@ -154,9 +154,10 @@ class Lineage(NamedTuple):
 
     Attributes:
       roots: the 16-bit values; None if it is float32 for other reasons too.
-      is_rejoined: whether the value is float32 and its only root was an operand again
-        on the way to it, as the input of a norm joins its own mean. Then the value is
-        part of one function, whose result is 16 bits.
+      is_rejoined: whether the value is float32, and an op on the way to it reads its
+        only root next to a value that is computed from this root. For example, a norm
+        subtracts the mean of ``x`` from ``x``. Then the value is part of one function
+        of the root, whose result is 16-bit.
     """
 
     roots: frozenset[object] | None = None

@@ -1,7 +1,7 @@
 """Decides how a value leaves a function of 16-bit values, or a scope, or enters a loop.
 
 A function of one 16-bit value and a norm layer are float32 inside, and 16-bit outside,
-unless those who read the result demand its digits.
+unless all readers of the result demand float32.
 """
 
 from jmp_lite.autocasting.decide.facts import Kind, Readers, Spec, State
@@ -23,7 +23,7 @@ def state_after_scope(
 
     Args:
       state: its state inside.
-      is_from_low: whether a low value entered the scope on the way to it.
+      is_from_low: whether it is computed from a low value that entered the scope.
       readers: its readers outside.
     """
     if readers.demand_float32:

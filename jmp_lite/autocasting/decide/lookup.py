@@ -123,7 +123,7 @@ class RuleLookup:
 
 
 def _equivalent_op(eqn: Eqn, op: str) -> str:
-    """Returns the op that an equation is, whatever the op is that it is written as."""
+    """Returns an equivalent op, such as ``square`` for ``x * x``; else its own op."""
     if op in PRODUCTS and params.contracts_nothing(eqn):
         return "mul"
     if op == "mul" and eqn.invars[0] is eqn.invars[1]:

@@ -91,9 +91,9 @@ class _Source(NamedTuple):
 
     Attributes:
       inputs: the inputs of the body that it is computed from.
-      around: the carries among them that reach it without a low op in between.
-      added: the sums on the way from such a carry: pairs of the carry and the inputs of
-        the addend.
+      around: the carries among them from which it is computed without a low product.
+      added: the sums on the way from such a carry, as pairs: the carry, and the inputs
+        of the other addend.
       is_moved: whether it is an input, a slice of one, or a number, and not computed.
       is_sliced: whether it depends on a slice of this step.
     """

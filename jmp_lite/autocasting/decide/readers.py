@@ -109,7 +109,7 @@ class UseAnalysis(Backward[Readers]):
         return found
 
     def _amplified(self, eqn: Eqn, op: str, path: str) -> Sequence[int]:
-        """Returns the operands of which an op amplifies a rounding error."""
+        """Returns the operands whose rounding errors an op amplifies."""
         if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
             return [0]
         match = self._match(op, path)
@@ -142,7 +142,8 @@ class UseAnalysis(Backward[Readers]):
             return Readers.FULL if is_wide else Readers.OTHER
         if op in PRODUCTS and match.precision.lowers:
             decided = decide_product(self._rules, eqn, (), readers, path)
-            # The operands of a product of phases decide whether it is float32.
+            # If sin or cos reads its result, the product is float32 only for given
+            # operands. Here the operands are not known, so it counts as low.
             keeps = decided is not None and decided.reason is not Reason.PHASE
             return Readers.FULL if keeps else Readers.OTHER
         is_full = match.precision is Precision.FULL

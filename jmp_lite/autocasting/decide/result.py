@@ -1,4 +1,4 @@
-"""Decides what is known of the results of an equation that has run."""
+"""Decides the state and the kind of the results of an equation that has run."""
 
 from collections.abc import Sequence
 

@@ -98,7 +98,7 @@ def autocast(
     @functools.wraps(fun)
     def variant(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with jax.named_scope(AUTOCAST_SCOPE):
-            return _run(Interpreter(chosen()), fun, args, kwargs, has_wide_loss=True)
+            return _run(Interpreter(chosen()), fun, args, kwargs, has_float32_loss=True)
 
     set_float32_loss(autocast_fun, variant)
     return autocast_fun
@@ -109,12 +109,12 @@ def _run(
     fun: Function,
     args: PyTree,
     kwargs: PyTree,
-    has_wide_loss: bool = False,
+    has_float32_loss: bool = False,
 ) -> PyTree:
     """Traces a function, interprets it, and returns its results in their structure."""
     program = read_function(returning_changes(fun), args, kwargs, interpreter.rules)
     types = program.types
-    if has_wide_loss:
+    if has_float32_loss:
         types = program.types_with_float32_loss()
     if program.is_unchanged:
         evaluated = structure.evaluate(program.jaxpr, program.arrays)

@@ -29,7 +29,7 @@ class Program(NamedTuple):
       treedef: the structure of its results.
       as_written: the jaxpr of the function itself.
       is_unchanged: whether the rules change nothing in it.
-      is_widened: whether 16-bit arguments are to be traced in float32.
+      traces_full: whether 16-bit arguments are to be traced in float32.
       held: the dtypes of the arguments that are float32 in the jaxpr alone, by number.
       error: why the function was not traced with float32 arguments, or None.
     """
@@ -39,7 +39,7 @@ class Program(NamedTuple):
     treedef: PyTree
     as_written: Jaxpr
     is_unchanged: bool
-    is_widened: bool
+    traces_full: bool
     held: Mapping[int, Dtype]
     error: str | None = None
 
@@ -92,11 +92,11 @@ def read_function(fun: Function, args: PyTree, kwargs: PyTree, rules: Rules) -> 
     traced = trace_function(fun, args, kwargs)
     parts = structure.parts(traced.jaxpr)
     is_unchanged = changes_nothing(rules, (path for _, path in equations(traced.jaxpr)))
-    is_widened = not is_unchanged and rules.default is not Precision.KEEP
+    traces_full = not is_unchanged and rules.default is not Precision.KEEP
     held = {
         i: structure.dtype_of(var)
         for i, var in enumerate(parts.invars)
-        if is_widened and is_narrow(var.aval)
+        if traces_full and is_narrow(var.aval)
     }
     program = Program(
         traced.jaxpr,
@@ -104,10 +104,10 @@ def read_function(fun: Function, args: PyTree, kwargs: PyTree, rules: Rules) -> 
         traced.treedef,
         traced.jaxpr,
         is_unchanged,
-        is_widened,
+        traces_full,
         held,
     )
-    return _widened(program, traced) if held else program
+    return _trace_full(program, traced) if held else program
 
 
 def is_narrow(aval: Aval) -> bool:
@@ -118,7 +118,7 @@ def is_narrow(aval: Aval) -> bool:
 _NARROW = (np.dtype("bfloat16"), np.dtype("float16"))
 
 
-def _widened(program: Program, traced: Traced) -> Program:
+def _trace_full(program: Program, traced: Traced) -> Program:
     """Traces a function with float32 in place of the arguments that are to be held.
 
     If the function is not valid for float32 arguments, the program has the error.

@@ -60,9 +60,9 @@ class Casts:
         """Returns the array of a value in its traced dtype."""
         if value.state is not State.LOW and value.held is None:
             return value.array
-        if value.raised is None:  # Once: the gradients of its uses add up in float32.
-            value.raised = sharding.cast(value.array, jnp.float32)
-        return value.raised
+        if value.upcast is None:  # Once: the gradients of its uses add up in float32.
+            value.upcast = sharding.cast(value.array, jnp.float32)
+        return value.upcast
 
     def low(self, value: Value) -> Array:
         """Returns the array of a value; if it is float32, in the compute dtype."""

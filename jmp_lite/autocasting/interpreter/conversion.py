@@ -64,12 +64,12 @@ class Converted(Body[Spec]):
     """A jaxpr in mixed precision.
 
     Attributes:
-      unforced: the specs that the results would have if none were required.
+      unforced: the specs of the results before they are cast to the required ones.
       origins: the origins of the results, as ``Value.origin`` inside of the jaxpr.
       records: the decisions inside.
-      lineages: the lineages of the results. Their roots are numbers of inputs of a
-        mere call. Of another equation, a result that is computed from 16-bit values
-        but is undecided has a root of its own.
+      lineages: the lineages of the results. In a mere call, their roots are the
+        ``InputRoot`` objects of the operands. In any other equation, an undecided
+        result that is computed from 16-bit values is a root of its own.
     """
 
     unforced: tuple[Spec, ...]
@@ -87,7 +87,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
 
     Attributes:
       rules: the rules.
-      at: the rules, by path.
+      lookup: the rules, by path.
       casts: makes and casts values.
       uses: the readers of each value.
       labels: replaces the gathers of labels.
@@ -181,7 +181,8 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
 
         A jaxpr with the same rules, operands and readers is converted once, so a block
         that is called many times is lowered once. A function of one 16-bit value may
-        begin outside of a mere call and end inside, or the reverse.
+        extend across a mere call. For example, a norm calls ``jnp.var``, which is a
+        ``jit``.
         """
         path, is_call = source.join(site.path, name or ""), name is not None
         readers = tuple(each.deciding for each in site.readers)
@@ -195,7 +196,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
             inner = Site(path, readers, site.region)
             new = self._convert(jaxpr, given, inner, required, is_call)
             if name and "upcasts" in self.rules.passes:
-                new = self._raised_outside(new)
+                new = self._upcast_outside(new)
                 # A checkpoint would save an upcast input in float32.
                 ops = (params.op_of(eqn) for eqn, _ in equations(jaxpr))
                 if not any(op in params.REMAT for op in ops):
@@ -260,20 +261,20 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
             value.origin = Input(i)
         return values
 
-    def _raised_outside(self, new: Converted) -> Converted:
+    def _upcast_outside(self, new: Converted) -> Converted:
         """Returns a conversion whose caller casts some inputs to float32.
 
         These are the inputs that the jaxpr only casts to float32.
         """
         # The upcast is outside, once, so the gradients of all uses add up in float32.
         are_low = {i for i, spec in enumerate(new.given) if spec.state is State.LOW}
-        raised = upcasts.find_upcast_inputs(new.jaxpr) & are_low
-        self.passes["upcasts"] += bool(raised)
+        upcast = upcasts.find_upcast_inputs(new.jaxpr) & are_low
+        self.passes["upcasts"] += bool(upcast)
         given = [
-            Spec(State.SOFT, spec.kind) if i in raised else spec
+            Spec(State.SOFT, spec.kind) if i in upcast else spec
             for i, spec in enumerate(new.given)
         ]
-        jaxpr = upcasts.upcast_inputs(new.jaxpr, raised)
+        jaxpr = upcasts.upcast_inputs(new.jaxpr, upcast)
         return dataclasses.replace(new, jaxpr=jaxpr, given=tuple(given))
 
     def leave_functions(
@@ -330,7 +331,7 @@ def _shared(
     others to float32, and JAX lowers all blocks as one function.
     """
     for (others, _), old in known.items():
-        are_raised = all(
+        are_upcast = all(
             (mine.state, other.state) == (State.LOW, State.SOFT)
             and mine.kind.is_cast_once
             and other.kind.is_cast_once
@@ -339,7 +340,7 @@ def _shared(
             if mine != other
         )
         is_same = old.made == new.made and run_alike(old.records, new.records)
-        if are_raised and is_same:
+        if are_upcast and is_same:
             return dataclasses.replace(new, jaxpr=old.jaxpr, given=old.given)
     return new
 

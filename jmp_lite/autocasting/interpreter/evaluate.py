@@ -1,4 +1,4 @@
-"""Evaluates one equation with its operands cast as its ``Decision`` says."""
+"""Evaluates one equation in the dtype that its ``Decision`` names."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def evaluate(
     decision: Decision,
     origin: Origin,
 ) -> list[Value]:
-    """Evaluates an equation as its decision says.
+    """Evaluates an equation in the dtype that was decided.
 
     Args:
       casts: casts values.
@@ -42,7 +42,7 @@ def evaluate(
     if decision.run is Run.PASS:
         arrays = params.bind(eqn, [value.array for value in operands], casts.bound)
         return [
-            dataclasses.replace(value, array=array, cast=None, raised=None, rounded={})
+            dataclasses.replace(value, array=array, cast=None, upcast=None, rounded={})
             for array, value in zip(arrays, params.passed(eqn, operands), strict=True)
         ]
     kind = kind_of_result(eqn, [value.kind for value in operands])
@@ -88,7 +88,7 @@ def _run_linear_move(
     casts: Casts, eqn: Eqn, arrays: Sequence[Array], held: Dtype
 ) -> list[Array]:
     """Returns a move in 16 bits whose transpose, a sum, is float32."""
-    of_floats = [i for i, atom in enumerate(eqn.invars) if structure.is_float32(atom)]
+    numbers = [i for i, atom in enumerate(eqn.invars) if structure.is_float32(atom)]
 
     @jax.custom_jvp
     def move(*arrays: Array) -> list[Array]:
@@ -100,12 +100,12 @@ def _run_linear_move(
     ) -> tuple[list[Array], list[Array]]:
         def run_full(*floats: Array) -> list[Array]:
             every = list(primals)
-            for i, array in zip(of_floats, floats, strict=True):
+            for i, array in zip(numbers, floats, strict=True):
                 every[i] = array
             return params.bind(eqn, every)
 
         at, along = (
-            [sharding.cast(each[i], np.float32) for i in of_floats]
+            [sharding.cast(each[i], np.float32) for i in numbers]
             for each in (primals, tangents)
         )
         _, moved = jax.jvp(run_full, at, along)

@@ -31,7 +31,7 @@ def run_scan(
     """
     wide = scan_of(eqn, _add_casts(jaxpr, held))
 
-    def raised(arrays: Sequence[Array | SymbolicZero]) -> list[Array | SymbolicZero]:
+    def upcast(arrays: Sequence[Array | SymbolicZero]) -> list[Array | SymbolicZero]:
         return [
             sharding.cast(array, "float32")
             if i in held and not isinstance(array, SymbolicZero)
@@ -40,7 +40,7 @@ def run_scan(
         ]
 
     if structure.effects_of(jaxpr):  # A function with a rule of its own has none.
-        return wide(*raised(arrays))
+        return wide(*upcast(arrays))
 
     @jax.custom_jvp
     def run(*arrays: Array) -> list[Array]:
@@ -49,7 +49,7 @@ def run_scan(
     def jvp(
         primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
     ) -> tuple[list[Array], list[Array]]:
-        at, along = raised(primals), raised(tangents)
+        at, along = upcast(primals), upcast(tangents)
         moved = [i for i, t in enumerate(along) if not isinstance(t, SymbolicZero)]
 
         def run_moved(*arrays: Array) -> list[Array]:

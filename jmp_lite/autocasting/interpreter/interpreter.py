@@ -120,8 +120,8 @@ class Interpreter(LoopConverter):
     ) -> Sequence[Array]:
         """Binds a call.
 
-        A checkpoint also saves what the number formats of products name, such as
-        float8's scales: one number for each operand.
+        A checkpoint also saves the values that ``NumberFormat.saved`` names, such as
+        the scales of float8: one number for each operand.
         """
         if params.op_of(eqn) not in params.REMAT:
             return super().bind_call(eqn, arrays, body)

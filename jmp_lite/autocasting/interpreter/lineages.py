@@ -11,7 +11,7 @@ from jmp_lite.autocasting.interpreter.values import Value
 
 
 def enter_call(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
-    """Returns the lineages of operands inside of a call, with numbers as roots."""
+    """Returns the lineages of operands inside of a call, with ``InputRoot`` roots."""
     numbers: dict[object, InputRoot] = {}
     found: list[Lineage | None] = []
     for value in operands:
@@ -42,7 +42,7 @@ def leave_others(
     specs: Sequence[Spec], lineages: Sequence[Lineage | None]
 ) -> list[Lineage | None]:
     """Returns the lineages of results of an equation that is not a mere call."""
-    # Negative numbers: none of an input.
+    # Inputs have the numbers from 0, so these are negative.
     return [
         _own_root(~i) if spec.state is State.SOFT and lineage else None
         for i, (spec, lineage) in enumerate(zip(specs, lineages, strict=True))

@@ -69,8 +69,8 @@ class LoopConverter(Converter, abc.ABC):
     ) -> CarryForms[Spec, Site, Converted]:
         """Returns the slots of a loop's carries, and their first specs.
 
-        A carry with the slot FOLLOW starts low, and is raised if the body makes it
-        hard. A carry with the slot WRITTEN is low if the body writes low values into
+        A carry with the slot FOLLOW starts low, and becomes float32 if the body makes
+        it hard. A carry with the slot WRITTEN is low if the body writes low values into
         it, whatever its initial value is.
         """
         loop = Loop.read(eqn)
@@ -87,7 +87,7 @@ class LoopConverter(Converter, abc.ABC):
             made = self.body(loop.body, values, inside).made
             specs = list(map(carry.written, specs, kinds, made))
 
-        def after(forms: Sequence[Spec], body: Converted) -> list[Spec]:
+        def next_forms(forms: Sequence[Spec], body: Converted) -> list[Spec]:
             found = list(forms)
             for i, (slot, made) in enumerate(zip(kinds, body.unforced, strict=False)):
                 if carry.must_rise(slot, forms[i], made):
@@ -102,4 +102,4 @@ class LoopConverter(Converter, abc.ABC):
                     record = DecisionRecord(eqn, made, raised_by.get(i), i)
                     self.records.append(record)
 
-        return CarryForms(specs, after, inside, note)
+        return CarryForms(specs, next_forms, inside, note)

@@ -21,7 +21,7 @@ class Value:
       region: the ``FULL_INSIDE`` scope that computed it, or None.
       is_from_low: whether it depends on a low value that entered that scope.
       cast: the array in the compute dtype, after the first use that needs it.
-      raised: an array of 16 bits in float32, after the first use that needs it.
+      upcast: an array of 16 bits in float32, after the first use that needs it.
       is_shared: whether more than two equations read a held value. Its gradients then
         add up in float32.
       rounded: the array as an operand of products, by their number formats, after the
@@ -39,7 +39,7 @@ class Value:
     region: str | None = None
     is_from_low: bool = False
     cast: Array | None = None
-    raised: Array | None = None
+    upcast: Array | None = None
     is_shared: bool = False
     rounded: dict[NumberFormat, Array | ProductOperand] = dataclasses.field(
         default_factory=dict

@@ -30,12 +30,12 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int) -> Jaxpr:
     plan = _plan(parts, moved_constants(parts, n_consts).eqns)
     if not any(isinstance(item, list) for item in plan):
         return jaxpr
-    raises = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_upcast(eqn)}
+    upcasts = {eqn.outvars[0]: eqn for eqn in parts.eqns if is_upcast(eqn)}
 
     def steps(env: dict[Var, Array]) -> None:
         for item in plan:
             if isinstance(item, list):
-                _run_island(item, _read_outside(item, parts, raises), raises, env)
+                _run_island(item, _read_outside(item, parts, upcasts), upcasts, env)
             else:
                 rewrite.run_equations([item], env)
 
@@ -100,7 +100,7 @@ def _is_light(eqn: Eqn) -> bool:
 
 
 def _read_outside(
-    island: Island, parts: structure.Parts, raises: Mapping[Var, Eqn]
+    island: Island, parts: structure.Parts, upcasts: Mapping[Var, Eqn]
 ) -> list[Var]:
     """Returns the results of an island that other equations read."""
     inside = set(map(id, island))
@@ -109,7 +109,7 @@ def _read_outside(
         if id(eqn) not in inside:
             read.update(map(id, eqn.invars))
     # A reader of an upcast may repeat the upcast, and then reads the 16-bit value.
-    read.update(id(r.invars[0]) for var, r in raises.items() if id(var) in read)
+    read.update(id(r.invars[0]) for var, r in upcasts.items() if id(var) in read)
     return [var for eqn in island for var in eqn.outvars if id(var) in read]
 
 
@@ -123,9 +123,12 @@ def _run_island(
     atoms = [a for eqn in island for a in eqn.invars if not structure.is_literal(a)]
     needed = dict.fromkeys(atom for atom in atoms if atom not in made)
     # An earlier upcast is repeated, so the value is saved in 16 bits.
-    raises = [maker[atom] for atom in needed if atom in maker]
-    island = [*raises, *island]
-    atoms = [*(eqn.invars[0] for eqn in raises), *(a for a in needed if a not in maker)]
+    upcasts = [maker[atom] for atom in needed if atom in maker]
+    island = [*upcasts, *island]
+    atoms = [
+        *(eqn.invars[0] for eqn in upcasts),
+        *(a for a in needed if a not in maker),
+    ]
     inputs = list(dict.fromkeys(atoms))
 
     def run(*arrays: Array) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Computes the gradient of a weight that all steps of a loop use as one product.
+"""Computes the gradient of a weight that all steps of a loop read, in one product.
 
 JAX adds up the gradient of such a weight step by step, and reads and writes all of it
 at each step. This pass stacks the other operand of the product, and the gradient of the
@@ -29,8 +29,8 @@ class _WeightProduct(NamedTuple):
       eqn: the product.
       side: the number of the operand that is the weight.
       consts: the numbers of the constants that the weight is made of.
-      at: the sum that reads the product, or the product itself: its tangent enters
-        there.
+      total: the sum that is the only reader of the product, or else the product. The
+        tangent of the product is added to this variable.
     """
 
     eqn: Eqn
@@ -289,7 +289,7 @@ def _one_product(
     out = flat.reshape(*free[0], *free[1])
     if use.side == 1:
         return out
-    # The weight comes first: its axes go before those of the other, but for the steps.
+    # The weight is the left operand, so its axes come first, after the axis of steps.
     n_free = len(free[1])
     return jnp.moveaxis(out, range(-n_free, 0), range(1, 1 + n_free))
 

@@ -21,7 +21,7 @@ def is_upcast(eqn: Eqn) -> bool:
 def find_upcast_inputs(jaxpr: Jaxpr) -> frozenset[int]:
     """Returns the 16-bit inputs of a jaxpr that are only cast to float32."""
     parts = structure.parts(jaxpr)
-    raised = {eqn.invars[0] for eqn in parts.eqns if is_upcast(eqn)}
+    upcast = {eqn.invars[0] for eqn in parts.eqns if is_upcast(eqn)}
     read = {
         atom
         for eqn in parts.eqns
@@ -30,16 +30,16 @@ def find_upcast_inputs(jaxpr: Jaxpr) -> frozenset[int]:
     }
     read.update(atom for atom in parts.outvars if not structure.is_literal(atom))
     return frozenset(
-        i for i, var in enumerate(parts.invars) if var in raised and var not in read
+        i for i, var in enumerate(parts.invars) if var in upcast and var not in read
     )
 
 
-def upcast_inputs(jaxpr: Jaxpr, raised: frozenset[int]) -> Jaxpr:
+def upcast_inputs(jaxpr: Jaxpr, upcast: frozenset[int]) -> Jaxpr:
     """Returns a jaxpr that takes some of its inputs in float32."""
-    if not raised:
+    if not upcast:
         return jaxpr
     parts = structure.parts(jaxpr)
-    given = {parts.invars[i] for i in raised}
+    given = {parts.invars[i] for i in upcast}
 
     def steps(env: dict[Var, Array]) -> None:
         for eqn in parts.eqns:

@@ -1,1 +1,1 @@
-"""Mixed precision beside float32, op by op."""
+"""Compares mixed precision with float32, op by op."""

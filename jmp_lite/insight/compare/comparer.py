@@ -47,7 +47,8 @@ class Sums(NamedTuple):
     Attributes:
       off: the sum of absolute errors of the results.
       size: the sum of absolute values of the float32 results.
-      given: the largest relative error of an operand, times ``size``.
+      given: the relative error of the operands (the largest of several), weighted by
+        ``size``. Divided by ``size``, the sum over all trips is a weighted mean.
     """
 
     off: Array
@@ -92,8 +93,8 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
         if not made:
             return
         off, size = (sum(each) for each in zip(*made, strict=True))
-        # What only carries a tangent has zeros on one lane: it has the error of what it
-        # stands for, or none that is known.
+        # An operand that only carries a tangent consists of zeros on the low lane. Its
+        # error is known only if an earlier op has passed it on.
         pairs = zip(operands, bilinear.are_tangents(eqn), strict=True)
         read = [one for one, is_tangent in pairs if one.error or not is_tangent]
         given = [error.relative for error in self._errors(read)]
@@ -136,7 +137,7 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
         return value.exact is not None
 
     def join(self, forms: Sequence[bool]) -> bool:
-        """Returns whether a value has a twin that has one in some cases."""
+        """Returns whether a value has a twin: it has, if it has one in any case."""
         return any(forms)
 
     def width(self, form: bool) -> int:

@@ -70,7 +70,7 @@ class Twin:
     @property
     def full(self) -> Array:
         """The value on the lane of float32."""
-        return widened(self.low) if self.exact is None else self.exact
+        return upcast(self.low) if self.exact is None else self.exact
 
     def measured(self, elements: int) -> TwinError | None:
         """Returns the error; None if there is no twin, or the dtype is not numeric.
@@ -88,7 +88,7 @@ def is_narrow(dtype: Dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def widened(array: Array) -> Array:
+def upcast(array: Array) -> Array:
     """Casts floats of fewer than 32 bits to float32, and returns others unchanged."""
     array = structure.as_array(array)
     return array.astype(jnp.float32) if is_narrow(array.dtype) else array
@@ -153,10 +153,10 @@ def _run_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
         return [params.bind_scatter(eqn, full)]
     is_known = op in EDITABLE or primitives.is_of_this_library(op)
     if not is_known or any(params.inner_jaxprs(eqn)):
-        # It accepts only the dtypes that it was traced with: both lanes round alike.
+        # It accepts only the dtypes of its trace, so both lanes round alike.
         pairs = zip(full, eqn.invars, strict=True)
         given = [lax.convert_element_type(x, structure.dtype_of(a)) for x, a in pairs]
-        return [widened(x) for x in params.bind(eqn, given)]
+        return [upcast(x) for x in params.bind(eqn, given)]
     return params.bind_in(eqn, full, np.dtype("float32"), _highest(eqn))
 
 
@@ -175,14 +175,14 @@ def _has_numbers(array: Array) -> bool:
 
 
 def error(low: Array, exact: Array) -> TwinError:
-    """Returns how far numbers are from others."""
-    low = widened(low)
+    """Returns the error of numbers against exact ones."""
+    low = upcast(low)
     if not jnp.issubdtype(exact.dtype, jnp.inexact):
         differ = jnp.sum(low != exact, dtype=jnp.float32)
         return TwinError(differ, np.float32(low.size))
     is_equal = (low == exact) | (jnp.isnan(low) & jnp.isnan(exact))
     off = jnp.where(is_equal, 0, jnp.abs(low - exact))
-    # A number that is finite on one lane only has an infinite error.
+    # The error is infinite if one lane is finite and the other is not.
     off = jnp.where(jnp.isnan(off), jnp.inf, off)
     size = jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0)
     return TwinError(*(jnp.sum(x, dtype=jnp.float32) for x in (off, size)))

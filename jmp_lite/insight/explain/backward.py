@@ -34,7 +34,8 @@ class ProgramGradient(NamedTuple):
       forward: the forward pass that replaces it: to its results and residuals.
       backward: the backward pass: from residuals and cotangents to gradients.
       kept: the bytes of its residuals. Arguments do not count, because they exist
-        anyway. Neither do zeros that carry a tangent, which no compiled program reads.
+        anyway. Neither do zeros that only carry a tangent: no compiled program reads
+        them.
     """
 
     program: Jaxpr
@@ -80,7 +81,7 @@ def backward_of(program: Jaxpr, treedef: PyTree) -> ProgramGradient:
 
 
 class _ResidualUse(enum.IntEnum):
-    """What a residual is used for: of several uses, the largest."""
+    """The use of a residual; the largest of several uses decides."""
 
     NONE = 0
     TANGENT = 1
@@ -88,10 +89,10 @@ class _ResidualUse(enum.IntEnum):
 
 
 class _ResidualUseAnalysis(Backward[_ResidualUse]):
-    """Finds which residuals are read as numbers, and which carry a tangent alone."""
+    """Finds which residuals are read as numbers, and which only carry a tangent."""
 
     def nothing(self) -> _ResidualUse:
-        """Nothing reads it."""
+        """An unread value has no use."""
         return _ResidualUse.NONE
 
     def join(self, one: _ResidualUse, other: _ResidualUse) -> _ResidualUse:
@@ -99,13 +100,13 @@ class _ResidualUseAnalysis(Backward[_ResidualUse]):
         return max(one, other)
 
     def predicate_fact(self) -> _ResidualUse:
-        """A predicate is read."""
+        """A predicate is read as a number."""
         return _ResidualUse.NUMBERS
 
     def transfer(
         self, eqn: Eqn, facts: Sequence[_ResidualUse], path: str
     ) -> Sequence[_ResidualUse]:
-        """Returns what an op uses its operands for."""
+        """Returns the use of each operand of an op."""
         del facts, path
         return [
             _ResidualUse.TANGENT if is_tangent else _ResidualUse.NUMBERS

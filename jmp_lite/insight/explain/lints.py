@@ -74,13 +74,14 @@ class LintInput(NamedTuple):
     """The input of a check.
 
     Attributes:
-      seen: the rows of the forward pass, and the decisions behind them. No user writes
-        the equations of a backward pass, so they have no remedy.
-      results: the operands that are the results.
+      decided: the rows of the forward pass, with their decisions. No user writes the
+        equations of a backward pass, so they have no remedy.
+      results: the results of the function, as operands.
       rules: the rules.
       has_gradients: whether the function is differentiated.
       program: the function as autocast reads it.
-      alone: the inputs that are arguments by themselves, not in a pytree.
+      alone: the numbers of the float32 inputs that are an argument each, not a part of
+        one.
     """
 
     decided: Sequence[DecidedRow]
@@ -158,8 +159,8 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
         yield _make_lint(
             decided,
             "widened stream",
-            f"{decided.origin} is float32 and meets a 16-bit value here: {len(rows)} ops "
-            f"({count(size)}B) from here on run in float32",
+            f"{decided.origin} is float32 and meets a 16-bit value here: {len(rows)} "
+            f"ops ({count(size)}B) from here on run in float32",
             "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
         )
 
@@ -346,8 +347,8 @@ def _amplified_rounding(inputs: LintInput) -> Iterator[Lint]:
 
 
 def _captured(inputs: LintInput) -> Iterator[Lint]:
-    """An array of 16 bits that is no argument, so that its readers run in 16 bits."""
-    if not inputs.program.is_widened:
+    """The function captures a 16-bit array, so its readers run in 16 bits."""
+    if not inputs.program.traces_full:
         return
     found = Counter[str]()
     for _, jaxpr in jaxprs(inputs.program.jaxpr):
@@ -379,7 +380,8 @@ def _opaque(inputs: LintInput) -> Iterator[Lint]:
     """An op that runs as traced receives a 16-bit value, and could be converted.
 
     Such an op is a kernel, a loop whose condition depends on a float, or an unknown op.
-    Ops without a 16-bit form do not count. Or float32 matrix products are inside of it.
+    Ops without a 16-bit form do not count. The check also finds such ops with float32
+    matrix products inside.
     """
     # The record of a whole loop has no operands.
     is_low: set[object] = set()
@@ -394,11 +396,11 @@ def _opaque(inputs: LintInput) -> Iterator[Lint]:
             continue
         if decided.row.op == "while":
             given = {atom for atom in eqn.invars if not structure.is_literal(atom)}
-            raises, remedy = not given.isdisjoint(is_low), _FOR_A_LOOP
+            is_cast, remedy = not given.isdisjoint(is_low), _FOR_A_LOOP
         else:
-            hands_back = any(map(structure.is_float32, eqn.outvars))
+            returns_float32 = any(map(structure.is_float32, eqn.outvars))
             is_kernel = _is_kernel(decided.row.op)
-            raises = _has_low(decided) and hands_back and is_kernel
+            is_cast = _has_low(decided) and returns_float32 and is_kernel
             remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
         inside = [e for j in params.inner_jaxprs(eqn) for e, _ in equations(j)]
         n_products = sum(map(_is_float32_product, inside))
@@ -406,7 +408,7 @@ def _opaque(inputs: LintInput) -> Iterator[Lint]:
         known.update(map(id, inside))
         needs_digits = is_inside or decided.row.op in HOLDING_SOLVERS
         runs = f"{decided.row.op} runs as traced"
-        if raises:
+        if is_cast:
             message = f"{runs}, so 16-bit operands are cast to float32 for it"
             yield _make_lint(decided, "opaque op", message, remedy)
         elif n_products and not needs_digits:

@@ -15,10 +15,10 @@ from jmp_lite.jaxprs.types import Eqn, Jaxpr
 
 
 class Following(ForwardAnywhere[Fact]):
-    """Follows values from the inputs of a program, of which nothing is known."""
+    """Follows values through a program whose inputs are unknown."""
 
     def follow(self, jaxpr: Jaxpr) -> None:
-        """Goes through a whole program."""
+        """Follows the values of a whole program."""
         self.outputs(jaxpr, [self.nothing()] * len(structure.parts(jaxpr).invars))
 
 
@@ -62,7 +62,8 @@ class Addends(ForwardAnywhere[ArgumentOrigin]):
         del path
         if params.op_of(eqn) in ops.ADDING:
             pairs = zip(facts, facts[::-1], strict=True)
-            # In a loop the first step finds the most: later ones add to its results.
+            # In a loop, the first pass over the body finds the most addends: later the
+            # carry contains them.
             found = {
                 i
                 for i, (mine, other) in enumerate(pairs)
@@ -79,14 +80,14 @@ _MOVING_ONCE = ops.MOVING - ops.ADDED_UP
 
 
 class ValueParts(NamedTuple):
-    """The parts of a value that moves, sums, scalings and roundings lead to.
+    """The values that moves, sums, scalings and roundings make a value of.
 
     Attributes:
       products: the matrix products, by id of the equation.
       differing: the products that are a term of a difference or a sum whose other term
         contains a sum or another product.
       is_sum: whether it contains a sum over an axis.
-      is_one_hot: whether it is a comparison, as numbers.
+      is_one_hot: whether it is a comparison, cast to numbers.
       is_integer: whether it is made from integers only.
     """
 
@@ -143,7 +144,7 @@ class ProductReaders(Following[ValueParts]):
     def _result(
         self, eqn: Eqn, op: str, facts: Sequence[ValueParts], joint: ValueParts
     ) -> ValueParts:
-        """Returns the parts of a result, from those of the operands and of all."""
+        """Returns the parts of a result, given those of each operand and their join."""
         if op in PRODUCTS:
             pairs = zip(facts[:2], facts[1::-1], strict=True)
             if any(one.is_one_hot and other.is_integer for one, other in pairs):
@@ -215,6 +216,6 @@ class Differences(Following[frozenset[int]]):
 
 
 _AMPLIFYING_ANY = ops.AMPLIFYING - ops.AMPLIFYING_LARGE
-"""Without those for which a small difference is exact enough."""
+"""Ops that also amplify the rounding error of a small difference."""
 
 _KEEPING_DIFFERENCES = _KEEPING_TERMS - ops.SUMMING

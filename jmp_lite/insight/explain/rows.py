@@ -1,6 +1,6 @@
 """Turns decisions, and the program that they lead to, into rows and totals.
 
-A row shows one equation without judging it.
+A row describes one equation. Lints judge it.
 """
 
 import dataclasses
@@ -121,7 +121,7 @@ class DecidedRow(NamedTuple):
 
 
 def times_or_once(times: int | None) -> int:
-    """Returns how often something counts in a sum: once if the number is unknown."""
+    """Returns how often a row counts in a total: once if the number is unknown."""
     return 1 if times is None else times
 
 
@@ -152,7 +152,7 @@ class _RowMaker:
         place: Place,
         origins: Sequence[Origin],
     ) -> Iterator[DecidedRow]:
-        """Yields the rows of the decisions along one jaxpr.
+        """Yields the rows of the decisions in one jaxpr.
 
         Args:
           records: the decisions.

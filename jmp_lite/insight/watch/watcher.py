@@ -1,8 +1,8 @@
 """Runs a jaxpr, and counts the numbers that each op makes.
 
 Results and derivatives do not change. Counts add up over the steps of a loop. Each
-value carries a flag that says whether it is finite, into loops and out of them, so that
-no number is read twice.
+value carries a flag, whether it is finite, into loops and out of them. So no number is
+read twice.
 """
 
 import functools
@@ -71,7 +71,7 @@ class FlaggedValue:
     Args:
       array: the value.
       is_finite: the flag; None if it is not computed yet.
-      of_steps: a flag for each element of the first axis, if a loop stacked them.
+      finite_steps: a flag for each element of the first axis, if a loop stacked them.
       counted: the counts of the value, if they are taken.
     """
 
@@ -297,7 +297,9 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
     def unpack(self, value: FlaggedValue, form: None) -> tuple[Array, Array]:
         """Returns an array and its flag."""
         flag = jnp.asarray(value.is_finite)
-        return value.array, sharding.as_varying(flag, sharding.axes_of(value.array))
+        return value.array, sharding.as_varying(
+            flag, sharding.mapped_axes_of(value.array)
+        )
 
     def pack(self, arrays: Sequence[Any], form: None) -> FlaggedValue:
         """Returns the value of an array and its flag."""
@@ -325,7 +327,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
     def unpack_device(
         self, value: FlaggedValue, form: None, axes: frozenset[str]
     ) -> tuple[Array, Array]:
-        """Returns an array, and a flag that holds for all devices."""
+        """Returns an array, and one flag for all devices."""
         array, flag = self.unpack(value, form)
         return array, sharding.gathered(flag, axes).all(0)
 
