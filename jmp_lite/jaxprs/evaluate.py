@@ -316,7 +316,7 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         """Binds a cond to other branches."""
         return params.bind_cond(eqn, arrays, [branch.jaxpr for branch in branches])
 
-    def settled(
+    def settle(
         self,
         eqn: Eqn,
         jaxpr: Jaxpr,
@@ -350,7 +350,7 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         n_consts, n_carry = params.scan_counts(eqn)
         at, given = slice(n_consts, n_consts + n_carry), list(operands)
         carries = self.carries(eqn, given, at, site)
-        body = self.settled(eqn, params.body_of(eqn), given, at, carries)
+        body = self.settle(eqn, params.body_of(eqn), given, at, carries)
         out = self.bind_scan(eqn, given, body)
         return self.collect_results(eqn, [(body, given)], out)
 
@@ -368,7 +368,7 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         loop = params.while_parts(eqn)
         given, at = list(operands[loop.n_cond :]), slice(loop.n_body, None)
         carries = self.carries(eqn, given, at, site)
-        step = self.settled(eqn, loop.body, given, at, carries)
+        step = self.settle(eqn, loop.body, given, at, carries)
         of_test = [*operands[: loop.n_cond], *given[at]]
         test = self.body(loop.cond, of_test, self.site_of_test(site))
         out = self.bind_while(eqn, [*operands[: loop.n_cond], *given], test, step)

@@ -49,7 +49,7 @@ def checkpoint_name_of(eqn: Eqn) -> str:
 def inner_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
     """Yields the jaxprs among an equation's parameters."""
     if eqn.primitive.name == coming.HIGH:
-        jaxpr = called(eqn)
+        jaxpr = called_jaxpr(eqn)
         yield from () if jaxpr is None else (jaxpr,)
         return
     for param in eqn.params.values():
@@ -93,7 +93,7 @@ CALLED = {
 _MERELY_CALLED = frozenset([*CALLS, *WRAPPERS])
 
 
-def called(eqn: Eqn) -> Jaxpr | None:
+def called_jaxpr(eqn: Eqn) -> Jaxpr | None:
     """Returns the jaxpr that an equation only calls, or None."""
     op = op_of(eqn)
     if op not in CALLED:
@@ -327,7 +327,7 @@ def _saving(names: Sequence[str], policy: Function | None) -> Function:
 
 def body_of(eqn: Eqn) -> Jaxpr:
     """Returns the jaxpr of a scan, of a shard_map, or of a call."""
-    inner = called(eqn)
+    inner = called_jaxpr(eqn)
     return eqn.params["jaxpr"] if inner is None else inner
 
 
@@ -461,7 +461,7 @@ def exponent_of(eqn: Eqn) -> int:
     return eqn.params["y"]
 
 
-def passed(eqn: Eqn, items: Sequence[Item]) -> list[Item]:
+def returned_items(eqn: Eqn, items: Sequence[Item]) -> list[Item]:
     """Returns the items of those operands that an ``optimization_barrier`` returns.
 
     Args:
@@ -548,7 +548,7 @@ def ambient_precision() -> lax.PrecisionLike:
 
 def has_only_axis_effects(eqn: Eqn) -> bool:
     """Whether an equation has no side effects except communication over named axes."""
-    inside = called(eqn) if eqn.primitive.name == coming.HIGH else None
+    inside = called_jaxpr(eqn) if eqn.primitive.name == coming.HIGH else None
     effects = eqn.effects | (
         set() if inside is None else structure.open_jaxpr(inside).effects
     )

@@ -1420,7 +1420,7 @@ FAULTS = (
     ),
     Fault(
         "jaxprs/evaluate.py",
-        "Evaluator.settled",
+        "Evaluator.settle",
         "if found == forms:",
         "if True:",
         "what a loop rounds has no twin in the next step",

@@ -81,7 +81,7 @@ def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> CarryDecisi
     return CarryDecision(Slot.FOLLOW, Reason.CARRY_LAYERS)
 
 
-def settled(carry: CarryDecision, state: State) -> Decision:
+def final_decision(carry: CarryDecision, state: State) -> Decision:
     """Returns the decision for a carry whose state is a fixed point of the loop."""
     run = Run.LOW if state is State.LOW else Run.FULL
     return Decision(run, state, carry.reason)
@@ -103,14 +103,14 @@ def _spec(spec: Spec, is_low: bool) -> Spec:
     return Spec(State.LOW if is_low else State.HARD)
 
 
-def undecided(spec: Spec, slot: Slot) -> Spec:
-    """Returns the spec of a carry for the first conversion of the body."""
+def trial_spec(spec: Spec, slot: Slot) -> Spec:
+    """Returns the spec of a carry for a trial conversion of the body."""
     is_written = slot is Slot.WRITTEN and spec.state is not None
     return Spec(State.SOFT) if is_written else spec
 
 
-def written(spec: Spec, slot: Slot, made: Spec) -> Spec:
-    """Returns the spec of a carry, given the result of the first conversion."""
+def spec_after_trial(spec: Spec, slot: Slot, made: Spec) -> Spec:
+    """Returns the spec of a carry, given its spec after a step of the trial."""
     return _spec(spec, made.state is State.LOW) if slot is Slot.WRITTEN else spec
 
 

@@ -99,7 +99,7 @@ class _Graph(Forward[_Node]):
         self, eqn: Eqn, operands: Sequence[_Node], path: str
     ) -> Sequence[_Node]:
         """Enters calls; results of any other equation depend on all its operands."""
-        if params.called(eqn) is not None:
+        if params.called_jaxpr(eqn) is not None:
             return super().equation_facts(eqn, operands, path)
         return self.transfer(eqn, operands, path)
 

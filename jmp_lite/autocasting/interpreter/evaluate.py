@@ -43,7 +43,9 @@ def evaluate(
         arrays = params.bind(eqn, [value.array for value in operands], casts.bound)
         return [
             dataclasses.replace(value, array=array, cast=None, upcast=None, rounded={})
-            for array, value in zip(arrays, params.passed(eqn, operands), strict=True)
+            for array, value in zip(
+                arrays, params.returned_items(eqn, operands), strict=True
+            )
         ]
     kind = kind_of_result(eqn, [value.kind for value in operands])
     if (held := decision.held) is not None:
@@ -72,7 +74,7 @@ def _run_move(
     op = params.op_of(eqn)
     has_sum, is_spread = op in ADDED_UP, op in KEEPING_NUMBERS
     if has_sum and is_spread:
-        # In float32, with a cast after it: its transpose in JAX is a sum.
+        # Broadcast in float32, then cast: JAX's transpose of it is a sum.
         full = params.bind(eqn, [casts.full(value) for value in operands], casts.bound)
         return [sharding.cast(array, held) for array in full]
     arrays = [
@@ -149,7 +151,7 @@ def _run_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
     for value in operands:
         is_spread = op in BROADCASTING and not value.is_number
         if value.state is not None and is_spread and value.array.shape != shape:
-            # In float32, with a cast after it: its transpose in JAX is a sum.
+            # Broadcast in float32, then cast: JAX's transpose of it is a sum.
             full = _broadcast(casts.full(value), shape)
             arrays.append(casts.cast(full, value.saturates))
         else:

@@ -82,10 +82,10 @@ class LoopConverter(Converter, abc.ABC):
         specs = list(map(carry.first_spec, given, kinds))
         if Slot.WRITTEN in kinds:
             values = list(operands)
-            undecided = list(map(carry.undecided, specs, kinds))
-            values[at] = self.converted(eqn, operands[at], undecided)
+            trials = list(map(carry.trial_spec, specs, kinds))
+            values[at] = self.converted(eqn, operands[at], trials)
             made = self.body(loop.body, values, inside).made
-            specs = list(map(carry.written, specs, kinds, made))
+            specs = list(map(carry.spec_after_trial, specs, kinds, made))
 
         def next_forms(forms: Sequence[Spec], body: Converted) -> list[Spec]:
             found = list(forms)
@@ -98,7 +98,7 @@ class LoopConverter(Converter, abc.ABC):
         def note(forms: Sequence[Spec]) -> None:
             for i, (slot, form) in enumerate(zip(slots, forms, strict=True)):
                 if form.state is not None:
-                    made = carry.settled(slot, form.state)
+                    made = carry.final_decision(slot, form.state)
                     record = DecisionRecord(eqn, made, raised_by.get(i), i)
                     self.records.append(record)
 

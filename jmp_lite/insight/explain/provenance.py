@@ -14,7 +14,7 @@ from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr
 
 
-class Following(ForwardAnywhere[Fact]):
+class ProgramAnalysis(ForwardAnywhere[Fact]):
     """Follows values through a program whose inputs are unknown."""
 
     def follow(self, jaxpr: Jaxpr) -> None:
@@ -98,7 +98,7 @@ class ValueParts(NamedTuple):
     is_integer: bool = False
 
 
-class ProductReaders(Following[ValueParts]):
+class ProductReaders(ProgramAnalysis[ValueParts]):
     """Follows matrix products to readers that need more than 16 bits.
 
     Attributes:
@@ -177,7 +177,7 @@ class ProductReaders(Following[ValueParts]):
 _KEEPING_TERMS = ops.KEEPING_DIGITS | ops.BOUNDING
 
 
-class Differences(Following[frozenset[int]]):
+class Differences(ProgramAnalysis[frozenset[int]]):
     """Follows differences to ops that amplify their rounding error.
 
     A fact is the differences that a value is made of, by id of the equation.
