@@ -11,6 +11,9 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
+# For users. The other names are for the rest of the package.
+__all__ = ["Precision"]
+
 
 class Precision(enum.Enum):
     """The precision of an op, or of all ops in a scope.

@@ -16,6 +16,7 @@ import jmp_lite
 import jmp_lite.linen
 import jmp_lite.nnx
 import jmp_lite.numerics
+import jmp_lite.ops
 import jmp_lite.plots
 import jmp_lite.results
 import jmp_lite.states
@@ -23,7 +24,7 @@ import jmp_lite.states
 FROZEN = pathlib.Path(__file__).parent / "public_api.txt"
 BUILT_IN = (tuple, str, dict, ValueError)
 MODULES = (
-    *(jmp_lite, jmp_lite.numerics, jmp_lite.results, jmp_lite.states),
+    *(jmp_lite, jmp_lite.numerics, jmp_lite.ops, jmp_lite.results, jmp_lite.states),
     *(jmp_lite.linen, jmp_lite.nnx, jmp_lite.plots),
 )
 

@@ -130,9 +130,7 @@ def counted(array: ArrayLike, dtype: DTypeLike) -> Counts:
     """
     sizes = sizes_of(array)
     parts = [sizes]
-    if (
-        isinstance(array, jax.Array) and sizes.size >= 2**32
-    ):  # More than 32 bits can count.
+    if isinstance(array, jax.Array) and sizes.size >= 2**32:  # A sum has 32 bits.
         n = -(-sizes.size // 2**31)
         parts = jnp.array_split(sizes, n, int(np.argmax(sizes.shape)))
     ends = _ends_for(sizes, dtype, _has_scale(array, dtype), range(sizes.ndim))

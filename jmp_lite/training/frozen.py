@@ -79,7 +79,7 @@ class _Depends(Forward[bool]):
     def equation_facts(
         self, eqn: Eqn, operands: Sequence[bool], path: str
     ) -> Sequence[bool]:
-        """Returns whether results depend on an input, also by the branches that run."""
+        """Returns whether results depend on an input, also through control flow."""
         if params.op_of(eqn) in params.CONTROL:
             return self.transfer(eqn, operands, path)
         return super().equation_facts(eqn, operands, path)

@@ -251,7 +251,7 @@ FAULTS = (
     ),
     Fault(
         "autocasting/decide/lookup.py",
-        "RuleLookup._match",
+        "_match",
         "if match and (op in LOWERABLE or match.precision is not Precision.LOW):",
         "if match:",
         "a LOW scope lowers what has no 16-bit form",

@@ -265,7 +265,7 @@ def test_training_follows_the_bare_optimizer_s_trajectory(clip):
 )
 def test_a_scale_in_place_of_argnums_is_an_error_that_names_the_argument(transform):
     with pytest.raises(TypeError, match=r"got a StaticLossScale: pass it as loss_sc"):
-        transform(loss_fn, SCALES[0], loss_scale=SCALES[0])
+        transform(loss_fn, SCALES[1], loss_scale=SCALES[1])
     with pytest.raises(TypeError, match="loss_scale"):
         transform(loss_fn)
 

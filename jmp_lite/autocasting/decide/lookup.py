@@ -2,6 +2,8 @@
 
 import functools
 import re
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,12 +30,14 @@ class RuleLookup:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.low_dtype = np.dtype(rules.compute_dtype)
-        self._named = {op for op, _ in rules.ops}
-        # One search for each path. As methods, they would be cached for all rules.
-        self.match = functools.cache(self._match)
-        self.scope = functools.cache(self._scope)
-        self.region = functools.cache(self._region)
-        self.carry = functools.cache(self._carry)
+        # One search for each path. The functions hold no reference to this object, so
+        # that it is freed as soon as nothing uses it.
+        scope = functools.cache(functools.partial(match_scope, rules.scopes))
+        named = frozenset(op for op, _ in rules.ops)
+        self.scope = scope
+        self.match = functools.cache(functools.partial(_match, rules, named, scope))
+        self.region = functools.cache(functools.partial(_region, scope))
+        self.carry = functools.cache(functools.partial(_carry, rules.carries))
         self._rules_inside: dict[tuple[int, str], tuple[Jaxpr, tuple[object, ...]]] = {}
         self._paths: dict[int, tuple[Jaxpr, tuple[str, ...]]] = {}
 
@@ -49,46 +53,6 @@ class RuleLookup:
         if like != op and self.match(op, path).source is RuleSource.TABLE:
             return like
         return op
-
-    def _match(self, op: str, path: str) -> RuleMatch:
-        """Returns the rule that decides an op at a path.
-
-        A scope does not change a kernel, an op on bits, or an op with side effects.
-        """
-        known = record_of(op)
-        if known is None:
-            return RuleMatch(Precision.KEEP, RuleSource.UNKNOWN, op)
-        of_table = RuleMatch(known.precision, RuleSource.TABLE, known.group)
-        if known.precision is Precision.KEEP:
-            return of_table
-        match = self.scope(path, op)
-        if match and (op in LOWERABLE or match.precision is not Precision.LOW):
-            return match
-        precision = self.rules.precision_of(op)
-        if op in self._named:
-            return RuleMatch(precision, RuleSource.OP, op)
-        if precision is not known.precision:
-            return RuleMatch(precision, RuleSource.DEFAULT, op)
-        return of_table
-
-    def _scope(self, path: str, op: str = "") -> RuleMatch | None:
-        """Returns the mark or the scope rule that matches a path, or None."""
-        return match_scope(self.rules.scopes, path, op)
-
-    def _region(self, path: str) -> str | None:
-        """Returns the path of the ``FULL_INSIDE`` scope around a path, or None."""
-        match = self.scope(path)
-        if match is None or match.precision is not Precision.FULL_INSIDE:
-            return None
-        found = re.search(match.name, path)
-        # A pattern may end with the slash after a name, or with the end of the path.
-        end = path.find("/", max(found.end() - 1, 0)) if found else -1
-        return path if end < 0 else path[:end]
-
-    def _carry(self, path: str) -> str | None:
-        """Returns the rule for the carries of a loop: follow, full or None."""
-        carries = self.rules.carries
-        return next((rule for name, rule in carries if re.search(name, path)), None)
 
     def rules_inside(self, jaxpr: Jaxpr, path: str) -> tuple[object, ...]:
         """Returns the scope and carry rules at each path inside of a jaxpr.
@@ -120,6 +84,50 @@ class RuleLookup:
                         found[source.join(there, path)] = None
             self._paths[id(jaxpr)] = (jaxpr, tuple(found))
         return self._paths[id(jaxpr)][1]
+
+
+_Scopes: TypeAlias = Callable[..., RuleMatch | None]
+"""Returns the mark or the scope rule for a path, and for an op; see match_scope."""
+
+
+def _match(
+    rules: Rules, named: Collection[str], scope: _Scopes, op: str, path: str
+) -> RuleMatch:
+    """Returns the rule that decides an op at a path.
+
+    A scope does not change a kernel, an op on bits, or an op with side effects.
+    """
+    known = record_of(op)
+    if known is None:
+        return RuleMatch(Precision.KEEP, RuleSource.UNKNOWN, op)
+    of_table = RuleMatch(known.precision, RuleSource.TABLE, known.group)
+    if known.precision is Precision.KEEP:
+        return of_table
+    match = scope(path, op)
+    if match and (op in LOWERABLE or match.precision is not Precision.LOW):
+        return match
+    precision = rules.precision_of(op)
+    if op in named:
+        return RuleMatch(precision, RuleSource.OP, op)
+    if precision is not known.precision:
+        return RuleMatch(precision, RuleSource.DEFAULT, op)
+    return of_table
+
+
+def _region(scope: _Scopes, path: str) -> str | None:
+    """Returns the path of the ``FULL_INSIDE`` scope around a path, or None."""
+    match = scope(path)
+    if match is None or match.precision is not Precision.FULL_INSIDE:
+        return None
+    found = re.search(match.name, path)
+    # A pattern may end with the slash after a name, or with the end of the path.
+    end = path.find("/", max(found.end() - 1, 0)) if found else -1
+    return path if end < 0 else path[:end]
+
+
+def _carry(carries: Iterable[tuple[str, str]], path: str) -> str | None:
+    """Returns the rule for the carries of a loop: follow, full or None."""
+    return next((rule for name, rule in carries if re.search(name, path)), None)
 
 
 def _equivalent_op(eqn: Eqn, op: str) -> str:

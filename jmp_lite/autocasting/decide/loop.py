@@ -38,9 +38,8 @@ class Loop(NamedTuple):
     @classmethod
     def read(cls, eqn: Eqn) -> "Loop":
         """Returns a ``scan`` or a ``while`` as a loop."""
-        return (cls._read_while if params.op_of(eqn) == "while" else cls._read_scan)(
-            eqn
-        )
+        is_while = params.op_of(eqn) == "while"
+        return cls._read_while(eqn) if is_while else cls._read_scan(eqn)
 
     @classmethod
     def _read_scan(cls, eqn: Eqn) -> "Loop":

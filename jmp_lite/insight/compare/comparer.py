@@ -137,7 +137,7 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
         return value.exact is not None
 
     def join(self, forms: Sequence[bool]) -> bool:
-        """Returns whether a value has a twin: it has, if it has one in any case."""
+        """Returns whether a value has a twin in any of several cases."""
         return any(forms)
 
     def width(self, form: bool) -> int:

@@ -346,7 +346,7 @@ def explain(
 
 
 def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
-    """Returns which arrays are float32 and an argument each, not a part of one."""
+    """Returns the float32 arrays that are whole arguments, not leaves of a pytree."""
     arrays = arrays_in(args, kwargs)
     is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
     return frozenset(i for i, yes in enumerate(is_alone) if yes)

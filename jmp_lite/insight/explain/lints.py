@@ -80,8 +80,8 @@ class LintInput(NamedTuple):
       rules: the rules.
       has_gradients: whether the function is differentiated.
       program: the function as autocast reads it.
-      alone: the numbers of the float32 inputs that are an argument each, not a part of
-        one.
+      alone: the numbers of the float32 inputs that are whole arguments, not leaves of a
+        pytree.
     """
 
     decided: Sequence[DecidedRow]

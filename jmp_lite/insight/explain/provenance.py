@@ -80,7 +80,7 @@ _MOVING_ONCE = ops.MOVING - ops.ADDED_UP
 
 
 class ValueParts(NamedTuple):
-    """The values that moves, sums, scalings and roundings make a value of.
+    """The parts that moves, sums, scalings and roundings combine into a value.
 
     Attributes:
       products: the matrix products, by id of the equation.

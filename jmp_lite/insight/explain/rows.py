@@ -231,9 +231,8 @@ class _RowMaker:
         line = self._sources.get(id(origin)) or source.source(origin)
         key = (id(origin), line)
         if key not in self._words:
-            op = _MARK_NAMES.get(params.checkpoint_name_of(origin)) or params.op_of(
-                origin
-            )
+            mark = _MARK_NAMES.get(params.checkpoint_name_of(origin))
+            op = mark or params.op_of(origin)
             place = short(line)
             self._words[key] = op + (place and f" at {place}")
         return self._words[key]

@@ -1,8 +1,8 @@
 """Runs a jaxpr, and counts the numbers that each op makes.
 
 Results and derivatives do not change. Counts add up over the steps of a loop. Each
-value carries a flag, whether it is finite, into loops and out of them. So no number is
-read twice.
+value has a flag: whether it is finite. Loops carry the flags, so that no number is read
+twice.
 """
 
 import functools
@@ -297,9 +297,8 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
     def unpack(self, value: FlaggedValue, form: None) -> tuple[Array, Array]:
         """Returns an array and its flag."""
         flag = jnp.asarray(value.is_finite)
-        return value.array, sharding.as_varying(
-            flag, sharding.mapped_axes_of(value.array)
-        )
+        axes = sharding.mapped_axes_of(value.array)
+        return value.array, sharding.as_varying(flag, axes)
 
     def pack(self, arrays: Sequence[Any], form: None) -> FlaggedValue:
         """Returns the value of an array and its flag."""
