@@ -1,6 +1,6 @@
 """What functions return: explanations, comparisons, reports and summaries.
 
-Functions make these objects; you read them.
+Public names only: each is defined beside the function that returns it.
 """
 
 from jmp_lite.casting.dtypes import DtypeSummary, DtypeTotals

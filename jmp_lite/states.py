@@ -1,4 +1,7 @@
-"""The states of optimizers and of trainings, as their ``init`` makes them."""
+"""The states of optimizers and of trainings, as their ``init`` makes them.
+
+Public names only: each is defined beside the function that makes it.
+"""
 
 from jmp_lite.optimizers.compensated import CompensatedState
 from jmp_lite.optimizers.low_precision_state import LowPrecisionState

@@ -226,6 +226,7 @@ def test_a_run_changes_its_precision_four_times_and_learns_on(
     assert "At [0] it has ScaleByAdamState(.count, .mu, .nu)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_page_on_memory_runs_and_stores_moments_in_8_bits(standard_promotion):
     names = run_blocks("memory.md")
     moments = names["state"].opt_state.inner_state.inner_state[0]
@@ -238,6 +239,7 @@ def test_the_page_on_memory_runs_and_stores_moments_in_8_bits(standard_promotion
     assert abs(float(names["of_step"]["loss"]) / float(names["exact"]) - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_the_tools_of_the_troubleshooting_page_find_the_mistakes(
     standard_promotion, capsys
 ):

@@ -60,6 +60,7 @@ def test_each_framework_runs_by_itself():
     assert names["grads"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_the_readme_shows_the_totals_that_explain_prints(capsys):
     names = run_block("jmp.explain")
     printed = capsys.readouterr().out

@@ -27,7 +27,7 @@ from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
 from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
 from jmp_lite.jaxprs.bilinear import ProductOperand
-from jmp_lite.jaxprs.types import Array, Dtype
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class Float8:
 
     - The compute dtype is bfloat16.
     - One operand is a weight: an argument, a constant, or a slice of one in a scan.
+    - Its groups, if it has any, consist of rows, not of whole products of a batch.
     - Its sizes are multiples of 16.
     - It is large enough, see ``smallest``.
     - An op that takes 16 bits reads its result. Logits and the result of a router are
@@ -113,6 +114,10 @@ class Float8Format(EightBits):
         """Returns the dtype of operands."""
         return self.options.forward_dtype
 
+    def rounds_before(self, eqn: Eqn) -> bool:
+        """Whether operands are quantized before; not if rows may be in no group."""
+        return params.op_of(eqn) == "dot_general"
+
     def round(self, array: Array) -> ProductOperand:
         """Returns an operand of a product, quantized."""
         return quantize_operand(array, self.options.forward_dtype)
@@ -123,13 +128,19 @@ class Float8Format(EightBits):
         """Returns the product, whose cotangent is quantized too."""
         del bound
         lhs, rhs, *others = operands
+        axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
+        if not self.rounds_before(product.eqn):
+            # Rows of no group have no part in the scale.
+            lhs, rhs = (
+                self.round(axes.mask_unread(array, side))
+                for side, array in enumerate((lhs, rhs))
+            )
         if product.weights[1]:
             lhs = separate(lhs, rhs)
         else:
             rhs = separate(rhs, lhs)
         forward, backward = self.options.forward_dtype, self.options.backward_dtype
         form = Scaled(forward, forward, backward)
-        axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
         return bilinear.bilinear(lhs, rhs, form, axes, sharding)
 
 
@@ -167,7 +178,8 @@ class Scaled:
     """A product of quantized operands, see ``ProductForm``.
 
     On a TPU the product reads the 8-bit numbers, and its result is multiplied with both
-    scales. Elsewhere it reads dequantized numbers in 16 bits. On a GPU with float8
+    scales. So it is elsewhere for groups, and for a batch with a scale for each. Any
+    other product reads dequantized numbers in 16 bits there. On a GPU with float8
     matrix units XLA compiles that to one float8 kernel.
 
     Attributes:
@@ -219,13 +231,15 @@ class Scaled:
         is_uniform = all(map(_is_scaled_as_one, operands, axes.contracted))
         # A GPU has no float8 kernel for groups of dequantized operands, nor for a batch
         # of them with a scale for each.
-        is_after = is_tpu or isinstance(axes, Groups)
-        if is_uniform and (is_after or any(each.parts[1].ndim for each in operands)):
+        scales_follow = is_tpu or isinstance(axes, Groups)
+        if is_uniform and (
+            scales_follow or any(each.parts[1].ndim for each in operands)
+        ):
             scaled = [*map(_scaled, operands, dtypes)]
             left, right = (each.numbers for each in scaled)
             # For a GPU a float32 result would be a pass of its own.
-            of_result = np.dtype("float32") if is_tpu else dtype
-            result = axes.product(left, right, precision, of_result, out_sharding)
+            result_dtype = np.dtype("float32") if is_tpu else dtype
+            result = axes.product(left, right, precision, result_dtype, out_sharding)
             for side, each in enumerate(scaled):
                 scale = each.scale.astype(result.dtype)
                 result = axes.times_rows(result, scale, side)

@@ -137,7 +137,7 @@ class ByRows:
         # A sum of this many products is at most the largest int32.
         limit = min(127, math.isqrt(np.iinfo(np.int32).max // max(n_terms, 1)))
         pairs = enumerate([(lhs, self.lhs), (rhs, self.rhs)])
-        (left, of_left), (right, of_right) = (
+        (left, left_scales), (right, right_scales) = (
             _quantized(
                 axes.mask_unread(each.array, side), axes.contracted[side], to, limit
             )
@@ -147,11 +147,11 @@ class ByRows:
         is_precise = self.is_backward and not is_integer and not is_tpu
         precision = lax.Precision.HIGHEST if is_precise else None
         # For a GPU a float32 result would be a pass of its own.
-        of_float8 = np.dtype("float32") if is_tpu else dtype
-        of_result = np.dtype("int32") if is_integer else of_float8
-        product = axes.product(left, right, precision, of_result, out_sharding)
-        result = axes.times_rows(product.astype(np.float32), of_left, 0)
-        return axes.times_rows(result, of_right, 1).astype(dtype)
+        float8_result = np.dtype("float32") if is_tpu else dtype
+        result_dtype = np.dtype("int32") if is_integer else float8_result
+        product = axes.product(left, right, precision, result_dtype, out_sharding)
+        result = axes.times_rows(product.astype(np.float32), left_scales, 0)
+        return axes.times_rows(result, right_scales, 1).astype(dtype)
 
 
 def _quantized(

@@ -172,8 +172,8 @@ class Groups(NamedTuple):
       dimensions: the contracted and the batch axes.
       rows: the axis of the left operand along which the groups lie.
       group: the axis of groups of the right operand; None if rows are contracted.
-      sizes: how many rows each group has: ``[groups]``, or with leading axes: batch
-        axes, and those free (or contracted) axes that are in front of the rows.
+      sizes: how many rows each group has: ``[groups]``; or, if groups differ from batch
+        to batch, ``[*before, groups]``, see ``axes_before_rows``.
     """
 
     dimensions: Dimensions
@@ -227,16 +227,16 @@ class Groups(NamedTuple):
         """
         if self.group is None:
             raise NotImplementedError(
-                "The gradient of the gradient of weights of groups is not implemented "
-                "in JAX: of a ragged_dot_general that contracts its rows."
+                "JAX has no reverse-mode derivative of a ragged_dot_general that "
+                "contracts its rows, which the gradient of the weights is."
             )
         left = self.dimensions.free(0, ranks[0])
         right = [i for i in self.dimensions.free(1, ranks[1]) if i != self.group]
-        new, axes = self.dimensions.transposed_with(side, left, right)
+        new, order = self.dimensions.transposed_with(side, left, right)
         rows = len(self.dimensions.batch[0]) + left.index(self.rows)
         if side == 0:
-            return Transposed(Groups(new, rows, self.group, self.sizes), axes)
-        return Transposed(Groups(new, rows, None, self.sizes), [self.group, *axes])
+            return Transposed(Groups(new, rows, self.group, self.sizes), order)
+        return Transposed(Groups(new, rows, None, self.sizes), [self.group, *order])
 
     def mapped(
         self,
@@ -340,13 +340,13 @@ class Transposed(NamedTuple):
     """The product that is the cotangent of an operand.
 
     Attributes:
-      dimensions: its axes; its left operand is the cotangent of the result, and its
-        right operand is the other operand.
-      axes: for each axis of the product, the axis of the operand.
+      axes: its axes; its left operand is the cotangent of the result, and its right
+        operand is the other operand.
+      order: the axis of the operand that each axis of the product is.
     """
 
-    dimensions: Dimensions | Groups
-    axes: Sequence[int]
+    axes: Dimensions | Groups
+    order: Sequence[int]
 
 
 def axes_of(eqn: Eqn, others: Sequence[Array] = ()) -> Dimensions | Groups:

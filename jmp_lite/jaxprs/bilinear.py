@@ -3,7 +3,7 @@
 It is for products of rounded operands. Its derivative with respect to an operand is the
 same kind of product, with the tangent in place of the operand. The transpose of that is
 the same kind of product with the cotangent. So all derivatives, of any order, consist
-of such products.
+of such products. (For groups, JAX has the first derivative, and forward mode over it.)
 
 An operand may be rounded before the product. Then the product saves the rounded numbers
 for the backward pass, and other products can read them too.
@@ -259,19 +259,20 @@ def _transpose(
 ) -> list[Tangent | None]:
     lhs, rhs, axes = _unpacked(arrays, params)
     form = params["form"]
+    given: Any = cotangent  # No zero, for which nothing is pulled.
 
     def pull(side: int, aval: Aval) -> Array:
         other = rhs if side == 0 else lhs
         ranks = [aval.ndim, other.array.ndim]
         product = axes.transposed(side, ranks if side == 0 else ranks[::-1])
         made = bilinear(
-            form.cotangent_operand(cotangent),
+            form.cotangent_operand(product.axes.mask_unread(given, 0)),
             other,
             form.transposed(side),
-            product.dimensions,
-            sharding.permuted_sharding(aval, product.axes),
+            product.axes,
+            sharding.permuted_sharding(aval, product.order),
         )
-        return lax.transpose(made, np.argsort(product.axes))
+        return lax.transpose(made, np.argsort(product.order))
 
     of_operands = cotangents_of_product(cotangent, arrays[:2], pull)
     return of_operands + [None] * (len(arrays) - 2)

@@ -16,7 +16,7 @@ PyTree: TypeAlias = Any
 Function: TypeAlias = Callable[..., Any]
 """A user's function, with an unknown signature."""
 Array: TypeAlias = jax.Array
-"""An array, also one of NumPy, a tracer, or a NumPy scalar."""
+"""An array, or a tracer of one."""
 Tangent: TypeAlias = jax.Array | Zero
 """A tangent or a cotangent: an array, or a zero of JAX that is not one."""
 Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]

@@ -48,7 +48,7 @@ class StochasticRoundingState(NamedTuple):
     inner_state: PyTree
 
     def rounded_parameters(self) -> set[Path] | None:
-        """Returns None: all parameters of 16 bits, which it does not know."""
+        """Returns None: it rounds all 16-bit parameters, and its state lists none."""
         return None
 
 

@@ -1,1 +1,1 @@
-"""Loss scales, gradients under a loss scale, and optimizers for low precision."""
+"""Loss scales, gradients under a loss scale, and the wrapper that skips steps."""

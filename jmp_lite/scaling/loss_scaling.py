@@ -1,4 +1,4 @@
-"""Loss scaling as optax transforms: the wrappers that skip non-finite steps."""
+"""The optax wrappers that decide whether a step is skipped, and keep the state then."""
 
 import functools
 from typing import Any

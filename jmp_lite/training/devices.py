@@ -21,7 +21,7 @@ def localize(tree: Tree, axis_name: AxisName | None) -> Tree:
     """
     if axis_name is None:
         return tree
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
 
     def local(x: Leaf) -> Leaf:
         return as_varying(x, names) if is_inexact(x) else x

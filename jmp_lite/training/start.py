@@ -61,7 +61,7 @@ _DIGIT_STATES = (MasterWeightsState, CompensatedState, StochasticRoundingState)
 def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> None:
     """Warns if 16-bit parameters would lose small updates."""
 
-    def remembers(node: PyTree) -> bool:
+    def holds_digits(node: PyTree) -> bool:
         return isinstance(node, _DIGIT_STATES)
 
     narrow = [
@@ -71,8 +71,8 @@ def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> 
         )
         if is_16_bit(leaf) and not is_frozen
     ]
-    nodes = jax.tree.leaves(opt_state, is_leaf=remembers)
-    if narrow and not any(map(remembers, nodes)):
+    nodes = jax.tree.leaves(opt_state, is_leaf=holds_digits)
+    if narrow and not any(map(holds_digits, nodes)):
         warnings.warn(
             f"Parameters have 16 bits ({narrow[0]}): an update below some thousandth "
             "of a parameter is lost. Keep them in float32, or wrap the optimizer in "

@@ -111,6 +111,7 @@ def pre_norm(h, w):
     return h + jnp.tanh(n @ w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("start", [lambda x: x, lambda x: x + 1, lambda x: x @ W])
 def test_any_part_of_a_stack_of_layers_may_be_in_a_call(wrap, start):

@@ -157,6 +157,7 @@ def test_a_gather_that_may_read_an_element_twice_is_left_alone(name):
     assert_same(fun, *args)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=4),

@@ -140,6 +140,7 @@ def test_a_product_is_that_of_its_rounded_rows(name):
     np.testing.assert_allclose(found, exact, atol=0.03, rtol=0.02)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(
     dims=st.sampled_from(
@@ -253,6 +254,7 @@ def test_a_row_of_zeros_divides_nothing_by_zero(name):
     np.testing.assert_array_equal(jitted(0 * X, W, V), 0)
 
 
+@pytest.mark.slow
 @BOTH
 def test_sums_of_many_terms_do_not_overflow(name):
     x, ones = jnp.ones((196_608, 16)), jnp.ones((16, 16))

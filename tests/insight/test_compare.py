@@ -244,6 +244,7 @@ def test_a_large_result_is_sampled():
 # ------------------------------------------------------------------------ transforms
 
 
+@pytest.mark.slow
 def test_compare_runs_under_jit_vmap_scan_and_shard_map():
     compared = jmp.compare(lambda x, w: jnp.tanh(x @ w))
     alone = [jax.jit(compared)(x[None], W).rows for x in X]

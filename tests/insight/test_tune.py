@@ -712,6 +712,7 @@ def test_what_is_autocast_already_is_refused_with_what_to_tune_instead():
     assert tune(inner.__wrapped__, (X,), 1e-4).report.kept
 
 
+@pytest.mark.slow
 def test_it_begins_with_the_ops_and_scopes_in_which_errors_grow():
     def model(weights, x):
         for i, w in enumerate(weights):

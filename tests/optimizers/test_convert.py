@@ -246,6 +246,7 @@ def test_every_form_goes_on_in_every_other_from_its_exact_values(before):
             assert_same_bits(params, jax.tree.map(lambda x: split(x)[0], exact[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", FORMS)
 def test_one_more_step_is_that_of_the_optimizer_alone_from_these_values(before):
     run_so_far, converted = converted_to_all(before)

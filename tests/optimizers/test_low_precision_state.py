@@ -159,6 +159,7 @@ def test_large_moments_are_stored_in_16_bits_and_agree_with_float32(name):
 # ---------------------------------------------------------------------------- by chance
 
 
+@pytest.mark.slow
 def test_an_average_that_would_stall_needs_a_key_and_moves_with_one():
     decay = 0.999
     stored = jnp.full(5000, 1.0)

@@ -1,4 +1,4 @@
-"""Looks rules up by path, once for each path of an interpretation."""
+"""Looks up the rules for a path, and searches each path once."""
 
 import functools
 import re
@@ -25,6 +25,10 @@ class RuleLookup:
     Attributes:
       rules: the rules.
       low_dtype: their compute dtype.
+      match: ``match(op, path)`` returns the rule that decides an op at a path.
+      scope: ``scope(path, op="")`` returns the mark or the scope rule, or None.
+      region: ``region(path)`` returns the path of the ``FULL_INSIDE`` scope, or None.
+      carry: ``carry(path)`` returns the rule for the carries of a loop, or None.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -86,12 +90,12 @@ class RuleLookup:
         return self._paths[id(jaxpr)][1]
 
 
-_Scopes: TypeAlias = Callable[..., RuleMatch | None]
-"""Returns the mark or the scope rule for a path, and for an op; see match_scope."""
+_MatchScope: TypeAlias = Callable[..., RuleMatch | None]
+"""Returns the mark or the scope rule for a path, and for an op: ``match_scope``."""
 
 
 def _match(
-    rules: Rules, named: Collection[str], scope: _Scopes, op: str, path: str
+    rules: Rules, named: Collection[str], scope: _MatchScope, op: str, path: str
 ) -> RuleMatch:
     """Returns the rule that decides an op at a path.
 
@@ -114,7 +118,7 @@ def _match(
     return of_table
 
 
-def _region(scope: _Scopes, path: str) -> str | None:
+def _region(scope: _MatchScope, path: str) -> str | None:
     """Returns the path of the ``FULL_INSIDE`` scope around a path, or None."""
     match = scope(path)
     if match is None or match.precision is not Precision.FULL_INSIDE:

@@ -1,1 +1,1 @@
-"""The rules: precisions, the op table, presets, and JSON."""
+"""The rules: precisions of ops and scopes, presets, and JSON."""

@@ -70,7 +70,7 @@ class Rules:
     Attributes:
       compute_dtype: the dtype of low ops, a ``np.dtype`` of 16 bits, or float32, which
         lowers nothing. ``"half"`` selects the dtype of the device at each call, see
-        ``on_this_device``.
+        ``half_dtype``.
       ops: pairs ``(op, Precision)``, sorted, for ops whose precision differs from the
         op table.
       default: the precision of ops that follow their operands according to the op

@@ -30,7 +30,7 @@ from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import PyTree
 from jmp_lite.ops import Precision
 
-Params = ParamSpec("Params")
+Args = ParamSpec("Args")
 
 
 def _to_stderr(line: str) -> None:
@@ -38,13 +38,13 @@ def _to_stderr(line: str) -> None:
 
 
 def tune(
-    fun: Callable[Params, PyTree],
+    fun: Callable[Args, PyTree],
     rules: Rules | str = "mixed",
     *,
     tolerance: float,
     compute_dtype: DTypeLike | None = None,
     progress: Callable[[str], None] = _to_stderr,
-) -> Callable[Params, Tuned]:
+) -> Callable[Args, Tuned]:
     """Returns a function that finds rules with the fewest float32 ops, on a sample.
 
     The function takes the arguments of ``fun``, the sample, and returns the rules whose
@@ -120,15 +120,15 @@ def tune(
     chosen, tolerated = choose_rules(rules, compute_dtype), _positive(tolerance)
 
     @functools.wraps(fun)
-    def tuned(*args: Params.args, **kwargs: Params.kwargs) -> Tuned:
+    def tuned(*args: Args.args, **kwargs: Args.kwargs) -> Tuned:
         sample = Sample(fun, args, kwargs)
         _check_not_autocast(sample)
-        return _found(Trials(sample, tolerated, progress), chosen())
+        return _run(Trials(sample, tolerated, progress), chosen())
 
     return tuned
 
 
-def _found(trials: Trials, start: Rules) -> Tuned:
+def _run(trials: Trials, start: Rules) -> Tuned:
     """Returns the result of a search from initial rules."""
     before = trials.error(start)
     base, kept, left_out = start, list[Rule](), list[Kept]()
