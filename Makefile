@@ -13,7 +13,7 @@ BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
-	@echo "make test     the tests and doctests, in about five minutes"
+	@echo "make test     the tests and doctests, in about ten minutes"
 	@echo "make test-benchmarks  the tests of the benchmarks"
 	@echo "make slow     the tests that take longer, notebooks among them"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
@@ -32,7 +32,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.test
-	@echo "All tests but the slow ones: about five minutes on two cores, less on more."
+	@echo "All tests but the slow ones: about ten minutes on two cores, less on more."
 	$(BIN)/python -m pytest -m "not (slow or targets or benchmarks)" -q \
 	  --numprocesses auto --dist loadscope $(ARGS)
 

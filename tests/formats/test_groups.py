@@ -206,6 +206,18 @@ def test_a_product_of_groups_can_be_mapped_twice(name):
             assert relative_error(found[i, j], expected) < 1e-5
 
 
+@FORMATS
+def test_cotangents_of_rows_of_no_group_are_not_read(name):
+    sizes = jnp.array([10, 30, 4])
+    low = autocast(product, name)
+    _, pull = jax.vjp(lambda x, w: low(x, w, sizes), X, W)
+    cotangent = jnp.ones((64, 48))
+    found = pull(cotangent.at[44:].set(jnp.nan))
+    expected = pull(cotangent.at[44:].set(0))
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_row_of_no_group_is_not_read(name, bad):
