@@ -218,7 +218,7 @@ def test_cotangents_of_rows_of_no_group_are_not_read(name):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@FORMATS
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_row_of_no_group_is_not_read(name, bad):
     sizes = jnp.array([10, 30, 4])
