@@ -20,6 +20,10 @@ from sphinx.util.typing import stringify_annotation
 import jmp_lite
 import jmp_lite.linen
 import jmp_lite.nnx
+import jmp_lite.numerics
+import jmp_lite.ops
+import jmp_lite.results
+import jmp_lite.states
 
 HERE = pathlib.Path(__file__).parent
 
@@ -92,7 +96,14 @@ def target_of(text, *, is_reference):
         return f"{PREFIXES[first]}.{rest}"
     if name in OF_JAX_TOO and not is_reference:
         return None
-    return f"jmp_lite.{name}" if first in jmp_lite.__all__ else None
+    homes = (module for module in _MODULES if first in module.__all__)
+    home = next(homes, None)
+    return f"{home.__name__}.{name}" if home else None
+
+
+_MODULES = (
+    *(jmp_lite, jmp_lite.results, jmp_lite.states, jmp_lite.numerics, jmp_lite.ops),
+)
 
 
 def link_names(app, doctree):

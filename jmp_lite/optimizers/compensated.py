@@ -56,7 +56,7 @@ class CompensatedState(NamedTuple):
     remainder: PyTree
     inner_state: PyTree
 
-    def rounded_parameters(self) -> set[Path] | None:
+    def _rounded_parameters(self) -> set[Path] | None:
         """Returns the key paths of the parameters that ``update`` rounds."""
         return {path for path, _ in jax.tree.leaves_with_path(self.remainder)}
 

@@ -54,7 +54,7 @@ class MasterWeightsState(NamedTuple):
     masters: Params
     inner_state: PyTree
 
-    def rounded_parameters(self) -> set[Path] | None:
+    def _rounded_parameters(self) -> set[Path] | None:
         """Returns the key paths of the parameters that ``update`` rounds."""
         return {path for path, _ in jax.tree.leaves_with_path(self.masters)}
 

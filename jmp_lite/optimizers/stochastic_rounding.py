@@ -47,7 +47,7 @@ class StochasticRoundingState(NamedTuple):
     key: Key
     inner_state: PyTree
 
-    def rounded_parameters(self) -> set[Path] | None:
+    def _rounded_parameters(self) -> set[Path] | None:
         """Returns None: it rounds all 16-bit parameters, and its state lists none."""
         return None
 

@@ -153,7 +153,7 @@ def kept_in_16_bits(state: PyTree) -> set[Path] | None:
 
     found: set[Path] = set()
     for node in filter(rounds, jax.tree.leaves(state, is_leaf=rounds)):
-        rounded = node.rounded_parameters()
+        rounded = node._rounded_parameters()  # pyright: ignore[reportPrivateUsage]
         if rounded is None:
             return None
         found |= rounded
@@ -164,6 +164,6 @@ def kept_in_16_bits(state: PyTree) -> set[Path] | None:
 class Rounding(Protocol):
     """The state of a wrapper that rounds parameters, and sees them in 16 bits."""
 
-    def rounded_parameters(self) -> set[Path] | None:
+    def _rounded_parameters(self) -> set[Path] | None:
         """Returns the key paths of the parameters that it rounds; None for all."""
         ...

@@ -207,7 +207,7 @@ def test_masters_in_16_bits_are_an_error():
         np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
 
 
-def test_masters_start_from_float32_or_from_rounded_parameters():
+def test_masters_start_from_float32_or_from__rounded_parameters():
     optimizer = jmp.master_weights(optax.sgd(0.1))
     w = jnp.float32([0.1, 1 / 3])
     np.testing.assert_array_equal(optimizer.init(w).masters, w)
