@@ -81,7 +81,7 @@ ALMOST = {
 
 
 @pytest.mark.parametrize("name", ALMOST)
-def test_what_rules_change_is_read_off_them_as_off_every_op(name):
+def test_rules_that_change_nothing_are_found_as_by_a_look_at_every_op(name):
     rules = ALMOST[name]
     assert is_identity(rules) == is_identity_by_every_op(rules)
     for op in ("dot_general", "exp"):
@@ -278,7 +278,7 @@ BAD_EDITS = {
 
 
 @pytest.mark.parametrize("name", BAD_EDITS)
-def test_a_bad_edit_names_what_came_and_what_is_accepted(name):
+def test_a_bad_edit_is_an_error_that_names_the_accepted_values(name):
     edit, fragment = BAD_EDITS[name]
     with pytest.raises(ValueError, match=fragment) as caught:
         edit(get_rules("mixed"))
@@ -315,7 +315,7 @@ RULES = st.builds(
 
 
 @hypothesis.given(RULES, st.sampled_from(["", "M/head"]))
-def test_what_any_rules_change_is_read_off_them_as_off_every_op(rules, path):
+def test_any_rules_that_change_nothing_are_found_as_by_a_look_at_every_op(rules, path):
     assert is_identity(rules) == is_identity_by_every_op(rules)
     expected = asks_for_low_by_every_op(rules, "dot_general", path)
     assert asks_for_low(rules, "dot_general", path) == expected

@@ -74,15 +74,15 @@ def errors_of(fun, rules, *args):
 
 def test_the_block_that_loses_digits_is_kept_and_no_other(found):
     assert kept(found) == [("scope", "^block_1$", jmp.ops.Precision.FULL_INSIDE)]
-    told = jmp.explain(blocks, found.rules)(X, WEIGHTS[:3])
-    assert told.dtype_of("block_1", "dot_general") == "float32"
-    assert told.share_low("dot_general") == pytest.approx(2 / 3)
-    assert told.unused == ()
+    explained = jmp.explain(blocks, found.rules)(X, WEIGHTS[:3])
+    assert explained.dtype_of("block_1", "dot_general") == "float32"
+    assert explained.share_low("dot_general") == pytest.approx(2 / 3)
+    assert explained.unused == ()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delicate", [0, 3])
-def test_it_is_found_wherever_it_stands(delicate):
+def test_the_delicate_block_is_kept_wherever_it_is(delicate):
     def fun(x, weights):
         return blocks(x, weights, delicate)
 
@@ -115,7 +115,7 @@ def test_a_scope_that_someone_forced_low_is_raised_over_their_rule():
 
 
 @pytest.mark.slow
-def test_what_vanishes_in_float16_is_kept_with_all_that_its_gradient_passes():
+def test_ops_whose_gradients_vanish_in_float16_are_kept_with_the_ops_after_them():
     def fun(x, ins, outs):
         for i, (w, v) in enumerate(zip(ins, outs, strict=True)):
             with jax.named_scope(f"block_{i}"):
@@ -133,9 +133,9 @@ def test_what_vanishes_in_float16_is_kept_with_all_that_its_gradient_passes():
     for one in found.report.kept:
         assert one.without.gradients == pytest.approx(1)
         assert one.without.worst in ("gradient of args[1][1]", "gradient of args[2][1]")
-    told = jmp.explain(fun, found.rules)(*args)
-    assert told.dtype_of("block_0", "dot_general") == "float16"
-    assert told.dtype_of("block_1", "dot_general") == "float32"
+    explained = jmp.explain(fun, found.rules)(*args)
+    assert explained.dtype_of("block_0", "dot_general") == "float16"
+    assert explained.dtype_of("block_1", "dot_general") == "float32"
 
 
 def test_a_gradient_that_vanishes_is_an_error_though_the_result_is_exact():
@@ -163,7 +163,7 @@ def test_layers_that_are_alike_are_named_by_one_pattern():
 
 
 @pytest.mark.parametrize("trips", [0, 3])
-def test_what_a_loop_holds_costs_as_often_as_it_runs(trips):
+def test_ops_in_a_loop_cost_once_for_each_trip(trips):
     def fun(x, w):
         return jax.lax.scan(lambda c, _: (c @ w, None), x, length=trips)[0]
 
@@ -266,7 +266,7 @@ def test_a_layer_with_outliers_stays_out_of_float8_and_no_other(found_8):
     assert jmp.explain(layers, found_8.rules)(*LAYERS).unused == ()
 
 
-def test_what_stays_out_of_float8_is_reported_with_its_error(found_8):
+def test_the_report_lists_products_in_16_bits_with_their_errors_in_float8(found_8):
     report = found_8.report
     assert kept(found_8) == [("scope", "^layer_1$", jmp.ops.Precision.LOW)]
     assert report.kept[0].without.largest > 0.3 >= report.error.largest
@@ -378,7 +378,7 @@ def test_from_rules_without_float8_the_rules_are_the_same_to_the_byte(found):
     assert {step.precision for step in found.report.steps} == {jmp.ops.Precision.LOW}
 
 
-def test_patterns_for_float8_match_what_they_are_for_and_nothing_else():
+def test_patterns_for_float8_match_the_given_scopes_and_no_others():
     names = [f"b_{i}/{name}" for i in range(4) for name in ("in", "out")]
     costs = dict.fromkeys(names, (1, 1))
     units = Units(
@@ -423,7 +423,7 @@ def test_keyword_arguments_of_the_function_are_part_of_the_sample():
 
 
 @pytest.mark.slow
-def test_it_finds_the_same_again():
+def test_a_second_search_finds_the_same_rules():
     first, again = (tune(blocks, (X, WEIGHTS[:3]), 0.005) for _ in range(2))
     assert first == again
     assert first.report == again.report
@@ -433,8 +433,8 @@ def test_the_report_prints_and_is_json(found):
     report = found.report
     lines = str(report).splitlines()
     assert lines[0].endswith("tolerance 0.05")
-    (told,) = (line.split() for line in lines if "^block_1$" in line)
-    assert told[:3] == ["scope", "^block_1$", "FULL_INSIDE"]
+    (shown,) = (line.split() for line in lines if "^block_1$" in line)
+    assert shown[:3] == ["scope", "^block_1$", "FULL_INSIDE"]
     steps = report.table().splitlines()
     assert len(steps) == 1 + len(report.steps)
     assert sum("too large" in line for line in steps) == sum(
@@ -447,7 +447,7 @@ def test_the_report_prints_and_is_json(found):
     assert set(data) == {field.name for field in dataclasses.fields(report)}
 
 
-def test_infinite_errors_are_told_in_json_too():
+def test_infinite_errors_are_written_in_json_too():
     def fun(x):
         return jnp.sum(jnp.square(x * 1e3))
 
@@ -488,7 +488,7 @@ def test_the_gradient_is_that_of_a_loss_that_comes_first():
     assert reports[0].error.largest <= 1e-4
 
 
-def test_what_float32_itself_does_not_know_is_not_judged():
+def test_results_that_float32_does_not_determine_are_not_judged():
     def fun(x, w, b):
         h = x @ w + b
         return jnp.sum(jnp.tanh(h - jnp.mean(h, 0)) ** 2)
@@ -533,7 +533,7 @@ def test_arguments_that_are_no_arrays_reach_the_function():
 
 
 @pytest.mark.slow
-def test_what_a_compiler_makes_of_the_rules_is_within_the_tolerance_too():
+def test_the_compiled_program_is_within_the_tolerance_too():
     def fun(x, ws):
         for i, w in enumerate(ws):
             with jax.named_scope(f"block_{i}"):
@@ -569,7 +569,7 @@ def test_of_two_ways_to_compile_each_error_is_the_larger_one(first, second, join
     assert first.joined(second) == second.joined(first) == joined
 
 
-def test_what_comes_beside_a_loss_need_not_be_differentiable():
+def test_results_after_a_loss_need_not_be_differentiable():
     def fun(w):
         y = X @ w
         steps = jax.lax.while_loop(lambda c: jnp.sum(c) < 10, lambda c: c + 1, y[0, 0])
@@ -578,7 +578,7 @@ def test_what_comes_beside_a_loss_need_not_be_differentiable():
     assert tune(fun, (WEIGHTS[0],), 0.1).report.not_judged == ()
 
 
-def test_whole_numbers_among_floats_stay_what_they_are():
+def test_whole_numbers_among_floats_are_not_perturbed():
     def fun(w, labels, mask):
         logits = X @ w
         chosen = jnp.take_along_axis(logits, labels.astype(jnp.int32)[:, None], -1)
@@ -589,7 +589,7 @@ def test_whole_numbers_among_floats_stay_what_they_are():
     assert "result" not in tune(fun, args, 0.1).report.not_judged
 
 
-def test_arrays_of_numpy_are_what_jax_makes_of_them():
+def test_arrays_of_numpy_are_measured_as_those_of_jax():
     def fun(x, w, b):
         h = x @ w + b
         return jnp.sum(jnp.tanh(h - jnp.mean(h, 0)) ** 2)
@@ -659,7 +659,9 @@ def test_a_tolerance_may_be_a_number_of_numpy():
         ((X,), 0.1, 3, TypeError, "name of a preset or a Rules, got int"),
     ],
 )
-def test_bad_input_is_refused(args, tolerance, rules, error, words):
+def test_bad_arguments_are_errors_that_say_what_was_expected(
+    args, tolerance, rules, error, words
+):
     with pytest.raises(error, match=words):
         tune(lambda x: x @ WEIGHTS[0], args, tolerance, rules)
 
@@ -673,7 +675,7 @@ def test_bad_input_is_refused(args, tolerance, rules, error, words):
         (lambda x: jax.lax.while_loop(_is_small, _grow, x), "everse-mode"),
     ],
 )
-def test_functions_with_nothing_to_measure_are_refused(fun, words):
+def test_functions_with_nothing_to_measure_are_an_error(fun, words):
     with pytest.raises(ValueError, match=words) as caught:
         tune(fun, (X,), 0.1)
     notes = " ".join(getattr(caught.value, "__notes__", ()))
@@ -688,12 +690,12 @@ def _grow(x):
     return x * 2
 
 
-def test_it_runs_on_the_host():
+def test_tune_under_jit_is_an_error():
     with pytest.raises(TypeError, match="Expected concrete arrays, got tracers"):
         jax.jit(lambda x: tune(lambda x: x @ x.T, (x,), 0.1) and x)(X)
 
 
-def test_a_tolerance_out_of_reach_says_why():
+def test_a_tolerance_out_of_reach_is_an_error_that_lists_causes():
     @jmp.low_precision
     def fun(x):
         return x @ WEIGHTS[0]
@@ -703,7 +705,7 @@ def test_a_tolerance_out_of_reach_says_why():
     assert "1e-04" in str(caught.value) or "0.0001" in str(caught.value)
 
 
-def test_what_is_autocast_already_is_refused_with_what_to_tune_instead():
+def test_an_autocast_function_is_an_error_that_names_the_function_to_tune():
     """Its float32 would be in 16 bits, and every rule within any tolerance."""
     inner = jmp.autocast(lambda x: x @ WEIGHTS[0])
     for fun in (inner, lambda x: jnp.tanh(inner(x))):
@@ -713,7 +715,7 @@ def test_what_is_autocast_already_is_refused_with_what_to_tune_instead():
 
 
 @pytest.mark.slow
-def test_it_begins_with_the_ops_and_scopes_in_which_errors_grow():
+def test_the_search_begins_with_the_ops_and_scopes_in_which_errors_grow():
     def model(weights, x):
         for i, w in enumerate(weights):
             with jax.named_scope(f"layer_{i}"):

@@ -207,7 +207,7 @@ FAULTS = (
         "return follow or not _BY_TABLE[precision] <= named",
         "return not _BY_TABLE[precision] <= named",
         "the default is no part of whether rules change anything",
-        "autocasting/test_rules.py::test_what_rules_change_is_read_off_them_as_off_every_op",
+        "autocasting/test_rules.py::test_rules_that_change_nothing_are_found_as_by_a_look_at_every_op",
     ),
     Fault(
         "autocasting/rules/rules.py",
@@ -215,7 +215,7 @@ FAULTS = (
         "return not named_full & LOWERABLE and (not _leaves_ops(rules, Precision.FULL))",
         "return not named_full and (not _leaves_ops(rules, Precision.FULL))",
         "rules that keep a solver in float32 do not ask for 16 bits",
-        "autocasting/test_rules.py::test_what_rules_change_is_read_off_them_as_off_every_op",
+        "autocasting/test_rules.py::test_rules_that_change_nothing_are_found_as_by_a_look_at_every_op",
     ),
     Fault(
         "autocasting/rules/serialization.py",
@@ -1215,7 +1215,7 @@ FAULTS = (
         "if kept.issuperset(self.matched(pattern)):",
         "if True:",
         "a pattern of tune's keeps more than was measured",
-        "insight/test_tune.py::test_patterns_for_float8_match_what_they_are_for_and_nothing_else",
+        "insight/test_tune.py::test_patterns_for_float8_match_the_given_scopes_and_no_others",
     ),
     Fault(
         "insight/tune/measure.py",
@@ -1223,7 +1223,7 @@ FAULTS = (
         "is_whole = array == jnp.round(array)",
         "is_whole = jnp.zeros_like(array, bool)",
         "tune changes whole numbers in their last bit",
-        "insight/test_tune.py::test_whole_numbers_among_floats_stay_what_they_are",
+        "insight/test_tune.py::test_whole_numbers_among_floats_are_not_perturbed",
     ),
     Fault(
         "insight/watch/watcher.py",
