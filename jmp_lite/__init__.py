@@ -46,11 +46,11 @@ from jmp_lite.optimizers.stochastic_rounding import (
 from jmp_lite.optimizers.updates import apply_updates
 from jmp_lite.scaling.check import LossScaleError, check_loss_scale
 from jmp_lite.scaling.dynamic import DynamicLossScale, default_loss_scale
+from jmp_lite.scaling.find_state import get_loss_scale, set_loss_scale
 from jmp_lite.scaling.finite import all_finite, select_tree
-from jmp_lite.scaling.gradients import grad, value_and_grad
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_lite.scaling.loss_scaling import loss_scaling, skip_nonfinite
-from jmp_lite.scaling.state import get_loss_scale, set_loss_scale
+from jmp_lite.scaling.skipping import loss_scaling, skip_nonfinite
+from jmp_lite.scaling.value_and_grad import grad, value_and_grad
 from jmp_lite.training.step import build_train_step
 
 __version__ = "0.1.0"

@@ -16,8 +16,8 @@ from jmp_lite.optimizers.low_precision_state import LowPrecisionState
 from jmp_lite.optimizers.master_weights import MasterWeightsState
 from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_lite.scaling.dynamic import DynamicLossScale
+from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
-from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.training.state import TrainingState
 
 Static = TypeVar("Static")

@@ -14,10 +14,10 @@ from jmp_lite.casting.dtypes import is_array, is_inexact
 from jmp_lite.casting.types import Array, Dtype, Leaf, Path, PyTree, Tree
 from jmp_lite.flax.nnx_autocast import Args, Result
 from jmp_lite.flax.nnx_scopes import check_model, is_mutable
-from jmp_lite.scaling import gradients
+from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.finite import select_tree
 from jmp_lite.scaling.loss_scale import LossScale
-from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.value_and_grad import build_value_and_grad, check_argnums
 
 
 def value_and_grad(
@@ -68,11 +68,9 @@ def value_and_grad(
       >>> grads.bias[...]
       Array([8.], dtype=float32)
     """
-    gradients.check_argnums(argnums)
+    check_argnums(argnums)
     transform = functools.partial(nnx.value_and_grad, argnums=argnums)
-    found = gradients.build_value_and_grad(
-        transform, fun, loss_scale, has_aux, grad_dtype
-    )
+    found = build_value_and_grad(transform, fun, loss_scale, has_aux, grad_dtype)
     # Flax reads its mode at the transformation of a function, not at its call.
     is_graph = nnx.set_graph_mode.current_value()
     if is_graph and nnx.set_graph_updates.current_value():

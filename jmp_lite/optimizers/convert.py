@@ -53,7 +53,7 @@ from jmp_lite.optimizers.master_weights import (
 from jmp_lite.optimizers.parameters import check_16_bit_as_before, is_left_out
 from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
-from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.wrapping import strongly_typed, with_extra_args
 
 

@@ -8,9 +8,13 @@ import optax
 
 from jmp_lite.casting.types import PyTree, Scalar
 from jmp_lite.scaling.dynamic import DynamicLossScale
+from jmp_lite.scaling.find_state import (
+    LossScalingState,
+    find_states,
+    loss_scaling_states,
+)
 from jmp_lite.scaling.finite import all_finite
 from jmp_lite.scaling.loss_scale import NoOpLossScale
-from jmp_lite.scaling.state import LossScalingState, find_states, loss_scaling_states
 
 
 class LossScaleError(ValueError):

@@ -11,7 +11,7 @@ from jmp_lite.casting.types import LossFn, OptimizerExtraArgs, Params
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.types import Eqn, PyTree
-from jmp_lite.scaling.gradients import filled_in
+from jmp_lite.scaling.value_and_grad import filled_in
 from jmp_lite.training.loss_at import WithAux
 
 

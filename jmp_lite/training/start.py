@@ -14,8 +14,8 @@ from jmp_lite.optimizers.compensated import CompensatedState
 from jmp_lite.optimizers.master_weights import MasterWeightsState
 from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_lite.scaling.dynamic import default_loss_scale
+from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale
-from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.training.frozen import find_frozen
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jmp_lite.casting.dtypes import is_array
 from jmp_lite.casting.types import Array, Key, Leaf, PyTree, Tree
-from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.wrapping import strongly_typed
 
 

@@ -28,16 +28,16 @@ from jmp_lite.casting.types import (
 )
 from jmp_lite.optimizers.parameters import check_key
 from jmp_lite.optimizers.updates import apply_updates
+from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.finite import all_finite, select_tree
-from jmp_lite.scaling.gradients import (
+from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
+from jmp_lite.scaling.skipping import loss_scaling, update_if
+from jmp_lite.scaling.value_and_grad import (
     filled_in,
     parse_grad_dtype,
     rounded_gradients,
     value_and_grad,
 )
-from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
-from jmp_lite.scaling.loss_scaling import loss_scaling, update_if
-from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.scaling.wrapping import with_extra_args
 from jmp_lite.training.accumulation import accumulated_gradients
 from jmp_lite.training.checks import (

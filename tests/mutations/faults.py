@@ -1282,7 +1282,7 @@ FAULTS = (
         "training/test_step.py::test_gradients_in_bfloat16_are_averages_in_float32_that_are_rounded_once",
     ),
     Fault(
-        "scaling/gradients.py",
+        "scaling/value_and_grad.py",
         "parse_grad_dtype",
         "if parsed == jnp.float16:",
         "if False:",
@@ -1290,7 +1290,7 @@ FAULTS = (
         "scaling/test_gradients.py::test_gradients_in_other_dtypes_are_an_error",
     ),
     Fault(
-        "scaling/gradients.py",
+        "scaling/value_and_grad.py",
         "rounded_gradients.rounded",
         "return leaf if is_wide else leaf.astype(dtype)",
         "return leaf.astype(dtype)",
@@ -1298,7 +1298,7 @@ FAULTS = (
         "scaling/test_gradients.py::test_gradients_in_bfloat16_are_those_of_float32_rounded_once",
     ),
     Fault(
-        "scaling/gradients.py",
+        "scaling/value_and_grad.py",
         "build_value_and_grad.value_and_grad_fun",
         "grads = rounded_gradients(loss_scale.unscale(scaled_grads), dtype)",
         "grads = loss_scale.unscale(rounded_gradients(scaled_grads, dtype))",
@@ -1347,7 +1347,7 @@ FAULTS = (
         "insight/test_compare.py::test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32",
     ),
     Fault(
-        "scaling/loss_scaling.py",
+        "scaling/skipping.py",
         "loss_scaling.init",
         "if not isinstance(start, NoOpLossScale):",
         "if False:",
@@ -1517,7 +1517,7 @@ FAULTS = (
         "scaling/test_loss_scale.py::test_all_finite_agrees_over_a_mapped_axis",
     ),
     Fault(
-        "scaling/gradients.py",
+        "scaling/value_and_grad.py",
         "build_value_and_grad.value_and_grad_fun",
         "(_, (value, aux)), scaled_grads = scaled_value_and_grad(*args, **kwargs)",
         "(value, (_, aux)), scaled_grads = scaled_value_and_grad(*args, **kwargs)",
@@ -1525,7 +1525,7 @@ FAULTS = (
         "scaling/test_gradients.py::test_value_and_gradients_are_those_of_the_plain_function",
     ),
     Fault(
-        "scaling/gradients.py",
+        "scaling/value_and_grad.py",
         "build_value_and_grad.value_and_grad_fun",
         "grads = rounded_gradients(loss_scale.unscale(scaled_grads), dtype)",
         "grads = loss_scale.unscale(loss_scale.unscale(scaled_grads))",
@@ -1533,7 +1533,7 @@ FAULTS = (
         "scaling/test_gradients.py::test_value_and_gradients_are_those_of_the_plain_function",
     ),
     Fault(
-        "scaling/loss_scaling.py",
+        "scaling/skipping.py",
         "_finite_or_ones.replace",
         "return jnp.where(grads_finite, leaf, jnp.ones_like(leaf))",
         "return jnp.where(grads_finite, leaf, jnp.zeros_like(leaf))",
@@ -1541,7 +1541,7 @@ FAULTS = (
         "scaling/test_every_optimizer.py::test_under_debug_nans_only_what_the_bare_optimizer_raises_is_raised",
     ),
     Fault(
-        "scaling/loss_scaling.py",
+        "scaling/skipping.py",
         "update_if",
         ", inner_state=select_tree(is_kept, new_inner_state, inner_state)))",
         ", inner_state=new_inner_state))",
@@ -1549,7 +1549,7 @@ FAULTS = (
         "scaling/test_loss_scaling.py::test_around_a_composition_a_skipped_step_changes_nothing",
     ),
     Fault(
-        "scaling/loss_scaling.py",
+        "scaling/skipping.py",
         "_state_after_step",
         "consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)",
         "consecutive_skipped = state.consecutive_skipped + jnp.where(grads_finite, 0, 1)",
@@ -1557,7 +1557,7 @@ FAULTS = (
         "scaling/test_loss_scaling.py::test_around_lookahead_loss_scaling_accepts_its_pairs_of_parameters",
     ),
     Fault(
-        "scaling/loss_scaling.py",
+        "scaling/skipping.py",
         "loss_scaling.update",
         "grads_finite = all_finite(updates, axis_name)",
         "grads_finite = all_finite(updates)",
@@ -1581,7 +1581,7 @@ FAULTS = (
         "scaling/test_loss_scaling.py::test_a_multi_steps_object_gets_the_extra_arguments",
     ),
     Fault(
-        "scaling/loss_scaling.py",
+        "scaling/skipping.py",
         "loss_scaling.init",
         "    start = DynamicLossScale() if loss_scale is None else loss_scale",
         "    start = DynamicLossScale() if loss_scale is None else loss_scale\n"
@@ -2246,7 +2246,7 @@ FAULTS = (
         "scaling/test_loss_scale.py::test_numbers_out_of_range_are_an_error_that_names_the_field",
     ),
     Fault(
-        "scaling/loss_scaling.py",
+        "scaling/skipping.py",
         "update_if",
         "if called:",
         "if False:",
@@ -2254,7 +2254,7 @@ FAULTS = (
         "training/test_step.py::test_optimizers_that_ask_for_more_than_gradients_get_it",
     ),
     Fault(
-        "scaling/state.py",
+        "scaling/find_state.py",
         "_stacked",
         "return leaf if is_stacked else jnp.broadcast_to(leaf, stack + leaf.shape)",
         "return leaf",
@@ -2839,7 +2839,7 @@ FAULTS = (
         "optimizers/test_convert.py::test_every_wrapper_names_the_state_that_came_and_how_to_convert_it",
     ),
     Fault(
-        "scaling/loss_scaling.py",
+        "scaling/skipping.py",
         "loss_scaling.update",
         "def update(updates: Updates, state: PyTree, params: Params | None=None, **extra_args: Any) -> tuple[Updates, PyTree]:\n"
         "    check_state(state, LossScalingState, 'loss_scaling')",
