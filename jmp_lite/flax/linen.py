@@ -32,7 +32,6 @@ Module = TypeVar("Module", bound=nn.Module)
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 Scale = TypeVar("Scale", NoOpLossScale, StaticLossScale, DynamicLossScale)
-
 Method: TypeAlias = Callable[..., Any] | str | None
 """A method of a module, or its name; None for ``__call__``."""
 

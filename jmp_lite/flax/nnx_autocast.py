@@ -24,8 +24,6 @@ from jmp_lite.insight.explain.explanation import explain as core_explain
 from jmp_lite.jaxprs.types import Function, PyTree
 
 Result = TypeVar("Result")
-
-
 Args = ParamSpec("Args")
 
 

@@ -10,8 +10,6 @@ from flax import nnx
 from jmp_lite.casting.types import Leaf, Path, PyTree
 
 Model = TypeVar("Model", bound=nnx.Module)
-
-
 _SCOPE_ATTRIBUTE = "_jmp_lite_scope"
 
 

@@ -168,6 +168,11 @@ class Groups(NamedTuple):
     product of another kind: it contracts the rows of each group separately, and the
     groups are the first axis of its result.
 
+    For example, sizes ``[1, 0, 2]`` of rows ``x`` (``[4, k]``) and weights ``w``
+    (``[3, k, n]``) give ``[x[0] @ w[0], x[1] @ w[2], x[2] @ w[2], 0]``: the last row is
+    in no group. With the cotangent ``c`` (``[4, n]``), that of the weights is
+    ``[x[:1].T @ c[:1], 0, x[1:3].T @ c[1:3]]``.
+
     Attributes:
       dimensions: the contracted and the batch axes.
       rows: the axis of the left operand along which the groups lie.

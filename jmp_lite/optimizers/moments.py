@@ -42,7 +42,6 @@ _AVERAGE, _SQUARES, _GROWING, _EXACT = (
     Moment.EXACT,
 )
 
-
 MOMENTS: Mapping[str, Mapping[str, Moment]] = {
     # Momentum.
     "EmaState": {"ema": _AVERAGE},

@@ -127,9 +127,5 @@ def _clip(x: AnyArray, grid: Grid) -> Array:
 # Bits of float32 numbers: the sign, an infinity, the largest number that does not round
 # to an infinity in bfloat16, and half a unit in bfloat16's last place.
 _SIGN, _INFINITY = np.uint32(1 << 31), np.uint32(0x7F80 << 16)
-
-
 _LARGEST, _HALF = np.uint32(0x7F7F7FFF), np.uint32(1 << 15)
-
-
 _QUIET = np.uint32(0x40)  # A bit of a bfloat16 NaN, so that some bit is set.

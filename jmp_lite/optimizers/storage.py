@@ -35,8 +35,6 @@ SQUARES = np.dtype("uint8")
 
 
 _LARGEST_SQUARE = np.float32(2.0**126)
-
-
 _SHORTEST_ROW = 128
 """The scale of a shorter row would take more than 3 % of the row's memory."""
 
@@ -121,13 +119,8 @@ def _grid_of(dtype: Dtype) -> Grid:
 # A code has the bits of the float32 number from its exponent to the third bit of its
 # mantissa, minus the code of the number that represents zero.
 _MANTISSA_BITS, _LEAST_EXPONENT = 3, -31
-
-
 _SHIFT = np.uint32(jnp.finfo(jnp.float32).nmant - _MANTISSA_BITS)
-
-
 _ZERO = np.float32(2.0**_LEAST_EXPONENT).view(np.uint32) >> _SHIFT
-
 
 _SQUARE = Grid(
     _MANTISSA_BITS,

@@ -233,10 +233,7 @@ class DynamicLossScale(LossScale):
 
 
 _FLOAT32 = np.finfo(np.float32)
-
-
 _DYNAMIC_LEAVES = ("loss_scale", "counter", "overflows")
-
 
 _DYNAMIC_STATIC = tuple(
     field.name

@@ -104,7 +104,6 @@ class Readers(enum.IntFlag):
 
 
 _LOW_READERS = Readers.OTHER | Readers.LOW_PHASE
-
 _DIGIT_READERS = Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE
 
 

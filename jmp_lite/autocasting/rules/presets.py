@@ -97,12 +97,10 @@ def _on_this_device(rules: Rules) -> Rules:
 
 
 _MIXED = Rules(scopes=(NORM_LAYERS,))
-
 _O0 = Rules(default=Precision.KEEP).keep(*ops_of(Precision.LOW, Precision.FULL))
 
 # By name: with the default alone, values that only float32 ops read stay in float32.
 _O3 = Rules(default=Precision.LOW).low(*LOWERABLE - ops_of(Precision.LOW))
-
 _MATMULS = ("dot_general", "ragged_dot_general")
 
 PRESETS: Mapping[str, Rules] = MappingProxyType(

@@ -41,16 +41,13 @@ from jmp_lite.ops import (
 
 Item = TypeVar("Item")
 
-
 _BY_TABLE = {
     precision: ops_of(precision) & LOWERABLE
     for precision in (Precision.LOW, Precision.FULL, Precision.FOLLOW)
 }
 
 Scope = tuple[str, AnyPrecision]
-
 Carry = tuple[str, str]
-
 PASSES = ("labels", "rematerialize", "scan_weight_gradients", "upcasts")
 
 NORM_LAYERS: Scope = (
@@ -58,7 +55,6 @@ NORM_LAYERS: Scope = (
     r"(?i)(layer|rms|group|batch|instance)_?norm(s|alization)?(?![a-z])",
     Precision.FULL_INSIDE,
 )
-
 
 _FLOAT8 = Float8()
 

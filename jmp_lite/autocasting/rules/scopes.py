@@ -13,11 +13,8 @@ from jmp_lite.autocasting.rules.match import (
 from jmp_lite.ops import Precision
 
 AUTOCAST_SCOPE = "__autocast__"
-
 FULL_SCOPE = "__full_precision__"
-
 LOW_SCOPE = "__low_precision__"
-
 AS_WRITTEN_SCOPE = "__low_call__"
 
 _MARKS: Mapping[str, Precision] = MappingProxyType(
