@@ -50,6 +50,10 @@ def split(master: AnyArray) -> tuple[Array, Array]:
     from -2**15 to 2**15 - 1, in units of the last place of float32. After a tie to
     even, both ends would mean the same 16 bits.
 
+    For example, 1 + 2**-9 is 0x3F804000. The upper half is 0x3F80, which is 1 in
+    bfloat16, and the remainder is 0x4000. 1 + 2**-8 is 0x3F808000, a tie: it is rounded
+    up to 0x3F81, and the remainder is -0x8000, half a unit below.
+
     Args:
       master: float32 numbers. A finite one that would round to infinity counts as the
         largest one that does not, about 3.396e38. A NaN may lose its payload.
