@@ -690,6 +690,12 @@ def _grow(x):
     return x * 2
 
 
+def test_arguments_in_place_of_rules_are_an_error_of_one_line():
+    with pytest.raises(TypeError, match="name of a preset or a Rules, got tuple") as e:
+        jmp.tune(lambda x: x @ x.T, (X, *WEIGHTS), tolerance=0.1)
+    assert len(str(e.value)) < 160
+
+
 def test_tune_under_jit_is_an_error():
     with pytest.raises(TypeError, match="Expected concrete arrays, got tracers"):
         jax.jit(lambda x: tune(lambda x: x @ x.T, (x,), 0.1) and x)(X)

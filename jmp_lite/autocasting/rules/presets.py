@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import textwrap
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -82,7 +83,7 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
             hint = " Pass a dtype as compute_dtype=..."
         raise TypeError(
             "Expected the name of a preset or a Rules, got "
-            f"{type(chosen).__name__}: {chosen!r}.{hint}"
+            f"{type(chosen).__name__}: {textwrap.shorten(repr(chosen), 80)}.{hint}"
         )
     if compute_dtype is not None:
         chosen = dataclasses.replace(chosen, compute_dtype=compute_dtype)
