@@ -11,14 +11,9 @@ from typing import TypeVar
 
 from jax import export
 
-from jmp_lite.optimizers.compensated import CompensatedState
-from jmp_lite.optimizers.low_precision_state import LowPrecisionState
-from jmp_lite.optimizers.master_weights import MasterWeightsState
-from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
+from jmp_lite import states
 from jmp_lite.scaling.dynamic import DynamicLossScale
-from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
-from jmp_lite.training.state import TrainingState
 
 Static = TypeVar("Static")
 """The auxiliary data of a loss scale."""
@@ -44,15 +39,8 @@ def _register_scale(
     )
 
 
-for _state in (
-    CompensatedState,
-    LossScalingState,
-    LowPrecisionState,
-    MasterWeightsState,
-    StochasticRoundingState,
-    TrainingState,
-):
-    _register_state(_state)
+for _name in states.__all__:
+    _register_state(getattr(states, _name))
 
 _register_scale(DynamicLossScale, list, tuple)
 # The auxiliary data of these is the loss scale itself.

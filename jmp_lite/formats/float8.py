@@ -178,9 +178,9 @@ class Scaled:
     """A product of quantized operands, see ``ProductForm``.
 
     On a TPU the product reads the 8-bit numbers, and its result is multiplied with both
-    scales. So it is elsewhere for groups, and for a batch with a scale for each. Any
-    other product reads dequantized numbers in 16 bits there. On a GPU with float8
-    matrix units XLA compiles that to one float8 kernel.
+    scales. On other devices this is the form of groups, and of a batch with a scale for
+    each of its products. All other products read dequantized numbers in 16 bits there.
+    On a GPU with float8 matrix units XLA compiles that to one float8 kernel.
 
     Attributes:
       lhs: the dtype of the left operand.

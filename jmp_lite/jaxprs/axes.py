@@ -34,11 +34,6 @@ class Dimensions(NamedTuple):
         """The dimension numbers of ``dot_general``."""
         return tuple(self)
 
-    @property
-    def sizes(self) -> None:
-        """None: the rows are in no groups."""
-        return None
-
     def free(self, side: int, rank: int) -> list[int]:
         """Returns the axes of one operand that are neither contracted nor batch axes.
 

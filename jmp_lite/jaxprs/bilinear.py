@@ -259,7 +259,7 @@ def _transpose(
 ) -> list[Tangent | None]:
     lhs, rhs, axes = _unpacked(arrays, params)
     form = params["form"]
-    given: Any = cotangent  # No zero, for which nothing is pulled.
+    given: Any = cotangent  # ``pull`` is not called for a zero.
 
     def pull(side: int, aval: Aval) -> Array:
         other = rhs if side == 0 else lhs
@@ -282,15 +282,15 @@ def _map(
     arrays: Sequence[Array], mapped: Sequence[int | None], **params: Any
 ) -> tuple[Array, int]:
     lhs, rhs, axes = _unpacked(arrays, params)
-    of_lhs, of_rhs, of_axes = _unpacked(mapped, params)
+    of_lhs, of_rhs, _ = _unpacked(mapped, params)
     length = next(
         array.shape[axis]
         for array, axis in zip(arrays, mapped, strict=True)
         if axis is not None
     )
     sizes, are_contracted = None, False
-    if isinstance(axes, Groups) and (at_sizes := of_axes.sizes) is not None:
-        sizes = batching.bdim_at_front(axes.sizes, at_sizes, length)
+    if isinstance(axes, Groups) and mapped[2] is not None:
+        sizes = batching.bdim_at_front(axes.sizes, mapped[2], length)
         are_contracted = axes.group is None
     # Rows have the axis if the sizes of their groups have it.
     lhs, is_left = _move_axis_first(lhs, of_lhs, length, sizes is not None)

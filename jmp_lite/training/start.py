@@ -10,11 +10,9 @@ import numpy as np
 from jmp_lite.autocasting.rules.rules import Rules, is_identity
 from jmp_lite.casting.dtypes import is_16_bit
 from jmp_lite.casting.types import OptimizerExtraArgs, Params, PyTree
-from jmp_lite.optimizers.compensated import CompensatedState
-from jmp_lite.optimizers.master_weights import MasterWeightsState
-from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_lite.scaling.dynamic import default_loss_scale
 from jmp_lite.scaling.find_state import LossScalingState
+from jmp_lite.scaling.inner_update import Rounding
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale
 from jmp_lite.training.frozen import find_frozen
 
@@ -55,14 +53,11 @@ def init_optimizer(
     return opt_state
 
 
-_DIGIT_STATES = (MasterWeightsState, CompensatedState, StochasticRoundingState)
-
-
 def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> None:
     """Warns if 16-bit parameters would lose small updates."""
 
-    def holds_digits(node: PyTree) -> bool:
-        return isinstance(node, _DIGIT_STATES)
+    def rounds(node: PyTree) -> bool:
+        return isinstance(node, Rounding)
 
     narrow = [
         f"{leaf.dtype} at params{jax.tree_util.keystr(path)}"
@@ -71,8 +66,8 @@ def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> 
         )
         if is_16_bit(leaf) and not is_frozen
     ]
-    nodes = jax.tree.leaves(opt_state, is_leaf=holds_digits)
-    if narrow and not any(map(holds_digits, nodes)):
+    nodes = jax.tree.leaves(opt_state, is_leaf=rounds)
+    if narrow and not any(map(rounds, nodes)):
         warnings.warn(
             f"Parameters have 16 bits ({narrow[0]}): an update below some thousandth "
             "of a parameter is lost. Keep them in float32, or wrap the optimizer in "
