@@ -8,12 +8,13 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+Tree = TypeVar("Tree")
 
 _CAPTURED = (
     "The function changes an nnx module that is not one of its arguments. Wrap the "
@@ -34,6 +35,20 @@ def is_module(x: object) -> bool:
     """Whether an object is an nnx object: a module, an optimizer, or ``nnx.Rngs``."""
     kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
     return kind is not None and isinstance(x, kind)
+
+
+def flax_class(x: object) -> str | None:
+    """Returns which of Flax's APIs an object is a class or a module of, or None.
+
+    A module of nnx is a function, and one of linen is none: it has no variables.
+    """
+    kind = x if isinstance(x, type) else type(x)
+    is_class = kind is x
+    for api, base, refused in (("linen", "Module", True), ("nnx", "Pytree", is_class)):
+        known = getattr(sys.modules.get(f"flax.{api}"), base, None)
+        if refused and known is not None and issubclass(kind, known):
+            return api
+    return None
 
 
 def refuse_modules(found: Iterable[object], place: str, instead: str) -> None:
@@ -115,6 +130,22 @@ def write_changes(
     for variable, new in zip(_variables_in((args, kwargs)), changes, strict=True):
         if new is not None:
             variable.update_from_state(new)
+
+
+def values_in(tree: Tree) -> Tree:
+    """Returns a pytree with the present value of each nnx variable in its place."""
+    kind = getattr(sys.modules.get("flax.nnx"), "Variable", ())
+
+    def value(node: Any) -> Any:
+        return node.get_value() if isinstance(node, kind) else node
+
+    return jax.tree.map(value, tree, is_leaf=lambda node: isinstance(node, kind))
+
+
+def stored_like(value: Any, like: Any) -> Any:
+    """Returns a value in a variable of nnx, if another value is in one."""
+    kind = getattr(sys.modules.get("flax.nnx"), "Variable", ())
+    return type(like)(value) if isinstance(like, kind) else value
 
 
 def _variables_in(tree: object) -> list[Variable]:

@@ -6,7 +6,7 @@ traversed as graphs, in Flax's tree mode too, because parts of a model may share
 variables.
 """
 
-from jmp_lite.flax.nnx_autocast import autocast, explain
+from jmp_lite.flax.nnx_autocast import autocast
 from jmp_lite.flax.nnx_casts import (
     ModelDtypes,
     ModuleDtypes,
@@ -15,6 +15,7 @@ from jmp_lite.flax.nnx_casts import (
     to_float,
 )
 from jmp_lite.flax.nnx_gradients import restore_if_skipped, value_and_grad
+from jmp_lite.flax.nnx_insight import compare, explain, tune, watch
 from jmp_lite.flax.nnx_scopes import scoped
 
 __all__ = [
@@ -22,10 +23,13 @@ __all__ = [
     "ModuleDtypes",
     "autocast",
     "cast",
+    "compare",
     "dtype_summary",
     "explain",
     "restore_if_skipped",
     "scoped",
     "to_float",
+    "tune",
     "value_and_grad",
+    "watch",
 ]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import mostly_slow
 from optax import contrib
 
 
@@ -131,13 +132,19 @@ OPTIMIZERS = {
     "contrib.sophia": Case(lambda: contrib.sophia(1e-2), hessian_function),
 }
 
-# Its line search is compiled for seconds, that of all others together for a minute.
-SLOW = frozenset(["lbfgs"])
+# Each kind of state and of extra argument, but the line search of lbfgs: it is compiled
+# for as long as all of these.
+QUICK = (
+    *("adam", "adamw, schedule", "adam, bfloat16 mu", "adafactor", "lion", "sgd"),
+    *("rprop", "noisy_sgd", "polyak_sgd", "contrib.muon", "contrib.prodigy"),
+    *("contrib.sam", "contrib.schedule_free_adamw", "contrib.sophia"),
+)
+MARKED = {p.id: p for p in mostly_slow(OPTIMIZERS, QUICK)}
 
 
 def param(name, *values):
-    """Returns the parameters of a test of one optimizer, marked if it is slow."""
-    marks = [pytest.mark.slow] if name in SLOW else []
+    """Returns the parameters of a test of one optimizer: slow if the table's is."""
+    marks = MARKED[name].marks if name in MARKED else ()
     return pytest.param(name, *values, marks=marks, id="-".join([name, *values]))
 
 

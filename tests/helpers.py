@@ -1,10 +1,12 @@
 """What several test files use: dtypes read from jaxprs, and results compared."""
 
 import collections
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.interpreters import partial_eval
 
 DTYPES = ["bfloat16", "float16"]
@@ -21,6 +23,36 @@ NEVER_LOW = frozenset(
     ]
 )
 """Ops that the preset ``mixed`` runs in float32."""
+
+
+# ------------------------------------------------------------------ quick parameters
+
+
+def mostly_slow(values, quick):
+    """Returns the parameters of a test, of which only a few are quick.
+
+    Args:
+      values: names, or tuples with a name for each argument.
+      quick: those that ``make test`` runs; it leaves the others to ``make slow``.
+    """
+    values, quick = list(values), set(quick)
+    if unknown := quick.difference(values):
+        raise ValueError(f"Not among the parameters: {unknown}")
+    return [
+        pytest.param(
+            *(names := value if isinstance(value, tuple) else (value,)),
+            marks=() if value in quick else pytest.mark.slow,
+            id="-".join(getattr(each, "__name__", str(each)) for each in names),
+        )
+        for value in values
+    ]
+
+
+def one_of_each(*axes):
+    """Returns combinations in which each value of each axis is at least once."""
+    longest = max(map(len, axes))
+    in_turn = (itertools.islice(itertools.cycle(axis), longest) for axis in axes)
+    return list(zip(*in_turn, strict=True))
 
 
 # ------------------------------------------------------------------- reading jaxprs

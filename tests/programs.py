@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import initialized
+import pytest
+from helpers import initialized, mostly_slow
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -263,6 +264,14 @@ PROGRAMS = {
         (X[None], ATTENTION_PARAMS),
     ),
 }
+# Each kind of op, of loop and of derivative rule.
+QUICK = (
+    *("softmax_attention", "convolution", "gathers_and_scatters", "embedding"),
+    *("recurrent", "branches", "custom_vjp_in_a_scan", "custom_jvp", "sharded"),
+    *("cumulative", "rematerialized", "scanned_layers_with_an_auxiliary_loss"),
+    "a linen block",
+)
+each_program = pytest.mark.parametrize("name", mostly_slow(PROGRAMS, QUICK))
 
 
 def total(tree):

@@ -1,5 +1,7 @@
 """Equinox's modules and its filtered transforms, under autocast."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,14 @@ import numpy as np
 import optax
 import pytest
 from every_optimizer import lenient
-from helpers import live_equations, products, relative_error
+from helpers import (
+    DTYPES,
+    live_equations,
+    mostly_slow,
+    one_of_each,
+    products,
+    relative_error,
+)
 
 import jmp_lite as jmp
 
@@ -112,6 +121,7 @@ WRAPPERS = {
     "compensated": jmp.compensated,
     "stochastic_rounding": lambda inner: jmp.stochastic_rounding(inner, KEY),
 }
+AROUND = (jmp.loss_scaling, lambda inner: inner)
 
 
 def one_step(optimizer, net, opt_state, apply):
@@ -127,9 +137,13 @@ def one_step(optimizer, net, opt_state, apply):
     return step(net, opt_state)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("outer", [jmp.loss_scaling, lambda inner: inner])
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(
+    ("name", "outer", "dtype"),
+    mostly_slow(
+        itertools.product(WRAPPERS, AROUND, DTYPES),
+        one_of_each(WRAPPERS, AROUND, DTYPES),
+    ),
+)
 def test_a_module_in_16_bits_stays_in_16_bits(net, name, outer, dtype):
     """Its parameters are those of optax, and an addition in float32 is refused."""
     optimizer = outer(WRAPPERS[name](lenient(optax.adam(1e-2))))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative_error
+from helpers import mostly_slow, relative_error
 from jax import lax
 
 import jmp_lite as jmp
@@ -87,7 +87,9 @@ def generate_with(step, cache, length):
     return generate
 
 
-@pytest.mark.parametrize("layout", ["token by token", "in one loop"])
+@pytest.mark.parametrize(
+    "layout", mostly_slow(["token by token", "in one loop"], ["in one loop"])
+)
 def test_logits_are_near_to_those_of_float32(layout):
     model, length = Decoder(), 12
     params, cache = initialize(model, 2, length)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from helpers import one_of_each
 from jax import lax
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -99,6 +100,9 @@ TRANSFORMS = {
     ),
     "linearize": lambda f: lambda x, ws: jax.linearize(f, x, ws)[1](DIRECTION, ws),
 }
+# Backwards, because the last two are not defined with each other.
+SOME_DERIVATIVES = one_of_each(PROGRAMS, [*TRANSFORMS][::-1])
+"""Each program and each transform at least once."""
 
 
 def not_defined(program, transform):

@@ -94,6 +94,30 @@ def nearest_name(got: str, accepted: Sequence[str]) -> str | None:
     return near[0] if near else None
 
 
+def refuse_unknown(
+    function: str,
+    got: Iterable[str],
+    known: Iterable[str],
+    elsewhere: Mapping[str, str],
+) -> None:
+    """Raises a TypeError for an unknown keyword argument, and suggests the right one.
+
+    Args:
+      function: the name of the function.
+      got: the names of the unknown arguments.
+      known: the names of its arguments.
+      elsewhere: the names of arguments in other libraries, and what they are here.
+    """
+    known = list(known)
+    for name in got:
+        meant = elsewhere.get(name) or nearest_name(name, known)
+        raise TypeError(
+            f"{function} has no argument {name!r}"
+            + (f": did you mean {meant}?" if meant else ".")
+            + f" Its arguments are {', '.join(known)}."
+        )
+
+
 def half_dtype() -> type[Any]:
     """Returns the 16-bit dtype that the default device computes in.
 

@@ -15,6 +15,12 @@ from jmp_lite.casting.types import LossFn
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
+LOSS_SCALE_SCOPE = "loss_scale"
+"""The scope of the ops that scale losses and unscale gradients.
+
+A profile shows it, and the tools find it.
+"""
+
 _NAME = "_with_float32_loss"
 
 

@@ -113,6 +113,8 @@ def get_policy(text: str) -> Policy:
         raise TypeError(f"Expected a policy as text, got {type(text).__name__}.")
     spelled = _KERAS_POLICIES.get(text.strip(), text)
     if "=" not in spelled:
+        if spelled.strip().startswith("mixed"):
+            raise unknown_name("policy", spelled, _KERAS_POLICIES)
         dtype = _parse_part(spelled, text)
         return Policy(dtype, dtype, dtype)
     parts = _parse_parts(spelled)

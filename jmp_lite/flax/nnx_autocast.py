@@ -7,7 +7,7 @@ Flax's tree mode too, because parts of a model may share variables.
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Never, ParamSpec, TypeVar, overload
 
 import jax
 from flax import nnx
@@ -19,8 +19,6 @@ from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.losses import set_float32_loss, with_float32_loss
 from jmp_lite.casting.types import Leaf
 from jmp_lite.flax.nnx_scopes import add_scopes, is_mutable, remove_scopes
-from jmp_lite.insight.explain.explanation import Explanation
-from jmp_lite.insight.explain.explanation import explain as core_explain
 from jmp_lite.jaxprs.types import Function, PyTree
 
 Result = TypeVar("Result")
@@ -50,6 +48,7 @@ def autocast(
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
+    **unknown: Never,
 ) -> Function:
     """Returns ``fun`` in mixed precision, for functions of nnx modules.
 
@@ -65,12 +64,14 @@ def autocast(
       fun: a function of pytrees and modules, a module, or a method of a module.
       rules: the name of a preset or a ``Rules``.
       compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+      **unknown: an argument of another library: an error that names this one's.
 
     Returns:
       The function; without ``fun``, a decorator.
 
     Raises:
       ValueError: the preset or the dtype is unknown.
+      TypeError: ``fun`` is not a function, or an argument is unknown.
       flax.errors.TraceContextError: ``fun`` changes a module that is not an argument.
 
     Example:
@@ -83,12 +84,13 @@ def autocast(
       >>> bool(abs(model.mean[0] - 0.01) < 1e-6)  # 0.99 * 0 + 0.01 * 1
       True
     """
+    api.check_keywords(unknown)
     if fun is None:
-        return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
+        return api.Decorator(autocast, rules=rules, compute_dtype=compute_dtype)
     check_convertible(fun)
     chosen = choose_rules(rules, compute_dtype)
-    called, *bound = _unbind(fun)
-    lifted = _lift_to_states(called)
+    called, *bound = unbind(fun)
+    lifted = lift_to_states(called)
 
     def run_on_states(run: Callable[[Function], Function]) -> Function:
         @functools.wraps(called)
@@ -106,57 +108,12 @@ def autocast(
     return autocast_fun
 
 
-def explain(
-    fun: Callable[Args, PyTree],
-    rules: Rules | str = "mixed",
-    *,
-    compute_dtype: DTypeLike | None = None,
-    backward: bool = False,
-) -> Callable[Args, Explanation]:
-    """Returns a function that explains what ``autocast(fun, rules)`` does.
+def lift_to_states(fun: Function) -> Callable[[PyTree], PyTree]:
+    """Returns ``fun`` as a function of states that returns the changed states, too.
 
-    It works like ``jmp_lite.explain``. It computes nothing and changes no module.
-
-    Args:
-      fun: a function of pytrees and modules, a module, or a method of a module.
-      rules: the name of a preset or a ``Rules``.
-      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
-      backward: whether to explain the backward pass too, with respect to all floats in
-        modules and other arguments.
-
-    Returns:
-      A function of ``fun``'s arguments that returns an ``Explanation``.
-
-    Raises:
-      ValueError: the preset or the dtype is unknown.
-
-    Example:
-      >>> from flax import nnx
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite.nnx
-      >>> model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-      >>> dot, *_ = jmp_lite.nnx.explain(model)(jnp.ones((2, 4))).rows
-      >>> dot.scope, dot.op, dot.precision
-      ('Linear', 'dot_general', 'bfloat16')
+    Its argument is ``nnx.to_tree((args, kwargs))``, and its result a pair: the results
+    of ``fun``, and the states of its arguments.
     """
-    check_convertible(fun)
-    called, *bound = _unbind(fun)
-    lifted = _lift_to_states(called)
-
-    explain_states = core_explain(
-        lifted, rules, compute_dtype=compute_dtype, backward=backward
-    )
-
-    @functools.wraps(called)
-    def explained(*args: Args.args, **kwargs: Args.kwargs) -> Explanation:
-        with nnx.update_context(lifted):
-            return explain_states(nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted))
-
-    return explained
-
-
-def _lift_to_states(fun: Function) -> Callable[[PyTree], PyTree]:
-    """Returns ``fun`` as a function of states that returns the changed states, too."""
 
     def lifted_fun(states: PyTree) -> PyTree:
         args, kwargs = nnx.from_tree(states, ctxtag=lifted_fun, is_inner=True)
@@ -169,7 +126,7 @@ def _lift_to_states(fun: Function) -> Callable[[PyTree], PyTree]:
     return lifted_fun
 
 
-def _unbind(fun: Function) -> tuple[Function] | tuple[Function, nnx.Pytree]:
+def unbind(fun: Function) -> tuple[Function] | tuple[Function, nnx.Pytree]:
     """Returns a function and, for a module or a bound method, the module."""
     owner = fun if isinstance(fun, nnx.Pytree) else getattr(fun, "__self__", None)
     if not isinstance(owner, nnx.Pytree):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,11 +12,20 @@ from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.types import Leaf, Path
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
-from jmp_lite.mutables import is_module, noting_captures, refuse_modules
+from jmp_lite.mutables import flax_class, is_module, noting_captures, refuse_modules
 
 
 def check_function(fun: object, hint: str = "") -> None:
-    """Raises a TypeError, which ends with a hint, if an object is not callable."""
+    """Raises a TypeError, which ends with a hint, if an object is not a function."""
+    if api := flax_class(fun):
+        name = getattr(fun, "__name__", type(fun).__name__)
+        cure = "a module of it, such as model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))"
+        if api == "linen":
+            cure = "the method that runs it with variables, model.apply"
+        raise TypeError(
+            f"Expected a function, got {name} of Flax {api}. Pass {cure}, or a "
+            "function that calls it."
+        )
     if not callable(fun):
         raise TypeError(
             f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}"
@@ -81,10 +91,17 @@ def arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[Path, Array]]:
 
 def argument_names(args: PyTree, kwargs: PyTree) -> list[str]:
     """Returns the names of the arrays among arguments, such as ``args[0]['w']``."""
-    return [
-        ("args", "kwargs")[place.idx] + jax.tree_util.keystr(tuple(inside))
-        for (place, *inside), _ in arrays_in(args, kwargs)
-    ]
+    return [argument_name(path) for path, _ in arrays_in(args, kwargs)]
+
+
+def argument_name(path: Path) -> str:
+    """Returns the name of an array in ``(args, kwargs)``, such as ``args[0]['w']``.
+
+    A module of nnx is a tree of variables here, which adds parts without a meaning.
+    """
+    place, *inside = path
+    name = ("args", "kwargs")[place.idx] + jax.tree_util.keystr(tuple(inside))
+    return re.sub(r"\.states\[\d+\]", "", name).removesuffix(".value")
 
 
 def _refuse_mutable_graphs(fun: Function, args: PyTree, kwargs: PyTree) -> None:
@@ -94,7 +111,10 @@ def _refuse_mutable_graphs(fun: Function, args: PyTree, kwargs: PyTree) -> None:
         "the function itself or an object that it captures": _captured(fun),
     }
     for place, found in places.items():
-        refuse_modules(found, place, "jmp_lite.nnx.autocast or jmp_lite.nnx.explain")
+        refuse_modules(found, place, _IN_NNX)
+
+
+_IN_NNX = "jmp_lite.nnx.autocast, explain, watch, compare or tune"
 
 
 def _captured(fun: Leaf) -> list[Leaf]:

@@ -1,4 +1,4 @@
-"""Finds a training that does nothing but skip steps, and names likely causes."""
+"""Finds a training whose steps change nothing, and names likely causes."""
 
 from typing import TypeGuard
 
@@ -18,7 +18,7 @@ from jmp_lite.scaling.loss_scale import NoOpLossScale
 
 
 class LossScaleError(ValueError):
-    """Too many steps in a row were skipped: the parameters no longer change.
+    """Too many steps in a row changed no parameter: skipped, or without a gradient.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,18 +35,21 @@ class LossScaleError(ValueError):
 
 
 def check_loss_scale(opt_state: PyTree, max_consecutive_skips: int = 50) -> None:
-    """Raises an error if too many steps in a row were skipped.
+    """Raises an error if too many steps in a row changed no parameter.
 
     Call it on the host, between steps.
 
     Args:
       opt_state: as for ``get_loss_scale``, but it may contain several loss scales.
       max_consecutive_skips: the number of skipped steps in a row that is tolerated.
+        So many steps in a row may also have gradients that are all zero, under a loss
+        scale.
 
     Raises:
-      LossScaleError: more steps in a row were skipped, and the message names likely
-        causes. Or ``optax.MultiSteps`` is around ``loss_scaling`` and has accumulated
-        an overflow, which it never drops.
+      LossScaleError: more steps in a row were skipped, or had no gradient but zeros,
+        and the message names likely causes. Or ``optax.MultiSteps`` is around
+        ``loss_scaling`` and has accumulated an overflow, which it never drops. Or
+        ``optax.apply_if_finite`` is around it, and hides overflows from it.
       ValueError: ``opt_state`` contains no ``LossScalingState``, or
         ``max_consecutive_skips`` is negative.
       TypeError: the call is inside ``jit``, where numbers are not known.
@@ -68,7 +71,8 @@ def check_loss_scale(opt_state: PyTree, max_consecutive_skips: int = 50) -> None
             f"{max_consecutive_skips}."
         )
     states = loss_scaling_states(opt_state)
-    _check_nesting(opt_state)
+    _check_multi_steps(opt_state)
+    _check_apply_if_finite(opt_state)
     for path, state in states:
         in_a_row = int(_fetch(state.consecutive_skipped).max())
         if in_a_row > max_consecutive_skips:
@@ -85,6 +89,22 @@ def check_loss_scale(opt_state: PyTree, max_consecutive_skips: int = 50) -> None
                 f"loss scale is {_fetch(state.loss_scale.loss_scale)}. Likely "
                 f"causes: {causes}."
             )
+        _check_zeros(path, state, max_consecutive_skips)
+
+
+def _check_zeros(path: str, state: LossScalingState, tolerated: int) -> None:
+    """Raises an error if gradients under a loss scale were zero for too long."""
+    in_a_row = int(_fetch(state.consecutive_zero).max())
+    if in_a_row <= tolerated or isinstance(state.loss_scale, NoOpLossScale):
+        return
+    raise LossScaleError(
+        f"All gradients of the last {in_a_row} steps were zero (tolerated in a row: "
+        f"{tolerated}). The state is at {path}. Likely causes: (a) the loss was "
+        "differentiated without its scale, as by jax.grad, and the gradients became "
+        "zero in 16 bits: use jmp_lite.value_and_grad(loss_fn, "
+        "loss_scale=get_loss_scale(opt_state)); (b) the loss does not depend on these "
+        "parameters, as behind jax.lax.stop_gradient."
+    )
 
 
 def _causes(state: LossScalingState, others: list[str]) -> list[str]:
@@ -93,8 +113,8 @@ def _causes(state: LossScalingState, others: list[str]) -> list[str]:
         "parameters or inputs already contain NaN or infinity: check them with "
         "all_finite",
         "training diverged: lower the learning rate or clip gradients",
-        "the forward pass overflows the compute dtype at any scale: compute that "
-        "part in float32",
+        "the forward pass overflows the compute dtype at any scale: find the op with "
+        "first_nonfinite(watch(loss_fn)(...)[1]), and compute it in float32",
     ]
     scale = state.loss_scale
     if isinstance(scale, DynamicLossScale):
@@ -120,7 +140,26 @@ def _causes(state: LossScalingState, others: list[str]) -> list[str]:
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def _check_nesting(opt_state: PyTree) -> None:
+def _check_apply_if_finite(opt_state: PyTree) -> None:
+    """Raises an error if ``optax.apply_if_finite`` has hidden an overflow."""
+
+    def hides(node: PyTree) -> TypeGuard[optax.ApplyIfFiniteState]:
+        return isinstance(node, optax.ApplyIfFiniteState)
+
+    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=hides):
+        if not hides(node) or not find_states(node.inner_state, ()):
+            continue
+        if hidden := int(_fetch(node.total_notfinite).max()):
+            raise LossScaleError(
+                "optax.apply_if_finite is around loss_scaling at "
+                f"{jax.tree_util.keystr(path) or 'the root'}. It has skipped {hidden} "
+                "overflows, of which loss_scaling knows nothing, so the loss scale "
+                "never backs off. Leave optax.apply_if_finite out: loss_scaling skips "
+                "such steps."
+            )
+
+
+def _check_multi_steps(opt_state: PyTree) -> None:
     """Raises an error if ``optax.MultiSteps`` has accumulated an overflow."""
 
     def is_multi_steps(node: PyTree) -> TypeGuard[optax.MultiStepsState]:

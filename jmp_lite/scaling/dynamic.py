@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp_lite.casting.dtypes import nearest_name, needs_loss_scale, parse_dtype
+from jmp_lite.casting.dtypes import needs_loss_scale, parse_dtype, refuse_unknown
 from jmp_lite.casting.types import Array, Leaf, Scalar, TypedScalar
 from jmp_lite.scaling.loss_scale import (
     LossScale,
@@ -114,7 +114,8 @@ class DynamicLossScale(LossScale):
         backoff_factor: float | None = None,
         **unknown: Never,
     ) -> None:
-        self._refuse_unknown(unknown)
+        names = [field.name for field in dataclasses.fields(self)]
+        refuse_unknown("DynamicLossScale", unknown, names, _NAMES_ELSEWHERE)
         warn_if_not_floating(loss_scale, "loss_scale")
         warn_if_not_floating(min_loss_scale, "min_loss_scale")
         # A scale that vmap has stacked: all of its numbers have the counter's shape.
@@ -140,16 +141,6 @@ class DynamicLossScale(LossScale):
             backoff_factor=backoff_factor,
         )
         self._check_ranges()
-
-    def _refuse_unknown(self, arguments: Iterable[str]) -> None:
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in arguments:
-            meant = _NAMES_ELSEWHERE.get(name) or nearest_name(name, known)
-            raise TypeError(
-                f"DynamicLossScale has no argument {name!r}"
-                + (f": did you mean {meant}?" if meant else ".")
-                + f" Its arguments are {', '.join(known)}."
-            )
 
     def _check_ranges(self) -> None:
         low, high = self.min_loss_scale, self.max_loss_scale

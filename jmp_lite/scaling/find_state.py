@@ -1,12 +1,12 @@
 """The state of ``loss_scaling``: found in an optimizer's state, read, and set."""
 
-import functools
 from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 
 from jmp_lite.casting.types import Array, Path, PyTree, Tree
+from jmp_lite.mutables import stored_like, values_in
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
 
@@ -21,6 +21,8 @@ class LossScalingState(NamedTuple):
         the number of steps with non-finite gradients.
       consecutive_skipped: the number of skipped steps in a row up to now, an int32
         scalar.
+      consecutive_zero: the number of steps in a row, up to now, whose gradients were
+        all zero, an int32 scalar. ``check_loss_scale`` reads it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -36,10 +38,14 @@ class LossScalingState(NamedTuple):
     grads_finite: Array
     skipped: Array
     consecutive_skipped: Array
+    consecutive_zero: Array
 
 
 def get_loss_scale(opt_state: PyTree) -> LossScale:
     """Returns the loss scale in an optimizer state.
+
+    It is a value: the scale of an ``nnx.Optimizer``, too, stays what it is when the
+    optimizer goes on.
 
     Args:
       opt_state: the state of an optimizer with ``loss_scaling`` anywhere in it, or any
@@ -64,7 +70,7 @@ def get_loss_scale(opt_state: PyTree) -> LossScale:
             f"Expected one loss scale, found {len(found)}:\n{listed}\nPass the part "
             "of the state that contains the right one."
         )
-    return found[0][1].loss_scale
+    return values_in(found[0][1].loss_scale)
 
 
 def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
@@ -103,8 +109,12 @@ def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
     def replace(node: PyTree) -> PyTree:
         if not _is_scaling_state(node):
             return node
-        stacked = functools.partial(_stacked, jnp.shape(node.consecutive_skipped))
-        return node._replace(loss_scale=jax.tree.map(stacked, new))
+        stack = jnp.shape(node.skipped)
+
+        def stored(leaf: Array) -> PyTree:
+            return stored_like(_stacked(stack, leaf), node.skipped)
+
+        return node._replace(loss_scale=jax.tree.map(stored, new))
 
     return jax.tree.map(replace, opt_state, is_leaf=_is_scaling_state)
 

@@ -1,15 +1,18 @@
 """Whether gradients are finite, and the selection between the results of two steps."""
 
+import contextlib
 import functools
+from collections.abc import Generator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact
+from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
 from jmp_lite.casting.type_of import type_of
-from jmp_lite.casting.types import Array, AxisName, Leaf, Path, PyTree, Tree
+from jmp_lite.casting.types import Array, AxisName, Leaf, Path, PyTree, Tree, Updates
 from jmp_lite.scaling.numbers import boolean_scalar, is_selectable
 
 
@@ -44,8 +47,15 @@ def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> Array:
     finite = functools.reduce(jnp.logical_and, checks, jnp.array(True))
     if axis_name is None:
         return finite
-    try:
+    with _naming_axes(axis_name):
         return lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
+
+
+@contextlib.contextmanager
+def _naming_axes(axis_name: AxisName) -> Generator[None]:
+    """Explains JAX's error about an axis that is not mapped."""
+    try:
+        yield
     except NameError as error:
         raise NameError(
             f"axis_name={axis_name!r} is not a mapped axis here. Call this inside "
@@ -53,6 +63,56 @@ def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> Array:
             "axis_name. Under jit alone, leave axis_name out: jit sees whole arrays, "
             "even if they are sharded."
         ) from error
+
+
+class Judged(NamedTuple):
+    """What the gradients of a step are.
+
+    Attributes:
+      finite: whether every number is finite, a boolean scalar.
+      zero: whether there are numbers, and all of them are zero, a boolean scalar.
+    """
+
+    finite: Array
+    zero: Array
+
+
+def judged(grads: Updates, axis_name: AxisName | None = None) -> Judged:
+    """Returns whether gradients are finite, and whether they are all zero.
+
+    Both come from the size of the largest number, in one reduction.
+
+    Args:
+      grads: as for ``all_finite``.
+      axis_name: as for ``all_finite``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> [bool(x) for x in judged({"w": jnp.zeros(2), "b": jnp.array([0.0, 1.0])})]
+      [True, False]
+    """
+    found = [_judge(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)]
+    if not found:
+        return Judged(jnp.array(True), jnp.array(False))
+    finite, zero = zip(*found, strict=True)
+    both = Judged(*(functools.reduce(jnp.logical_and, each) for each in (finite, zero)))
+    if not axis_name:
+        return both
+    with _naming_axes(axis_name):
+        counts = lax.pmin(jnp.stack(both).astype(jnp.int32), axis_name)
+    return Judged(*counts.astype(jnp.bool_))
+
+
+# Under jit, jax_debug_nans looks at the results alone, which are booleans.
+@functools.partial(jax.jit, inline=True)
+def _judge(leaf: Leaf) -> tuple[Array, Array]:
+    real, *imaginary = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+    sizes = functools.reduce(jnp.maximum, map(jnp.abs, imaginary), jnp.abs(real))
+    # Infinities in place of NaNs: the result depends on no backend's maximum of a NaN.
+    largest = jnp.max(
+        jnp.where(jnp.isnan(leaf), jnp.inf, upcast_tree(sizes)), initial=0
+    )
+    return largest < jnp.inf, largest == 0
 
 
 def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:

@@ -104,9 +104,10 @@ def warn_if_not_floating(value: Scalar, name: str) -> None:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"Expected a real number for {name}, got {value!r}.")
     if not jnp.issubdtype(dtype, jnp.floating):
+        is_known = isinstance(value, int | np.integer)
+        cure = f"{name}={float(value)}" if is_known else "a float"
         # The level of the line that makes the scale.
         warnings.warn(
-            f"Expected floating type for {name}, got {dtype}: pass a float, such as "
-            "2.0**15.",
+            f"Expected floating type for {name}, got {dtype}: pass {cure}.",
             stacklevel=3,
         )

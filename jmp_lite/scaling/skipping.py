@@ -22,7 +22,7 @@ from jmp_lite.casting.types import (
 )
 from jmp_lite.scaling.dynamic import DynamicLossScale
 from jmp_lite.scaling.find_state import LossScalingState, copied_scale
-from jmp_lite.scaling.finite import all_finite, select_tree
+from jmp_lite.scaling.finite import Judged, all_finite, judged, select_tree
 from jmp_lite.scaling.inner_update import params_for_init, update_inner
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, check_is_loss_scale
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
@@ -128,6 +128,7 @@ def loss_scaling(
             grads_finite=jnp.array(True),
             skipped=jnp.zeros([], jnp.int32),
             consecutive_skipped=jnp.zeros([], jnp.int32),
+            consecutive_zero=jnp.zeros([], jnp.int32),
         )
 
     def update(
@@ -137,10 +138,10 @@ def loss_scaling(
         **extra_args: Any,
     ) -> tuple[Updates, PyTree]:
         check_state(state, LossScalingState, "loss_scaling")
-        grads_finite = all_finite(updates, axis_name)
+        grads = judged(updates, axis_name)
         if skip:
             return update_if(
-                grads_finite,
+                grads,
                 inner,
                 updates,
                 state,
@@ -151,7 +152,7 @@ def loss_scaling(
         new_updates, _, inner_state = update_inner(
             inner, updates, state.inner_state, params, extra_args
         )
-        return new_updates, _state_after_step(state, grads_finite, inner_state)
+        return new_updates, _state_after_step(state, grads, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -188,7 +189,7 @@ def skip_nonfinite(
 
 
 def update_if(
-    grads_finite: Array,
+    judged_grads: Judged,
     inner: OptimizerExtraArgs,
     updates: Updates,
     state: LossScalingState,
@@ -207,6 +208,7 @@ def update_if(
     holds temporaries. It also refuses an inner transformation whose weak types change.
     """
     called: list[str] = []
+    grads_finite = judged_grads.finite
     grads, extra_args = _finite_or_ones(grads_finite, (updates, extra_args))
     new_updates, inner_state, new_inner_state = update_inner(
         inner, grads, state.inner_state, params, _noting_calls(extra_args, called)
@@ -220,7 +222,7 @@ def update_if(
     no_updates = jax.tree.map(_negative_zeros, new_updates)
     return select_tree(is_kept, new_updates, no_updates), _state_after_step(
         state,
-        is_kept,
+        judged_grads._replace(finite=is_kept),
         inner_state=select_tree(is_kept, new_inner_state, inner_state),
     )
 
@@ -259,17 +261,21 @@ def _stays_finite(before: PyTree, after: PyTree) -> PyTree:
 
 
 def _state_after_step(
-    state: LossScalingState, grads_finite: Array, inner_state: PyTree
+    state: LossScalingState, grads: Judged, inner_state: PyTree
 ) -> LossScalingState:
     """Returns the state after a step."""
-    consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)
+    consecutive_skipped = jnp.where(grads.finite, 0, state.consecutive_skipped + 1)
+    # Each count is computed from the one before, so that a GPU computes all of them in
+    # one kernel.
+    skipped = state.skipped + jnp.minimum(consecutive_skipped, 1)
+    is_zero = grads.zero & (skipped == state.skipped)
     return LossScalingState(
-        loss_scale=state.loss_scale.adjust(grads_finite),
+        loss_scale=state.loss_scale.adjust(grads.finite),
         inner_state=inner_state,
-        grads_finite=grads_finite,
-        # Computed from the other count, so that a GPU computes both in one kernel.
-        skipped=state.skipped + jnp.minimum(consecutive_skipped, 1),
+        grads_finite=grads.finite,
+        skipped=skipped,
         consecutive_skipped=consecutive_skipped,
+        consecutive_zero=jnp.where(is_zero, state.consecutive_zero + 1, 0),
     )
 
 

@@ -1,5 +1,7 @@
 """Keys and arrays of each device on a mapped axis, and averages over devices."""
 
+import warnings
+
 import jax
 from jax import lax
 
@@ -8,8 +10,10 @@ from jmp_lite.casting.types import AxisName, Key, Leaf, Tree
 from jmp_lite.jaxprs.sharding import as_varying
 
 
-def key_of_this_device(rng: Key, axis_name: AxisName) -> Key:
-    """Returns a key that differs from device to device."""
+def key_of_this_device(rng: Key, axis_name: AxisName | None) -> Key:
+    """Returns a key that differs from device to device on a mapped axis."""
+    if not axis_name:
+        return rng
     return jax.random.fold_in(rng, lax.axis_index(axis_name))
 
 
@@ -19,7 +23,7 @@ def localize(tree: Tree, axis_name: AxisName | None) -> Tree:
     With type checks, ``shard_map`` would sum a gradient with respect to shared values
     over all devices, in the dtype that the gradient has at that point.
     """
-    if axis_name is None:
+    if not axis_name:
         return tree
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
 
@@ -31,7 +35,7 @@ def localize(tree: Tree, axis_name: AxisName | None) -> Tree:
 
 def averaged(tree: Tree, axis_name: AxisName | None) -> Tree:
     """Returns the mean over devices of the floating-point arrays of a tree."""
-    if axis_name is None:
+    if not axis_name:
         return tree
 
     def average(x: Leaf) -> Leaf:
@@ -40,8 +44,15 @@ def averaged(tree: Tree, axis_name: AxisName | None) -> Tree:
     return jax.tree.map(average, tree)
 
 
-def check_is_mapped(axis_name: AxisName) -> None:
-    """Raises a NameError for an axis that is not mapped here."""
+def check_axes(axis_name: AxisName | None) -> None:
+    """Raises a NameError for an axis that is not mapped here; warns if none is named.
+
+    Whether ``loss_fn`` averages over devices by itself is not known.
+    """
+    if axis_name is None:
+        _warn_inside_shard_map()
+    if not axis_name:
+        return
     try:
         lax.axis_index(axis_name)
     except NameError as error:
@@ -50,3 +61,15 @@ def check_is_mapped(axis_name: AxisName) -> None:
             "jax.shard_map or jax.vmap with that axis. In a jit with sharded "
             "arguments, leave axis_name out."
         ) from error
+
+
+def _warn_inside_shard_map() -> None:
+    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+        names = ", ".join(map(repr, axes))
+        warnings.warn(
+            f"step runs inside of shard_map over {names} without an axis_name, so "
+            "gradients, loss and statistics are not averaged over devices. Pass "
+            f"axis_name={axes[0]!r} to build_train_step, or axis_name=() if these axes "
+            "split no batch.",
+            stacklevel=4,
+        )

@@ -1,15 +1,19 @@
 """The start of a training: its loss scale, and the state of its optimizer."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite.autocasting.interpreter.api import Check
+from jmp_lite.autocasting.interpreter.mistakes import has_float16_product
 from jmp_lite.autocasting.rules.rules import Rules, is_identity
 from jmp_lite.casting.dtypes import is_16_bit
 from jmp_lite.casting.types import OptimizerExtraArgs, Params, PyTree
+from jmp_lite.jaxprs.types import Jaxpr
 from jmp_lite.scaling.dynamic import default_loss_scale
 from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.inner_update import Rounding
@@ -31,6 +35,29 @@ def scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
             stacklevel=3,
         )
     return loss_scale
+
+
+def float16_check(loss_scale: LossScale | None, chosen: Callable[[], Rules]) -> Check:
+    """Returns a check that warns of a loss which is in float16 by itself.
+
+    Args:
+      loss_scale: the loss scale that the caller chose, or None.
+      chosen: returns the rules, whose compute dtype chooses the scale otherwise.
+    """
+
+    def check(jaxpr: Jaxpr) -> None:
+        if loss_scale is not None or not has_float16_product(jaxpr):
+            return
+        if isinstance(scale_at_start(None, chosen()), NoOpLossScale):
+            warnings.warn(
+                "The loss computes matrix products in float16 by itself, such as by an "
+                "autocast inside of it, and has no loss scale: gradients below 6.0e-08 "
+                "become zero. Pass compute_dtype='float16' to build_train_step in "
+                "place of the inner autocast, or loss_scale=DynamicLossScale().",
+                stacklevel=2,
+            )
+
+    return check
 
 
 def init_optimizer(

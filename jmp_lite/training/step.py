@@ -1,6 +1,7 @@
 """The train step in mixed precision, with a loss scale, micro-batches and an EMA."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.interpreter.api import build_autocast
 from jmp_lite.autocasting.rules.presets import choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import upcast_tree
@@ -29,7 +30,7 @@ from jmp_lite.casting.types import (
 from jmp_lite.optimizers.parameters import check_key
 from jmp_lite.optimizers.updates import apply_updates
 from jmp_lite.scaling.find_state import LossScalingState
-from jmp_lite.scaling.finite import all_finite, select_tree
+from jmp_lite.scaling.finite import all_finite, judged, select_tree
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 from jmp_lite.scaling.skipping import loss_scaling, update_if
 from jmp_lite.scaling.value_and_grad import (
@@ -49,7 +50,7 @@ from jmp_lite.training.checks import (
 )
 from jmp_lite.training.devices import (
     averaged,
-    check_is_mapped,
+    check_axes,
     key_of_this_device,
     localize,
 )
@@ -61,7 +62,7 @@ from jmp_lite.training.loss_at import (
     accepted_arguments,
     functions_of_parameters,
 )
-from jmp_lite.training.start import init_optimizer, scale_at_start
+from jmp_lite.training.start import float16_check, init_optimizer, scale_at_start
 from jmp_lite.training.state import (
     Init,
     Metrics,
@@ -134,7 +135,8 @@ def build_train_step(
         average.
       axis_name: the mapped axis (or axes) on which each device has a part of the batch.
         Gradients, loss, and the floats of the model state are averaged over it. Each
-        device has a key of its own. All devices skip the same steps.
+        device has a key of its own. All devices skip the same steps. ``()`` in
+        ``shard_map`` says that the axes split no batch.
       grad_dtype: the dtype of the gradients that the optimizer receives: ``"float32"``,
         or ``"bfloat16"`` in half the memory. The optimizer computes in float32 all the
         same. Averages over micro-batches and devices are taken in float32 and rounded
@@ -188,11 +190,12 @@ def build_train_step(
     check_accumulation(accumulate, batch_axes)
     if loss_scale is not None:
         check_is_loss_scale(loss_scale)
+    chosen = choose_rules(rules, compute_dtype)
     training = _Training(
-        loss_fn=_lower_loss(loss_fn, rules, compute_dtype),
+        loss_fn=_lower_loss(loss_fn, chosen, loss_scale),
         optimizer=optimizer,
         inner=with_extra_args(optimizer),
-        rules=choose_rules(rules, compute_dtype),
+        rules=chosen,
         loss_scale=loss_scale,
         times=int(accumulate),
         batch_axes=batch_axes,
@@ -204,12 +207,12 @@ def build_train_step(
 
 
 def _lower_loss(
-    loss_fn: LossFn, rules: Rules | str, compute_dtype: DTypeLike | None
+    loss_fn: LossFn, chosen: Callable[[], Rules], loss_scale: LossScale | None
 ) -> LossFn:
     """Returns the loss in mixed precision: each use of a parameter casts it."""
 
-    @autocast(rules=rules, compute_dtype=compute_dtype)
-    def low_loss_fn(
+    @functools.wraps(loss_fn)
+    def checked(
         params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
     ) -> WithAux:
         try:
@@ -221,7 +224,7 @@ def _lower_loss(
         check_result(result, model_state)
         return result
 
-    return low_loss_fn
+    return build_autocast(checked, chosen, float16_check(loss_scale, chosen))
 
 
 # Compared by identity: ``batch_axes`` may be a pytree that has no hash.
@@ -312,15 +315,12 @@ class _Training:
 
     def _key(self, state: TrainingState) -> Key | None:
         """Returns the key of this step, on this device."""
-        if self.axis_name is not None:
-            check_is_mapped(self.axis_name)
+        check_axes(self.axis_name)
         if state.rng is None:
             return None
         # A skipped step does not change the key, but the next step draws new numbers.
         attempt = state.step + state.opt_state.skipped
         rng = jax.random.fold_in(state.rng, attempt)
-        if self.axis_name is None:
-            return rng
         return key_of_this_device(rng, self.axis_name)
 
     def _evaluate(
@@ -374,8 +374,9 @@ class _Training:
             "grad_fn": grad_fn,
         }
         accepted = accepted_arguments(self.inner, extra_args)
-        finite = all_finite((loss, grads))
-        updates, new = update_if(finite, self.inner, grads, opt_state, params, accepted)
+        found = judged(grads)
+        found = found._replace(finite=found.finite & all_finite(loss))
+        updates, new = update_if(found, self.inner, grads, opt_state, params, accepted)
         # The scale multiplies the loss later, so it does not cause a non-finite loss.
         scale = select_tree(all_finite(loss), new.loss_scale, opt_state.loss_scale)
         return updates, new._replace(loss_scale=scale)

@@ -1,6 +1,7 @@
 """Arguments of 16 bits: traced in float32, held in 16 bits."""
 
 import functools
+import itertools
 
 import chex
 import flax.linen as nn
@@ -10,11 +11,19 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import DTYPES, live_equations, ops, products, relative_error
+from helpers import (
+    DTYPES,
+    live_equations,
+    mostly_slow,
+    one_of_each,
+    ops,
+    products,
+    relative_error,
+)
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from programs import PROGRAMS, W, X
+from programs import PROGRAMS, QUICK, W, X
 
 import jmp_lite as jmp
 import jmp_lite.nnx
@@ -54,8 +63,13 @@ def standard_promotion():
 # ---------------------------------------------------------------- the same as float32
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PROGRAMS)
+each_program_in_16_bits = pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly_slow(itertools.product(PROGRAMS, DTYPES), one_of_each(QUICK, DTYPES)),
+)
+
+
+@each_program_in_16_bits
 def test_a_result_is_the_rounded_result_of_float32_arguments(name, dtype):
     fun, args = PROGRAMS[name]
     args = cast(args, dtype)
@@ -71,8 +85,7 @@ def test_a_result_is_the_rounded_result_of_float32_arguments(name, dtype):
     jax.tree.map(np.testing.assert_array_equal, found, rounded)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PROGRAMS)
+@each_program_in_16_bits
 def test_a_gradient_has_the_dtype_of_its_argument_and_float32s_accuracy(name, dtype):
     fun, args = PROGRAMS[name]
     args = cast(args, dtype)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gc
+import itertools
 import weakref
 
 import chex
@@ -12,7 +13,14 @@ import numpy as np
 import optax
 import pytest
 from every_optimizer import lenient
-from helpers import compiled, live_equations, products, relative_error
+from helpers import (
+    compiled,
+    live_equations,
+    mostly_slow,
+    one_of_each,
+    products,
+    relative_error,
+)
 from jax import lax
 from jax.experimental import checkify
 from jax.experimental.ode import odeint
@@ -288,9 +296,16 @@ def captures_in_a_rule(x):
     return lambda y: jnp.sum(jax.checkpoint(lambda y: with_a_rule(x + y))(y))
 
 
-@pytest.mark.parametrize("rules", ["mixed", "O3", "O0"])
+CAPTURING = (captures, captures_in_a_loop, captures_in_a_rule)
+CAPTURED_UNDER = ("mixed", "O3", "O0")
+
+
 @pytest.mark.parametrize(
-    "capturing", [captures, captures_in_a_loop, captures_in_a_rule]
+    ("capturing", "rules"),
+    mostly_slow(
+        itertools.product(CAPTURING, CAPTURED_UNDER),
+        one_of_each(CAPTURING, CAPTURED_UNDER),
+    ),
 )
 def test_captured_arrays_are_freed_with_the_function(capturing, rules):
     captured = jnp.asarray(X) + 1

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import compiled, live_equations, relative_error
+from helpers import compiled, live_equations, mostly_slow, relative_error
 from jax import export, lax
 from jax.experimental import checkify
 from jax.sharding import AxisType
@@ -98,7 +98,16 @@ FOUND = {
 SMALL = {"optax": 1}
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        FOUND,
+        [
+            *("its mode fill", "the axis between", "indexed", "the label first"),
+            *("recomputed", "optax", "in chunks", "a low stream"),
+        ],
+    ),
+)
 def test_a_loss_with_labels_has_no_scatter_in_its_derivative_and_the_same_bits(name):
     fun, args = FOUND[name], (X, W, LABELS)
     assert scatters(autocast(fun), *args) == SMALL.get(name, 0)
@@ -149,7 +158,17 @@ NOT_FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_FOUND)
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        NOT_FOUND,
+        [
+            *("rows of a table", "several of each row", "rows in another order"),
+            *("a row in place of another", "a row twice", "one row for all labels"),
+            *("a constant that wraps", "a window"),
+        ],
+    ),
+)
 def test_a_gather_that_may_read_an_element_twice_is_left_alone(name):
     fun, args = NOT_FOUND[name], (X, W, LABELS)
     assert scatters(autocast(fun), *args) == scatters(autocast(fun, WITHOUT), *args) > 0

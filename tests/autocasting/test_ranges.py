@@ -1,10 +1,12 @@
 """float16 ends at 65504: what is finite in float32 has a finite gradient in 16 bits."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DTYPES, compiled, relative_error
+from helpers import DTYPES, compiled, mostly_slow, one_of_each, relative_error
 from jax import lax
 from programs import W, X
 
@@ -66,8 +68,13 @@ def gradient(fun):
     return lambda x: jax.grad(lambda x: fun(x).sum())(x)
 
 
-@pytest.mark.parametrize("way", ["grad(autocast(f))", "autocast(grad(f))"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+WAYS = ("grad(autocast(f))", "autocast(grad(f))")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    mostly_slow(itertools.product(FUNCTIONS, WAYS), one_of_each(FUNCTIONS, WAYS)),
+)
 def test_a_function_of_one_number_has_a_finite_gradient_in_float16(name, way):
     fun = between_products(FUNCTIONS[name])
     cast = lambda f: autocast(f, compute_dtype="float16")
@@ -92,8 +99,15 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.parametrize("size", [1e-3, 3e-3, 1.0, 300.0, 2000.0])
-@pytest.mark.parametrize("name", DIVISIONS)
+DIVISORS = (1e-3, 3e-3, 1.0, 300.0, 2000.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    mostly_slow(
+        itertools.product(DIVISIONS, DIVISORS), one_of_each(DIVISIONS, DIVISORS)
+    ),
+)
 def test_the_derivative_of_a_quotient_is_right_for_large_and_small_divisors(name, size):
     """JAX computes it with ``b**-2``, which leaves the range of float16."""
     divide = DIVISIONS[name]
@@ -139,13 +153,19 @@ def sum_by_hand(x, size):
     return (h / h.sum(-1, keepdims=True)) @ W
 
 
-@pytest.mark.parametrize("size", [2e-3, 1.0, 400.0])
+NORMALISATIONS = (
+    *(softmax_by_hand, weight_norm, attention_with_a_normaliser),
+    *(root_mean_square, sum_by_hand),
+)
+NORMALISED = (2e-3, 1.0, 400.0)
+
+
 @pytest.mark.parametrize(
-    "fun",
-    [
-        *(softmax_by_hand, weight_norm, attention_with_a_normaliser),
-        *(root_mean_square, sum_by_hand),
-    ],
+    ("fun", "size"),
+    mostly_slow(
+        itertools.product(NORMALISATIONS, NORMALISED),
+        one_of_each(NORMALISATIONS, NORMALISED),
+    ),
 )
 def test_a_normalisation_is_right_for_large_and_small_numbers_in_float16(fun, size):
     size = min(size, 8.0) if fun is softmax_by_hand else size

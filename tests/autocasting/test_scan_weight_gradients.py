@@ -12,6 +12,7 @@ from helpers import (
     initialized,
     live_equations,
     live_equations_of,
+    mostly_slow,
     products,
     relative_error,
 )
@@ -102,6 +103,7 @@ CASES = {
 }
 
 
+QUICK = ("unrolled", "weight first", "many heads", "nested", "mapped weights")
 ELSEWHERE = ("many heads", "read elsewhere", "nested")
 
 
@@ -145,14 +147,20 @@ TOLERANCES = {
 
 @pytest.mark.parametrize(
     ("name", "derivatives"),
-    [
-        *((name, first_order) for name in CASES),
-        *(
-            (name, derivatives)
-            for name in ("recurrent", "many heads")
-            for derivatives in (one_by_one, second_order)
-        ),
-    ],
+    mostly_slow(
+        [
+            *((name, first_order) for name in CASES),
+            *(
+                (name, derivatives)
+                for name in ("recurrent", "many heads")
+                for derivatives in (one_by_one, second_order)
+            ),
+        ],
+        [
+            *((name, first_order) for name in QUICK),
+            *(("many heads", each) for each in (one_by_one, second_order)),
+        ],
+    ),
 )
 def test_derivatives_are_those_of_float32(name, derivatives):
     """In float32 there is nothing but the order of a sum between the two."""
@@ -170,7 +178,9 @@ def test_derivatives_are_those_of_float32(name, derivatives):
         assert relative_error(one, other) < tolerance
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "of no step"])
+@pytest.mark.parametrize(
+    "name", mostly_slow([n for n in CASES if n != "of no step"], QUICK)
+)
 def test_gradients_of_weights_under_autocast_are_near_those_of_float32(name):
     loss = lambda f: functools.partial(total, f)
     actual, expected = (

@@ -1,10 +1,12 @@
 """Where float32 is demanded: the tail of a program, and products that need digits."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import compiled, relative_error
+from helpers import compiled, mostly_slow, one_of_each, relative_error
 from jax import lax
 
 from jmp_lite.autocasting.interpreter.api import autocast
@@ -45,8 +47,10 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(
+    ("error", "wrap"),
+    mostly_slow(itertools.product(ERRORS, WRAPS), one_of_each(ERRORS, WRAPS)),
+)
 def test_a_loss_on_large_targets_is_as_close_as_under_o1(error, wrap):
     def loss(params, x, y):
         return ERRORS[error](x @ params["w"] + params["b"] - y)
@@ -176,7 +180,7 @@ def test_integers_by_way_of_products_are_exact(fun, nest):
     np.testing.assert_array_equal(several[0], expected)
 
 
-@pytest.mark.parametrize("nest", NEST)
+@pytest.mark.parametrize("nest", mostly_slow(NEST, ("plain", "cond")))
 @pytest.mark.parametrize(
     "read",
     [

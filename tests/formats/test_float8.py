@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 
 import jax
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import equations, live_equations
+from helpers import equations, live_equations, mostly_slow
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,7 @@ from weight_products import (
     LAYERS,
     PROGRAMS,
     SMALL,
+    SOME_DERIVATIVES,
     TRANSFORMS,
     V,
     W,
@@ -501,8 +503,10 @@ def relative_error(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "transform"),
+    mostly_slow(itertools.product(PROGRAMS, TRANSFORMS), SOME_DERIVATIVES),
+)
 def test_derivatives_of_any_order_are_near_float32s(program, transform):
     fun, change = PROGRAMS[program], TRANSFORMS[transform]
     x = jnp.stack([SMALL, 2 * SMALL]) if "vmap" in transform else SMALL

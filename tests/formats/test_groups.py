@@ -1,6 +1,7 @@
 """Products of groups (``ragged_dot``) in the formats of 8 bits."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import hypothesis
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative_error
+from helpers import mostly_slow, relative_error
 from jax import lax
 from jax.sharding import AxisType
 
@@ -119,8 +120,13 @@ def test_a_product_that_contracts_rows_has_the_formats_too(name):
     assert relative_error(autocast(fun, name)(X, y, SIZES), expected) < ERROR[name]
 
 
-@FORMATS
-@pytest.mark.parametrize("n_axes", [1, 3])
+@pytest.mark.parametrize(
+    ("n_axes", "name"),
+    mostly_slow(
+        itertools.product((1, 3), NAMES),
+        [(3, "float8"), (1, "float8_rows"), (3, "int8")],
+    ),
+)
 def test_rows_may_have_axes_around_them(name, n_axes):
     """A batch axis, free axes on both sides of the rows, and axes in any order."""
     dims = lax.RaggedDotDimensionNumbers((((0,), (1,)), ((1,), (2,))), [3], [3])
@@ -286,7 +292,7 @@ def test_layers_of_experts_run_in_a_scan_with_remat(name):
         assert relative_error(mine, theirs) < 3 * ERROR[name]
 
 
-@FORMATS
+@pytest.mark.parametrize("name", mostly_slow(NAMES, ("float8_rows", "int8")))
 def test_compare_runs_products_of_groups_in_float32_too(name):
     report = jmp.compare(product, RULES[name])(X, W, SIZES)
     (row,) = [row for row in report.rows if row.op == "ragged_dot_general"]

@@ -1,6 +1,7 @@
 """The formats ``int8`` and ``float8_rows``: operands with one scale for each row."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import hypothesis
@@ -10,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import equations, live_equations_of, relative_error
+from helpers import (
+    equations,
+    live_equations_of,
+    mostly_slow,
+    one_of_each,
+    relative_error,
+)
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,6 +25,7 @@ from weight_products import (
     LAYERS,
     PROGRAMS,
     SMALL,
+    SOME_DERIVATIVES,
     TRANSFORMS,
     V,
     W,
@@ -192,9 +200,16 @@ def test_all_three_products_have_8_bits_and_add_up_as_they_should(name):
         assert len(precise) == 4
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("program", PROGRAMS)
-@BOTH
+@pytest.mark.parametrize(
+    ("name", "program", "transform"),
+    mostly_slow(
+        itertools.product(NAMES, PROGRAMS, TRANSFORMS),
+        [
+            (name, *derivative)
+            for name, derivative in one_of_each(NAMES, SOME_DERIVATIVES)
+        ],
+    ),
+)
 def test_derivatives_of_any_order_are_near_float32s(name, program, transform):
     fun, change = PROGRAMS[program], TRANSFORMS[transform]
     x = jnp.stack([SMALL, 2 * SMALL]) if "vmap" in transform else SMALL

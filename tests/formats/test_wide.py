@@ -1,11 +1,20 @@
 """The format ``wide``: 16-bit operands and a float32 result."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import compiled, equations, products, relative_error
+from helpers import (
+    compiled,
+    equations,
+    mostly_slow,
+    one_of_each,
+    products,
+    relative_error,
+)
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -147,7 +156,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(PROGRAMS, ("remat", "scan", "vmap of weights", "shard_map"))
+)
 def test_derivatives_of_any_order_are_close_to_float32(name):
     fun = PROGRAMS[name]
     low = jmp.autocast(fun, WIDE)
@@ -207,8 +218,14 @@ def test_tune_keeps_wide_beside_the_format_that_it_searches_for():
     assert formats_of(fun, found.rules, *args) == ["low", "wide"]
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 2), (2, None)], ids=str)
-@pytest.mark.parametrize("dims", ["ij,jk->ik", "bij,bjk->bik", "ij,kj->ki"])
+DIMS = ("ij,jk->ik", "bij,bjk->bik", "ij,kj->ki")
+AXES = ((0, None), (None, 0), (1, 2), (2, None))
+
+
+@pytest.mark.parametrize(
+    ("dims", "axes"),
+    mostly_slow(itertools.product(DIMS, AXES), one_of_each(DIMS, AXES)),
+)
 def test_a_wide_product_can_be_mapped_over_any_axes(dims, axes):
     lhs, rhs = dims.split("->")[0].split(",")
     sizes = {"i": 3, "j": 4, "k": 5, "b": 2}

@@ -1,15 +1,17 @@
 """Mixed precision beside float32, op by op."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mostly_slow, one_of_each
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
+from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X, each_program
 
 import jmp_lite as jmp
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
@@ -48,7 +50,7 @@ def in_highest(fun):
 # --------------------------------------------------------------------------- two lanes
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@each_program
 def test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32(name):
     fun, args = PROGRAMS[name]
     low, exact = lanes(fun, *args)
@@ -56,9 +58,16 @@ def test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32(na
     assert_alike(exact, in_highest(fun)(*args), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rules", ["mixed", "O2", "float8"])
+DIFFERENTIATED = ("a linen block", "scanned_layers", "custom_vjp_in_a_scan", "for_loop")
+ALL_RULES = ("mixed", "O2", "float8")
+
+
 @pytest.mark.parametrize(
-    "name", ["a linen block", "scanned_layers", "custom_vjp_in_a_scan", "for_loop"]
+    ("name", "rules"),
+    mostly_slow(
+        itertools.product(DIFFERENTIATED, ALL_RULES),
+        one_of_each(DIFFERENTIATED, ALL_RULES),
+    ),
 )
 def test_one_lane_of_a_gradient_is_autocast_and_the_other_one_is_float32(name, rules):
     fun, args = PROGRAMS[name]

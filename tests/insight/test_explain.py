@@ -105,6 +105,7 @@ def test_explain_shows_the_precisions_that_run(name, rules):
     )
 
 
+@pytest.mark.filterwarnings("ignore:The scope rule .* matches nothing")
 @pytest.mark.parametrize("rules", [*PRESETS, *RULES_WITH_PATHS])
 @pytest.mark.parametrize("name", DECIDED)
 def test_explain_shows_the_precisions_that_run_under_marks_scopes_and_rules_of_paths(

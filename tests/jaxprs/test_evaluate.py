@@ -1,11 +1,13 @@
 """The evaluator: its tools enter the same equations, and change no result."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mostly_slow
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -120,8 +122,17 @@ def test_all_tools_enter_the_same_equations(name, monkeypatch):
     assert passed <= {"convert_element_type", "optimization_barrier"}
 
 
-@pytest.mark.parametrize("name", MORE)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+# A program for several devices takes long op by op.
+WRAPPED = [*itertools.product((lambda f: f, jax.jit), MORE)]
+ON_ONE_DEVICE = ("custom_vmap", "custom_jvp of a loop")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    mostly_slow(
+        WRAPPED, [w for w in WRAPPED if w[0] is jax.jit or w[1] in ON_ONE_DEVICE]
+    ),
+)
 def test_a_watched_function_keeps_its_results_and_derivatives(name, wrap):
     fun, args = MORE[name]
     watched = lambda *args: jmp.watch(fun)(*args)[0]

@@ -1551,16 +1551,16 @@ FAULTS = (
     Fault(
         "scaling/skipping.py",
         "_state_after_step",
-        "consecutive_skipped = jnp.where(grads_finite, 0, state.consecutive_skipped + 1)",
-        "consecutive_skipped = state.consecutive_skipped + jnp.where(grads_finite, 0, 1)",
+        "consecutive_skipped = jnp.where(grads.finite, 0, state.consecutive_skipped + 1)",
+        "consecutive_skipped = state.consecutive_skipped + jnp.where(grads.finite, 0, 1)",
         "the count of skipped steps in a row is never reset",
         "scaling/test_loss_scaling.py::test_around_lookahead_loss_scaling_accepts_its_pairs_of_parameters",
     ),
     Fault(
         "scaling/skipping.py",
         "loss_scaling.update",
-        "grads_finite = all_finite(updates, axis_name)",
-        "grads_finite = all_finite(updates)",
+        "grads = judged(updates, axis_name)",
+        "grads = judged(updates)",
         "loss_scaling ignores its axis",
         "scaling/test_loss_scaling.py::test_in_shard_map_one_shard_s_overflow_makes_all_replicas_skip",
     ),
@@ -1789,8 +1789,8 @@ FAULTS = (
     Fault(
         "training/step.py",
         "_Training._update",
-        "finite = all_finite((loss, grads))",
-        "finite = all_finite(grads)",
+        "found = found._replace(finite=found.finite & all_finite(loss))",
+        "pass",
         "a step whose loss is NaN is not skipped",
         "training/test_step.py::test_a_skipped_step_changes_no_state_bit_for_bit",
     ),
@@ -1821,7 +1821,7 @@ FAULTS = (
     # ------------------------------------------------------------------ nnx, linen
     Fault(
         "flax/nnx_autocast.py",
-        "_lift_to_states.lifted_fun",
+        "lift_to_states.lifted_fun",
         "    inputs = jax.tree.map(_keep_mutable, (args, kwargs), is_leaf=is_mutable)\n"
         "    remove_scopes((inputs, out), depth)",
         "    inputs = jax.tree.map(_keep_mutable, (args, kwargs), is_leaf=is_mutable)",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from every_optimizer import OPTIMIZERS, each_in_turn, loss_fn, make_params
 from flax import serialization
+from helpers import mostly_slow, one_of_each
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -234,7 +236,16 @@ def exact_values(old, new, params, state):
     return jax.tree.map(new.kept, digits), moments
 
 
-@pytest.mark.parametrize("before", FORMS)
+@pytest.mark.parametrize(
+    "before",
+    mostly_slow(
+        FORMS,
+        [
+            *("float32", "master_weights, float16, scaled", "compensated, bfloat16"),
+            "all, in 8 bits",
+        ],
+    ),
+)
 def test_every_form_goes_on_in_every_other_from_its_exact_values(before):
     run_so_far, converted = converted_to_all(before)
     for name, (params, state) in converted.items():
@@ -447,8 +458,16 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("wrap", [jmp.compensated, jmp.master_weights])
-@pytest.mark.parametrize("name", NESTED)
+WITH_ALL_DIGITS = (jmp.compensated, jmp.master_weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    mostly_slow(
+        itertools.product(NESTED, WITH_ALL_DIGITS),
+        one_of_each(NESTED, WITH_ALL_DIGITS),
+    ),
+)
 def test_wrappers_are_found_inside_and_around_the_transformations_of_optax(name, wrap):
     nest = NESTED[name]
     plain, low = (nest(by)(adam()) for by in (lambda opt: opt, wrap))

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from every_optimizer import OPTIMIZERS, each_optimizer, lenient
+from helpers import mostly_slow
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
@@ -279,6 +280,7 @@ def penalized(inner):
     return optax.chain(optax.add_decayed_weights(1e-2), inner)
 
 
+alone = lambda inner: inner
 BEFORE = (centralized, clipped, noisy, penalized)
 """Transformations before an optimizer."""
 
@@ -289,7 +291,7 @@ def stored_dtypes(optimizer, params=PARAMS):
     return [x.dtype.name for x in leaves if x.size >= 4096]
 
 
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("before", mostly_slow(BEFORE, (centralized, penalized)))
 def test_transformations_before_adam_do_not_hide_its_moments(before):
     slow, fast = (before(adam(b2=b2)) for b2 in (0.999, 0.95))
     with pytest.raises(ValueError, match=r"keeps 0.999 of its value"):
@@ -302,7 +304,7 @@ def test_transformations_before_adam_do_not_hide_its_moments(before):
         assert names == ["float8_e4m3fn"] * 2 + ["uint8"] * 2
 
 
-@pytest.mark.parametrize("before", [lambda inner: inner, *BEFORE])
+@pytest.mark.parametrize("before", mostly_slow([alone, *BEFORE], (alone, penalized)))
 def test_a_trial_classifies_the_state_of_an_own_optimizer_behind_any_transformation(
     before,
 ):
@@ -383,7 +385,7 @@ def large_arrays(inner):
     return {i: moment for i, (x, moment) in enumerate(pairs) if x.shape in shapes}
 
 
-@each_optimizer
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_array_of_an_optimizer_is_in_the_table(name):
     """If a new optimizer fails here, add its state to ``moments.MOMENTS``."""
     known = large_arrays(lenient(OPTIMIZERS[name].make()))

@@ -1,25 +1,62 @@
 """``autocast``: traces a function, and interprets it."""
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar, overload
+from collections.abc import Callable, Iterable
+from typing import Never, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.interpreter.mistakes import (
+    warn_of_second_scale,
+    warn_of_unmatched_scopes,
+)
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE
+from jmp_lite.casting.dtypes import refuse_unknown
 from jmp_lite.casting.losses import set_float32_loss
 from jmp_lite.jaxprs import structure
-from jmp_lite.jaxprs.types import Function, PyTree
+from jmp_lite.jaxprs.types import Function, Jaxpr, PyTree
 from jmp_lite.mutables import returning_changes, write_changes
 
 Args = ParamSpec("Args")
 
 Result = TypeVar("Result")
+
+Check: TypeAlias = Callable[[Jaxpr], None]
+"""Looks at a traced function, and may raise an error or warn."""
+
+
+class Decorator(functools.partial[Function]):
+    """``autocast`` without a function: a decorator, and no context manager."""
+
+    def __enter__(self) -> Never:
+        """Raises a TypeError: what is traced inside of a block is not a function."""
+        raise TypeError(
+            "autocast is not a context manager: JAX traces functions, so it takes one. "
+            "Decorate it, as in @jmp_lite.autocast above def loss_fn(...), or write "
+            "jmp_lite.autocast(loss_fn)(...) in place of the block."
+        )
+
+    def __exit__(self, *exception: object) -> None:
+        """Never runs; ``with`` looks for it before it enters."""
+
+
+_NAMES_ELSEWHERE = {
+    # PyTorch, Paddle, Apex, MindSpore.
+    **dict.fromkeys(("dtype", "amp_dtype", "cast_dtype"), "compute_dtype"),
+    **dict.fromkeys(("level", "amp_level", "opt_level"), "rules"),
+    "enabled": 'rules="O0"',
+}
+
+
+def check_keywords(unknown: Iterable[str]) -> None:
+    """Raises a TypeError for a keyword argument that ``autocast`` does not have."""
+    known = ("fun", "rules", "compute_dtype")
+    refuse_unknown("autocast", unknown, known, _NAMES_ELSEWHERE)
 
 
 @overload
@@ -45,6 +82,7 @@ def autocast(
     rules: Rules | str = "mixed",
     *,
     compute_dtype: DTypeLike | None = None,
+    **unknown: Never,
 ) -> Function:
     """Returns ``fun`` in mixed precision.
 
@@ -62,14 +100,16 @@ def autocast(
         or a ``Rules``.
       compute_dtype: the dtype of low ops; None uses the dtype of the rules. ``"half"``
         selects bfloat16 or float16 for the current device, at each call.
+      **unknown: an argument of another library: an error that names this one's.
 
     Returns:
       The function; without ``fun``, a decorator.
 
     Raises:
       ValueError: the preset or the dtype is unknown.
-      TypeError: ``fun`` is not a function, or ``rules`` has another type. In a call: an
-        argument is an nnx module; use ``jmp_lite.nnx.autocast``.
+      TypeError: ``fun`` is not a function, ``rules`` has another type, or an argument
+        is unknown. In a call: an argument is an nnx module; use
+        ``jmp_lite.nnx.autocast``.
 
     Source: PyTorch's autocast and MindSpore's ``amp.auto_mixed_precision`` choose a
     precision for each op, too.
@@ -85,20 +125,36 @@ def autocast(
       >>> "bf16[2,4] = dot_general" in str(jax.make_jaxpr(low)(x, w))
       True
     """
+    check_keywords(unknown)
     if fun is None:
-        return functools.partial(autocast, rules=rules, compute_dtype=compute_dtype)
+        return Decorator(autocast, rules=rules, compute_dtype=compute_dtype)
     check_convertible(fun)
     chosen = choose_rules(rules, compute_dtype)
+
+    return build_autocast(fun, chosen)
+
+
+def build_autocast(
+    fun: Function, chosen: Callable[[], Rules], check: Check | None = None
+) -> Function:
+    """Returns ``autocast`` of a function.
+
+    Args:
+      fun: the function.
+      chosen: returns the rules of a call.
+      check: receives the traced function, at each call.
+    """
 
     @functools.wraps(fun)
     def autocast_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with jax.named_scope(AUTOCAST_SCOPE):
-            return _run(Interpreter(chosen()), fun, args, kwargs)
+            return _run(Interpreter(chosen()), fun, args, kwargs, check)
 
     @functools.wraps(fun)
     def variant(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with jax.named_scope(AUTOCAST_SCOPE):
-            return _run(Interpreter(chosen()), fun, args, kwargs, has_float32_loss=True)
+            interpreter = Interpreter(chosen())
+            return _run(interpreter, fun, args, kwargs, check, is_loss=True)
 
     set_float32_loss(autocast_fun, variant)
     return autocast_fun
@@ -109,12 +165,28 @@ def _run(
     fun: Function,
     args: PyTree,
     kwargs: PyTree,
-    has_float32_loss: bool = False,
+    check: Check | None,
+    is_loss: bool = False,
 ) -> PyTree:
-    """Traces a function, interprets it, and returns its results in their structure."""
-    program = read_function(returning_changes(fun), args, kwargs, interpreter.rules)
+    """Traces a function, interprets it, and returns its results in their structure.
+
+    Args:
+      interpreter: the interpreter.
+      fun: the function.
+      args: its arguments.
+      kwargs: its keyword arguments.
+      check: see ``build_autocast``.
+      is_loss: whether the caller scales the first result, a loss, and differentiates.
+    """
+    rules = interpreter.rules
+    program = read_function(returning_changes(fun), args, kwargs, rules)
+    name = getattr(fun, "__name__", type(fun).__name__)
+    warn_of_unmatched_scopes(rules, program.jaxpr, name)
+    if check is not None:
+        check(program.jaxpr)
     types = program.types
-    if has_float32_loss:
+    if is_loss:
+        warn_of_second_scale(program.jaxpr)
         types = program.types_with_float32_loss()
     if program.is_unchanged:
         evaluated = structure.evaluate(program.jaxpr, program.arrays)

@@ -15,6 +15,7 @@ from jmp_lite.autocasting.rules.rules import (
     Rules,
 )
 from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
+from jmp_lite.casting.policy import Policy
 from jmp_lite.jaxprs.trace import check_function
 from jmp_lite.ops import LOWERABLE, POWERS, Precision, ops_of
 
@@ -68,7 +69,13 @@ def check_convertible(fun: object) -> None:
         is_dtype = isinstance(fun, str) and fun in dtype_names()
         keyword = "compute_dtype" if is_dtype else "rules"
         hint = f" Pass {keyword} by keyword: {keyword}={fun!r}."
+    if fun in _DEVICES:
+        hint = " Leave the device out: autocast takes a function, wherever it runs."
     check_function(fun, hint)
+
+
+_DEVICES = ("cuda", "cpu", "gpu", "tpu", "xla")
+"""What PyTorch's autocast begins with."""
 
 
 def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[], Rules]:
@@ -81,6 +88,11 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
         hint = ""
         if isinstance(chosen, type | np.dtype):
             hint = " Pass a dtype as compute_dtype=..."
+        if isinstance(chosen, Policy):
+            hint = (
+                " A policy casts whole trees, rules decide op by op. Pass its dtype as "
+                f'compute_dtype="{np.dtype(chosen.compute_dtype)}".'
+            )
         raise TypeError(
             "Expected the name of a preset or a Rules, got "
             f"{type(chosen).__name__}: {textwrap.shorten(repr(chosen), 80)}.{hint}"

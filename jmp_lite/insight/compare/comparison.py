@@ -21,6 +21,7 @@ from jmp_lite.insight.gradients import Differentiable
 from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched
 from jmp_lite.insight.tables import text_table
+from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.trace import argument_names
 from jmp_lite.jaxprs.types import Array, PyTree
@@ -144,7 +145,7 @@ _SHARED = ("scope", "op", "source", "dtype", "is_backward")
 
 Args = ParamSpec("Args")
 
-_ELEMENTS = 2**16
+ELEMENTS = 2**16
 
 
 def compare(
@@ -153,7 +154,7 @@ def compare(
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
-    elements: int = _ELEMENTS,
+    elements: int = ELEMENTS,
 ) -> Callable[Args, Comparison]:
     """Returns a function that compares ``autocast(fun, rules)`` with float32, op by op.
 
@@ -206,7 +207,6 @@ def compare(
     check_elements(elements)
     chosen = choose_rules(rules, compute_dtype)
 
-    @functools.wraps(fun)
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
         chosen_rules = chosen()
         program = read_function(fun, args, kwargs, chosen_rules)
@@ -219,7 +219,7 @@ def compare(
         arrays = program.arrays
         return compared_with_float32(function, chosen_rules, arrays, backward, elements)
 
-    return compared
+    return Uncalled("compare", fun, compared)
 
 
 def compared_with_float32(
@@ -227,7 +227,7 @@ def compared_with_float32(
     rules: Rules,
     arrays: Sequence[Array],
     backward: bool = True,
-    elements: int = _ELEMENTS,
+    elements: int = ELEMENTS,
 ) -> Comparison:
     """Runs a traced function under some rules and in float32.
 

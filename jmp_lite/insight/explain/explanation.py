@@ -34,6 +34,7 @@ from jmp_lite.insight.explain.rows import (
     totals_of,
 )
 from jmp_lite.insight.tables import count, html_table, text_table
+from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import argument_names, arrays_in
@@ -295,7 +296,6 @@ def explain(
     check_convertible(fun)
     chosen = choose_rules(rules, compute_dtype)
 
-    @functools.wraps(fun)
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         interpreter = Interpreter(chosen())
         program = read_function(fun, args, kwargs, interpreter.rules)
@@ -342,7 +342,7 @@ def explain(
             {names[i]: dtype.name for i, dtype in program.held.items()},
         )
 
-    return explained
+    return Uncalled("explain", fun, explained)
 
 
 def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:

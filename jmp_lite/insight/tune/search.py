@@ -4,7 +4,6 @@ The search drops a rule, and returns rules, only if it has measured the remainin
 and tolerates their error.
 """
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from jmp_lite.insight.tune.products import (
 )
 from jmp_lite.insight.tune.report import Kept, Tuned, TuningReport
 from jmp_lite.insight.tune.trials import Trials
+from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import PyTree
 from jmp_lite.ops import Precision
@@ -33,7 +33,8 @@ from jmp_lite.ops import Precision
 Args = ParamSpec("Args")
 
 
-def _to_stderr(line: str) -> None:
+def print_to_stderr(line: str) -> None:
+    """Prints a line beside the results of a program."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -43,7 +44,7 @@ def tune(
     *,
     tolerance: float,
     compute_dtype: DTypeLike | None = None,
-    progress: Callable[[str], None] = _to_stderr,
+    progress: Callable[[str], None] = print_to_stderr,
 ) -> Callable[Args, Tuned]:
     """Returns a function that finds rules with the fewest float32 ops, on a sample.
 
@@ -119,13 +120,12 @@ def tune(
     check_convertible(fun)
     chosen, tolerated = choose_rules(rules, compute_dtype), _positive(tolerance)
 
-    @functools.wraps(fun)
     def tuned(*args: Args.args, **kwargs: Args.kwargs) -> Tuned:
         sample = Sample(fun, args, kwargs)
         _check_not_autocast(sample)
         return _run(Trials(sample, tolerated, progress), chosen())
 
-    return tuned
+    return Uncalled("tune", fun, tuned)
 
 
 def _run(trials: Trials, start: Rules) -> Tuned:

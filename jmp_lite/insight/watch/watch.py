@@ -13,6 +13,7 @@ from jmp_lite.insight import statistics
 from jmp_lite.insight.places import short
 from jmp_lite.insight.report import dtype_that_overflows
 from jmp_lite.insight.tables import text_table
+from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.insight.watch.watcher import FlaggedValue, WatchedOp, Watcher
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import check_function, trace_function
@@ -143,7 +144,6 @@ def watch(
     if elements is not None:
         statistics.check_elements(elements)
 
-    @functools.wraps(fun)
     def watched(
         *args: Args.args, **kwargs: Args.kwargs
     ) -> tuple[Result, WatchedNumerics]:
@@ -159,7 +159,7 @@ def watch(
         write_changes(args, kwargs, changes)
         return out, stats
 
-    return watched
+    return Uncalled("watch", fun, watched)
 
 
 def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:

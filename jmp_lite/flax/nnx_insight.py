@@ -1,0 +1,264 @@
+"""The tools that look into a function, for functions of nnx modules.
+
+Each works like the function of its name in ``jmp_lite``. The explanation of what a
+module does is ``jmp_lite.nnx.explain``, and so on.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_lite.autocasting.rules.presets import check_convertible
+from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.flax.nnx_autocast import lift_to_states, unbind
+from jmp_lite.insight.compare import comparison
+from jmp_lite.insight.compare.comparison import Comparison
+from jmp_lite.insight.explain import explanation
+from jmp_lite.insight.explain.explanation import Explanation
+from jmp_lite.insight.tune import search
+from jmp_lite.insight.tune.report import Tuned
+from jmp_lite.insight.uncalled import Uncalled
+from jmp_lite.insight.watch import watch as watching
+from jmp_lite.insight.watch.watch import WatchedNumerics
+from jmp_lite.jaxprs.trace import argument_name
+from jmp_lite.jaxprs.types import Function, PyTree
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def explain(
+    fun: Callable[Args, PyTree],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
+) -> Callable[Args, Explanation]:
+    """Returns a function that explains what ``autocast(fun, rules)`` does.
+
+    It works like ``jmp_lite.explain``. It computes nothing and changes no module.
+
+    Args:
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      rules: the name of a preset or a ``Rules``.
+      compute_dtype: the dtype of low ops; None uses the dtype of the rules.
+      backward: whether to explain the backward pass too, with respect to all floats in
+        modules and other arguments.
+
+    Returns:
+      A function of ``fun``'s arguments that returns an ``Explanation``.
+
+    Raises:
+      ValueError: the preset or the dtype is unknown.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+      >>> dot, *_ = jmp_lite.nnx.explain(model)(jnp.ones((2, 4))).rows
+      >>> dot.scope, dot.op, dot.precision
+      ('Linear', 'dot_general', 'bfloat16')
+    """
+
+    def tool(fun: Function) -> Function:
+        return explanation.explain(
+            fun, rules, compute_dtype=compute_dtype, backward=backward
+        )
+
+    return _reading("explain", fun, tool)
+
+
+def compare(
+    fun: Callable[Args, PyTree],
+    rules: Rules | str = "mixed",
+    *,
+    compute_dtype: DTypeLike | None = None,
+    backward: bool = False,
+    elements: int = comparison.ELEMENTS,
+) -> Callable[Args, Comparison]:
+    """Returns a function that compares ``autocast(fun, rules)`` with float32.
+
+    It works like ``jmp_lite.compare``, and changes no module. What ``fun`` changes in a
+    module, such as batch statistics, is compared like a result.
+
+    Args:
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      rules: the name of a preset or a ``Rules``.
+      compute_dtype: a dtype that replaces the compute dtype of the rules.
+      backward: whether to compare the backward pass too, with respect to all floats in
+        modules and other arguments.
+      elements: see ``jmp_lite.compare``.
+
+    Returns:
+      A function of ``fun``'s arguments that returns a ``Comparison``.
+
+    Raises:
+      ValueError: see ``jmp_lite.compare``.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+      >>> x = jnp.linspace(-1, 1, 8).reshape(2, 4)
+      >>> errors = jmp_lite.nnx.compare(model)(x).errors
+      >>> list(errors), 0 < errors["result"] < 0.01
+      (['result'], True)
+    """
+
+    def tool(fun: Function) -> Function:
+        return comparison.compare(
+            fun,
+            rules,
+            compute_dtype=compute_dtype,
+            backward=backward,
+            elements=elements,
+        )
+
+    return _reading("compare", fun, tool)
+
+
+def tune(
+    fun: Callable[Args, PyTree],
+    rules: Rules | str = "mixed",
+    *,
+    tolerance: float,
+    compute_dtype: DTypeLike | None = None,
+    progress: Callable[[str], None] = search.print_to_stderr,
+) -> Callable[Args, Tuned]:
+    """Returns a function that finds rules with the fewest float32 ops, on a sample.
+
+    It works like ``jmp_lite.tune``, and changes no module. What ``fun`` changes in a
+    module, such as batch statistics, is measured like a result.
+
+    Args:
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      rules: the initial rules: the name of a preset or a ``Rules``.
+      tolerance: the largest tolerated relative error of each result and gradient.
+      compute_dtype: a dtype that replaces the compute dtype of the rules.
+      progress: a function that receives a line of text at each step.
+
+    Returns:
+      A function of ``fun``'s arguments that returns ``(rules, report)``.
+
+    Raises:
+      TypeError: see ``jmp_lite.tune``.
+      ValueError: see ``jmp_lite.tune``.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite.nnx
+      >>> model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+      >>> quiet = lambda line: None
+      >>> tuned = jmp_lite.nnx.tune(model, tolerance=0.1, progress=quiet)
+      >>> rules, report = tuned(jnp.linspace(-1, 1, 8).reshape(2, 4))
+      >>> report.kept
+      ()
+    """
+
+    def tool(fun: Function) -> Function:
+        return search.tune(
+            fun,
+            rules,
+            tolerance=tolerance,
+            compute_dtype=compute_dtype,
+            progress=progress,
+        )
+
+    return _reading("tune", fun, tool)
+
+
+def watch(
+    fun: Callable[Args, Result],
+    dtype: DTypeLike = "float16",
+    elements: int | None = None,
+) -> Callable[Args, tuple[Result, WatchedNumerics]]:
+    """Returns a function that also counts the numbers which each op of ``fun`` makes.
+
+    It works like ``jmp_lite.watch``. What ``fun`` changes in a module changes, as
+    without ``watch``. To watch the backward pass, too, watch the gradient:
+    ``watch(nnx.grad(autocast(loss_fn)))(model, x)``.
+
+    Args:
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      dtype: see ``jmp_lite.watch``.
+      elements: see ``jmp_lite.watch``.
+
+    Returns:
+      A function of ``fun``'s arguments that returns ``(fun(...), stats)``.
+
+    Raises:
+      ValueError: see ``jmp_lite.watch``.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import jmp_lite.nnx
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> loss_fn = lambda model, x: jnp.log(model(x) - 10).sum()
+      >>> grads, stats = jmp.nnx.watch(nnx.grad(loss_fn))(model, jnp.ones((4, 2)))
+      >>> jmp.first_nonfinite(stats).op
+      'log'
+    """
+    check_convertible(fun)
+    called, *bound = unbind(fun)
+    lifted = lift_to_states(called)
+    watched_states = watching.watch(lifted, dtype, elements)
+
+    def watched(
+        *args: Args.args, **kwargs: Args.kwargs
+    ) -> tuple[Result, WatchedNumerics]:
+        with nnx.update_context(lifted):
+            states = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
+            after, stats = watched_states(states)
+            out, _ = nnx.from_tree(after, ctxtag=lifted, is_inner=False)
+        return out, stats
+
+    return Uncalled("watch", called, watched)
+
+
+class _Results(NamedTuple):
+    """The result of a function, and the variables of modules that it changes."""
+
+    out: PyTree
+    changed: dict[str, PyTree]
+
+
+def _reading(
+    name: str, fun: Function, tool: Callable[[Function], Function]
+) -> Function:
+    """Returns what a tool returns for a function, which changes no module.
+
+    Args:
+      name: the name of the tool.
+      fun: a function of pytrees and modules, a module, or a method of a module.
+      tool: the tool, for functions of pytrees.
+    """
+    check_convertible(fun)
+    called, *bound = unbind(fun)
+    lifted = lift_to_states(called)
+
+    def of_states(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        out, states = lifted((args, kwargs))
+        given = set(map(id, jax.tree.leaves((args, kwargs))))
+        changed = {
+            argument_name(path): leaf
+            for path, leaf in jax.tree.leaves_with_path(states)
+            if id(leaf) not in given
+        }
+        return _Results(out, changed) if changed else out
+
+    looked = tool(of_states)
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        with nnx.update_context(lifted):
+            given = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
+            return looked(*given[0], **given[1])
+
+    return Uncalled(name, called, read)
