@@ -218,8 +218,48 @@ def type_attributes(app, what, name, obj, options, lines):
             at = None
 
 
+# ------------------------------------------------------------------ pages of source
+
+
+def mend_back_links(app, pagename, templatename, context, doctree):
+    """Links from the source of an object to where it is documented.
+
+    ``sphinx.ext.viewcode`` takes one public module for all objects of a file, but the
+    function of a file is in ``jmp_lite``, and its state in ``jmp_lite.states``.
+    """
+    if not pagename.startswith("_modules/") or "body" not in context:
+        return
+    objects = app.env.get_domain("py").objects
+    found = {
+        (app.builder.get_relative_uri(pagename, one.docname), local_name(name)): name
+        for name, one in objects.items()
+    }
+
+    def mended(match):
+        page, name = match[1], match[2]
+        name = name if name in objects else found.get((page, local_name(name)), name)
+        return f'href="{page}#{name}"'
+
+    context["body"] = re.sub(
+        r'href="([^"#]+)#(jmp_lite[\w.]*)"', mended, context["body"]
+    )
+
+
+def local_name(name):
+    """Returns the name of an object inside of its public module."""
+    modules = sorted((module.__name__ for module in _PUBLIC_MODULES), key=len)
+    for module in reversed(modules):
+        if name.startswith(f"{module}."):
+            return name.removeprefix(f"{module}.")
+    return name
+
+
+_PUBLIC_MODULES = (*_MODULES, jmp_lite.linen, jmp_lite.nnx)
+
+
 def setup(app):
     """Connects all of it."""
+    app.connect("html-page-context", mend_back_links)
     app.connect("doctree-read", link_names)
     app.connect("autodoc-process-signature", tidy_signature)
     app.connect("autodoc-process-docstring", type_attributes, priority=900)

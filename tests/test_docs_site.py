@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import urllib.parse
 
 import pytest
 
@@ -251,19 +252,24 @@ def test_the_curves_are_five_seeds_of_ten_epochs_each(figures):
 # ----------------------------------------------------------------------------- the site
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_warnings_and_documents_every_member(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Builds the site, and returns its folder."""
     for module in ("furo", "myst_nb", "sphinx_copybutton"):
         pytest.importorskip(module)
-    inventory = pytest.importorskip("sphinx.util.inventory")
+    folder = tmp_path_factory.mktemp("site")
     options = ("--builder", "html", "--fail-on-warning", "--keep-going", "--quiet")
     subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, str(DOCS), str(tmp_path)],
+        [sys.executable, "-m", "sphinx", *options, str(DOCS), str(folder)],
         check=True,
     )
-    found = inventory.InventoryFile.loads(
-        (tmp_path / "objects.inv").read_bytes(), uri=""
-    )
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_documents_every_member(site):
+    inventory = pytest.importorskip("sphinx.util.inventory")
+    found = inventory.InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
     names = [
         name for role, each in found.data.items() if "py:" in role for name in each
     ]
@@ -275,6 +281,42 @@ def test_the_site_builds_without_warnings_and_documents_every_member(tmp_path):
         "jmp_lite.results.OpNumerics",
     }
     for page in ("index", "changelog", "api/autocasting"):
-        assert f"jmp_lite {jmp.__version__}" in (tmp_path / f"{page}.html").read_text()
-    signature = (tmp_path / "api" / "autocasting.html").read_text()
+        assert f"jmp_lite {jmp.__version__}" in (site / f"{page}.html").read_text()
+    signature = (site / "api" / "autocasting.html").read_text()
     assert "https://docs.jax.dev/en/latest/jax.typing.html" in signature
+
+
+def dead_links(site):
+    """Returns the links between pages of a site whose page or anchor is missing."""
+    pages = {page.resolve(): page.read_text() for page in site.rglob("*.html")}
+    anchors = {
+        page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()
+    }
+    dead = []
+    for page, text in pages.items():
+        for link in re.findall(r'<a\b[^>]*\bhref="([^"]*#[^"]+)"', text):
+            url = urllib.parse.urlsplit(link)
+            target = (page.parent / url.path).resolve() if url.path else page
+            anchor = urllib.parse.unquote(url.fragment)
+            if not url.scheme and anchor not in anchors.get(target, ()):
+                dead.append(f"{page.relative_to(site.resolve())}: {link}")
+    return dead
+
+
+@pytest.mark.slow
+def test_every_anchor_that_a_page_of_the_site_links_exists(site):
+    sources = list((site / "_modules").rglob("*.html"))
+    assert sum("[docs]" in page.read_text() for page in sources) > 20
+    assert dead_links(site) == []
+
+
+def test_a_dead_link_of_a_site_is_found(tmp_path):
+    (tmp_path / "_modules").mkdir()
+    (tmp_path / "api.html").write_text('<p id="f">f</p> <a href="#f">here</a>')
+    good = '<a class="x" href="../api.html#f">a</a> <a href="https://a.b/c#d">b</a>'
+    bad = '<a href="../api.html#g">c</a> <a href="../none.html#f">d</a>'
+    (tmp_path / "_modules" / "f.html").write_text(good + bad)
+    assert dead_links(tmp_path) == [
+        "_modules/f.html: ../api.html#g",
+        "_modules/f.html: ../none.html#f",
+    ]

@@ -41,6 +41,9 @@ def initialize(model, batch, length):
     return variables["params"], variables["cache"]
 
 
+compiled_initialize = jax.jit(initialize, static_argnums=(0, 1, 2))
+
+
 def step_of(model, full=lambda tree: tree, low=lambda tree: tree):
     def step(params, cache, token, position):
         variables = {"params": full(params), "cache": full(cache)}
@@ -92,7 +95,7 @@ def generate_with(step, cache, length):
 )
 def test_logits_are_near_to_those_of_float32(layout):
     model, length = Decoder(), 12
-    params, cache = initialize(model, 2, length)
+    params, cache = compiled_initialize(model, 2, length)
     token = jnp.array([[3], [5]])
     if layout == "in one loop":
         step = step_of(model, jmp.cast_to_full)

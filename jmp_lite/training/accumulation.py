@@ -1,5 +1,7 @@
 """Gradients of a batch that is split into micro-batches."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -63,9 +65,11 @@ def accumulated_gradients(
 def _split_axes(batch: PyTree, batch_axes: PyTree, times: int) -> list[int | None]:
     """Returns the axis along which each leaf is split; None for a whole leaf."""
     axes: list[int | None] = []
-    sizes: dict[str, int] = {}
+    # By entry of ``batch_axes``.
+    sizes: dict[int, dict[str, int]] = {}
     leaves = jax.tree.leaves_with_path(batch)
-    for (path, leaf), axis in zip(leaves, _broadcast(batch_axes, batch), strict=True):
+    entries = _broadcast(batch_axes, batch)
+    for (path, leaf), (entry, axis) in zip(leaves, entries, strict=True):
         if axis is None or not is_array(leaf) or not jnp.ndim(leaf):
             axes.append(None)
             continue
@@ -76,24 +80,25 @@ def _split_axes(batch: PyTree, batch_axes: PyTree, times: int) -> list[int | Non
                 "to split: correct batch_axes."
             )
         axes.append(axis % leaf.ndim)
-        sizes[where] = leaf.shape[axis]
-        if sizes[where] % times:
-            _check_one_size(sizes, times)
+        alike = sizes.setdefault(entry, {})
+        alike[where] = leaf.shape[axis]
+        _check_one_size(alike, times)
+        if alike[where] % times:
             raise ValueError(
                 f"Expected the size of axis {axis} to be a multiple of "
                 f"accumulate={times} in every array of the batch, got {leaf.shape} at "
                 f"{where}."
             )
-    _check_one_size(sizes, times)
     return axes
 
 
-def _broadcast(batch_axes: PyTree, batch: PyTree) -> list[int | None]:
-    """Returns an axis for each leaf of a batch."""
-    axes: list[int | None] = []
+def _broadcast(batch_axes: PyTree, batch: PyTree) -> list[tuple[int, int | None]]:
+    """Returns for each leaf the number of its entry in ``batch_axes``, and its axis."""
+    axes: list[tuple[int, int | None]] = []
+    entries = itertools.count()
 
     def add(axis: int | None, part: PyTree) -> None:
-        axes.extend([axis] * len(jax.tree.leaves(part)))
+        axes.extend([(next(entries), axis)] * len(jax.tree.leaves(part)))
 
     try:
         jax.tree.map(add, batch_axes, batch, is_leaf=lambda node: node is None)
@@ -107,16 +112,17 @@ def _broadcast(batch_axes: PyTree, batch: PyTree) -> list[int | None]:
 
 
 def _check_one_size(sizes: dict[str, int], times: int) -> None:
-    first, *others = sizes or [""]
+    first, *others = sizes
     for other in others:
         if sizes[other] != sizes[first]:
             raise ValueError(
                 f"accumulate={times} splits the arrays of a batch into micro-batches "
                 f"and expects the same size in all of them, got {sizes[first]} at "
-                f"{first} and {sizes[other]} at {other}. If every micro-batch needs "
-                "one of them whole, pass None for it in batch_axes, such as "
-                f"batch_axes={{'x': 0, 'class_weights': None}}, or let loss_fn close "
-                "over it."
+                f"{first} and {sizes[other]} at {other}. If both are to be split, give "
+                "each its own axis, such as batch_axes={'inner': 0, 'boundary': 0}. If "
+                "every micro-batch needs one of them whole, pass None for it, such as "
+                "batch_axes={'x': 0, 'class_weights': None}, or let loss_fn close over "
+                "it."
             )
 
 

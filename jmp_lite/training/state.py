@@ -1,9 +1,11 @@
 """The state of a training."""
 
+import math
 from typing import NamedTuple, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_array
 from jmp_lite.casting.types import Array, Key, Leaf, PyTree, Tree
@@ -19,7 +21,8 @@ class TrainingState(NamedTuple):
       model_state: the state that the loss function takes and returns, such as batch
         statistics.
       opt_state: the optimizer's ``LossScalingState``.
-      ema: the exponential moving average of the parameters, in float32, or None.
+      ema: the exponential moving average of the parameters after each step, in float32,
+        or None. Before the first step, it is the parameters.
       rng: the key from which each step derives its keys, or None.
       step: the number of applied steps, an int32 scalar.
 
@@ -71,11 +74,35 @@ def copied(state: TrainingState) -> TrainingState:
     return jax.tree.map(copy, strongly_typed(state))
 
 
-def moving_average(decay: float, average: Tree, params: PyTree) -> Tree:
-    """Returns the moving average of parameters after a step."""
+def moving_average(decay: float, average: Tree, params: PyTree, step: Array) -> Tree:
+    """Returns the moving average of the parameters after each step so far.
+
+    The parameters ``k`` steps ago have the weight ``decay**k``, and the weights of all
+    steps add up to one. So the parameters before the first step, often random, have no
+    part in it. This is ``optax.ema(decay, debias=True)``, without its division.
+
+    Args:
+      decay: the decay.
+      average: the average after the step before, in float32.
+      params: the parameters after this step.
+      step: the number of this step, from 1.
+
+    Example:
+      >>> start, one, two = map(jnp.float32, (7, 1, 2))
+      >>> first = moving_average(0.9, start, one, step=jnp.int32(1))
+      >>> second = moving_average(0.9, first, two, step=jnp.int32(2))
+      >>> print(first, second)  # The second is (0.9 * 1 + 2) / 1.9.
+      1.0 1.5263158
+    """
+    # decay * (1 - decay**(step - 1)) / (1 - decay**step), without cancellation.
+    kept: ArrayLike = 0.0
+    if decay:
+        n, log = step.astype(jnp.float32), math.log(decay)
+        kept = decay * jnp.expm1((n - 1) * log) / jnp.expm1(n * log)
 
     # In float32: in 16 bits it would stall when (1 - decay) rounds away.
     def mix(old: Array, new: Array) -> Array:
-        return decay * old + (1 - decay) * new.astype(old.dtype)
+        share = jnp.asarray(kept, old.dtype)
+        return share * old + (1 - share) * new.astype(old.dtype)
 
     return jax.tree.map(mix, average, params)

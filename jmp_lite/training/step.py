@@ -130,9 +130,13 @@ def build_train_step(
         key of its own. One overflow skips the whole step.
       batch_axes: the axis along which ``accumulate`` splits the arrays of a batch. None
         gives an array to every micro-batch whole. It is one axis, or a pytree prefix of
-        the batch, like ``in_axes`` of ``jax.vmap``. Scalars are never split.
+        the batch, like ``in_axes`` of ``jax.vmap``. Arrays under one entry have one
+        size along it, and those under another entry may have another: with
+        ``{"inner": 0, "boundary": 0}`` each micro-batch gets its share of both. Scalars
+        are never split.
       ema: the decay of a moving average of the parameters, in [0, 1); None for no
-        average.
+        average. It is that of the parameters after each step: those before the first
+        step have no part in it.
       axis_name: the mapped axis (or axes) on which each device has a part of the batch.
         Gradients, loss, and the floats of the model state are averaged over it. Each
         device has a key of its own. All devices skip the same steps. ``()`` in
@@ -158,8 +162,8 @@ def build_train_step(
       ValueError: ``ema`` is not in [0, 1), ``accumulate`` is not a whole number of at
         least 1, ``grad_dtype`` is another dtype, or the preset or dtype is unknown. In
         ``init``: the optimizer already carries a loss scale. In ``step``: a batch
-        cannot be split into ``accumulate`` parts, or its arrays differ in size along
-        the split axis.
+        cannot be split into ``accumulate`` parts, or arrays under one entry of
+        ``batch_axes`` differ in size along the split axis.
       TypeError: ``loss_fn`` does not take four arguments, ``optimizer`` is not a
         transformation, ``loss_scale`` is not a ``LossScale``, or ``batch_axes`` holds
         something other than axes. In ``init``: a parameter is not a floating-point
@@ -292,7 +296,7 @@ class _Training:
         new_params = apply_updates(params, updates)
         average = None
         if self.ema is not None:
-            average = moving_average(self.ema, state.ema, new_params)
+            average = moving_average(self.ema, state.ema, new_params, state.step + 1)
         new_state = TrainingState(
             params=new_params,
             model_state=model_state,

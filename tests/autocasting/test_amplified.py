@@ -1,10 +1,20 @@
 """One op that amplifies rounding errors is enough for a float32 operand."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DTYPES, compiled, live_equations, products, relative_error
+from helpers import (
+    DTYPES,
+    compiled,
+    live_equations,
+    mostly_slow,
+    one_of_each,
+    products,
+    relative_error,
+)
 from jax import lax
 from programs import W, X
 
@@ -150,8 +160,10 @@ def test_an_amplified_value_is_float32_in_every_wrapper(wrap, dtype):
     assert relative_error(grads, expected[1]) < 0.02
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly_slow(itertools.product(PROGRAMS, DTYPES), one_of_each(PROGRAMS, DTYPES)),
+)
 def test_a_jit_around_a_program_or_a_part_changes_no_bit(name, dtype, monkeypatch):
     cast = lambda f: autocast(f, compute_dtype=dtype)
     fun = PROGRAMS[name]

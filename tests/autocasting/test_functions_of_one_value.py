@@ -1,11 +1,13 @@
 """Functions of one 16-bit value: norms and activations, found by their form."""
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import compiled, relative_error
+from helpers import compiled, mostly_slow, one_of_each, relative_error
 from jax import lax
 from programs import W, X
 
@@ -58,8 +60,10 @@ def stream(function, x):
     return jnp.maximum(function(x @ W) + x @ W.T, 0) @ W
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("function", "wrap"),
+    mostly_slow(itertools.product(FUNCTIONS, WRAPS), one_of_each(FUNCTIONS, WRAPS)),
+)
 def test_the_result_of_a_function_of_one_value_is_16_bit(function, wrap):
     fun = lambda x: stream(WRAPS[wrap](FUNCTIONS[function]), x)
     rows = explain(fun)(X).rows

@@ -37,6 +37,7 @@ from programs import (
     TRANSFORMS,
     W,
     X,
+    each_program,
     in_float32,
     traced,
 )
@@ -60,7 +61,10 @@ BATTERY = [
 ]
 
 
-@pytest.mark.parametrize(("name", "transform", "dtype"), BATTERY)
+@pytest.mark.parametrize(
+    ("name", "transform", "dtype"),
+    mostly_slow(BATTERY, [b for b in BATTERY if b[0] in QUICK or b[1] == "grad"]),
+)
 def test_a_program_keeps_its_types_and_multiplies_in_16_bits(name, transform, dtype):
     """Structure, shapes and dtypes: tracing is enough."""
     fun, args = PROGRAMS[name]
@@ -135,7 +139,7 @@ def decisions(fun, *args):
     ]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@each_program
 def test_wrapping_a_program_in_jit_changes_no_decision_and_no_bit(name):
     fun, args = PROGRAMS[name]
     plain, wrapped = autocast(fun), autocast(jax.jit(fun))
@@ -150,7 +154,7 @@ def test_o0_is_the_identity(name):
         assert decisions(autocast(fun, rules), *args) == decisions(fun, *args)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@each_program
 def test_autocast_of_an_autocast_function_changes_nothing(name):
     fun, args = PROGRAMS[name]
     once, twice = (

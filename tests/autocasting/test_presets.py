@@ -15,7 +15,17 @@ from helpers import (
     products,
     relative_error,
 )
-from programs import BLOCK, BLOCK_PARAMS, PROGRAMS, W, X, gradient, in_float32, traced
+from programs import (
+    BLOCK,
+    BLOCK_PARAMS,
+    PROGRAMS,
+    W,
+    X,
+    each_program,
+    gradient,
+    in_float32,
+    traced,
+)
 
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
@@ -28,7 +38,7 @@ TOLERANCE = {"O3": 0.3}
 
 
 @pytest.mark.parametrize("rules", PRESETS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@each_program
 def test_every_preset_keeps_the_types_of_every_program_and_lowers_products(name, rules):
     """Structure and dtypes: tracing is enough."""
     fun, args = PROGRAMS[name]

@@ -68,12 +68,18 @@ def gradient(fun):
     return lambda x: jax.grad(lambda x: fun(x).sum())(x)
 
 
+QUICK = (
+    *("silu", "mish", "elu", "selu", "gelu", "squareplus", "soft_sign", "tanh", "erf"),
+    *("asinh", "cbrt", "gelu by products", "cube", "fifth power", "square", "rational"),
+    *("squared relu", "normalized", "bell", "root", "acosh", "angle", "remainder"),
+    "power",
+)
 WAYS = ("grad(autocast(f))", "autocast(grad(f))")
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    mostly_slow(itertools.product(FUNCTIONS, WAYS), one_of_each(FUNCTIONS, WAYS)),
+    mostly_slow(itertools.product(FUNCTIONS, WAYS), one_of_each(QUICK, WAYS)),
 )
 def test_a_function_of_one_number_has_a_finite_gradient_in_float16(name, way):
     fun = between_products(FUNCTIONS[name])

@@ -169,7 +169,10 @@ NEST = {
 }
 
 
-@pytest.mark.parametrize("nest", NEST)
+each_nest = pytest.mark.parametrize("nest", mostly_slow(NEST, ("plain", "cond")))
+
+
+@each_nest
 @pytest.mark.parametrize("fun", [lookup, rounded, places])
 def test_integers_by_way_of_products_are_exact(fun, nest):
     ids = jnp.arange(1000) * 7 % 1000
@@ -180,7 +183,7 @@ def test_integers_by_way_of_products_are_exact(fun, nest):
     np.testing.assert_array_equal(several[0], expected)
 
 
-@pytest.mark.parametrize("nest", mostly_slow(NEST, ("plain", "cond")))
+@each_nest
 @pytest.mark.parametrize(
     "read",
     [

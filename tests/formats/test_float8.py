@@ -438,7 +438,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(FORMS, ("one scale", "a contracted axis", "two axes"))
+)
 def test_both_forms_of_a_product_are_the_same_numbers(name):
     (left, right), axes = FORMS[name]
     shapes = {
@@ -529,7 +531,10 @@ def test_a_while_loop_has_its_derivative_forward():
     assert relative_error(found, expected) < 0.2
 
 
-@pytest.mark.parametrize("program", ["a scan", "remat, written out", "a branch"])
+@pytest.mark.parametrize(
+    "program",
+    mostly_slow(["a scan", "remat, written out", "a branch"], ["a scan", "a branch"]),
+)
 def test_op_by_op_is_as_under_jit(program):
     gradient = jax.grad(autocast(PROGRAMS[program]), (0, 1))
     found, expected = gradient(SMALL, LAYERS), jax.jit(gradient)(SMALL, LAYERS)

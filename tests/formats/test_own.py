@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations, relative_error
+from helpers import equations, mostly_slow, relative_error
 from jax import lax
 from weight_products import LAYERS, PROGRAMS, SMALL, V, W, X, net
 
@@ -118,7 +118,12 @@ def test_a_function_with_a_derivative_rule_keeps_it_and_is_not_converted_inside(
     assert all(np.all(grad == 7) for grad in grads)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        PROGRAMS, ("a scan", "remat, written out", "a branch", "a custom rule")
+    ),
+)
 def test_gradients_flow_through_an_own_format_in_every_program(name):
     fun = PROGRAMS[name]
     exact, own = (

@@ -343,9 +343,15 @@ def test_compare_and_tune_accept_formats_by_rows(name):
 # ----------------------------------------------------------------------------- devices
 
 
-@BOTH
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("split", ["rows", "weights too"])
+SPLITS, KINDS = ("rows", "weights too"), (AxisType.Auto, AxisType.Explicit)
+
+
+@pytest.mark.parametrize(
+    ("split", "kind", "name"),
+    mostly_slow(
+        itertools.product(SPLITS, KINDS, NAMES), one_of_each(SPLITS, KINDS, NAMES)
+    ),
+)
 def test_a_sharded_gradient_is_that_of_one_device(name, kind, split):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     rows, everywhere = (NamedSharding(mesh, P(*axes)) for axes in (["data"], []))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mostly_slow, one_of_each
+from helpers import compiled, mostly_slow, one_of_each
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -228,10 +228,10 @@ def test_a_loop_is_one_row_an_op_however_often_it_runs():
 
 def test_the_backward_pass_is_compared_too():
     loss = lambda params, x: jnp.mean(BLOCK.apply(params, x) ** 2)
-    comparison = jmp.compare(loss, backward=True)(BLOCK_PARAMS, X)
+    comparison = jax.jit(jmp.compare(loss, backward=True))(BLOCK_PARAMS, X)
     assert {row.is_backward for row in comparison.rows} == {False, True}
-    expected = jax.grad(loss)(BLOCK_PARAMS, X)
-    low = jax.grad(jmp.autocast(loss))(BLOCK_PARAMS, X)
+    expected = compiled(jax.grad(loss), BLOCK_PARAMS, X)
+    low = compiled(jax.grad(jmp.autocast(loss)), BLOCK_PARAMS, X)
     for path, leaf in jax.tree.leaves_with_path(low):
         name = f"gradient of args[0]{jax.tree_util.keystr(path)}"
         exact = dict(jax.tree.leaves_with_path(expected))[path]

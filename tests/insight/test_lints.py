@@ -361,6 +361,64 @@ def test_float16_without_a_loss_scale_is_pointed_to():
     assert lints(step, init(W), X, name="no loss scale") == []
 
 
+def test_gradients_that_stay_scaled_are_pointed_to():
+    scale = jmp.StaticLossScale(1024.0)
+
+    def loss(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    def scaled(w, x):
+        return scale.scale(loss(w, x))
+
+    name = "scaled gradients"
+    assert "scale.unscale(grads)" in only(jax.grad(scaled), W, X, name=name).remedy
+    for right in (
+        lambda w, x: scale.unscale(jax.grad(scaled)(w, x)),
+        jmp.grad(loss, loss_scale=scale),
+        scaled,  # Its caller differentiates it.
+        jax.grad(loss),
+    ):
+        assert lints(right, W, X, name=name) == []
+
+
+def test_a_mark_that_only_16_bit_products_read_is_pointed_to():
+    name = "useless mark"
+    lint = only(lambda x, w: jmp.as_full(x) @ w, X, W, name=name)
+    assert "jmp_lite.full_precision" in lint.remedy
+
+    def in_float32(x, w):
+        with jmp.full_precision():
+            return jmp.as_full(x) @ w
+
+    def read_twice(x, w):
+        y = jmp.as_full(x)
+        return y @ w + y
+
+    for right in (
+        in_float32,
+        read_twice,
+        lambda x, w: (jmp.as_full(x), x @ w),
+        lambda x, w: jmp.as_full(x @ w) + 1,
+        lambda x, w: jmp.as_low(x) @ w,
+    ):
+        assert lints(right, X, W, name=name) == []
+    assert lints(lambda x, w: jmp.as_full(x) @ w, X, W, name=name, rules="O0") == []
+
+
+def test_a_float32_result_that_a_rule_ignores_is_pointed_to():
+    x, w = (array.astype("bfloat16") for array in (X, W))
+
+    def precise(x, w):
+        return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+    name = "float32 result"
+    assert '"wide"' in only(precise, x, w, name=name).remedy
+    wide = jmp.get_rules("mixed").product("wide")
+    assert lints(precise, x, w, name=name, rules=wide) == []
+    assert lints(jnp.dot, x, w, name=name) == []
+    assert lints(precise, X, W, name=name) == [], "JAX writes it for each product"
+
+
 class Norms(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X
+from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X, each_program
 
 import jmp_lite as jmp
 from jmp_lite.casting.quantize import scale_for
@@ -385,7 +385,7 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@each_program
 def test_a_watched_function_keeps_its_types(name):
     fun, args = PROGRAMS[name]
     assert jax.eval_shape(jmp.watch(fun), *args)[0] == jax.eval_shape(fun, *args)
@@ -493,7 +493,13 @@ def bytes_kept(fun, *args):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
 
 
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        jax.checkpoint_policies.dots_saveable,
+    ],
+)
 def test_a_watched_checkpoint_keeps_its_policy(policy):
     def loss(layers, x, wrap):
         block = wrap(lambda h, w: jnp.sin(jnp.sin(h @ w)))
@@ -713,7 +719,7 @@ def test_an_op_inside_of_jax_is_shown_with_the_line_that_calls_it():
     def fun(x):
         return jnp.std(x * 1e19)  # The squares overflow.
 
-    first = jmp.first_nonfinite(jmp.watch(fun)(X)[1])
+    first = jmp.first_nonfinite(jax.jit(jmp.watch(fun))(X)[1])
     assert first.scope == "_std/_var"
     assert line_with("# The squares overflow.") in first.source
 
@@ -752,7 +758,7 @@ def test_gradients_that_would_vanish_in_float16_are_found_by_layer():
         with jax.named_scope("second"):
             return jnp.sum(h @ params[1]) + jnp.sum(jnp.tanh(x @ params[1]))
 
-    _, stats = jmp.watch(jax.grad(loss), "float16")((W, W), X)
+    _, stats = jax.jit(jmp.watch(jax.grad(loss), "float16"))((W, W), X)
     lost = {
         row.scope.split("/")[-1]
         for row in stats.rows

@@ -153,7 +153,7 @@ def test_all_devices_are_counted_and_one_that_fails_is_reported():
     assert (log.op, log.elements, log.nan, log.inf) == ("log", 32, 1, 2)
     assert (sine.elements, sine.nan, sine.inf) == (32, 3, 0)
     assert (log.is_first, sine.is_first) == (True, False)
-    _, stats = jmp.watch(lambda x: jnp.sin(fun(x)))(x)
+    _, stats = jax.jit(jmp.watch(lambda x: jnp.sin(fun(x))))(x)
     assert [row.is_first for row in stats.rows] == [True, False, False]
 
 

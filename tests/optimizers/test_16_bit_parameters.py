@@ -419,8 +419,13 @@ def exact_numbers(dtype):
     return numbers[np.isfinite(numbers)]
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "is_jitted"),
+    mostly_slow(
+        itertools.product(DTYPES, (False, True)),
+        [("bfloat16", False), *((dtype, True) for dtype in DTYPES)],
+    ),
+)
 def test_rounding_by_arithmetic_gives_the_numbers_of_a_cast(dtype, is_jitted):
     """A parameter of zero becomes its update, rounded. Ties in bfloat16 go up."""
     optimizer = jmp.compensated(optax.sgd(1.0))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import pickle
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from every_optimizer import OPTIMIZERS, each_optimizer, lenient
-from helpers import mostly_slow
+from helpers import mostly_slow, one_of_each
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
@@ -573,8 +574,10 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", NESTED)
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    mostly_slow(itertools.product(NESTED, DTYPES), one_of_each(NESTED, DTYPES)),
+)
 def test_a_skipped_step_leaves_every_stored_bit(place, dtype):
     optimizer = NESTED[place](functools.partial(low, dtype=dtype))
     params, state = run(optimizer, steps=3)
@@ -590,8 +593,13 @@ def test_a_skipped_step_leaves_every_stored_bit(place, dtype):
     assert float(jmp.get_loss_scale(skipped).loss_scale) == 2.0**14
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["master_weights", "compensated"])
+AROUND = ("master_weights", "compensated")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly_slow(itertools.product(AROUND, DTYPES), one_of_each(AROUND, DTYPES)),
+)
 def test_masters_and_remainders_keep_their_digits_around_and_inside(name, dtype):
     wrap = getattr(jmp, name)
     params = jmp.cast_tree(PARAMS, "bfloat16")

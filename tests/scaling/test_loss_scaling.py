@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
+from jmp_lite.scaling.finite import judged
 
 PARAMS = {"w": jnp.ones((2, 2)), "b": jnp.zeros(2)}
 GOOD = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 4.0)}
@@ -567,6 +568,86 @@ def test_check_loss_scale_counts_the_first_overflow_inside_of_multi_steps():
     jmp.check_loss_scale(state)
 
 
+ZERO = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
+
+
+def test_check_loss_scale_names_a_loss_that_was_differentiated_without_its_scale():
+    optimizer = optax.chain(wrap(optax.sgd(0.1)))
+    _, state = run(optimizer, GOOD, ZERO, ZERO, ZERO)
+    assert int(state[0].consecutive_zero) == 3
+    jmp.check_loss_scale(state, max_consecutive_skips=3)
+    with pytest.raises(jmp.LossScaleError, match=r"last 3 steps were zero.*jax\.grad"):
+        jmp.check_loss_scale(state, max_consecutive_skips=2)
+    for steps, n in (((ZERO, GOOD), 0), ((ZERO, BAD), 0), ((ZERO, ZERO, BAD, ZERO), 1)):
+        assert int(run(optimizer, *steps)[1][0].consecutive_zero) == n
+    # Without a scale, zeros may be right: of a hinge loss, for example.
+    _, state = run(jmp.skip_nonfinite(optax.sgd(0.1)), ZERO, ZERO)
+    jmp.check_loss_scale(state, max_consecutive_skips=1)
+
+
+def test_a_float16_loss_and_plain_jax_grad_are_found_by_check_loss_scale():
+    optimizer = jmp.loss_scaling(optax.sgd(1e-3))
+
+    @jmp.autocast(compute_dtype="float16")
+    def loss_fn(w, x):
+        return 1e-6 * jnp.mean(x @ w)
+
+    w, x = jnp.ones((8, 8)), jnp.full((8, 8), 1e-3)
+    state = optimizer.init(w)
+    for _ in range(3):
+        _, state = optimizer.update(jax.grad(loss_fn)(w, x), state, w)
+    with pytest.raises(jmp.LossScaleError, match="differentiated without its scale"):
+        jmp.check_loss_scale(state, 2)
+    state = optimizer.init(w)
+    for _ in range(3):
+        grad_fn = jmp.grad(loss_fn, loss_scale=jmp.get_loss_scale(state))
+        _, state = optimizer.update(grad_fn(w, x), state, w)
+    jmp.check_loss_scale(state, 2)
+
+
+def test_check_loss_scale_finds_apply_if_finite_around_it_at_the_first_overflow():
+    around = optax.apply_if_finite(wrap(optax.sgd(0.1)), 3)
+    inside = wrap(optax.apply_if_finite(optax.sgd(0.1), 3))
+    jmp.check_loss_scale(run(around, GOOD)[1])
+    jmp.check_loss_scale(run(inside, GOOD, BAD)[1])
+    with pytest.raises(jmp.LossScaleError, match=r"skipped 1 overflows.*never backs"):
+        jmp.check_loss_scale(run(around, GOOD, BAD)[1])
+
+
+DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "complex64")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_every_dtype_are_judged_by_their_largest_number(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    for number, expected in (
+        (0.0, (True, True)),
+        (-0.0, (True, True)),
+        (float(jnp.finfo(dtype).tiny), (True, False)),
+        (-largest, (True, False)),
+        (jnp.nan, (False, False)),
+        (-jnp.inf, (False, False)),
+    ):
+        grads = {"w": jnp.zeros(3), "v": jnp.zeros((2, 2), dtype).at[1, 0].set(number)}
+        assert tuple(map(bool, judged(grads))) == expected
+    if dtype == "complex64":
+        both = jnp.full(2, complex(largest, -largest), dtype)
+        assert bool(judged(both).finite), "its absolute value would be an infinity"
+
+
+def test_trees_without_numbers_are_finite_and_have_no_zero_gradients():
+    for tree in ({}, None, jnp.zeros(2, jnp.int32), ["name"]):
+        assert tuple(map(bool, judged(tree))) == (True, False)
+
+
+def test_a_loss_scale_can_be_formatted():
+    _, state = run(jmp.loss_scaling(optax.sgd(0.1)), GOOD)
+    scale = jmp.get_loss_scale(state)
+    assert f"{scale:.0f} {scale:.1e}" == "32768 3.3e+04"
+    assert f"{scale}" == str(scale)
+    assert f"{jmp.NoOpLossScale():.1f}" == "1.0"
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_one_scale_around_a_partition_serves_one_loss_and_two_optimizers():
     """The pattern of the docstring: an overflow anywhere skips both and backs off."""
@@ -779,3 +860,24 @@ def test_in_shard_map_one_shard_s_overflow_makes_all_replicas_skip(check_vma):
     np.testing.assert_array_equal(found["data"][0], [True, True])
     np.testing.assert_array_equal(found["data"][1], [[True, True], [True, True]])
     np.testing.assert_array_equal(found["None"][0], [False, True])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map_gradients_are_zero_if_those_of_all_devices_are(check_vma):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    optimizer = jmp.loss_scaling(optax.sgd(0.1), axis_name="data")
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    def count(params, x):
+        _, state = optimizer.update({"w": x[0]}, optimizer.init(params), params)
+        return state.consecutive_zero
+
+    params = {"w": jnp.ones(2)}
+    assert int(count(params, jnp.array([[0.0, 0.0], [0.0, 1.0]]))) == 0
+    assert int(count(params, jnp.zeros((2, 2)))) == 1

@@ -230,3 +230,34 @@ def test_labels_send_nothing_more_whether_rows_or_the_vocabulary_are_split(split
     )
     assert new.collectives == old.collectives
     assert new.bytes_moved < 0.95 * old.bytes_moved
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_step_in_shard_map_without_an_axis_warns_that_nothing_is_averaged(
+    mesh, check_vma
+):
+    params, x = start()
+
+    def stepped(**options):
+        init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), "O0", **options)
+
+        def of_shard(x):
+            state, metrics = step(init(params), x)
+            return jax.tree.map(jnp.atleast_1d, (state.params, metrics["loss"]))
+
+        return jax.shard_map(
+            of_shard,
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            check_vma=check_vma,
+        )(x)
+
+    with pytest.warns(
+        UserWarning, match="'data' without an axis_name.*axis_name='data'"
+    ):
+        alone = stepped()
+    chex.assert_trees_all_equal(stepped(axis_name=()), alone)
+    averaged, loss = stepped(axis_name="data")
+    assert loss[0] == loss[1]
+    assert averaged["w"].shape == alone[0]["w"].shape

@@ -44,7 +44,10 @@ def test_finite_steps_are_those_written_by_hand():
     )
     key = jax.random.key(0)
     state = init(PARAMS, start(), key)
-    params, model_state, ema = PARAMS, start(), PARAMS
+    params, model_state = PARAMS, start()
+    average = lenient(optax.ema(0.9, debias=True))
+    averages = average.init(params)
+    chex.assert_trees_all_equal(state.ema, params)
     opt_state = optimizer.init(params)
     for i in range(5):
         state, metrics = jax.jit(step)(state, X)
@@ -53,7 +56,7 @@ def test_finite_steps_are_those_written_by_hand():
         (loss, (model_state, _)), grads = grad_fn(params, model_state, X, rng)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        ema = jax.tree.map(lambda e, p: 0.9 * e + (1 - 0.9) * p, ema, params)
+        ema, averages = average.update(params, averages)
         chex.assert_trees_all_close(metrics["loss"], loss, rtol=1e-6)
         chex.assert_trees_all_close(metrics["grad_norm"], optax.tree.norm(grads))
         chex.assert_trees_all_close(state.params, params, rtol=1e-6)
@@ -1094,3 +1097,48 @@ def test_a_parameter_whose_update_depends_on_a_branch_is_trained():
     state, metrics = step(init({"w": jnp.ones(4)}), 1.0)
     np.testing.assert_array_equal(state.params["w"], 0)
     assert metrics["grad_norm"] == 2
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.99999])
+def test_a_moving_average_starts_with_the_first_step_and_not_with_random_parameters(
+    decay,
+):
+    def drift(params, model_state, batch, rng):
+        return -jnp.sum(params["w"]), (model_state, None)
+
+    init, step = jmp.build_train_step(drift, optax.sgd(1.0), ema=decay)
+    state = init({"w": jnp.float32(1000)})
+    for _ in range(4):
+        state, _ = step(state, None)
+    weights = np.float64(decay) ** np.arange(3, -1, -1)
+    expected = np.average(np.arange(1001, 1005), weights=weights)
+    np.testing.assert_allclose(state.ema["w"], expected, rtol=1e-6)
+
+
+def two_sets_of_points(params, model_state, batch, rng):
+    inner, boundary = (
+        jnp.mean(jnp.tanh(batch[name] @ params["w"]) ** 2)
+        for name in ("inner", "boundary")
+    )
+    return inner + 10 * boundary, (model_state, None)
+
+
+def test_arrays_of_several_sizes_are_split_along_an_axis_of_their_own():
+    rng = np.random.default_rng(0)
+    batch = {
+        name: jnp.asarray(rng.normal(size=(rows, 3)), jnp.float32)
+        for name, rows in (("inner", 12), ("boundary", 4))
+    }
+    states = []
+    for options in ({}, {"accumulate": 4, "batch_axes": {"inner": 0, "boundary": 0}}):
+        init, step = jmp.build_train_step(
+            two_sets_of_points, optax.sgd(0.1), "O0", **options
+        )
+        state, metrics = step(init(PARAMS), batch)
+        states.append((state.params, metrics["loss"], metrics["grad_norm"]))
+    chex.assert_trees_all_close(*states, rtol=1e-5)
+    init, step = jmp.build_train_step(two_sets_of_points, optax.sgd(0.1), accumulate=4)
+    with pytest.raises(
+        ValueError, match=r"got 4 at batch\['boundary'\] and 12 at.*own "
+    ):
+        step(init(PARAMS), batch)
