@@ -2,8 +2,8 @@
 
     python -m benchmarks.tables        # Writes them anew; --check only compares.
 
-No figure of a benchmark is typed by hand. In Markdown a comment names the table that
-follows it.
+No figure of a benchmark is typed by hand. In Markdown a comment names the table, or the
+sentences, that follow it.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import pathlib
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from benchmarks.formats import (
     transformers,
     wire,
 )
-from benchmarks.report import joined
+from benchmarks.report import WIDTH, joined
 from benchmarks.sweep import measure as sweep
 from benchmarks.sweep import tables as sweep_tables
 from benchmarks.thirdparty import measure, settings
@@ -51,7 +52,11 @@ TEXTS = (
     ROOT / "docs" / "compatibility.md",
 )
 
-_BLOCK = re.compile(r"(<!-- table: (\S+) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- table: (\S+) -->\n```text\n|<!-- sentences: (\S+) -->\n)(.*?)"
+    r"(```\n|<!-- end -->\n)",
+    re.DOTALL,
+)
 _LEAN = ("float32 default", "bfloat16, autocast", *gpu.LEAN)
 _NOT_MEASURED = "Not measured on a device yet."
 
@@ -90,70 +95,58 @@ def against_hand(rows: Sequence[autocast.Row]) -> str:
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns six figures, one of each benchmark, as text."""
+    """Returns four sentences about cost and gain, as a list in Markdown."""
+    rows = _rows(results["steps"], "rows", steps.Predicted)
+    first = rows[0].model
+    step = {row.variant: row for row in rows if row.model == first}
+    low, tf32 = step["bfloat16, autocast"], step["float32 default"]
+    scaled, unscaled = step["float16, with loss scaling"], step["float16, autocast"]
     gradients = _rows(results["autocast"], "rows", autocast.Row)
-    of = {(row.model, row.target, row.variant): row for row in gradients}
-    moved = [
-        row.moved / of[row.model, row.target, "by hand"].moved
+    of = {(row.model, row.target, row.variant): row.moved for row in gradients}
+    moved = sorted(
+        (row.moved / of[row.model, row.target, "by hand"], row.model)
         for row in gradients
         if row.variant == "mixed"
-    ]
-    step, float32 = (
-        next(
-            row
-            for row in _rows(results["steps"], "rows", steps.Predicted)
-            if row.model.startswith("transformer") and row.variant == variant
-        )
-        for variant in ("bfloat16, autocast", "float32 default")
     )
-    skipping = {
-        row.way: row.moved
-        for row in _rows(results["loss_scaling"], "skipping", loss_scaling.Skipping)
-        if row.target == "h100"
-    }
-    held = [
-        row.held + row.gradient
-        for row in _rows(results["loss_scaling"], "training", loss_scaling.Training)
-    ]
-    looked = [
-        row.explain / row.trace
-        for row in _rows(results["insight"], "explained", insight.Explained)
-    ]
+    median = statistics.median(ratio for ratio, _ in moved)
+    (least, best), (most, worst) = moved[0], moved[-1]
     trained = _rows(results["accuracy"], "rows", accuracy.Trained)
-    above = [
+    models, seeds = ({row[i] for row in trained} for i in (0, 2))
+    above = max(
         row.noise
         for row in accuracy.summarize(trained)
         if row.variant in ("bfloat16, mixed", "float16, mixed")
-    ]
-    lines = (
-        (
-            "gradient: bytes moved, relative to casts by hand",
-            f"{statistics.median(moved):.2f} ({min(moved):.2f} to {max(moved):.2f})",
-        ),
-        (
-            "GPT-2 small, train step, relative to TF32",
-            f"{step.roofline / float32.roofline:.2f} of the time, "
-            f"{step.memory / float32.memory:.2f} of the memory",
-        ),
-        (
-            "skipped step: arrays moved by adamw",
-            f"{skipping['jmp_lite.loss_scaling']:.0f} "
-            f"({skipping['plain']:.0f} without loss scaling)",
-        ),
-        (
-            "memory: bytes for each parameter under adam",
-            f"{max(held):.0f}, with all wrappers {min(held):.0f}",
-        ),
-        (
-            "explain: time, relative to tracing",
-            f"{statistics.median(looked):.1f} ({min(looked):.1f} to {max(looked):.1f})",
-        ),
-        (
-            "accuracy: test loss minus that of float32",
-            f"at most {max(above):.1f} standard deviations",
-        ),
     )
-    return "\n".join(f"{what:51}{figure}" for what, figure in lines)
+    sentences = (
+        f"In bfloat16, {_name(first)} trains in {low.roofline / tf32.roofline:.2f} of "
+        f"the time and {low.memory / tf32.memory:.2f} of the memory of float32, "
+        "calculated from train steps that XLA compiled for an H100 (where JAX's "
+        "float32 products are TF32).",
+        f"Compared with casts written by hand, autocast moves {median:.2f} times the "
+        f"bytes (median of {len(moved)} compiled gradients; {least:.2f} times for "
+        f"`{best}`, {most:.2f} times for `{worst}`).",
+        "Loss scaling, which only float16 needs, adds "
+        f"{_more(scaled.roofline, unscaled.roofline)} to the time and "
+        f"{_more(scaled.memory, unscaled.memory)} to the memory of a train step, "
+        "whether or not the step is skipped.",
+        f"Trained in bfloat16 or float16 from {len(seeds)} seeds, each of "
+        f"{len(models)} small models ends with a mean test loss at most {above:.1f} "
+        "standard deviations above that of float32.",
+    )
+    return "\n".join(map(_bullet, sentences))
+
+
+def _name(model: str) -> str:
+    """Returns what is in brackets after the kind of a model."""
+    return re.sub(r".*\((.*)\)", r"\1", model)
+
+
+def _more(number: float, base: float) -> str:
+    return f"{100 * (number / base - 1):.1f} %"
+
+
+def _bullet(sentence: str) -> str:
+    return textwrap.fill(sentence, WIDTH, initial_indent="- ", subsequent_indent="  ")
 
 
 def _thirdparty(rows: Sequence[measure.Row]) -> str:
@@ -283,8 +276,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     ),
 }
 """Table -> what makes it of the file that is named before the first dot."""
-SUMMARIZED = ("accuracy", "autocast", "insight", "loss_scaling", "steps")
-"""The files that the table ``summary`` is made of."""
+SUMMARIZED = ("accuracy", "autocast", "steps")
+"""The files that the sentences ``summary`` are made of."""
 
 
 def table(name: str, folder: pathlib.Path = RESULTS) -> str:
@@ -315,8 +308,8 @@ def _read(folder: pathlib.Path, stem: str) -> Mapping[str, Any]:
 
 
 def filled(text: str, folder: pathlib.Path = RESULTS) -> str:
-    """Returns Markdown with its tables made anew."""
-    return _BLOCK.sub(lambda m: f"{m[1]}{table(m[2], folder)}\n{m[4]}", text)
+    """Returns Markdown with its tables and sentences made anew."""
+    return _BLOCK.sub(lambda m: f"{m[1]}{table(m[2] or m[3], folder)}\n{m[5]}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,24 +1,16 @@
-"""Functions of nnx modules under autocast.
-
-A module is split into its state and merged inside of the trace. Its changes are written
-back to the original object, as in ``nnx.jit``. Modules are traversed as graphs, in
-Flax's tree mode too, because parts of a model may share variables.
-"""
+"""``jmp_lite.nnx.autocast``: functions of nnx modules in mixed precision."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Never, ParamSpec, TypeVar, overload
+from typing import Never, ParamSpec, TypeVar, overload
 
-import jax
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter import api
-from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
+from jmp_lite.autocasting.rules.presets import choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.losses import set_float32_loss, with_float32_loss
-from jmp_lite.casting.types import Leaf
-from jmp_lite.flax.nnx_scopes import add_scopes, is_mutable, remove_scopes
+from jmp_lite.flax.nnx_write_back import FunctionOfStates
 from jmp_lite.jaxprs.types import Function, PyTree
 
 Result = TypeVar("Result")
@@ -87,59 +79,18 @@ def autocast(
     api.check_keywords(unknown)
     if fun is None:
         return api.Decorator(autocast, rules=rules, compute_dtype=compute_dtype)
-    check_convertible(fun)
+    lifted = FunctionOfStates(fun)
     chosen = choose_rules(rules, compute_dtype)
-    called, *bound = unbind(fun)
-    lifted = lift_to_states(called)
 
     def run_on_states(run: Callable[[Function], Function]) -> Function:
-        @functools.wraps(called)
+        @functools.wraps(lifted.fun)
         def autocast_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            with nnx.update_context(lifted):
-                states = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
-                after = run(api.autocast(lifted, chosen()))(states)
-                out, _ = nnx.from_tree(after, ctxtag=lifted, is_inner=False)
-            return out
+            with lifted.states(args, kwargs) as states:
+                low = run(api.autocast(lifted.of_states, chosen()))
+                return lifted.write_back(low(states))
 
         return autocast_fun
 
     autocast_fun = run_on_states(lambda low: low)
     set_float32_loss(autocast_fun, run_on_states(with_float32_loss))
     return autocast_fun
-
-
-def lift_to_states(fun: Function) -> Callable[[PyTree], PyTree]:
-    """Returns ``fun`` as a function of states that returns the changed states, too.
-
-    Its argument is ``nnx.to_tree((args, kwargs))``, and its result a pair: the results
-    of ``fun``, and the states of its arguments.
-    """
-
-    def lifted_fun(states: PyTree) -> PyTree:
-        args, kwargs = nnx.from_tree(states, ctxtag=lifted_fun, is_inner=True)
-        depth = add_scopes((args, kwargs))
-        out = fun(*args, **kwargs)
-        inputs = jax.tree.map(_keep_mutable, (args, kwargs), is_leaf=is_mutable)
-        remove_scopes((inputs, out), depth)
-        return nnx.to_tree((out, inputs), ctxtag=lifted_fun)
-
-    return lifted_fun
-
-
-def unbind(fun: Function) -> tuple[Function] | tuple[Function, nnx.Pytree]:
-    """Returns a function and, for a module or a bound method, the module."""
-    owner = fun if isinstance(fun, nnx.Pytree) else getattr(fun, "__self__", None)
-    if not isinstance(owner, nnx.Pytree):
-        return (fun,)
-    method = type(owner).__call__ if fun is owner else fun
-
-    # By name: inside of the trace the module may have another class.
-    @functools.wraps(method)
-    def call(owner: nnx.Pytree, *args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, method.__name__)(*args, **kwargs)
-
-    return call, owner
-
-
-def _keep_mutable(leaf: Leaf) -> nnx.Pytree | nnx.Variable[PyTree] | None:
-    return leaf if is_mutable(leaf) else None

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
-from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules.presets import check_convertible
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.flax.nnx_autocast import lift_to_states, unbind
+from jmp_lite.flax.nnx_write_back import FunctionOfStates
 from jmp_lite.insight.compare import comparison
 from jmp_lite.insight.compare.comparison import Comparison
 from jmp_lite.insight.explain import explanation
@@ -206,21 +204,17 @@ def watch(
       >>> jmp.first_nonfinite(stats).op
       'log'
     """
-    check_convertible(fun)
-    called, *bound = unbind(fun)
-    lifted = lift_to_states(called)
-    watched_states = watching.watch(lifted, dtype, elements)
+    lifted = FunctionOfStates(fun)
+    watched_states = watching.watch(lifted.of_states, dtype, elements)
 
     def watched(
         *args: Args.args, **kwargs: Args.kwargs
     ) -> tuple[Result, WatchedNumerics]:
-        with nnx.update_context(lifted):
-            states = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
+        with lifted.states(args, kwargs) as states:
             after, stats = watched_states(states)
-            out, _ = nnx.from_tree(after, ctxtag=lifted, is_inner=False)
-        return out, stats
+            return lifted.write_back(after), stats
 
-    return Uncalled("watch", called, watched)
+    return Uncalled("watch", lifted.fun, watched)
 
 
 class _Results(NamedTuple):
@@ -240,12 +234,10 @@ def _reading(
       fun: a function of pytrees and modules, a module, or a method of a module.
       tool: the tool, for functions of pytrees.
     """
-    check_convertible(fun)
-    called, *bound = unbind(fun)
-    lifted = lift_to_states(called)
+    lifted = FunctionOfStates(fun)
 
     def of_states(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        out, states = lifted((args, kwargs))
+        out, states = lifted.of_states((args, kwargs))
         given = set(map(id, jax.tree.leaves((args, kwargs))))
         changed = {
             argument_name(path): leaf
@@ -257,8 +249,7 @@ def _reading(
     looked = tool(of_states)
 
     def read(*args: Any, **kwargs: Any) -> Any:
-        with nnx.update_context(lifted):
-            given = nnx.to_tree(((*bound, *args), kwargs), ctxtag=lifted)
-            return looked(*given[0], **given[1])
+        with lifted.states(args, kwargs) as (positional, named):
+            return looked(*positional, **named)
 
-    return Uncalled(name, called, read)
+    return Uncalled(name, lifted.fun, read)

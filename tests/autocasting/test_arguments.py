@@ -129,7 +129,7 @@ def test_a_loss_keeps_terms_that_are_small_against_a_16_bit_number():
     found = ops(autocast(loss), params, x, x)
     assert found["exp"] == found["log"] == {"float32"}
     exact = jax.jit(loss)(cast(params, "float32"), x, x)
-    low = jax.jit(autocast(loss))
+    low = autocast(loss)
     assert low(params, x, x).dtype == LOW
     value, _ = jmp.value_and_grad(low, loss_scale=jmp.NoOpLossScale())(params, x, x)
     assert value.dtype == jnp.float32

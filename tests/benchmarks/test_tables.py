@@ -17,7 +17,7 @@ SKIPPING = [Skipping("plain", "h100", 7.0, 0.0, 3)]
 @pytest.mark.parametrize("path", tables.TEXTS, ids=lambda path: path.name)
 def test_the_tables_of_a_text_show_the_committed_measurements(path):
     text = path.read_text()
-    assert "<!-- table: " in text
+    assert "<!-- table: " in text or "<!-- sentences: " in text
     assert tables.filled(text) == text
 
 
@@ -25,6 +25,8 @@ def test_every_table_is_shown_and_no_text_shows_it_twice():
     texts = [path.read_text() for path in tables.TEXTS]
     for name in tables.TABLES:
         marker = f"<!-- table: {name} -->\n```text\n"
+        if name == "summary":
+            marker = "<!-- sentences: summary -->\n- "
         assert {1} <= {text.count(marker) for text in texts} <= {0, 1}, name
 
 
@@ -68,12 +70,30 @@ def test_ratios_are_to_the_model_by_hand():
     assert len(lines) == 2
 
 
-def test_the_summary_has_one_figure_of_each_benchmark():
-    lines = tables.table("summary").splitlines()
-    assert len(lines) == 6
-    shown = tables.table("steps")
-    (step,) = re.findall(r"bfloat16, autocast .*", shown.split("\n\n")[0])
-    assert f"{step.split()[-2]} of the memory" in lines[1]
+def test_the_summary_is_four_sentences_with_the_figures_of_the_tables():
+    text = " ".join(tables.table("summary").split())
+    _, gain, by_hand, scaling, accuracy = f" {text}".split(" - ")
+    shown = tables.table("steps").split("\n\n")[0]
+    cells = {line[:29].strip(): line[29:].split() for line in shown.splitlines()}
+    low, tf32 = cells["bfloat16, autocast"], cells["float32 default"]
+    time = float(low[0]) / float(tf32[0])
+    assert f"{time:.2f} of the time and {low[4]} of the memory" in gain
+    rows = tables.table("autocast.mixed").split("\n\n")[0].splitlines()[1:]
+    ratios = [(line[28:].split()[1], line[:28].strip()) for line in rows]
+    for ratio, name in (min(ratios), max(ratios)):
+        assert f"{ratio} times for `{name}`" in by_hand
+    scaled, unscaled = cells["float16, with loss scaling"], cells["float16, autocast"]
+    added = 100 * (float(scaled[0]) / float(unscaled[0]) - 1)
+    assert f"adds {added:.1f} % to the time" in scaling
+    assert "+0.2" in tables.table("accuracy")
+    assert "at most 0.2 standard deviations above" in accuracy
+
+
+def test_sentences_are_put_between_their_comments():
+    text = "a\n<!-- sentences: summary -->\nold\n<!-- end -->\n```text\nb\n```\n"
+    head, _, tail = tables.filled(text).partition(tables.table("summary"))
+    assert head == "a\n<!-- sentences: summary -->\n"
+    assert tail == "\n<!-- end -->\n```text\nb\n```\n"
 
 
 def test_a_table_that_needs_a_gpu_shows_that_it_was_not_measured(tmp_path):

@@ -26,8 +26,12 @@ def lanes(fun, *args, rules="mixed"):
     rules = jmp.get_rules(rules) if isinstance(rules, str) else rules
     run = Interpreter(rules, StagedCasts).run_function
     traced = jax.make_jaxpr(lambda *xs: run(as_traced, xs))(*arrays)
-    results = Comparer(2**16).run_program(traced, list(map(Twin, arrays)))
-    each = [twin.low for twin in results], [twin.full for twin in results]
+
+    def on_both(*arrays):
+        results = Comparer(2**16).run_program(traced, list(map(Twin, arrays)))
+        return [twin.low for twin in results], [twin.full for twin in results]
+
+    each = compiled(on_both, *arrays)
     return [jax.tree.unflatten(structure, lane) for lane in each]
 
 
@@ -54,8 +58,8 @@ def in_highest(fun):
 def test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32(name):
     fun, args = PROGRAMS[name]
     low, exact = lanes(fun, *args)
-    assert_alike(low, jmp.autocast(fun)(*args), rtol=0.02, atol=0.02)
-    assert_alike(exact, in_highest(fun)(*args), rtol=1e-4, atol=1e-5)
+    assert_alike(low, compiled(jmp.autocast(fun), *args), rtol=0.02, atol=0.02)
+    assert_alike(exact, compiled(in_highest(fun), *args), rtol=1e-4, atol=1e-5)
 
 
 DIFFERENTIATED = ("a linen block", "scanned_layers", "custom_vjp_in_a_scan", "for_loop")
@@ -74,8 +78,8 @@ def test_one_lane_of_a_gradient_is_autocast_and_the_other_one_is_float32(name, r
     scalar = lambda f: lambda *args: sum(map(jnp.sum, jax.tree.leaves(f(*args))))
     low, exact = (jax.grad(scalar(f)) for f in (jmp.autocast(fun, rules), fun))
     found, twin = lanes(low, *args, rules="O0")
-    assert_alike(found, low(*args), rtol=0.02, atol=0.02)
-    assert_alike(twin, in_highest(exact)(*args), rtol=1e-3, atol=1e-4)
+    assert_alike(found, compiled(low, *args), rtol=0.02, atol=0.02)
+    assert_alike(twin, compiled(in_highest(exact), *args), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["float8", "float8_rows", "int8"])
@@ -228,7 +232,7 @@ def test_a_loop_is_one_row_an_op_however_often_it_runs():
 
 def test_the_backward_pass_is_compared_too():
     loss = lambda params, x: jnp.mean(BLOCK.apply(params, x) ** 2)
-    comparison = jax.jit(jmp.compare(loss, backward=True))(BLOCK_PARAMS, X)
+    comparison = compiled(jmp.compare(loss, backward=True), BLOCK_PARAMS, X)
     assert {row.is_backward for row in comparison.rows} == {False, True}
     expected = compiled(jax.grad(loss), BLOCK_PARAMS, X)
     low = compiled(jax.grad(jmp.autocast(loss)), BLOCK_PARAMS, X)
