@@ -116,3 +116,13 @@ def a_module_keeps_its_class(net: nnx.Linear, x: jax.Array) -> None:
     scale = jmp.NoOpLossScale()
     value, _ = jmp_lite.nnx.value_and_grad(loss_fn, loss_scale=scale)(net, x)
     assert_type(value, jax.Array)
+
+    explained = jmp_lite.nnx.explain(loss_fn)(net, x)
+    assert_type(explained, jmp.results.Explanation)
+    (loss, stats) = jmp_lite.nnx.watch(loss_fn)(net, x)
+    assert_type(loss, jax.Array)
+    assert_type(stats, jmp.results.WatchedNumerics)
+    assert_type(jmp_lite.nnx.compare(loss_fn)(net, x), jmp.results.Comparison)
+    rules, _ = jmp_lite.nnx.tune(loss_fn, tolerance=0.1)(net, x)
+    assert_type(rules, jmp.Rules)
+    jmp_lite.nnx.watch(loss_fn)(net)  # pyright: ignore[reportCallIssue]
