@@ -1,20 +1,24 @@
 """The code of the guides runs as it is shown, and does what their text promises."""
 
 import ast
+import dataclasses
 import inspect
 import pathlib
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite.optimizers.rounding import join
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
+PACKAGE = pathlib.Path(jmp.__file__).parent
 
 
 def run_blocks(name):
@@ -54,6 +58,18 @@ def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
     assert names["net"].head.dtype == jnp.float32
     assert names["lora_losses"][-1] < 0.7 * names["lora_losses"][0]
     assert float(names["accumulated_loss"]) < 0.2
+    adapted = names["adapted_training"].params
+    dtypes = {
+        (names["is_base"](path, leaf), leaf.dtype.name)
+        for path, leaf in jax.tree.leaves_with_path(adapted)
+    }
+    assert dtypes == {(True, "bfloat16"), (False, "float32")}
+    batch = names["x"], names["y"]
+    first_loss, _ = names["adapted_loss"](names["pretrained"], None, batch, None)
+    assert names["adapted_metrics"]["loss"] < 0.7 * first_loss
+    assert names["found"].op == "div"
+    assert "(dropping_loss)" in names["found"].source
+    assert jmp.get_loss_scale(names["scaled"].opt_state).loss_scale == 2**10
     assert re.search(r"layer \(Linear\) +bfloat16", printed)
     assert re.search(r"norm \(BatchNorm\) +float32", printed)
 
@@ -85,6 +101,56 @@ def test_each_recipe_does_what_its_text_promises(standard_promotion, capsys):
     ]
     assert len(names["products"]) > 20
     assert "100% of the products" in report
+    check_kernels(names)
+    assert len(names["log"]) == 20
+    assert names["log"][-1]["loss"] < names["log"][0]["loss"]
+    assert re.findall(r"step (\d+): loss", report) == ["0", "10"]
+    check_average_over_micro_batches(names)
+    check_muon(names)
+
+
+def relative_error(found, exact):
+    return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+
+
+def check_kernels(names):
+    x, mask = names["x"], names["mask"]
+    layer = nn.MultiHeadDotProductAttention(4)
+    exact = layer.apply(names["variables"], x, mask=mask)
+    assert 0 < relative_error(names["attended"], exact) < 0.02
+    layer = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
+    assert 0 < relative_error(names["nnx_attended"], layer(x, mask=mask)) < 0.02
+    a, b = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
+    product = jmp.autocast(names["fused"])(a, b)
+    assert 0 < relative_error(product, jax.nn.relu(a @ b)) < 0.02
+
+
+def check_average_over_micro_batches(names):
+    params, opt_state, ema, average = names["carried"]
+    batch, multi_steps = (names["tokens"], names["labels"]), names["multi_steps"]
+    high = dataclasses.replace(jmp.get_loss_scale(opt_state), loss_scale=2.0**24)
+    skipping = jmp.set_loss_scale(opt_state, high)
+    _, skipped, same, after = names["averaged_step"](
+        params, skipping, ema, average, batch
+    )
+    assert int(skipped.skipped) == 1
+    assert multi_steps.has_updated(skipped.inner_state)
+    assert after.count == average.count
+    jax.tree.map(np.testing.assert_array_equal, same, ema)
+
+
+def check_muon(names):
+    losses, params = names["muon_losses"], names["params"]
+    assert losses["bfloat16"] == pytest.approx(float(losses["float32"]), rel=1e-2)
+    grads = jax.grad(names["loss_fn"])(*names["args"])
+    moments = [
+        optimizer.update(grads, optimizer.init(params), params)[1]
+        for optimizer in (names["muon"], names["low_muon"])
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *moments)
+    update = jmp.explain(names["muon"].update, "O1")
+    products = update(grads, names["muon"].init(params), params).totals.products
+    assert set(products) == {"bfloat16"}
 
 
 @pytest.mark.slow
@@ -113,6 +179,8 @@ def test_a_training_resumes_from_its_checkpoint_bit_for_bit(
     resumed = names["train"](tmp_path / "parts", steps=12)
     assert int(resumed.opt_state.skipped) == 1
     leaves = [jax.tree.leaves(state) for state in (whole, resumed)]
+    jax.tree.map(np.testing.assert_array_equal, *leaves)
+    leaves = [jax.tree.leaves(names[name]) for name in ("updated", "whole")]
     jax.tree.map(np.testing.assert_array_equal, *leaves)
     assert jmp.get_loss_scale(names["new_state"]).loss_scale == 2**15
     assert names["gradient"]["w1"].dtype == jnp.float32
@@ -188,6 +256,13 @@ def test_the_page_on_loss_scaling_runs_and_skips_as_described(
     assert int(names["opt_state"].skipped) == 0
     assert float(names["loss"]) < 0.5 * names["loss_fn"](first, names["x"])
     assert "optax.MultiSteps is around loss_scaling" in printed
+    assert names["with_inner_scale"] < 0.01 < 0.1 < names["without"]
+    # The inner scale is above the outer one.
+    high, low = jmp.StaticLossScale(2.0**20), jmp.StaticLossScale(1)
+    assert names["error_of_gradient"](low, high) > 0.1
+    assert names["reward"] > 0.8
+    differences = names["differences"]
+    assert 4 * differences["float16"] < differences["bfloat16"]
 
 
 def test_errors_about_arguments_of_other_libraries_are_those_that_the_page_lists(
@@ -272,6 +347,31 @@ def test_with_the_option_products_are_added_up_in_float32_on_a_cpu():
     assert gradient(jnp.float32) < 1e-5
     assert gradient(jnp.float16) < 1e-3
     assert gradient(jnp.bfloat16, compiler_options=ast.literal_eval(options)) < 3e-3
+
+
+def first_column(page, header):
+    """Returns what a table has in backticks in its first column."""
+    text = (DOCS / page).read_text()
+    (table,) = re.findall(rf"\| {header} \|.*\n\|-.*\n((?:\|.*\n)*)", text)
+    rows = table.splitlines()
+    return [name for row in rows for name in re.findall("`(.*?)`", row.split("|")[1])]
+
+
+def test_the_table_of_lints_has_the_lints_of_explain():
+    source = (PACKAGE / "insight" / "explain" / "lints.py").read_text()
+    named = re.findall(r'int\(\s*(?:\w+(?:\[0\])?,\s*)?"([a-z0-9 -]+)"', source)
+    (of_readers,) = re.findall(r"_LOST_DIGITS = \((.*?)\n\)", source, re.DOTALL)
+    named += re.findall(r'\(\s*"([a-z ]+)",\n', of_readers)
+    listed = first_column("troubleshooting.md", "lint")
+    assert sorted(listed) == sorted(set(named))
+
+
+def test_the_table_of_warnings_has_words_of_the_warnings():
+    source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    warnings = first_column("troubleshooting.md", "warning")
+    assert len(warnings) == 5
+    for words in warnings:
+        assert words in source
 
 
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?(?:\s+\"(\w+)\")?\)")

@@ -4,8 +4,10 @@ import pathlib
 import re
 import runpy
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jmp_lite as jmp
@@ -19,21 +21,34 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def run_block(contents):
     """Runs the one block with some contents by itself, and returns its names."""
-    (block,) = (block for block in BLOCKS if contents in block)
     names = {"__name__": "readme"}
-    exec(compile(block, "README.md", "exec"), names)
+    exec(compile(block_with(contents), "README.md", "exec"), names)
     return names
 
 
+def block_with(contents):
+    """Returns the one block with some contents."""
+    (block,) = (block for block in BLOCKS if contents in block)
+    return block
+
+
 def test_the_readme_is_short():
-    assert len(README.splitlines()) < 220
+    assert len(README.splitlines()) <= 190
 
 
-def test_bfloat16_takes_one_decorator():
+def test_the_gain_on_the_first_screen_is_that_of_the_results():
+    pattern = r"([\d.]+) of the\s+time and ([\d.]+) of the\s+memory"
+    first_screen, calculated = README[:500], README.partition("## What it costs")[2]
+    assert re.findall(pattern, first_screen) == re.findall(pattern, calculated) != []
+
+
+def test_bfloat16_takes_one_decorator(capsys):
     names = run_block("@jmp.autocast\n")
+    shown = re.findall(r"^print.*  # (.*)", block_with("@jmp.autocast\n"), re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == shown
     assert names["loss"].dtype == names["grads"]["up"].dtype == jnp.float32
     fun = names["loss_fn"].__wrapped__
-    explanation = jmp.explain(fun)(names["w"], jnp.ones((4, 8)))
+    explanation = jmp.explain(fun)(names["w"], names["x"])
     assert explanation.totals.products == {"bfloat16": 2}
 
 
@@ -51,18 +66,38 @@ def test_each_framework_runs_by_itself():
     assert jmp.get_loss_scale(state.opt_state).loss_scale == 2**15
     model = run_block("nnx.Optimizer")["model"]
     assert float(jnp.max(jnp.abs(model.layers[1].mean[...]))) > 0  # It is updated.
-    grads = run_block("eqx.nn.MLP")["grads"]
+
+
+def test_what_others_take_is_one_line():
+    (line,) = re.findall("- Equinox: `(.*?)`", README)
+    model = eqx.nn.MLP(8, 1, 32, 2, key=jax.random.key(0))
+    names = {"eqx": eqx, "jmp": jmp}
+    names["loss_fn"] = lambda model: jax.vmap(model)(jnp.ones((4, 8))).mean()
+    _, grads = eval(line, names)(model)
     assert grads.layers[0].weight.dtype == jnp.float32
-    restored = run_block("checkpointer")["state"]
-    assert jmp.get_loss_scale(restored).loss_scale == 2**15
-    names = run_block("make_mesh")
-    assert names["x"].sharding.num_devices == jax.device_count() > 1
-    assert names["grads"].dtype == jnp.float32
+    assert "pass `axis_name` to `loss_scaling`" in README
+    assert jmp.loss_scaling(optax.sgd(1.0), axis_name="data")
+
+
+def test_a_product_stays_float32_under_full_precision_alone():
+    def marked(x, w):
+        return jnp.sum(jmp.as_full(x) @ w + jmp.as_full(x))
+
+    def under(x, w):
+        with jmp.full_precision():
+            return jnp.sum(x @ w + x)
+
+    assert "`with jmp.full_precision():`" in README
+    args = jnp.ones((4, 8)), jnp.ones((8, 8))
+    of_marked, of_under = (jmp.explain(fun)(*args) for fun in (marked, under))
+    assert of_marked.totals.products == {"bfloat16": 1}
+    assert of_marked.dtype_of(op="add") == "float32"
+    assert of_under.totals.products == {"float32": 1}
 
 
 @pytest.mark.slow
 def test_the_readme_shows_the_totals_that_explain_prints(capsys):
-    names = run_block("jmp.explain")
+    names = run_block("jmp.first_nonfinite")
     printed = capsys.readouterr().out
     shown = re.findall(r"```text\n(equations: .*?)```", README, re.DOTALL)
     assert names["stats"].rows

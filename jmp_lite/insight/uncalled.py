@@ -41,6 +41,12 @@ class Uncalled(Generic[Args, Result]):
         """Binds a method, as a function does."""
         return self if owner is None else types.MethodType(self, owner)
 
+    def __getattr__(self, name: str) -> Any:
+        """Explains an attribute of the result that is looked for before the call."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self!r} has no attribute {name!r} before the call.")
+
     def __repr__(self) -> str:
         name = getattr(self, "__name__", "a function")
         try:

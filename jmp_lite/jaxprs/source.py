@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import inspect
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Generator
 from typing import Any
 
@@ -66,6 +68,18 @@ _THIS_LIBRARY = os.path.join(pathlib.Path(__file__).parents[1], "")
 
 
 _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the user's code that is being run or traced."""
+    level, frame = 1, inspect.currentframe()
+    while frame and not _is_of_user(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_of_user(file: str) -> bool:
+    return not (file.startswith(_THIS_LIBRARY) or _PACKAGES.search(file))
 
 
 _ScopeItem = type(source_info_util.new_name_stack("a").stack[0])

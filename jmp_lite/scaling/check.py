@@ -152,10 +152,10 @@ def _check_apply_if_finite(opt_state: PyTree) -> None:
         if hidden := int(_fetch(node.total_notfinite).max()):
             raise LossScaleError(
                 "optax.apply_if_finite is around loss_scaling at "
-                f"{jax.tree_util.keystr(path) or 'the root'}. It has skipped {hidden} "
-                "overflows, of which loss_scaling knows nothing, so the loss scale "
-                "never backs off. Leave optax.apply_if_finite out: loss_scaling skips "
-                "such steps."
+                f"{jax.tree_util.keystr(path) or 'the root'}, and has skipped steps "
+                f"with an overflow ({hidden} so far). loss_scaling knows nothing of "
+                "them, so the loss scale never backs off. Leave optax.apply_if_finite "
+                "out: loss_scaling skips such steps."
             )
 
 

@@ -1,12 +1,11 @@
 """Keys and arrays of each device on a mapped axis, and averages over devices."""
 
-import warnings
-
 import jax
 from jax import lax
 
 from jmp_lite.casting.dtypes import is_inexact
 from jmp_lite.casting.types import AxisName, Key, Leaf, Tree
+from jmp_lite.jaxprs import source
 from jmp_lite.jaxprs.sharding import as_varying
 
 
@@ -66,10 +65,9 @@ def check_axes(axis_name: AxisName | None) -> None:
 def _warn_inside_shard_map() -> None:
     if axes := jax.sharding.get_abstract_mesh().manual_axes:
         names = ", ".join(map(repr, axes))
-        warnings.warn(
+        source.warn(
             f"step runs inside of shard_map over {names} without an axis_name, so "
             "gradients, loss and statistics are not averaged over devices. Pass "
             f"axis_name={axes[0]!r} to build_train_step, or axis_name=() if these axes "
             "split no batch.",
-            stacklevel=4,
         )

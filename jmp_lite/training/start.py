@@ -13,6 +13,7 @@ from jmp_lite.autocasting.interpreter.mistakes import has_float16_product
 from jmp_lite.autocasting.rules.rules import Rules, is_identity
 from jmp_lite.casting.dtypes import is_16_bit
 from jmp_lite.casting.types import OptimizerExtraArgs, Params, PyTree
+from jmp_lite.jaxprs import source
 from jmp_lite.jaxprs.types import Jaxpr
 from jmp_lite.scaling.dynamic import default_loss_scale
 from jmp_lite.scaling.find_state import LossScalingState
@@ -49,12 +50,11 @@ def float16_check(loss_scale: LossScale | None, chosen: Callable[[], Rules]) -> 
         if loss_scale is not None or not has_float16_product(jaxpr):
             return
         if isinstance(scale_at_start(None, chosen()), NoOpLossScale):
-            warnings.warn(
+            source.warn(
                 "The loss computes matrix products in float16 by itself, such as by an "
                 "autocast inside of it, and has no loss scale: gradients below 6.0e-08 "
                 "become zero. Pass compute_dtype='float16' to build_train_step in "
                 "place of the inner autocast, or loss_scale=DynamicLossScale().",
-                stacklevel=2,
             )
 
     return check

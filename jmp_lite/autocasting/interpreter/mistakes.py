@@ -1,12 +1,11 @@
 """Warns of mistakes that a traced function shows, and that change its results."""
 
 import re
-import warnings
 from collections.abc import Iterable
 
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
-from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.types import Jaxpr
 
@@ -17,10 +16,9 @@ def warn_of_unmatched_scopes(rules: Rules, jaxpr: Jaxpr, name: str) -> None:
     if not patterns:
         return
     for pattern in unmatched(patterns, {path for _, path in equations(jaxpr)}):
-        warnings.warn(
+        source.warn(
             f"The scope rule {pattern!r} matches nothing in {name}, so it has no "
             "effect there. print(jmp_lite.explain(fun, rules)(...)) shows the paths.",
-            stacklevel=4,
         )
 
 
@@ -45,11 +43,10 @@ def warn_of_second_scale(jaxpr: Jaxpr) -> None:
         if LOSS_SCALE_SCOPE in path.split("/")
     }
     if "mul" in ops and "div" not in ops:
-        warnings.warn(
+        source.warn(
             "The loss is scaled twice: the function multiplies it by a loss scale, and "
             "value_and_grad or build_train_step multiplies it again, so the gradients "
             "are too large by one scale. Return the loss without a scale.",
-            stacklevel=4,
         )
 
 
