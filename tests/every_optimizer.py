@@ -132,12 +132,12 @@ OPTIMIZERS = {
     "contrib.sophia": Case(lambda: contrib.sophia(1e-2), hessian_function),
 }
 
-# Each kind of state and of extra argument, but the line search of lbfgs: it is compiled
-# for as long as all of these.
+# Each kind of state and of extra argument, but for random keys and for the line search
+# of lbfgs, which take seconds to compile.
 QUICK = (
     *("adam", "adamw, schedule", "adam, bfloat16 mu", "adafactor", "lion", "sgd"),
-    *("rprop", "noisy_sgd", "polyak_sgd", "contrib.muon", "contrib.prodigy"),
-    *("contrib.sam", "contrib.schedule_free_adamw", "contrib.sophia"),
+    *("rprop", "polyak_sgd", "contrib.muon", "contrib.sam", "contrib.sophia"),
+    "contrib.schedule_free_adamw",
 )
 MARKED = {p.id: p for p in mostly_slow(OPTIMIZERS, QUICK)}
 

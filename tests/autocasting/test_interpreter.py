@@ -93,6 +93,7 @@ def assert_same_types(actual, expected):
     assert types[0] == types[1]
 
 
+OP_BY_OP = ("recurrent", "branches", "custom_vjp_in_a_scan", "custom_jvp", "sharded")
 # Executed: each program op by op and under grad, and under each other transform those
 # that hold a derivative rule or a loop.
 EXECUTED = [
@@ -108,7 +109,7 @@ EXECUTED = [
 
 @pytest.mark.parametrize(
     ("name", "transform"),
-    mostly_slow(EXECUTED, [e for e in EXECUTED if e[0] in QUICK or e[1] != "eager"]),
+    mostly_slow(EXECUTED, [e for e in EXECUTED if e[0] in OP_BY_OP or e[1] != "eager"]),
 )
 def test_a_program_keeps_its_values(name, transform):
     fun, args = PROGRAMS[name]

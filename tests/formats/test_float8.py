@@ -542,6 +542,7 @@ def test_op_by_op_is_as_under_jit(program):
 
 
 def test_derivatives_do_not_depend_on_the_size_of_a_tangent():
+    @jax.jit
     def product(x, tangent):
         fun = autocast(lambda x: jnp.sum(jax.grad(block, 1)(x, W, V)))
         return jax.jvp(fun, (x,), (tangent,))[1]

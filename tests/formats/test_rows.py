@@ -323,6 +323,7 @@ def test_explain_shows_the_products_that_run(name):
         assert sum("form" in eqn.params for eqn in eqns) == shown, fun
 
 
+@pytest.mark.slow
 @BOTH
 def test_compare_and_tune_accept_formats_by_rows(name):
     comparison = jmp.compare(net, RULES[name])(X, W, V)

@@ -239,11 +239,7 @@ def exact_values(old, new, params, state):
 @pytest.mark.parametrize(
     "before",
     mostly_slow(
-        FORMS,
-        [
-            *("float32", "master_weights, float16, scaled", "compensated, bfloat16"),
-            "all, in 8 bits",
-        ],
+        FORMS, ("float32", "master_weights, float16, scaled", "all, in 8 bits")
     ),
 )
 def test_every_form_goes_on_in_every_other_from_its_exact_values(before):
@@ -465,7 +461,10 @@ WITH_ALL_DIGITS = (jmp.compensated, jmp.master_weights)
     ("name", "wrap"),
     mostly_slow(
         itertools.product(NESTED, WITH_ALL_DIGITS),
-        one_of_each(NESTED, WITH_ALL_DIGITS),
+        one_of_each(
+            ("partition", "in each part", "around MultiSteps", "inject_hyperparams"),
+            WITH_ALL_DIGITS,
+        ),
     ),
 )
 def test_wrappers_are_found_inside_and_around_the_transformations_of_optax(name, wrap):

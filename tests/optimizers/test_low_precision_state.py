@@ -534,9 +534,8 @@ def test_numbers_are_stored_in_8_bits_without_a_bias(dtype):
 
 def test_8_bits_without_a_key_are_an_error_for_arrays_that_would_lose_updates():
     """An average over ten steps ends a quarter below a constant gradient."""
-    stored = jnp.zeros(5000)
-    for _ in range(200):
-        stored = restore(store(0.9 * stored + 0.1, E4M3))
+    stored, average = jnp.zeros(5000), lambda x: restore(store(0.9 * x + 0.1, E4M3))
+    stored = jax.lax.fori_loop(0, 200, lambda _, x: average(x), stored)
     assert float(stored[0]) == pytest.approx(0.75, abs=0.02)
     momentum = lambda decay: lenient(optax.sgd(0.1, momentum=decay))
     make = functools.partial(low, key=None, dtype="float8_e4m3fn")

@@ -867,6 +867,7 @@ def test_in_shard_map_gradients_are_zero_if_those_of_all_devices_are(check_vma):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     optimizer = jmp.loss_scaling(optax.sgd(0.1), axis_name="data")
 
+    @jax.jit
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
