@@ -231,13 +231,6 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "loss_scaling.training": lambda results: loss_scaling.training_table(
         _rows(results, "training", loss_scaling.Training)
     ),
-    "loss_scaling.memory": lambda results: loss_scaling.training_table(
-        [
-            row
-            for row in _rows(results, "training", loss_scaling.Training)
-            if row.parameters in ("float32", "bfloat16, stochastic_rounding")
-        ]
-    ),
     "moments.formats": lambda results: moments.table(
         _rows(results, "formats", moments.Row)
     ),

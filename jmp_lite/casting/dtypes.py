@@ -35,7 +35,7 @@ dtype_to_names: Mapping[type[np.generic], tuple[str, ...]] = MappingProxyType(
 
 _NAME_TO_DTYPE = {
     name: np.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names
-}
+} | {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 
 # ----------------------------------------------------------------- names and dtypes
 

@@ -168,7 +168,7 @@ def tune(
             progress=progress,
         )
 
-    return _reading("tune", fun, tool)
+    return _reading("tune", fun, tool, f"tolerance={tolerance}")
 
 
 def watch(
@@ -225,7 +225,7 @@ class _Results(NamedTuple):
 
 
 def _reading(
-    name: str, fun: Function, tool: Callable[[Function], Function]
+    name: str, fun: Function, tool: Callable[[Function], Function], options: str = ""
 ) -> Function:
     """Returns what a tool returns for a function, which changes no module.
 
@@ -233,6 +233,7 @@ def _reading(
       name: the name of the tool.
       fun: a function of pytrees and modules, a module, or a method of a module.
       tool: the tool, for functions of pytrees.
+      options: see ``Uncalled``.
     """
     lifted = FunctionOfStates(fun)
 
@@ -252,4 +253,4 @@ def _reading(
         with lifted.states(args, kwargs) as (positional, named):
             return looked(*positional, **named)
 
-    return Uncalled(name, lifted.fun, read)
+    return Uncalled(name, lifted.fun, read, options)

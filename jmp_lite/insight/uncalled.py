@@ -17,6 +17,7 @@ class Uncalled(Generic[Args, Result]):
       tool: the name of the tool.
       fun: the user's function, whose name and signature it has.
       call: the function that runs the tool.
+      options: arguments that the tool needs beside the function, as code.
 
     Example:
       >>> import jmp_lite as jmp
@@ -29,9 +30,10 @@ class Uncalled(Generic[Args, Result]):
         tool: str,
         fun: Callable[..., Any],
         call: Callable[Args, Result],
+        options: str = "",
     ) -> None:
         functools.update_wrapper(self, fun)
-        self._tool, self._call = tool, call
+        self._tool, self._call, self._options = tool, call, options
 
     def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         """Runs the tool."""
@@ -53,5 +55,6 @@ class Uncalled(Generic[Args, Result]):
             named = ", ".join(inspect.signature(self).parameters)
         except ValueError:  # Written in C.
             named = "..."
-        call = f"{self._tool}({name})({named})"
+        given = ", ".join(filter(None, (name, self._options)))
+        call = f"{self._tool}({given})({named})"
         return f"<{self._tool} of {name}: call it with arguments, {call}>"

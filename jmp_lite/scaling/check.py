@@ -114,10 +114,12 @@ def _causes(state: LossScalingState, others: list[str]) -> list[str]:
         "all_finite",
         "training diverged: lower the learning rate or clip gradients",
         "the forward pass overflows the compute dtype at any scale: find the op with "
-        "first_nonfinite(watch(loss_fn)(...)[1]), and compute it in float32",
+        "first_nonfinite(watch(loss_fn)(...)[1]), and compute it in float32 (None: a "
+        "number is not finite before the first op)",
     ]
     scale = state.loss_scale
     if isinstance(scale, DynamicLossScale):
+        causes.append("loss_fn multiplies the loss by the scale, too: leave it out")
         if np.all(_fetch(scale.loss_scale) <= max(scale.min_loss_scale, _TINY)):
             named = f" (others here: {', '.join(others)})" if others else ""
             causes.insert(

@@ -98,6 +98,8 @@ def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> 
         warnings.warn(
             f"Parameters have 16 bits ({narrow[0]}): an update below some thousandth "
             "of a parameter is lost. Keep them in float32, or wrap the optimizer in "
-            "master_weights, compensated or stochastic_rounding.",
+            "master_weights, compensated or stochastic_rounding. Freeze those that are "
+            "not trained with optax.set_to_zero: optax.masked alone adds their "
+            "gradients to them.",
             stacklevel=4,
         )

@@ -60,6 +60,7 @@ def enter(make):
             lambda: jmp.autocast(product, jmp.get_policy("mixed_float16")),
             r'got Policy.*compute_dtype="float16"',
         ),
+        (lambda: jmp.explain(product, X), r"to the result: explain\(fun\)\(x\)"),
         (
             lambda: jmp.watch(product)(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X),
             r"jmp_lite\.nnx\.autocast, explain, watch, compare or tune",
@@ -99,9 +100,9 @@ def test_a_whole_number_in_place_of_a_float_gets_a_warning_with_the_float(given,
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_tool_that_is_not_called_yet_prints_how_to_call_it(name):
     looked = TOOLS[name](product)
-    assert repr(looked) == (
-        f"<{name} of product: call it with arguments, {name}(product)(w, x)>"
-    )
+    options = ", tolerance=0.1" if name == "tune" else ""
+    call = f"{name}(product{options})(w, x)"
+    assert repr(looked) == f"<{name} of product: call it with arguments, {call}>"
     assert looked.__name__ == "product"
     with pytest.raises(AttributeError, match=r"call it.*no attribute 'rows' before"):
         _ = looked.rows
@@ -129,7 +130,9 @@ def test_a_scope_rule_that_matches_nothing_warns_and_names_the_function():
         with jax.named_scope("loss"):
             return jnp.sum(y)
 
-    with pytest.warns(UserWarning, match="'haed' matches nothing in model") as caught:
+    with pytest.warns(
+        UserWarning, match="'haed' matches nothing in model.*'head'"
+    ) as caught:
         jmp.autocast(model, rules)(X, X)
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.warns(UserWarning, match="'haed'") as caught:

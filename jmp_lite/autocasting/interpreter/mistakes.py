@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
+from jmp_lite.casting.dtypes import nearest_name
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import equations
@@ -15,10 +16,14 @@ def warn_of_unmatched_scopes(rules: Rules, jaxpr: Jaxpr, name: str) -> None:
     patterns = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
     if not patterns:
         return
-    for pattern in unmatched(patterns, {path for _, path in equations(jaxpr)}):
+    paths = {path for _, path in equations(jaxpr)}
+    names = sorted({part for path in paths for part in path.split("/")})
+    for pattern in unmatched(patterns, paths):
+        near = nearest_name(pattern, names)
         source.warn(
             f"The scope rule {pattern!r} matches nothing in {name}, so it has no "
-            "effect there. print(jmp_lite.explain(fun, rules)(...)) shows the paths.",
+            f"effect there.{f' Did you mean {near!r}?' if near else ''} "
+            "print(jmp_lite.explain(fun, rules)(...)) shows the paths.",
         )
 
 

@@ -85,7 +85,7 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
     """
     chosen = get_rules(rules) if isinstance(rules, str) else rules
     if not isinstance(chosen, Rules):
-        hint = ""
+        hint = " Pass arguments of the function to the result: explain(fun)(x)."
         if isinstance(chosen, type | np.dtype):
             hint = " Pass a dtype as compute_dtype=..."
         if isinstance(chosen, Policy):

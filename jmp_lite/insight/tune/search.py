@@ -125,7 +125,7 @@ def tune(
         _check_not_autocast(sample)
         return _run(Trials(sample, tolerated, progress), chosen())
 
-    return Uncalled("tune", fun, tuned)
+    return Uncalled("tune", fun, tuned, f"tolerance={tolerated}")
 
 
 def _run(trials: Trials, start: Rules) -> Tuned:
