@@ -1828,9 +1828,9 @@ FAULTS = (
     ),
     Fault(
         "scaling/finite.py",
-        "_judge",
-        "jnp.where(jnp.isnan(leaf), jnp.inf, upcast_tree(sizes))",
-        "jnp.where(jnp.isnan(leaf), 0, upcast_tree(sizes))",
+        "_largest_size",
+        "jnp.where(is_nan, jnp.inf, upcast_tree(sizes))",
+        "jnp.where(is_nan, 0, upcast_tree(sizes))",
         "a NaN counts as a finite gradient",
         "scaling/test_loss_scaling.py::test_gradients_of_every_dtype_are_judged_by_their_largest_number",
     ),
