@@ -10,6 +10,7 @@
 import collections
 import math
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -122,16 +123,18 @@ print("\n".join(lines))
 # Inside of `shard_map` each device runs the step on its part of the batch.
 #
 # **What goes wrong.** With the same step, each device would compute gradients of its
-# own part, and the copies of the parameters would drift apart. JAX notices, and refuses
-# the program:
+# own part, and the copies of the parameters would drift apart. The library warns, and
+# JAX refuses the program:
 
 # %%
 specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
 _, start, _ = by_jit(eight, copied)
-try:
-    run(jax.jit(jax.shard_map(step, mesh=eight, **specs)), start, eight)
-except ValueError as error:
-    print(*str(error).split("\n\n")[:3], sep="\n")
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    try:
+        run(jax.jit(jax.shard_map(step, mesh=eight, **specs)), start, eight)
+    except ValueError as error:
+        print(seen[0].message, *str(error).split("\n\n")[:3], sep="\n")
 
 # %% [markdown]
 # **What works.** With `axis_name` the step averages over the devices, in float32:
