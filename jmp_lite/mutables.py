@@ -40,7 +40,8 @@ def is_module(x: object) -> bool:
 def flax_class(x: object) -> str | None:
     """Returns which of Flax's APIs an object is a class or a module of, or None.
 
-    A module of nnx is a function, and one of linen is none: it has no variables.
+    A module of nnx can be called, so None is returned for it. A module of linen has no
+    variables, so it cannot be called by itself.
     """
     kind = x if isinstance(x, type) else type(x)
     is_class = kind is x

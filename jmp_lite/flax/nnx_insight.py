@@ -1,7 +1,6 @@
 """The tools that look into a function, for functions of nnx modules.
 
-Each works like the function of its name in ``jmp_lite``. The explanation of what a
-module does is ``jmp_lite.nnx.explain``, and so on.
+Each works like the function of the same name in ``jmp_lite``.
 """
 
 from collections.abc import Callable
