@@ -79,10 +79,9 @@ def dtype_name(dtype: DTypeLike) -> str:
 def unknown_name(kind: str, got: str, accepted: Iterable[str]) -> ValueError:
     """Returns an error that lists the accepted names and suggests the nearest one."""
     accepted = list(accepted)
-    near = nearest_name(got, accepted)
-    hint = f" Did you mean {near!r}?" if near else ""
     return ValueError(
-        f"Unknown {kind} {got!r}.{hint} Expected one of {', '.join(accepted)}."
+        f"Unknown {kind} {got!r}.{hint_for(got, accepted)} Expected one of "
+        f"{', '.join(accepted)}."
     )
 
 
@@ -92,6 +91,12 @@ def nearest_name(got: str, accepted: Sequence[str]) -> str | None:
     swapped = [name for name in accepted if sorted(name.lower()) == letters]
     near = swapped or difflib.get_close_matches(got, accepted, n=1, cutoff=0.5)
     return near[0] if near else None
+
+
+def hint_for(got: str, accepted: Iterable[str]) -> str:
+    """Returns a question that suggests the nearest name, or nothing."""
+    near = nearest_name(got, list(accepted))
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def refuse_unknown(

@@ -19,6 +19,7 @@ from jmp_lite.scaling.loss_scale import (
     multiplied,
 )
 from jmp_lite.scaling.numbers import (
+    LARGEST_SCALE,
     as_counter,
     as_number,
     as_whole_number,
@@ -65,7 +66,7 @@ class DynamicLossScale(LossScale):
       factor: the factor of growth and, without ``backoff_factor``, of backoff. With 2,
         the scale stays a power of two, so scaling changes exponents only.
       min_loss_scale: the lower bound of backoff.
-      max_loss_scale: the upper bound of growth.
+      max_loss_scale: the upper bound of growth, at most 2**126.
       hysteresis: the number of non-finite steps in a row before the scale backs off.
         Each further one backs off too. A finite step resets the count.
       overflows: the number of non-finite steps in a row, up to ``hysteresis``. It is
@@ -152,17 +153,19 @@ class DynamicLossScale(LossScale):
                 "Expected a backoff_factor between 0 and 1, which the scale is "
                 f"multiplied by, got {self.backoff_factor}."
             )
-        if not 0 <= low <= high <= largest:
+        if not 0 <= low <= high <= LARGEST_SCALE:
             raise ValueError(
-                "Expected 0 <= min_loss_scale <= max_loss_scale, finite in float32, "
+                "Expected 0 <= min_loss_scale <= max_loss_scale <= 2**126, "
                 f"got min_loss_scale={low} and max_loss_scale={high}."
             )
         try:
             start = np.asarray(self.loss_scale)
         except jax.errors.TracerArrayConversionError:
             return  # A tracer, whose value is unknown.
-        if not np.all((start > 0) & np.isfinite(start)):
-            raise ValueError(f"Expected a finite, positive loss_scale, got {start}.")
+        if not np.all((start > 0) & (start <= LARGEST_SCALE)):
+            raise ValueError(
+                f"Expected a positive loss_scale up to 2**126, got {start}."
+            )
 
     def scale(self, tree: Tree) -> Tree:
         """Multiplies the floating-point leaves by the scale and returns float32."""

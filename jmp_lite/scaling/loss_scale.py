@@ -7,7 +7,6 @@ one. Only real and complex numbers are scaled.
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from jax.typing import ArrayLike
 from jmp_lite.casting.dtypes import is_inexact
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
 from jmp_lite.casting.types import Array, Leaf, Scalar, Tree
-from jmp_lite.scaling.numbers import boolean_scalar, number_on_host
+from jmp_lite.scaling.numbers import LARGEST_SCALE, boolean_scalar, number_on_host
 
 
 class LossScale(abc.ABC):
@@ -108,7 +107,7 @@ class StaticLossScale(LossScale):
         The factor is part of the pytree structure: a new factor causes a new trace.
 
     Raises:
-      ValueError: the factor is negative, infinite or NaN; or, when used, zero.
+      ValueError: the factor is negative, above 2**126 or NaN; or, when used, zero.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,8 +120,10 @@ class StaticLossScale(LossScale):
 
     def __post_init__(self) -> None:
         factor = np.float32(number_on_host(self.loss_scale, "loss_scale"))
-        if factor < 0 or not math.isfinite(factor):
-            raise ValueError(f"Expected a finite, positive loss_scale, got {factor}.")
+        if not 0 <= factor <= LARGEST_SCALE:
+            raise ValueError(
+                f"Expected a positive loss_scale up to 2**126, got {factor}."
+            )
         object.__setattr__(self, "loss_scale", factor)
 
     def scale(self, tree: Tree) -> Tree:
@@ -175,8 +176,8 @@ def multiplied(tree: Tree, loss_scale: Scalar) -> Tree:
 def divided(tree: Tree, loss_scale: Scalar) -> Tree:
     """Divides the floating-point leaves by a factor, in float32.
 
-    It multiplies by the reciprocal. For a power of two up to 2**126, that is the
-    quotient. For other factors, it rounds once more. XLA's CPU backend repeats the
+    It multiplies by the reciprocal. For a power of two, that is the quotient. For other
+    factors, it rounds once more. XLA's CPU backend repeats the
     operation in each loop that reads a gradient, and a division takes longer.
     """
     with jax.named_scope(LOSS_SCALE_SCOPE):

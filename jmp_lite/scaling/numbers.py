@@ -10,6 +10,10 @@ from jmp_lite.casting.dtypes import is_array
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import Array, Leaf, Scalar, TypedScalar
 
+LARGEST_SCALE = 2.0**126
+"""The largest loss scale. The reciprocal of a larger one is a subnormal float32 number,
+which accelerators replace by zero."""
+
 
 def is_selectable(leaf: Leaf) -> bool:
     """Whether a leaf is an array or a number."""

@@ -101,8 +101,8 @@ def test_a_scale_never_reaches_zero_or_infinity():
     for _ in range(8):
         scale = scale.adjust(True)
     assert float(scale.loss_scale) == 2.0**24
-    scale = jmp.DynamicLossScale(2.0**127, max_loss_scale=2.0**127, period=1)
-    assert float(scale.adjust(True).loss_scale) == 2.0**127
+    scale = jmp.DynamicLossScale(2.0**126, max_loss_scale=2.0**126, period=1)
+    assert float(scale.adjust(True).loss_scale) == 2.0**126
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
@@ -232,7 +232,7 @@ def test_a_loss_scale_of_one_s_own_needs_all_three_methods():
 @pytest.mark.parametrize(
     ("numbers", "fragment"),
     [
-        (dict(loss_scale=0.0), "finite, positive loss_scale, got 0"),
+        (dict(loss_scale=0.0), r"positive loss_scale up to 2\*\*126, got 0"),
         (dict(loss_scale=-2.0), "got -2"),
         (dict(loss_scale=np.inf), "got inf"),
         (dict(loss_scale=np.nan), "got nan"),
@@ -251,8 +251,10 @@ def test_a_loss_scale_of_one_s_own_needs_all_three_methods():
         (dict(min_loss_scale=4.0, max_loss_scale=2.0), "max_loss_scale=2"),
         (dict(max_loss_scale=np.inf), "max_loss_scale=inf"),
         (dict(max_loss_scale=1e300), "max_loss_scale=1e.300"),
-        (dict(loss_scale=jnp.float32(0)), "finite, positive loss_scale, got 0"),
-        (dict(loss_scale=jnp.float32(np.nan)), "finite, positive loss_scale, got nan"),
+        (dict(max_loss_scale=2.0**127), r"<= 2\*\*126, got.*max_loss_scale=1.7"),
+        (dict(loss_scale=2.0**127), r"up to 2\*\*126, got 1.7"),
+        (dict(loss_scale=jnp.float32(0)), "positive loss_scale.*got 0"),
+        (dict(loss_scale=jnp.float32(np.nan)), "positive loss_scale.*got nan"),
         (dict(period=np.inf), r"2\*\*31 - 1 for period, got inf"),
         (dict(period=2**40), r"2\*\*31 - 1 for period, got 1099511627776"),
         (dict(factor=np.inf), "finite factor above 1, got inf"),
@@ -320,8 +322,10 @@ def test_a_field_that_is_no_number_is_an_error_that_names_it():
         jmp.DynamicLossScale(counter=None)
     with pytest.raises(TypeError, match=r"number for loss_scale.*DynamicLossScale"):
         jax.jit(lambda s: jmp.StaticLossScale(s).scale(1.0))(2.0)
-    with pytest.raises(ValueError, match="positive loss_scale, got nan"):
+    with pytest.raises(ValueError, match=r"positive loss_scale.*got nan"):
         jmp.StaticLossScale(np.nan)
+    with pytest.raises(ValueError, match=r"up to 2\*\*126, got 1.7"):
+        jmp.StaticLossScale(2.0**127)
 
 
 def test_a_static_scale_of_zero_is_an_error_where_it_is_used():

@@ -1,10 +1,8 @@
 """Warns of mistakes that a traced function shows, and that change its results."""
 
-import re
-from collections.abc import Iterable
-
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
-from jmp_lite.casting.dtypes import nearest_name
+from jmp_lite.autocasting.rules.scopes import unused_scopes
+from jmp_lite.casting.dtypes import hint_for
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import equations
@@ -13,28 +11,18 @@ from jmp_lite.jaxprs.types import Jaxpr
 
 def warn_of_unmatched_scopes(rules: Rules, jaxpr: Jaxpr, name: str) -> None:
     """Warns of each scope rule of the user that matches no path of a function."""
-    patterns = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
-    if not patterns:
+    scopes = [scope for scope in rules.scopes if scope[0] != NORM_LAYERS[0]]
+    if not scopes:
         return
-    paths = {path for _, path in equations(jaxpr)}
-    names = sorted({part for path in paths for part in path.split("/")})
-    for pattern in unmatched(patterns, paths):
-        near = nearest_name(pattern, names)
-        source.warn(
-            f"The scope rule {pattern!r} matches nothing in {name}, so it has no "
-            f"effect there.{f' Did you mean {near!r}?' if near else ''} "
-            "print(jmp_lite.explain(fun, rules)(...)) shows the paths.",
-        )
-
-
-def unmatched(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
-    """Returns the patterns that ``re.search`` finds in no path."""
-    paths = set(paths)
-    return [
-        pattern
-        for pattern in patterns
-        if not any(re.search(pattern, path) for path in paths)
-    ]
+    ops = [(path, params.op_of(eqn)) for eqn, path in equations(jaxpr)]
+    names = sorted({part for path, _ in ops for part in path.split("/")})
+    for pattern, earlier in unused_scopes(scopes, ops):
+        if earlier is None:
+            source.warn(
+                f"The scope rule {pattern!r} matches nothing in {name}, so it has no "
+                f"effect there.{hint_for(pattern, names)} "
+                "print(jmp_lite.explain(fun, rules)(...)) shows the paths.",
+            )
 
 
 def warn_of_second_scale(jaxpr: Jaxpr) -> None:

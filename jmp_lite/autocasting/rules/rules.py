@@ -24,7 +24,7 @@ from jmp_lite.autocasting.rules.match import (
 )
 from jmp_lite.autocasting.rules.scopes import match_scope
 from jmp_lite.autocasting.rules.serialization import fields_in_json
-from jmp_lite.casting.dtypes import nearest_name, parse_dtype, unknown_name
+from jmp_lite.casting.dtypes import hint_for, parse_dtype, unknown_name
 from jmp_lite.formats.float8 import Float8, Float8Format
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.formats.own import Format
@@ -428,8 +428,7 @@ def _unknown_op(op: str) -> ValueError:
             f"{op!r} is a function of several ops. Put jax.named_scope around its "
             "call, and use rules.scope(pattern, precision)."
         )
-    near = near or nearest_name(op, sorted(EDITABLE))
-    hint = f" Did you mean {near!r}?" if near else ""
+    hint = f" Did you mean {near!r}?" if near else hint_for(op, sorted(EDITABLE))
     return ValueError(
         f"Unknown op {op!r}.{hint} Ops have the names of JAX's primitives; "
         "jmp_lite.explain(fun)(*args) lists those of your function."

@@ -1,8 +1,9 @@
 """Scope rules: which of them matches a path, and the reserved scopes of marks."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from jmp_lite.autocasting.rules.match import (
     AnyPrecision,
@@ -43,11 +44,63 @@ def match_scope(
         if name in _MARKS:
             return RuleMatch(_MARKS[name], RuleSource.MARK, name)
     for pattern, precision in scopes:
-        requested = format_of(precision)
-        is_for_op = requested is None or op in requested.ops
-        if is_for_op and re.search(pattern, path):
+        if _applies(precision, op) and re.search(pattern, path):
             return RuleMatch(precision, RuleSource.SCOPE, pattern)
     return None
+
+
+def _applies(precision: AnyPrecision, op: str) -> bool:
+    """Whether a scope rule for a precision applies to an op."""
+    requested = format_of(precision)
+    return requested is None or op in requested.ops
+
+
+class UnusedScope(NamedTuple):
+    """A scope rule that decides nothing in a function.
+
+    Attributes:
+      pattern: its pattern.
+      earlier: the pattern of a rule that comes first at one of its paths. None if its
+        pattern matches no path.
+    """
+
+    pattern: str
+    earlier: str | None
+
+
+def unused_scopes(
+    scopes: Sequence[tuple[str, AnyPrecision]], ops: Iterable[tuple[str, str]]
+) -> Iterator[UnusedScope]:
+    """Yields each scope rule that matches no path, or always comes too late.
+
+    Args:
+      scopes: the scope rules, the first match wins.
+      ops: the path and the name of each op of the function.
+
+    Example:
+      >>> full, low = Precision.FULL, Precision.LOW
+      >>> scopes = [("head", full), ("norm", full), ("he", low)]
+      >>> for pattern, earlier in unused_scopes(scopes, [("block/head", "exp")]):
+      ...     print(pattern, earlier)
+      norm None
+      he head
+    """
+    used: set[str] = set()
+    earlier: dict[str, str] = {}
+    for path, op in dict.fromkeys(ops):
+        first = None
+        for pattern, precision in scopes:
+            if not re.search(pattern, path):
+                continue
+            if first is not None:
+                earlier[pattern] = first
+                continue
+            used.add(pattern)
+            if _applies(precision, op):
+                first = pattern
+    for pattern, _ in scopes:
+        if pattern not in used:
+            yield UnusedScope(pattern, earlier.get(pattern))
 
 
 def of_the_user(path: str) -> str:

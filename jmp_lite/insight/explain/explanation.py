@@ -5,7 +5,6 @@ rows first, and text from the rows.
 """
 
 import dataclasses
-import difflib
 import functools
 import json
 import re
@@ -18,9 +17,11 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.rules.match import AnyPrecision
 from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
-from jmp_lite.casting.dtypes import unknown_name
+from jmp_lite.autocasting.rules.scopes import unused_scopes
+from jmp_lite.casting.dtypes import hint_for, unknown_name
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
 from jmp_lite.insight.explain.difference import Difference
 from jmp_lite.insight.explain.grouping import depth_that_fits, grouped
@@ -39,7 +40,7 @@ from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import argument_names, arrays_in
 from jmp_lite.jaxprs.types import Jaxpr, PyTree
-from jmp_lite.ops import record_of
+from jmp_lite.ops import Precision, record_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Explanation:
         check_pattern(scope or "")
         found = [r for r in self._rows_of(op) if re.search(scope or "", r.scope)]
         if not found:
-            hint = _nearest(str(scope), self._names(lambda row: row.scope))
+            hint = hint_for(str(scope), self._names(lambda row: row.scope))
             what = f"{op!r}" if op else "equation"
             where = f" has a path that matches {scope!r}" if scope else " exists"
             raise ValueError(f"No {what}{where}.{hint}")
@@ -354,48 +355,38 @@ def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
 
 def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
     """Yields a message for each rule of the user that decides nothing."""
-    scopes = [pattern for pattern, _ in rules.scopes if pattern != NORM_LAYERS[0]]
-    yield from _unmatched("scope", scopes, (row.scope for row in rows))
-    carries = [pattern for pattern, _ in rules.carries]
-    yield from _unmatched("carry", carries, _loops(jaxpr) if carries else ())
+    scopes = [scope for scope in rules.scopes if scope[0] != NORM_LAYERS[0]]
+    yield from _unused_scopes("scope", scopes, [(row.scope, row.op) for row in rows])
+    if rules.carries:
+        carries = [(pattern, Precision.FULL) for pattern, _ in rules.carries]
+        yield from _unused_scopes("carry", carries, _loops(jaxpr))
     ops = list(dict.fromkeys(row.op for row in rows))
     for pair in rules.ops:
         if pair not in _OPS_OF_PRESETS and pair[0] not in ops:
-            yield f"op {pair[0]!r} matches nothing.{_nearest(pair[0], ops)}"
+            yield f"op {pair[0]!r} matches nothing.{hint_for(pair[0], ops)}"
 
 
 _OPS_OF_PRESETS = frozenset(pair for preset in PRESETS.values() for pair in preset.ops)
 
 
-def _unmatched(
-    kind: str, patterns: Sequence[str], paths: Iterable[str]
+def _unused_scopes(
+    kind: str,
+    scopes: Sequence[tuple[str, AnyPrecision]],
+    ops: Sequence[tuple[str, str]],
 ) -> Iterable[str]:
-    """Yields a message for each pattern that matches no path, or comes too late."""
-    paths = list(dict.fromkeys(paths))
-    names = list(dict.fromkeys(name for path in paths for name in path.split("/")))
-    for i, pattern in enumerate(patterns):
-        matched = [path for path in paths if re.search(pattern, path)]
-        before = [
-            [other for other in patterns[:i] if re.search(other, path)]
-            for path in matched
-        ]
-        if not matched:
-            yield f"{kind} {pattern!r} matches nothing.{_nearest(pattern, names)}"
-        elif all(before):
-            yield f"{kind} {pattern!r} has no effect: {before[0][0]!r} comes first."
+    """Yields a message for each rule that matches no path, or comes too late."""
+    names = dict.fromkeys(name for path, _ in ops for name in path.split("/"))
+    for pattern, earlier in unused_scopes(scopes, ops):
+        if earlier is None:
+            yield f"{kind} {pattern!r} matches nothing.{hint_for(pattern, names)}"
+        else:
+            yield f"{kind} {pattern!r} has no effect: {earlier!r} comes first."
 
 
-def _loops(jaxpr: Jaxpr) -> Iterable[str]:
-    """Yields the paths of loops."""
-    for eqn, path in equations(jaxpr):
-        if params.op_of(eqn) in ("scan", "while"):
-            yield path
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a question that suggests the nearest names, or nothing."""
-    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+def _loops(jaxpr: Jaxpr) -> Sequence[tuple[str, str]]:
+    """Returns the paths and the names of loops."""
+    ops = [(path, params.op_of(eqn)) for eqn, path in equations(jaxpr)]
+    return [(path, op) for path, op in ops if op in ("scan", "while")]
 
 
 def _held(arguments: Mapping[str, str]) -> Iterator[str]:
