@@ -54,6 +54,8 @@ def run(path: pathlib.Path) -> Any:
         kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,
+        # JAX frees its programs, which takes some seconds, if a kernel ends by itself.
+        shutdown_kernel="immediate",
     )
     client.execute()
     for cell in notebook.cells:

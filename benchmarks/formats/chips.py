@@ -53,14 +53,16 @@ class OnChip(NamedTuple):
     peak: float
 
 
-def compile_gradient(chip: str, width: int, name: str, tokens: int = TOKENS) -> Program:
-    """Compiles the gradient of two blocks and a head with one format."""
+def compile_gradient(
+    chip: str, width: int, name: str, tokens: int = TOKENS, blocks: int = 2
+) -> Program:
+    """Compiles the gradient of some blocks and a head with one format."""
     shapes = (width, 4 * width), (4 * width, width)
     block = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     head = jax.ShapeDtypeStruct((width, 256), jnp.float32)
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
     loss = jmp.autocast(mlp(jnp.dot), FORMATS[name])
-    return compile_for(chip, jax.grad(loss, (0, 1)), [block] * 2, head, x)
+    return compile_for(chip, jax.grad(loss, (0, 1)), [block] * blocks, head, x)
 
 
 def measure(chip: str, width: int, name: str, tokens: int = TOKENS) -> OnChip:

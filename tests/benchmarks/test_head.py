@@ -61,7 +61,7 @@ def test_each_loss_is_the_cross_entropy(name):
 
 
 @pytest.mark.targets
-def test_the_pass_saves_bytes_where_it_finds_a_gather(tmp_path):
+def test_the_pass_saves_bytes_where_it_finds_a_gather(tmp_path, monkeypatch):
     for target in ("h100", "v5e"):
         if missing(target):
             pytest.skip(missing(target))
@@ -70,9 +70,10 @@ def test_the_pass_saves_bytes_where_it_finds_a_gather(tmp_path):
     assert found.moved < 0.75 * found.hand < 0.76 * found.without
     same = head.of_loss("one_hot (Flax, Keras)", (4, 256), 64, 4096)
     assert (same.found, same.moved) == (0, same.without)
+    monkeypatch.setattr(head, "OF_MODEL", head.OF_MODEL[:1])
     options = ["--tiny", "--seeds", "1", "--targets", "h100"]
     options += ["--losses", "focal loss", "--tails", "--json", str(tmp_path)]
     head.main(options)
     written = json.loads((tmp_path / "head.json").read_text())
     assert [row["loss"] for row in written["losses"]] == ["focal loss"]
-    assert len(written["models"]) == 2 * (1 + len(head.RULES))
+    assert len(written["models"]) == 1 + len(head.RULES)

@@ -452,8 +452,11 @@ def test_an_inner_autocast_function_gets_a_lint_with_a_remedy():
 
     inner = jmp.autocast(model, "O1")
     found = only(lambda x: inner(x) * 2, X, name="inner autocast")
-    assert "decides 3 equations" in found.message
+    assert "decides 3 equations and hides" in found.message
     assert "fun.__wrapped__" in found.remedy
+    outer = explain(lambda x: inner(x) @ W, compute_dtype="float16")(X)
+    (found,) = [lint for lint in outer.lints if lint.name == "inner autocast"]
+    assert "products in bfloat16 instead of float16, and hides" in found.message
     assert inner.__wrapped__ is model
     assert lints(model, X, name="inner autocast") == []
 

@@ -13,8 +13,8 @@ import optax
 import pytest
 from every_optimizer import (
     OPTIMIZERS,
+    QUICK,
     each_in_turn,
-    each_optimizer,
     lenient,
     loss_fn,
     make_params,
@@ -507,8 +507,13 @@ unfused = functools.partial(
 )
 
 
-@pytest.mark.parametrize("steps", [50, pytest.param(1000, marks=pytest.mark.slow)])
-@each_optimizer
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, 50) for name in QUICK),
+        *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in OPTIMIZERS),
+    ],
+)
 def test_compensated_bfloat16_trains_as_its_masters_under_every_optimizer(name, steps):
     """Bit for bit, down to the smallest normal numbers."""
     case = OPTIMIZERS[name]

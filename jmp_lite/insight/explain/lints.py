@@ -581,10 +581,15 @@ def _inner_autocast(inputs: LintInput) -> Iterator[Lint]:
         if decided.row.op != "convert_element_type" and is_decided_inside(decided.row)
     ]
     if inside:
+        own = np.dtype(inputs.rules.compute_dtype).name
+        dtypes = {one.row.precision for one in inside if one.row.op in PRODUCTS}
+        others = ", ".join(sorted(dtypes - {own}))
+        in_others = f", products in {others} instead of {own}," if others else ""
         yield _make_lint(
             inside[0],
             "inner autocast",
-            f"an inner autocast decides {len(inside)} equations and hides its reasons",
+            f"an inner autocast decides {len(inside)} equations{in_others} and hides "
+            "its reasons",
             "Explain the inner function, fun.__wrapped__, with its rules",
         )
 
