@@ -1,6 +1,5 @@
 """Settings for every test and doctest, made before JAX starts its backend."""
 
-import gc
 import os
 from importlib import metadata
 
@@ -35,9 +34,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # What takes time and is not tested either: the Python stack of each op in compiled
-# programs, and frequent searches for garbage in the jaxprs of thousands of tests.
+# programs.
 jax.config.update("jax_traceback_in_locations_limit", 0)
-gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_configure(config):
