@@ -15,7 +15,7 @@ BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
-	@echo "make test     the tests and doctests, in five minutes"
+	@echo "make test     the tests and doctests, in six minutes"
 	@echo "make test-benchmarks  the tests of the benchmarks"
 	@echo "make slow     the tests that take longer, notebooks among them"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
@@ -35,7 +35,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.test
-	@echo "All tests but the slow ones: about five minutes on two cores, three in the next run."
+	@echo "All tests but the slow ones: about six minutes on two cores, four in the next run."
 	$(BIN)/python -m pytest -m "not (slow or targets or benchmarks)" -q \
 	  --numprocesses auto --dist loadscope $(ARGS)
 
@@ -142,6 +142,11 @@ $(VENV)/.docs: $(VENV)/.test
 	@echo "Installing what the documentation needs into $(VENV) ..."
 	@$(PIP) --editable ".[demo]" --group test --group docs
 	@touch $@
+
+# All of these for CI, in one installation.
+$(VENV)/.all: $(VENV)/.python pyproject.toml
+	@$(PIP) --editable ".[demo]" $(addprefix --group ,test dev docs targets)
+	@touch $(addprefix $(VENV)/.,demo test dev docs targets) $@
 
 $(VENV)/.dev: $(VENV)/.test
 	@echo "Installing ruff and pyright into $(VENV) ..."
