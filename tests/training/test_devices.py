@@ -245,13 +245,14 @@ def test_a_step_in_shard_map_without_an_axis_warns_that_nothing_is_averaged(
             state, metrics = step(init(params), x)
             return jax.tree.map(jnp.atleast_1d, (state.params, metrics["loss"]))
 
-        return jax.shard_map(
+        mapped = jax.shard_map(
             of_shard,
             mesh=mesh,
             in_specs=P("data"),
             out_specs=P("data"),
             check_vma=check_vma,
-        )(x)
+        )
+        return jax.jit(mapped)(x)
 
     with pytest.warns(
         UserWarning, match="'data' without an axis_name.*axis_name='data'"
