@@ -177,8 +177,8 @@ def divided(tree: Tree, loss_scale: Scalar) -> Tree:
     """Divides the floating-point leaves by a factor, in float32.
 
     It multiplies by the reciprocal. For a power of two, that is the quotient. For other
-    factors, it rounds once more. XLA's CPU backend repeats the
-    operation in each loop that reads a gradient, and a division takes longer.
+    factors, it rounds once more. XLA's CPU backend repeats the operation in each loop
+    that reads a gradient, and a division takes longer.
     """
     with jax.named_scope(LOSS_SCALE_SCOPE):
         reciprocal = jnp.float32(1) / jnp.asarray(loss_scale, jnp.float32)

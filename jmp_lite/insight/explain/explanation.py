@@ -358,6 +358,7 @@ def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
     scopes = [scope for scope in rules.scopes if scope[0] != NORM_LAYERS[0]]
     yield from _unused_scopes("scope", scopes, [(row.scope, row.op) for row in rows])
     if rules.carries:
+        # As rules of a precision that applies to every op: a carry has no format.
         carries = [(pattern, Precision.FULL) for pattern, _ in rules.carries]
         yield from _unused_scopes("carry", carries, _loops(jaxpr))
     ops = list(dict.fromkeys(row.op for row in rows))

@@ -584,7 +584,7 @@ def _inner_autocast(inputs: LintInput) -> Iterator[Lint]:
         own = np.dtype(inputs.rules.compute_dtype).name
         dtypes = {one.row.precision for one in inside if one.row.op in PRODUCTS}
         others = ", ".join(sorted(dtypes - {own}))
-        in_others = f", products in {others} instead of {own}," if others else ""
+        in_others = f", with products in {others} instead of {own}," if others else ""
         yield _make_lint(
             inside[0],
             "inner autocast",
