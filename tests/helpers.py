@@ -27,13 +27,16 @@ NEVER_LOW = frozenset(
 
 # ------------------------------------------------------------------ quick parameters
 
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+"""The marks of parameters that neither ``make test`` nor CI runs."""
+
 
 def mostly_slow(values, quick):
     """Returns the parameters of a test, of which only a few are quick.
 
     Args:
       values: names, or tuples with a name for each argument.
-      quick: those that ``make test`` runs; it leaves the others to ``make slow``.
+      quick: those that ``make test`` and CI run; the others are for ``make slow``.
     """
     values, quick = list(values), set(quick)
     if unknown := quick.difference(values):
@@ -41,7 +44,7 @@ def mostly_slow(values, quick):
     return [
         pytest.param(
             *(names := value if isinstance(value, tuple) else (value,)),
-            marks=() if value in quick else pytest.mark.slow,
+            marks=() if value in quick else EXHAUSTIVE,
             id="-".join(getattr(each, "__name__", str(each)) for each in names),
         )
         for value in values

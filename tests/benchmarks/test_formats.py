@@ -151,14 +151,15 @@ def test_the_tables_are_written_and_drawn(tmp_path, monkeypatch):
 
 @pytest.mark.targets
 @pytest.mark.parametrize(
-    ("chip", "name", "bound"), [("v5e", "int8", 0.64), ("tpu7x", "float8", 0.44)]
+    ("chip", "width", "name", "bound"),
+    [("v5e", 4096, "int8", 0.64), ("tpu7x", 2048, "float8", 0.61)],
 )
-def test_8_bits_take_fewer_cycles_on_a_tpu(chip, name, bound):
-    """At width 4,096, with all that rounds the operands."""
+def test_8_bits_take_fewer_cycles_on_a_tpu(chip, width, name, bound):
+    """With all that rounds the operands; at twice the width a v7x takes 0.42."""
     if missing(chip):
         pytest.skip(missing(chip))
     low, rounded = (
-        chips.compile_gradient(chip, 4096, each, blocks=1) for each in ("mixed", name)
+        chips.compile_gradient(chip, width, each, blocks=1) for each in ("mixed", name)
     )
     assert rounded.cycles < bound * low.cycles
 

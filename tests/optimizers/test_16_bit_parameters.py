@@ -19,7 +19,7 @@ from every_optimizer import (
     loss_fn,
     make_params,
 )
-from helpers import mostly_slow, one_of_each
+from helpers import EXHAUSTIVE, mostly_slow, one_of_each
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -511,7 +511,12 @@ unfused = functools.partial(
     ("name", "steps"),
     [
         *((name, 50) for name in QUICK),
-        *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in OPTIMIZERS),
+        *(
+            pytest.param(
+                name, 1000, marks=pytest.mark.slow if name in QUICK else EXHAUSTIVE
+            )
+            for name in OPTIMIZERS
+        ),
     ],
 )
 def test_compensated_bfloat16_trains_as_its_masters_under_every_optimizer(name, steps):
