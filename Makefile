@@ -60,7 +60,7 @@ targets: $(VENV)/.targets
 notebooks: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m notebooks.run $(ARGS)
 
-# CI runs the notebooks with the oldest JAX alone: run this once for a day's work.
+# CI runs the shorter notebooks, with the oldest JAX: run this once for a day's work.
 notebooks-newest:
 	$(MAKE) PYTHON=$(NEWEST) VENV=.venv-newest .venv-newest/.test
 	.venv-newest/bin/python -m pytest -m slow -q --numprocesses auto tests/test_notebooks.py

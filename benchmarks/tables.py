@@ -128,8 +128,8 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
         "Loss scaling, which only float16 needs, adds "
         f"{_more(scaled.roofline, unscaled.roofline)} to the time and "
         f"{_more(scaled.memory, unscaled.memory)} to the memory of a step, skipped or "
-        f"not, and {scaled.kernels - unscaled.kernels} small kernels to its "
-        f"{unscaled.kernels}, whose launches this time leaves out.",
+        f"not. It also adds {scaled.kernels - unscaled.kernels} small kernels to "
+        f"{unscaled.kernels}; the time does not include their launches.",
         f"Trained in bfloat16 or float16 from {len(seeds)} seeds, each of "
         f"{len(models)} small models ends with a mean test loss at most {above:.1f} "
         "standard deviations above that of float32.",

@@ -27,7 +27,7 @@ NEVER_LOW = frozenset(
 
 # ------------------------------------------------------------------ quick parameters
 
-EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+DAILY = (pytest.mark.slow, pytest.mark.daily)
 """The marks of parameters that neither ``make test`` nor CI runs."""
 
 
@@ -44,7 +44,7 @@ def mostly_slow(values, quick):
     return [
         pytest.param(
             *(names := value if isinstance(value, tuple) else (value,)),
-            marks=() if value in quick else EXHAUSTIVE,
+            marks=() if value in quick else DAILY,
             id="-".join(getattr(each, "__name__", str(each)) for each in names),
         )
         for value in values

@@ -367,9 +367,12 @@ def test_the_table_of_lints_has_the_lints_of_explain():
 
 
 def test_the_table_of_warnings_has_words_of_the_warnings():
-    source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    source = "".join(texts.values())
     warnings = first_column("troubleshooting.md", "warning")
-    assert len(warnings) == 5
+    del texts[PACKAGE / "jaxprs" / "source.py"]  # It passes the warnings of others on.
+    calls = re.findall(r"(?:warnings|source)\.warn\(", "".join(texts.values()))
+    assert len(warnings) == len(calls)
     for words in warnings:
         assert words in source
 

@@ -71,7 +71,7 @@ def test_one_op_of_each_kind_keeps_its_types(name):
     [
         name
         if name in ONE_OF_EACH_GROUP.values()
-        else pytest.param(name, marks=pytest.mark.exhaustive)
+        else pytest.param(name, marks=pytest.mark.daily)
         for name in HARNESSES
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from notebooks import run
 
 NAMES = [path.stem for path in run.texts()]
+LONG = {2, 3, 5, 8, 10}  # Each trains or searches for more than 15 seconds.
 README = (run.HERE.parent / "README.md").read_text()
 
 
@@ -76,7 +77,13 @@ def test_outputs_contain_nothing_of_the_machine_that_made_them(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.daily) if int(name[:2]) in LONG else name
+        for name in NAMES
+    ],
+)
 def test_a_notebook_runs_and_has_outputs_of_the_committed_kinds(name):
     made, shown = run.run(run.HERE / f"{name}.py"), committed(name)
     for now, then in zip(made.cells, shown.cells, strict=True):

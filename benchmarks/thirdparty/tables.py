@@ -12,6 +12,7 @@ from benchmarks.thirdparty.settings import NOT_HERE, NOT_IN_FLOAT32, Tried
 def summary_table(rows: Sequence[Row]) -> str:
     """Returns how many programs run, and how exact they are, as text."""
     programs = {row.program for row in rows}
+    of_packages = {row.program for row in rows if row.packages}
     packages = {one for row in rows for one in row.packages.split(", ") if one}
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     columns = [[row for row in rows if row.dtype == dtype] for dtype in dtypes]
@@ -26,9 +27,13 @@ def summary_table(rows: Sequence[Row]) -> str:
     def count(is_one: Callable[[Row], bool]) -> list[int]:
         return [sum(map(is_one, column)) for column in columns]
 
+    title = (
+        f"{len(programs)} programs, {len(of_packages)} of them of "
+        f"{len(packages)} packages"
+    )
     return "\n".join(
         [
-            line(f"{len(programs)} programs of {len(packages)} packages", dtypes),
+            line(title, dtypes),
             line("run under autocast", count(lambda row: not _complaint(row))),
             line("median error of their gradients", map(median, columns)),
             line("run with precision by hand", count(_runs_by_hand)),

@@ -117,7 +117,7 @@ def test_tables_show_each_program_below_its_packages():
     assert "p: bfloat16: other integers than in float32" in table
     assert "p: float16: TypeError: no" in table
     summary = [line.split() for line in tables.summary_table(rows).splitlines()]
-    assert summary[0][:5] == ["1", "programs", "of", "2", "packages"]
+    assert " ".join(summary[0][:-2]) == "1 programs, 1 of them of 2 packages"
     assert [line[-2:] for line in summary[1:]] == (
         [["1", "1"], ["0.40%", "20.00%"], ["1", "0"], ["1", "0"]]
     )

@@ -19,7 +19,7 @@ from every_optimizer import (
     loss_fn,
     make_params,
 )
-from helpers import EXHAUSTIVE, mostly_slow, one_of_each
+from helpers import DAILY, mostly_slow, one_of_each
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -512,9 +512,7 @@ unfused = functools.partial(
     [
         *((name, 50) for name in QUICK),
         *(
-            pytest.param(
-                name, 1000, marks=pytest.mark.slow if name in QUICK else EXHAUSTIVE
-            )
+            pytest.param(name, 1000, marks=pytest.mark.slow if name in QUICK else DAILY)
             for name in OPTIMIZERS
         ),
     ],

@@ -28,7 +28,7 @@ def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
 
         - ``"mixed"``: products in 16 bits, sensitive ops in float32.
         - ``"float8"``: ``"mixed"`` with matrix products in float8, see ``Float8``.
-        - ``"int8"``: ``"mixed"`` with matrix products in int8, for TPUs before v7.
+        - ``"int8"``: ``"mixed"`` with matrix products in int8, for a TPU v5e.
         - ``"O0"`` to ``"O3"``: MindSpore's levels.
         - ``"torch"``: PyTorch's op lists.
         - Ascend's modes ``"must_keep_origin_dtype"``, ``"allow_fp32_to_fp16"``,

@@ -76,7 +76,8 @@ class Rules:
         ``re.search`` finds in the path of an op decides, before ``ops``.
       carries: pairs ``(pattern, "follow" | "full")``, in order, for the carries of
         loops.
-      passes: the rewrites of converted programs. They change no result.
+      passes: the rewrites of converted programs. They change no result of the
+        function, and a gradient by its rounding only.
 
         - ``"labels"``: the derivative of a gather that takes one element of each row,
           such as the label's log-probability, is a selection and no scatter.
@@ -236,9 +237,9 @@ class Rules:
         Args:
           pattern: a regular expression. ``re.search`` looks for it in the path of a
             loop.
-          precision: ``"follow"`` or ``"full"``. With ``"follow"`` a carry is low if its
-            initial value or the result of a step is low; a ``while`` loop with a float
-            in its condition is converted too. With ``"full"`` it is float32.
+          precision: ``"follow"`` or ``"full"``. With ``"follow"`` a carry is low,
+            unless the result of a step is float32 on purpose; a ``while`` loop with a
+            float in its condition is converted too. With ``"full"`` it is float32.
 
         Raises:
           ValueError: the pattern is not a regular expression, or the precision is
