@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -420,3 +421,15 @@ def test_rules_with_fewer_passes_are_read_back():
     assert Rules.from_json("{}").passes == get_rules("mixed").passes
     with pytest.raises(ValueError, match=r"Expected passes as a tuple of names"):
         Rules.from_json('{"passes": "upcasts"}')
+
+
+@pytest.mark.parametrize("field", ["scopes", "carries"])
+@pytest.mark.parametrize("pairs", [("head", "full"), {"head": "full"}, None, [("a",)]])
+def test_anything_but_pairs_is_an_error_that_shows_a_pair(field, pairs):
+    with pytest.raises(ValueError, match=rf"Expected {field} as a tuple of pairs, su"):
+        Rules(**{field: pairs})
+
+
+def test_a_compiled_pattern_is_an_error_because_json_has_none():
+    with pytest.raises(ValueError, match=r"as a string, got re\.compile\('head'\)"):
+        get_rules("mixed").scope(re.compile("head"), "full")

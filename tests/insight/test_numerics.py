@@ -823,3 +823,19 @@ def test_a_stack_with_one_step_that_is_not_finite_is_not_finite():
     _, stats = jmp.watch(fun)(jnp.float32([1, -1, 4]))
     first = {row.op: row.is_first for row in stats.rows}
     assert first == {"sqrt": True, "cos": False}
+
+
+def test_a_ref_is_not_counted_but_what_is_read_from_it():
+    def write(x, given):
+        made = jax.new_ref(jnp.zeros_like(x))
+        made[...] = x @ x
+        given[...] = jnp.log(made[...] - 100)
+        return given[...] * 2
+
+    x, ref = jnp.ones((4, 4)), jax.new_ref(jnp.zeros((4, 4)))
+    for fun in (jmp.watch(write), jax.jit(jmp.watch(write))):
+        out, stats = fun(x, ref)
+        assert np.isnan(out).all()
+        assert np.isnan(ref[...]).all()
+        assert jmp.first_nonfinite(stats).op == "log"
+        assert [row.elements for row in stats.rows if row.op == "dot_general"] == [16]

@@ -112,12 +112,14 @@ class Rules:
 
     def __post_init__(self) -> None:
         ops = {op: _check_op(op, parse_precision(p)) for op, p in self.ops}
+        scopes = _check_pairs(self.scopes, "scopes", ("head", "full"))
+        carries = _check_pairs(self.carries, "carries", ("decoder", "full"))
         canonical = {
             "compute_dtype": _check_compute_dtype(self.compute_dtype),
             "ops": tuple(sorted(ops.items())),
             "default": _check_default(parse_precision(self.default)),
-            "scopes": tuple(map(_check_scope, self.scopes)),
-            "carries": tuple(map(_check_carry, self.carries)),
+            "scopes": tuple(map(_check_scope, scopes)),
+            "carries": tuple(map(_check_carry, carries)),
             "passes": _check_passes(self.passes),
             "float8_format": _check_float8(self.float8_format),
         }
@@ -492,6 +494,18 @@ def _check_float8(given: object) -> Float8:
     return given
 
 
+def _check_pairs(pairs: Any, field: str, example: tuple[str, str]) -> Any:
+    """Returns the pairs of a field; raises a ValueError for anything else."""
+    is_list = isinstance(pairs, tuple | list)
+    for pair in cast("tuple[Any, ...]", pairs if is_list else [pairs]):
+        if not (is_list and isinstance(pair, tuple | list) and len(pair) == 2):
+            raise ValueError(
+                f"Expected {field} as a tuple of pairs, such as {(example,)!r}, got "
+                f"{pairs!r}."
+            )
+    return pairs
+
+
 def _check_scope(scope: Scope) -> Scope:
     pattern, precision = scope
     return check_pattern(pattern), parse_precision(precision)
@@ -521,6 +535,11 @@ def _check_pass(name: str) -> str:
 
 def check_pattern(pattern: str) -> str:
     """Returns a pattern; raises a ValueError if it is not a regular expression."""
+    if isinstance(cast(object, pattern), re.Pattern):
+        raise ValueError(
+            f"Expected a regular expression as a string, got {pattern!r}: write flags "
+            "into it, such as '(?i)head'."
+        )
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:

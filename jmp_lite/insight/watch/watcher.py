@@ -343,7 +343,8 @@ def _is_cast_in_range(eqn: Eqn) -> bool:
 
 
 def _is_float(array: Array) -> bool:
-    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
+    aval = jax.typeof(array)  # Of a Ref, only what an op reads from it is counted.
+    return structure.is_of_numbers(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _are_all_finite(array: Array, axes: tuple[int, ...] | None = None) -> Array:
