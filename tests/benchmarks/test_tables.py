@@ -86,7 +86,7 @@ def test_the_summary_is_four_sentences_with_the_figures_of_the_tables():
     added = 100 * (float(scaled[0]) / float(unscaled[0]) - 1)
     assert f"adds {added:.1f} % to the time" in scaling
     kernels = int(unscaled[-1])
-    assert f"{int(scaled[-1]) - kernels} small kernels to its {kernels}" in scaling
+    assert f"{int(scaled[-1]) - kernels} small kernels to {kernels}" in scaling
     trained = re.findall("16, mixed .*", tables.table("accuracy"))
     above = max(float(line.split()[-1]) for line in trained)
     assert f"at most {above:.1f} standard deviations above" in accuracy
