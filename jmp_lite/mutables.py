@@ -1,6 +1,6 @@
-"""Handles Flax nnx modules, which a function may change while it runs.
+"""Handles Flax modules: those in place of functions, and those of nnx that change.
 
-A trace changes a copy of a module. This file does not import Flax: if no one has
+A trace changes a copy of an nnx module. This file does not import Flax: if no one has
 imported Flax, there are no such modules.
 """
 
@@ -50,6 +50,23 @@ def flax_class(x: object) -> str | None:
         if refused and known is not None and issubclass(kind, known):
             return api
     return None
+
+
+def check_function(fun: object, hint: str = "") -> None:
+    """Raises a TypeError, which ends with a hint, if an object is not a function."""
+    if api := flax_class(fun):
+        name = getattr(fun, "__name__", type(fun).__name__)
+        cure = "a module of it, such as model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))"
+        if api == "linen":
+            cure = "the method that runs it with variables, model.apply"
+        raise TypeError(
+            f"Expected a function, got {name} of Flax {api}. Pass {cure}, or a "
+            "function that calls it."
+        )
+    if not callable(fun):
+        raise TypeError(
+            f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}"
+        )
 
 
 def refuse_modules(found: Iterable[object], place: str, instead: str) -> None:

@@ -286,7 +286,9 @@ def is_traceable(leaf: Leaf) -> bool:
         return True
     if not is_array(leaf):
         return False
-    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_
+    # ``extended`` are keys, also those of a ShapeDtypeStruct.
+    kinds = jnp.number, np.bool_, jax.dtypes.extended
+    return any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
 
 
 def is_floating(leaf: Leaf) -> TypeGuard[Array]:

@@ -25,6 +25,7 @@ from jmp_lite.flax.selectors import (
     is_selected,
     nothing_selected,
 )
+from jmp_lite.jaxprs import source
 from jmp_lite.scaling.dynamic import DynamicLossScale
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 
@@ -56,8 +57,10 @@ def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module
 
     Raises:
       TypeError: ``module`` is not a linen module, or ``where`` has another type.
-      ValueError: the dtype is unknown. Or, in a call of the module: ``where`` selects
-        nothing that has a dtype.
+      ValueError: the dtype is unknown, or ``module`` is part of another module. Or, in
+        a call of the module: ``where`` selects nothing that has a dtype. (After
+        ``init``, a part with variables may be left out of a call, and a class that
+        selects nothing is only a warning.)
 
     Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
 
@@ -77,6 +80,13 @@ def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module
         raise TypeError(
             f"Expected a linen module, got {type(module).__name__}. For nnx modules "
             "use jmp_lite.nnx.to_float."
+        )
+    if isinstance(module.parent, nn.Module) and module.name is not None:
+        raise ValueError(
+            f"Expected a module that no other one contains, got {module.name!r} of "
+            f"{type(module.parent).__name__}: its name is taken. Call to_float with "
+            f"the whole model and where={module.name!r}, make the part in setup, or "
+            "set its own field dtype."
         )
     check_selector(where)
     cls = _floating_class(type(module), parse_dtype(dtype), where)
@@ -104,12 +114,7 @@ def _floating_class(cls: type[Module], dtype: Dtype, where: Selector) -> type[Mo
             with nn.intercept_methods(parts.intercept):
                 out = method(self, *args, **kwargs)
             if method is cls.__call__ and not parts.is_any_cast:
-                raise ValueError(
-                    nothing_selected(where, parts.seen.items())
-                    if not parts.is_any_selected
-                    else f"{where!r} selects parts without a field 'dtype': "
-                    f"{', '.join(parts.seen)}."
-                )
+                _report_no_cast(self, parts, where)
             return out
 
         return call
@@ -144,6 +149,34 @@ def _floating_class(cls: type[Module], dtype: Dtype, where: Selector) -> type[Mo
         namespace.update(__doc__=cls.__doc__)
 
     return types.new_class(cls.__name__, (cls,), exec_body=body)
+
+
+def _report_no_cast(module: nn.Module, parts: "_PartCaster", where: Selector) -> None:
+    """Raises a ValueError, or warns, because a call has cast no part."""
+    if parts.is_any_selected:
+        raise ValueError(
+            f"{where!r} selects parts without a field 'dtype': {', '.join(parts.seen)}."
+        )
+    message = nothing_selected(where, parts.seen.items())
+    if not module.is_initializing():
+        # A part may be left out of a call, such as a head for training. Its variables
+        # show that it exists, and no variable shows the class of a part.
+        leaves = jax.tree.leaves_with_path(dict(module.variables))
+        paths = [
+            jax.tree_util.keystr(path[1:-1], simple=True, separator="/")
+            for path, _ in leaves
+        ]
+        strings = tuple(one for one in _each(where) if isinstance(one, str))
+        if any(is_selected(strings, path, None) for path in paths):
+            return
+        if strings != _each(where):
+            source.warn(f"In this call, {message}")
+            return
+    raise ValueError(message)
+
+
+def _each(where: Selector) -> tuple[type | str | None, ...]:
+    return where if isinstance(where, tuple) else (where,)
 
 
 _MADE_OF = "_jmp_lite_made_of"

@@ -61,7 +61,7 @@ def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
     return model
 
 
-def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
+def cast(model: Model, dtype: DTypeLike, keep: Selector = None) -> Model:
     """Returns a copy of a module with its parameters cast, except those of norm layers.
 
     Only floating-point parameters are cast. BatchNorm statistics, caches and random
@@ -73,14 +73,14 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
       dtype: a floating-point dtype or its name.
       keep: other parts that are not cast: a class of modules, with everything in them;
         a class of variables (``nnx.LoRAParam``); a regular expression for the path of a
-        variable (``"head"``, ``"bias$"``); or a tuple of these.
+        variable (``"head"``, ``"bias$"``); a tuple of these; or None for no others.
 
     Returns:
       A module of the same class, with new variables. ``model`` does not change.
 
     Raises:
       TypeError: ``model`` is not an nnx module, or ``keep`` has another type.
-      ValueError: the dtype is unknown, or ``keep`` selects nothing.
+      ValueError: the dtype is unknown, or ``keep`` selects nothing, or all parameters.
 
     Source: MXNet's ``net.cast``, which does not cast batch norms.
 
@@ -94,6 +94,7 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
       (dtype(bfloat16), dtype('float32'))
     """
     check_model(model)
+    keep = () if keep is None else keep
     check_selector(keep)
     parsed, changed = parse_dtype(dtype), nnx.clone(model, graph=True)
     is_norm = re.compile(NORM_LAYERS[0])
@@ -111,9 +112,15 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = ()) -> Model:
     named = {id(v) for path, v in variables if is_selected(keep, path, v)}
     if keep != () and not selected and not named:
         raise ValueError(nothing_selected(keep, (*modules, *variables)))
-    for _, variable in variables:
-        if isinstance(variable, nnx.Param) and id(variable) not in kept | named:
-            variable.set_value(cast_tree(variable.get_value(), parsed))
+    params = [v for _, v in variables if isinstance(v, nnx.Param)]
+    cast_params = [v for v in params if id(v) not in kept | named]
+    if keep != () and params and not cast_params:
+        raise ValueError(
+            f"keep={keep!r} selects every parameter, so there is nothing to cast: "
+            "select fewer, or leave the call out."
+        )
+    for variable in cast_params:
+        variable.set_value(cast_tree(variable.get_value(), parsed))
     return changed
 
 

@@ -125,7 +125,7 @@ def tune(
     *,
     tolerance: float,
     compute_dtype: DTypeLike | None = None,
-    progress: Callable[[str], None] = search.print_to_stderr,
+    progress: Callable[[str], None] | None = search.print_to_stderr,
 ) -> Callable[Args, Tuned]:
     """Returns a function that finds rules with the fewest float32 ops, on a sample.
 
@@ -137,7 +137,7 @@ def tune(
       rules: the initial rules: the name of a preset or a ``Rules``.
       tolerance: the largest tolerated relative error of each result and gradient.
       compute_dtype: a dtype that replaces the compute dtype of the rules.
-      progress: a function that receives a line of text at each step.
+      progress: a function that receives a line of text at each step; None for none.
 
     Returns:
       A function of ``fun``'s arguments that returns ``(rules, report)``.

@@ -3,9 +3,10 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_lite.formats.number_format import (
     INTEGERS,
@@ -26,13 +27,19 @@ BACKWARD_DTYPES = ("e5m2", "e5m2fnuz", *FORWARD_DTYPES)
 """Those of cotangents."""
 
 
-def check_smallest(smallest: object) -> None:
-    """Raises a ValueError if the smallest mean is not a number of at least 0."""
-    is_number = isinstance(smallest, int | float) and smallest >= 0
-    if not is_number or isinstance(smallest, bool):
+def parse_smallest(smallest: Any) -> float:
+    """Returns the smallest mean as a number of Python, which JSON can describe.
+
+    Raises:
+      ValueError: it is not a number of at least 0.
+    """
+    number = smallest.item() if isinstance(smallest, np.number) else smallest
+    is_number = isinstance(number, int | float) and number >= 0
+    if not is_number or isinstance(number, bool):
         raise ValueError(
             f"Expected a number of at least 0 for smallest, got {smallest!r}."
         )
+    return number
 
 
 @dataclasses.dataclass(frozen=True)

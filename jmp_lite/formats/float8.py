@@ -21,7 +21,7 @@ from jmp_lite.formats.eight_bits import (
     BACKWARD_DTYPES,
     FORWARD_DTYPES,
     EightBits,
-    check_smallest,
+    parse_smallest,
 )
 from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
@@ -78,7 +78,7 @@ class Float8:
     def __post_init__(self) -> None:
         _check_format("forward", self.forward, FORWARD_DTYPES)
         _check_format("backward", self.backward, BACKWARD_DTYPES)
-        check_smallest(self.smallest)
+        object.__setattr__(self, "smallest", parse_smallest(self.smallest))
 
     @property
     def forward_dtype(self) -> Dtype:

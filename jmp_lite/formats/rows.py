@@ -22,7 +22,7 @@ from jmp_lite.formats.eight_bits import (
     BACKWARD_DTYPES,
     FORWARD_DTYPES,
     EightBits,
-    check_smallest,
+    parse_smallest,
 )
 from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
@@ -57,7 +57,7 @@ class RowsFormat(EightBits):
             if getattr(self, field) not in names:
                 given = str(getattr(self, field))
                 raise unknown_name(f"{field} dtype of {self.name}", given, names)
-        check_smallest(self.smallest)
+        object.__setattr__(self, "smallest", parse_smallest(self.smallest))
 
     @property
     def smallest_mean(self) -> float:

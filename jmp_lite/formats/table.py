@@ -40,13 +40,13 @@ def get_format(name: str, **options: Any) -> NumberFormat:
       >>> jmp.Rules.from_json(rules.to_json()) == rules
       True
     """
-    known = FORMATS.get(name)
+    known = FORMATS.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if known is None:
         raise unknown_name("format", str(name), FORMATS)
     if name == "float8":
         raise ValueError(
-            "The options of float8 are part of the rules: "
-            "Rules(float8_format=jmp_lite.Float8(...))."
+            "The format 'float8' has no record of its own: rules take it by name, and "
+            "its options are part of them, Rules(float8_format=jmp_lite.Float8(...))."
         )
     names = [field.name for field in dataclasses.fields(known) if field.name != "name"]
     if options and not names:

@@ -12,24 +12,7 @@ from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.types import Leaf, Path
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
-from jmp_lite.mutables import flax_class, is_module, noting_captures, refuse_modules
-
-
-def check_function(fun: object, hint: str = "") -> None:
-    """Raises a TypeError, which ends with a hint, if an object is not a function."""
-    if api := flax_class(fun):
-        name = getattr(fun, "__name__", type(fun).__name__)
-        cure = "a module of it, such as model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))"
-        if api == "linen":
-            cure = "the method that runs it with variables, model.apply"
-        raise TypeError(
-            f"Expected a function, got {name} of Flax {api}. Pass {cure}, or a "
-            "function that calls it."
-        )
-    if not callable(fun):
-        raise TypeError(
-            f"Expected a function, got {type(fun).__name__}: {fun!r}.{hint}"
-        )
+from jmp_lite.mutables import is_module, noting_captures, refuse_modules
 
 
 class Traced(NamedTuple):

@@ -17,12 +17,15 @@ from jmp_lite.casting.types import (
     Params,
     Path,
     PyTree,
+    Tree,
     Updates,
 )
 from jmp_lite.optimizers.parameters import (
     check_16_bit,
     check_16_bit_as_before,
     check_params,
+    move_parameters,
+    sum_of,
     to_float32,
     update_to,
 )
@@ -137,27 +140,43 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
         check_state(state, CompensatedState, "compensated")
         check_params(updates, params, "compensated")
         _check_remainder(state.remainder, params)
-        masters = jax.tree.map(add_remainder, params, state.remainder)
+        masters = _masters(params, state.remainder)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
 
-        def add(
-            param: Leaf, remainder: Leaf, step: Leaf, master: Leaf
-        ) -> tuple[Leaf, Leaf]:
-            if not is_16_bit(param):
-                return step, remainder
-            return _move_to_master(param, master + step)
-
-        leaves, treedef = jax.tree.flatten(params)
-        others = map(treedef.flatten_up_to, (state.remainder, steps, masters))
-        pairs = [add(*each) for each in zip(leaves, *others, strict=True)]
-        moved, remainder = (
-            treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)
+        goals = jax.tree.map(sum_of, params, steps, masters)
+        moved, kept = move_parameters(_move_to_master, params, steps, goals)
+        remainder = jax.tree.map(
+            lambda _, new, old: old if new is None else new,
+            *(params, kept, state.remainder),
         )
         return moved, CompensatedState(remainder, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _masters(params: Tree, remainder: PyTree) -> Tree:
+    """Returns the parameters with each 16-bit one replaced by its master.
+
+    The derivative of a master with respect to its parameter is 1. That of bits is 0.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    remainders = treedef.flatten_up_to(remainder)
+    numbers = [i for i, leaf in enumerate(leaves) if is_16_bit(leaf)]
+
+    @jax.custom_jvp
+    def joined(low: list[Array], remainders: list[Array]) -> list[Array]:
+        return [add_remainder(*pair) for pair in zip(low, remainders, strict=True)]
+
+    @joined.defjvp
+    def _(given: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        return joined(*given), upcast_tree(tangents[0])
+
+    masters = joined(*([column[i] for i in numbers] for column in (leaves, remainders)))
+    for number, master in zip(numbers, masters, strict=True):
+        leaves[number] = master
+    return treedef.unflatten(leaves)
 
 
 def _zero_remainder(param: Leaf) -> Array | optax.MaskedNode:

@@ -33,8 +33,9 @@ from jmp_lite.casting.types import (
 from jmp_lite.optimizers.moment_formats import choose_formats, is_large
 from jmp_lite.optimizers.moments import Moment, known_moments
 from jmp_lite.optimizers.parameters import check_key
-from jmp_lite.optimizers.rounding import noise
-from jmp_lite.optimizers.storage import Stored, is_stored, restore, store
+from jmp_lite.optimizers.rounding import keys_of
+from jmp_lite.optimizers.storage import Stored, is_stored, restore, store, store_again
+from jmp_lite.scaling.inner_update import params_for_init, params_for_update
 from jmp_lite.scaling.wrapping import (
     check_grads,
     check_same_structure,
@@ -110,7 +111,7 @@ def low_precision_state(
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
-        ``optax.MultiSteps``. It sees float32 gradients.
+        ``optax.MultiSteps``. It sees float32 gradients and parameters.
       dtype: ``"bfloat16"``; ``"float16"``, for first moments only; or
         ``"float8_e4m3fn"``, for first moments, with the format above for squares.
       key: a key of ``jax.random``, such as ``jax.random.key(0)``, or None.
@@ -121,7 +122,8 @@ def low_precision_state(
     Raises:
       TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
         gets a pair ``(loss, grads)`` or a state that ``init`` did not return. Or
-        ``inner`` changes the structure of its state, as ``optax.monitor`` does.
+        ``inner`` changes the structure of its state, as ``optax.monitor`` does; or a
+        state in float16 or 8 bits is differentiated.
       ValueError: ``dtype`` is another one. Or, in ``init``: without ``key`` a moment
         would stop too early; or float16 would store squares.
 
@@ -147,6 +149,7 @@ def low_precision_state(
         check_key(key)
 
     def init(params: Params) -> PyTree:
+        params = params_for_init(inner, params)
         state = strongly_typed(inner.init(params))
         leaves, structure = jax.tree.flatten(state)
         formats = choose_formats(inner, params, state, parsed, key is not None)
@@ -177,22 +180,22 @@ def low_precision_state(
         stored, structure = _stored(state)
         full = [x if low is None else restore(low) for x, low in stored]
         before = structure.unflatten(full)
-        steps, after = inner.update(upcast_tree(updates), before, params, **extra_args)
+        seen = params_for_update(before, params)
+        steps, after = inner.update(upcast_tree(updates), before, seen, **extra_args)
         check_same_structure(before, after, "its new arrays cannot be stored")
-        now, later = (None, None)
+        again = jax.tree.leaves(after)
+        low = {
+            number: before
+            for number, (_, before) in enumerate(stored)
+            if before is not None and is_floating(again[number])
+        }
+        keys, later = None, None
         if state.key is not None:
             now, later = jax.random.split(state.key)
-
-        def stored_again(number: int, x: Leaf) -> Stored:
-            low = stored[number][1]
-            if low is None or not is_floating(x):
-                return Stored(x)
-            by = None if now is None else noise(now, number, x.shape)
-            is_scaled = low.scale is not None
-            full = x.astype(jnp.float32)
-            return store(full, low.numbers.dtype, by, is_scaled=is_scaled)
-
-        again = [stored_again(i, x) for i, x in enumerate(jax.tree.leaves(after))]
+            keys = keys_of(now, low)
+        full = [again[number].astype(jnp.float32) for number in low]
+        for number, new in zip(low, store_again(full, low.values(), keys), strict=True):
+            again[number] = new
         return steps, packed(structure.unflatten(again), later, state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jmp_lite.casting.dtypes import is_floating, parse_dtype, upcast_tree
 from jmp_lite.casting.types import (
     AnyArray,
+    Array,
     Dtype,
     Leaf,
     Optimizer,
@@ -26,12 +27,14 @@ from jmp_lite.casting.types import (
 from jmp_lite.optimizers.parameters import (
     NOT_ROUNDED,
     check_params,
+    move_parameters,
     to_float32,
     types_of,
     update_to,
     whole_or_part,
 )
 from jmp_lite.optimizers.rounding import grid_of, round_to_nearest, split
+from jmp_lite.optimizers.updates import apply_updates
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
 
 
@@ -156,17 +159,20 @@ def master_weights(
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
-        masters = optax.apply_updates(masters, steps)
+        masters = apply_updates(masters, steps)
 
-        def to_master(master: Leaf, step: Leaf, param: Leaf) -> Leaf:
-            if not is_narrower(param, master):
-                return step
-            return update_to(rounded_to(master, param.dtype), param)
+        def goal_of(param: Leaf, step: Leaf, master: Leaf) -> Leaf:
+            return master if step is not None and is_narrower(param, master) else None
 
-        moved = jax.tree.map(to_master, masters, steps, params)
+        goals = jax.tree.map(goal_of, params, steps, masters)
+        moved, _ = move_parameters(_move_to_master, params, steps, goals)
         return moved, MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _move_to_master(param: AnyArray, master: AnyArray) -> tuple[Array, None]:
+    return update_to(rounded_to(master, param.dtype), param), None
 
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite.casting.dtypes import is_16_bit, upcast_tree
+from jmp_lite.casting.dtypes import upcast_tree
 from jmp_lite.casting.types import (
+    AnyArray,
+    Array,
     Key,
-    Leaf,
     Optimizer,
     Params,
     Path,
@@ -20,10 +21,11 @@ from jmp_lite.optimizers.parameters import (
     check_16_bit,
     check_key,
     check_params,
-    to_float32,
+    move_parameters,
+    sum_of,
     update_to,
 )
-from jmp_lite.optimizers.rounding import grid_of, noise, round_by_chance
+from jmp_lite.optimizers.rounding import grid_of, keys_of, round_by_chance
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
 
 
@@ -123,16 +125,14 @@ def stochastic_rounding(
         )
         now, later = jax.random.split(state.key)
         treedef = jax.tree.structure(params)
-        numbers = treedef.unflatten(range(treedef.num_leaves))
-
-        def add(param: Leaf, step: Leaf, number: int) -> Leaf:
-            if not is_16_bit(param):
-                return step
-            by = noise(now, number, param.shape)
-            moved = round_by_chance(to_float32(param) + step, grid_of(param.dtype), by)
-            return update_to(moved, param)
-
-        moved = jax.tree.map(add, params, steps, numbers)
+        keys = treedef.unflatten(keys_of(now, range(treedef.num_leaves)))
+        goals = jax.tree.map(sum_of, params, steps, upcast_tree(params))
+        moved, _ = move_parameters(_move_by_chance, params, steps, goals, keys)
         return moved, StochasticRoundingState(later, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _move_by_chance(param: AnyArray, goal: AnyArray, key: Key) -> tuple[Array, None]:
+    noise = jax.random.uniform(key, goal.shape)
+    return update_to(round_by_chance(goal, grid_of(param.dtype), noise), param), None

@@ -15,14 +15,17 @@ bitsandbytes, make XLA copy arrays (`benchmarks.moments`).
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple, TypeGuard
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmp_lite.casting.quantize import power_of_two_for
-from jmp_lite.casting.types import AnyArray, Array, Dtype, Leaf, PyTree
+from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import AnyArray, Array, Dtype, Key, Leaf, PyTree
 from jmp_lite.optimizers.rounding import (
     Grid,
     grid_of,
@@ -96,6 +99,60 @@ def store(
     if dtype != SQUARES:
         return Stored(numbers.astype(dtype), scale)
     return Stored(jnp.where(x > 0, _encoded(numbers), SQUARES.type(0)), scale)
+
+
+def store_again(
+    arrays: list[AnyArray], before: Iterable[Stored], keys: list[Key] | None
+) -> list[Stored]:
+    """Stores arrays in the formats that they had, with the derivative of a cast.
+
+    Args:
+      arrays: float32 arrays.
+      before: the stored arrays that these replace.
+      keys: keys for stochastic rounding; None rounds to the nearest.
+
+    Raises:
+      TypeError: an array with scales is differentiated. JAX has the derivative of a
+        float16 or a float8 number in its own dtype, where it would vanish, and that of
+        a code is zero.
+    """
+    formats = [(low.numbers.dtype, low.scale is not None) for low in before]
+
+    # One for all arrays, because each takes time to trace.
+    @jax.custom_jvp
+    def stored(arrays: list[AnyArray], keys: list[Key] | None) -> list[Stored]:
+        noises = (
+            [None] * len(arrays)
+            if keys is None
+            else map(jax.random.uniform, keys, [x.shape for x in arrays])
+        )
+        return [
+            store(x, dtype, noise, is_scaled=is_scaled)
+            for x, noise, (dtype, is_scaled) in zip(
+                arrays, noises, formats, strict=True
+            )
+        ]
+
+    @stored.defjvp
+    def _(given: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        results = stored(*given)
+        return results, [
+            _tangent(*pair) for pair in zip(results, tangents[0], strict=True)
+        ]
+
+    return stored(arrays, keys)
+
+
+def _tangent(stored: Stored, tangent: Array) -> Stored:
+    """Returns the tangent of a stored array for that of its numbers in float32."""
+    if stored.scale is None:
+        return Stored(tangent.astype(stored.numbers.dtype))
+    raise TypeError(
+        "A state in float16 or 8 bits has no derivative, and an array "
+        f"{type_of(tangent)} of it depends on the arguments that are differentiated. "
+        "To differentiate through updates, use low_precision_state(..., 'bfloat16'), "
+        "or the optimizer alone."
+    )
 
 
 def restore(stored: Stored) -> AnyArray:

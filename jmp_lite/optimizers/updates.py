@@ -3,15 +3,17 @@
 import jax
 import jax.numpy as jnp
 
+from jmp_lite.casting.dtypes import is_floating
 from jmp_lite.casting.types import Leaf, PyTree, Tree
 
 
 def apply_updates(params: Tree, updates: PyTree) -> Tree:
     """Adds updates to parameters, which keep their dtypes.
 
-    A sum is computed in the wider of the two dtypes, and rounded once to the dtype of
-    the parameter. ``optax.apply_updates`` does so, too. ``eqx.apply_updates`` does not
-    round, so its 16-bit parameters become float32 at the first float32 update.
+    A sum is computed in the wider of the two dtypes (in float32 for 8 bits), and
+    rounded once to the dtype of the parameter. ``optax.apply_updates`` does so, too,
+    but for 8 bits. ``eqx.apply_updates`` does not round, so its 16-bit parameters
+    become float32 at the first float32 update.
 
     Args:
       params: a pytree of parameters, such as an Equinox module.
@@ -33,9 +35,15 @@ def apply_updates(params: Tree, updates: PyTree) -> Tree:
     def add(update: Leaf, param: PyTree) -> PyTree:
         if update is None:
             return param
-        total = jnp.asarray(param + update)
+        total = jnp.asarray(_promotable(param) + _promotable(update))
         return total.astype(jnp.asarray(param).dtype)
 
     # Strict promotion refuses a sum of bfloat16 and float32.
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(add, updates, params, is_leaf=lambda node: node is None)
+
+
+def _promotable(leaf: Leaf) -> Leaf:
+    """Returns numbers of 8 bits or fewer, which JAX never promotes, in float32."""
+    is_small = is_floating(leaf) and leaf.dtype.itemsize == 1
+    return leaf.astype(jnp.float32) if is_small else leaf

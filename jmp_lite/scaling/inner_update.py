@@ -34,7 +34,7 @@ def update_inner(
         updates, new_inner_state = inner.update(
             upcast_tree(grads),
             inner_state,
-            _upcast_others(kept_in_16_bits(inner_state), params),
+            params_for_update(inner_state, params),
             **upcast_tree(extra_args),
         )
     except (TypeError, ValueError) as error:
@@ -101,6 +101,11 @@ def params_for_init(inner: OptimizerExtraArgs, params: Params) -> Params:
     # Only the structure of the state is needed, so no numbers are computed.
     jax.eval_shape(lambda: kept.append(kept_in_16_bits(inner.init(params))))
     return _upcast_others(kept[0], params)
+
+
+def params_for_update(inner_state: PyTree, params: Params | None) -> Params | None:
+    """Returns parameters as ``params_for_init`` does, given the inner state."""
+    return _upcast_others(kept_in_16_bits(inner_state), params)
 
 
 def _upcast_others(kept: set[Path] | None, params: Tree) -> Tree:

@@ -21,7 +21,7 @@ from jmp_lite.casting.dtypes import (
 )
 from jmp_lite.casting.losses import with_float32_loss
 from jmp_lite.casting.types import Dtype, Leaf, LossFn, PyTree, Scalar, Tree
-from jmp_lite.mutables import refusing_modules
+from jmp_lite.mutables import check_function, refusing_modules
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
 Args = ParamSpec("Args")
@@ -66,13 +66,15 @@ def value_and_grad(
       in ``grad_dtype``, under ``NoOpLossScale`` too. Other gradients have the dtype of
       their argument.
 
-      An argument may also hold leaves without a derivative, such as the functions in an
-      Equinox module. The gradient of such a leaf is None.
+      An argument may also hold leaves that JAX cannot differentiate, such as the
+      functions in an Equinox module. Its arrays alone are then differentiated, as in
+      ``equinox.filter_value_and_grad``. The gradient of any other leaf is None, that of
+      a Python float too, which an Equinox module takes for a setting.
 
     Raises:
-      TypeError: ``loss_scale`` is missing, or not a ``LossScale``; ``fun`` does not
-        return a pair although ``has_aux`` is True; or an argument is an nnx module,
-        whose changes would be lost.
+      TypeError: ``fun`` is not a function; ``loss_scale`` is missing, or not a
+        ``LossScale``; ``fun`` does not return a pair although ``has_aux`` is True; or
+        an argument is an nnx module, whose changes would be lost.
       ValueError: ``grad_dtype`` is another dtype.
 
     Source: steps 3 to 6 of MindSpore's mixed-precision training;
@@ -125,6 +127,7 @@ def build_value_and_grad(
       has_aux: see ``value_and_grad``.
       grad_dtype: see ``value_and_grad``.
     """
+    check_function(fun)
     check_is_loss_scale(loss_scale)
     dtype = parse_grad_dtype(grad_dtype)
 
@@ -269,6 +272,11 @@ def _value_and_grad_of_arrays(
         jax.value_and_grad, argnums=argnums, allow_int=allow_int, **options
     )
     of_all = differentiate(fun)
+
+    def has_derivative(leaf: Leaf) -> bool:
+        is_accepted = is_inexact(leaf) or (allow_int and _is_discrete(leaf))
+        return is_array(leaf) and is_accepted
+
     nums = tuple(argnums) if isinstance(argnums, Sequence) else (int(argnums),)
 
     def value_and_grad_fun(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
@@ -277,7 +285,7 @@ def _value_and_grad_of_arrays(
         given = list(args)
         for i in nums:
             given[i] = jax.tree.map(
-                lambda leaf: leaf if _is_inexact_array(leaf) else None, args[i]
+                lambda leaf: leaf if has_derivative(leaf) else None, args[i]
             )
 
         def fun_of_arrays(*given: PyTree, **kwargs: PyTree) -> PyTree:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_lite.casting.dtypes import is_array, upcast_tree
+from jmp_lite.casting.dtypes import is_traceable, upcast_tree
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import Array, AxisName, Key, Params, PyTree, Updates
 from jmp_lite.jaxprs.sharding import is_sharded
@@ -70,7 +70,7 @@ def _split_axes(batch: PyTree, batch_axes: PyTree, times: int) -> list[int | Non
     leaves = jax.tree.leaves_with_path(batch)
     entries = _broadcast(batch_axes, batch)
     for (path, leaf), (entry, axis) in zip(leaves, entries, strict=True):
-        if axis is None or not is_array(leaf) or not jnp.ndim(leaf):
+        if axis is None or not is_traceable(leaf) or not jnp.ndim(leaf):
             axes.append(None)
             continue
         where = f"batch{jax.tree_util.keystr(path)}"

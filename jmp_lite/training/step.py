@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting.interpreter.api import build_autocast
 from jmp_lite.autocasting.rules.presets import choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.casting.dtypes import upcast_tree
+from jmp_lite.casting.dtypes import is_number, upcast_tree
 from jmp_lite.casting.types import (
     Array,
     AxisName,
@@ -188,8 +188,8 @@ def build_train_step(
       >>> metrics["loss"], state.step
       (Array(9., dtype=float32), Array(1, dtype=int32))
     """
-    if ema is not None and not 0 <= float(ema) < 1:
-        raise ValueError(f"Expected a decay in [0, 1) for ema, got {ema}.")
+    if ema is not None and not (is_number(ema) and 0 <= float(ema) < 1):
+        raise ValueError(f"Expected a decay in [0, 1) for ema, got {ema!r}.")
     check_loss_fn(loss_fn)
     check_accumulation(accumulate, batch_axes)
     if loss_scale is not None:

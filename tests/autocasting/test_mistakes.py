@@ -5,6 +5,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -61,6 +62,14 @@ def enter(make):
             r'got Policy.*compute_dtype="float16"',
         ),
         (lambda: jmp.explain(product, X), r"to the result: explain\(fun\)\(x\)"),
+        (lambda: jmp.autocast(product, None), r"got NoneType: None\. Leave it out"),
+        (lambda: jmp.autocast(np.ones(3)), "Expected a function, got ndarray"),
+        (lambda: jmp.nnx.explain(np.ones(3)), "Expected a function, got ndarray"),
+        (lambda: jmp.grad(3, loss_scale=SCALE), "Expected a function, got int"),
+        (
+            lambda: jmp.nnx.value_and_grad(np.ones(3), loss_scale=SCALE),
+            "Expected a function, got ndarray",
+        ),
         (
             lambda: jmp.watch(product)(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X),
             r"jmp_lite\.nnx\.autocast, explain, watch, compare or tune",

@@ -433,3 +433,32 @@ def test_anything_but_pairs_is_an_error_that_shows_a_pair(field, pairs):
 def test_a_compiled_pattern_is_an_error_because_json_has_none():
     with pytest.raises(ValueError, match=r"as a string, got re\.compile\('head'\)"):
         get_rules("mixed").scope(re.compile("head"), "full")
+
+
+@pytest.mark.parametrize("ops", [{"exp": "low"}, "exp", 3, [("exp",)]])
+def test_ops_in_another_form_are_an_error_that_shows_a_pair(ops):
+    with pytest.raises(ValueError, match=r"Expected ops as a tuple of pairs, such as"):
+        Rules(ops=ops)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Rules(ops=((["exp"], "low"),)), r"name of an op.*got \['exp'\]"),
+        (lambda: get_rules("mixed").precision_of(["exp"]), r"name of an op.*\['exp'\]"),
+        (lambda: get_rules("mixed").precision_in(None), "path of an op.*got None"),
+        (lambda: get_rules(["mixed"]), r"Unknown preset.*Did you mean 'mixed'"),
+        (lambda: get_rules(None), "Unknown preset 'None'"),
+        (lambda: Rules.from_json('{"scopes": null}'), "scopes as a list of pairs"),
+        (lambda: Rules.from_json('{"carries": 3}'), "carries as a list of pairs"),
+        (lambda: Rules.from_json(None), "the text of JSON, got NoneType"),
+        (lambda: Rules.from_json({}), r"got dict\. Pass json\.dumps of it"),
+        (
+            lambda: Rules.from_json('{"ops": {"dot_general": {"format": [1]}}}'),
+            r"Unknown format '\[1\]'",
+        ),
+    ],
+)
+def test_an_object_of_another_type_is_an_error_that_shows_it(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

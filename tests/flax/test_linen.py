@@ -241,13 +241,13 @@ def test_statistics_and_random_numbers_are_those_of_the_module():
 def test_a_selector_that_selects_nothing_is_an_error_at_the_call(net):
     params = initialized(net, X)
 
-    def call(where):
-        return jmp_lite.linen.to_float(net, "bfloat16", where).apply(params, X)
+    def lowered(where):
+        return jmp_lite.linen.to_float(net, "bfloat16", where)
 
     with pytest.raises(ValueError, match=r"'haed' selects nothing.*mean 'head'"):
-        call("haed")
+        lowered("haed").apply(params, X)
     with pytest.raises(ValueError, match=r"There is: .*blocks_0/up \(Dense\)"):
-        call(nn.Conv)
+        lowered(nn.Conv).init(jax.random.key(0), X)
 
     class NoDtype(nn.Module):
         @nn.compact
@@ -257,6 +257,60 @@ def test_a_selector_that_selects_nothing_is_an_error_at_the_call(net):
     low = jmp_lite.linen.to_float(NoDtype(), "bfloat16")
     with pytest.raises(ValueError, match="without a field 'dtype'"):
         low.init(jax.random.key(0), X)
+
+
+class WithAuxiliary(nn.Module):
+    @nn.compact
+    def __call__(self, x, is_training=False):
+        aux = nn.LayerNorm(name="aux")
+        x = nn.Dense(4)(x)
+        return aux(x) if is_training else x
+
+
+def test_a_call_may_leave_out_the_selected_part():
+    low = jmp_lite.linen.to_float(WithAuxiliary(), "bfloat16", "aux")
+    variables = low.init(jax.random.key(0), X, True)
+    assert low.apply(variables, X).dtype == np.float32
+    assert low.apply(variables, X, True).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="'aux' selects nothing"):
+        low.init(jax.random.key(0), X)  # Then it would have no parameters.
+    wrong = jmp_lite.linen.to_float(WithAuxiliary(), "bfloat16", ("auxx", "haed"))
+    with pytest.raises(ValueError, match=r"selects nothing.* There is: Dense_0"):
+        wrong.apply(variables, X)
+
+
+def test_a_call_without_a_module_of_the_selected_class_warns_at_its_line():
+    low = jmp_lite.linen.to_float(WithAuxiliary(), "bfloat16", nn.LayerNorm)
+    variables = low.init(jax.random.key(0), X, True)
+    assert low.apply(variables, X, True).dtype == jnp.bfloat16
+    with pytest.warns(
+        UserWarning, match=r"In this call, .*LayerNorm'> selects"
+    ) as seen:
+        low.apply(variables, X)
+    assert seen[0].filename == __file__
+
+
+def test_a_part_made_in_a_compact_method_is_an_error_that_says_what_to_do():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jmp_lite.linen.to_float(nn.Dense(3), "bfloat16")(x)
+
+    with pytest.raises(ValueError, match=r"'Dense_0' of Net.*where='Dense_0'.*setup"):
+        Net().init(jax.random.key(0), X)
+
+
+def test_a_part_made_in_setup_computes_in_the_dtype_under_its_name():
+    class Net(nn.Module):
+        def setup(self):
+            self.part = jmp_lite.linen.to_float(nn.Dense(3), "bfloat16")
+
+        def __call__(self, x):
+            return self.part(x)
+
+    variables = Net().init(jax.random.key(0), X)
+    assert [*variables["params"]] == ["part"]
+    assert Net().apply(variables, X).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

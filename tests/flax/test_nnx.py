@@ -450,6 +450,15 @@ def test_parts_of_a_module_compute_in_a_dtype_and_parameters_stay(where, lows):
         assert_same(before, state_of(model))
 
 
+def test_keep_none_keeps_no_other_part_and_all_parts_are_an_error():
+    for keep in (None, ()):
+        low = jmp_lite.nnx.cast(deep(), "bfloat16", keep=keep)
+        assert low.head.kernel[...].dtype == LOW_NAME
+    for keep in ("", (None,)):
+        with pytest.raises(ValueError, match="selects every parameter"):
+            jmp_lite.nnx.cast(deep(), "bfloat16", keep=keep)
+
+
 def test_a_selector_that_selects_nothing_is_an_error_that_lists_the_parts():
     model = deep()
     with pytest.raises(ValueError, match=r"'haed' selects nothing.*mean 'head'"):
@@ -511,8 +520,8 @@ def test_a_frozen_16_bit_base_keeps_its_float32_adapters_and_trains_them():
         low = jmp_lite.nnx.cast(Adapted(nnx.Rngs(0)), "bfloat16", keep=keep)
         assert low.base.kernel[...].dtype == LOW_NAME
         assert low.lora.lora_a[...].dtype == FULL_NAME
-    kept = jmp_lite.nnx.cast(Adapted(nnx.Rngs(0)), "bfloat16", keep=nnx.LoRA)
-    assert kept.base.kernel[...].dtype == FULL_NAME, "the base is in the LoRA module"
+    with pytest.raises(ValueError, match="selects every parameter"):  # The base, too.
+        jmp_lite.nnx.cast(Adapted(nnx.Rngs(0)), "bfloat16", keep=nnx.LoRA)
 
     optimizer = nnx.Optimizer(low, lenient(optax.adam(1e-2)), wrt=nnx.LoRAParam)
     base, target = jnp.copy(low.base.kernel[...]), jnp.ones((16, 8))

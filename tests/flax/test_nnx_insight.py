@@ -157,3 +157,17 @@ def test_the_loss_scale_of_an_nnx_optimizer_can_be_set(change):
     nnx.jit(lambda model, optimizer: optimizer.update(model, grads))(model, optimizer)
     expected = "8" if change else "16"
     assert f"{jmp.get_loss_scale(optimizer.opt_state):.0f}" == expected
+
+
+def test_an_abstract_model_with_dropout_is_explained():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(8, 8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.dense(x))
+
+    model = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+    rows = jmp_lite.nnx.explain(model)(jax.ShapeDtypeStruct((2, 8), "float32")).rows
+    assert [row.precision for row in rows if row.op == "dot_general"] == ["bfloat16"]

@@ -1,5 +1,7 @@
 """Your own number format: a function in place of ``lax.dot_general``."""
 
+import json
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -210,6 +212,7 @@ def test_compare_and_tune_accept_an_own_format():
             "option of int8 'smalest'.*'smallest'",
         ),
         (lambda: jmp.get_format("coarse"), ValueError, "Unknown format 'coarse'"),
+        (lambda: jmp.get_format(["int8"]), ValueError, "Did you mean 'int8'"),
         (lambda: jmp.get_format("float8"), ValueError, r"Rules\(float8_format="),
         (lambda: jmp.get_format("wide", small=3), ValueError, "'wide' has no options"),
         (lambda: jmp.Format("own", _Unhashable()), TypeError, "that can be hashed"),
@@ -305,3 +308,21 @@ def test_a_rule_runs_products_of_other_libraries_in_a_model_without_changing_it(
         if eqn.primitive.name == "dot_general"
     ]
     assert dtypes.count({"int8"}) == 6
+
+
+def test_an_explanation_with_your_own_format_is_written_in_json_by_name():
+    rules = MIXED.product(COARSE).scope("mlp", jmp.get_format("int8", smallest=0))
+    text = jmp.explain(lambda x, w: x @ w, rules)(X, W).to_json()
+    written = json.loads(text)["rules"]
+    assert written["ops"]["dot_general"] == "coarse"
+    assert ["mlp", {"format": "int8", "smallest": 0}] in written["scopes"]
+
+
+def test_the_smallest_size_may_be_a_number_of_numpy():
+    rules = jmp.Rules(float8_format=jmp.Float8(smallest=np.float32(0)))
+    rules = rules.scope("mlp", jmp.get_format("int8", smallest=np.int64(3)))
+    assert jmp.Rules.from_json(rules.to_json()) == rules
+    with pytest.raises(
+        ValueError, match=r"at least 0 for smallest, got np.float32\(-1"
+    ):
+        jmp.Float8(smallest=np.float32(-1))

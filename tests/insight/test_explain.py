@@ -448,3 +448,14 @@ def test_products_of_groups_count_the_rows_of_each_group():
         (width, 2 * width, rows),
         (rows, width, 2 * width),
     ]
+
+
+def test_abstract_keys_are_arguments_like_abstract_arrays():
+    def fun(key, x, w):
+        return jax.random.normal(key, (4, 8)) * (x @ w)
+
+    shapes = jax.eval_shape(lambda: (jax.random.key(0), X, W))
+    expected = explain(fun)(jax.random.key(0), X, W)
+    assert [row.op for row in explain(fun)(*shapes).rows] == [
+        row.op for row in expected.rows
+    ]

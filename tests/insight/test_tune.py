@@ -737,3 +737,10 @@ def test_the_search_begins_with_the_ops_and_scopes_in_which_errors_grow():
     # Halves of all layers and of all ops were 22. How many depends on the rounding of
     # a compiler: 5 with jax 0.10.2.
     assert len(lines) <= 11
+
+
+def test_progress_may_be_left_out_and_is_checked_before_the_search(capfd):
+    jmp.tune(lambda x: x @ WEIGHTS[0], tolerance=1e-2, progress=None)(X)
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(TypeError, match=r"got bool: False\. Pass print"):
+        jmp.tune(lambda x: x @ WEIGHTS[0], tolerance=1e-2, progress=False)

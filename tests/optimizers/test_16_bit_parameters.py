@@ -973,3 +973,105 @@ def test_the_compiler_keeps_the_rounding_and_moves_no_more_than_it_must(name, ta
     program = compile_for(target, step, low, state, low)
     assert rounding in program.text
     assert program.bytes_moved / n == pytest.approx(expected, rel=0.01)
+
+
+# ------------------------------------------------------------ through the updates
+
+
+def trained(wrap, dtype, rate, start):
+    """Returns parameters after three steps of a quadratic loss, in float32."""
+    optimizer = wrap(optax.sgd(rate, momentum=0.5))
+    params = start.astype(dtype)
+    state = optimizer.init(params)
+    for _ in range(3):
+        grads = params.astype(jnp.float32) + 1
+        updates, state = optimizer.update(grads, state, params)
+        params = jmp.apply_updates(params, updates)
+    return params.astype(jnp.float32)
+
+
+WRAPPERS = {
+    **{name: make for name, (make, _, _) in MOVED.items()},
+    "low_precision_state": functools.partial(
+        jmp.low_precision_state, key=jax.random.key(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_derivatives_by_rate_and_start_are_those_of_float32(name, dtype):
+    """Rounding has the derivative of a cast, where a parameter is zero as well."""
+    start, rate = jnp.tile(jnp.array([0.0, 1.0, -2.0, 0.5]), 1024), jnp.float32(0.1)
+    tangents = (jnp.ones_like(start), jnp.float32(1))
+
+    def derivatives(wrap, dtype):
+        fun = functools.partial(trained, wrap, dtype)
+        return [
+            jax.jvp(lambda start: fun(rate, start), (start,), tangents[:1])[1],
+            jax.jvp(lambda rate: fun(rate, start), (rate,), tangents[1:])[1],
+        ]
+
+    low = derivatives(WRAPPERS[name], dtype)
+    for got, expected in zip(low, derivatives(lambda x: x, "float32"), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0.05)
+
+
+def test_a_gradient_by_the_rate_goes_back_through_the_steps():
+    def loss(rate, wrap, dtype):
+        return jnp.mean(trained(wrap, dtype, rate, jnp.linspace(0, 1, 64)) ** 2)
+
+    expected = jax.grad(loss)(0.1, lambda x: x, "float32")
+    assert abs(expected) > 0.1
+    for name, (wrap, _, _) in MOVED.items():
+        got = jax.grad(loss)(0.1, wrap, "bfloat16")
+        assert float(got) == pytest.approx(float(expected), rel=0.05), name
+
+
+# ---------------------------------------------------------------- other gradients
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_gradient_that_is_none_leaves_its_parameter_as_it_is(name):
+    """As ``jmp.value_and_grad`` returns it for an integer."""
+    params = {
+        "w": jnp.ones(3, jnp.bfloat16),
+        "frozen": jnp.ones(2, jnp.bfloat16),
+        "n": jnp.arange(2),
+    }
+    optimizer = MOVED[name][0](optax.sgd(0.1))
+    state = optimizer.init(params)
+    grads = {"w": jnp.ones(3), "frozen": None, "n": None}
+    updates, after = optimizer.update(grads, state, params)
+    moved = jmp.apply_updates(params, updates)
+    assert float(moved["w"][0]) < 1
+    for leaf in ("frozen", "n"):
+        assert updates[leaf] is None
+        np.testing.assert_array_equal(moved[leaf], params[leaf])
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_float64_gradients_change_no_shape_and_no_dtype(name):
+    with jax.enable_x64(True):
+        params = jnp.ones(3, jnp.bfloat16)
+        optimizer = MOVED[name][0](optax.sgd(0.25))
+        state = optimizer.init(params)
+        updates, after = optimizer.update(jnp.ones(3, jnp.float64), state, params)
+        assert (updates.shape, updates.dtype) == ((3,), np.float32)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+        np.testing.assert_array_equal(jmp.apply_updates(params, updates), 0.75)
+
+
+def test_parameters_in_8_bits_follow_their_masters():
+    params = jnp.array([1.0, -3.0], jnp.float8_e4m3fn)
+    optimizer = jmp.master_weights(optax.sgd(0.1))
+    state = optimizer.init(params)
+    for _ in range(3):
+        updates, state = optimizer.update(jnp.ones(2), state, params)
+        params = jmp.apply_updates(params, updates)
+    np.testing.assert_allclose(state.masters, [0.7, -3.3], rtol=1e-6)
+    assert params.dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(
+        params.astype(np.float32), state.masters.astype(params.dtype).astype(np.float32)
+    )

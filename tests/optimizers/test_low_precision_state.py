@@ -765,3 +765,54 @@ def test_an_empty_tree_and_integers_pass(dtype):
 def test_bad_arguments_are_an_error_when_they_are_passed(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+# --------------------------------------------------------------- 16-bit parameters
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stored", DTYPES)
+def test_the_state_of_16_bit_parameters_is_that_of_float32_parameters(stored, dtype):
+    """Otherwise ``init`` and ``update`` would differ, and no scan could carry it."""
+    optimizer = low(adam(), dtype=stored)
+    params = jmp.cast_tree(PARAMS, dtype)
+    full = jmp.cast_to_full(params)
+    expected = run(optimizer, full)[1]
+    state = run(optimizer, params)[1]
+    assert_same_bits(state, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(optimizer.init(params), state)
+
+
+def test_around_master_weights_it_leaves_16_bit_parameters_to_them():
+    optimizer = low(jmp.master_weights(adam()))
+    params, state = run(optimizer, jmp.cast_tree(PARAMS, "bfloat16"))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    assert {*dtypes(state.inner_state.masters)} == {np.dtype("float32")}
+
+
+def sum_after(size, dtype):
+    """Returns the sum of parameters after three steps with gradients of a size."""
+    grads = jax.tree.map(lambda g: size * g, GRADS)
+    inner = lenient(optax.sgd(0.1, momentum=0.5))
+    optimizer = inner if dtype is None else low(inner, dtype=dtype)
+    params, _ = run(optimizer, grads=grads, steps=3)
+    return jnp.sum(params["w"])
+
+
+def test_the_derivative_of_a_moment_in_bfloat16_is_that_of_float32():
+    derivative = jax.grad(sum_after)(1e-3, "bfloat16")
+    assert float(derivative) == pytest.approx(
+        float(jax.grad(sum_after)(1e-3, None)), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_a_state_with_scales_that_is_differentiated_is_an_error(dtype):
+    def after(rate):
+        inner = lenient(optax.sgd(rate, momentum=0.9))
+        return jnp.sum(run(low(inner, dtype=dtype), steps=3)[0]["w"])
+
+    # These moments do not depend on the rate.
+    assert abs(jax.grad(after)(0.1)) > 1
+    with pytest.raises(TypeError, match=r"8 bits has no derivative, .* float32\["):
+        jax.grad(sum_after)(1.0, dtype)

@@ -277,3 +277,18 @@ def test_an_nnx_module_is_an_error_because_its_changes_would_be_lost(transform):
     wrapped = transform(lambda model, x: model(x).sum(), loss_scale=scale)
     with pytest.raises(TypeError, match=r"Linear.*jmp_lite\.nnx\.value_and_grad"):
         wrapped(model, jnp.ones((3, 2)))
+
+
+def test_beside_a_function_the_arrays_alone_have_gradients():
+    """As in Equinox, whose modules have Python floats for settings."""
+    params = {"w": jnp.ones(2), "rate": 0.5, "n": jnp.arange(2), "f": jnp.tanh}
+
+    def fun(params):
+        return jnp.sum(params["f"](params["w"])) * params["rate"]
+
+    grads = jmp.grad(fun, loss_scale=SCALES[1])(params)
+    assert grads["rate"] is grads["f"] is grads["n"] is None
+    grads = jmp.grad(fun, loss_scale=SCALES[1], allow_int=True)(params)
+    assert grads["n"].dtype == jax.dtypes.float0
+    assert grads["rate"] is grads["f"] is None
+    np.testing.assert_allclose(grads["w"], 0.5 * (1 - np.tanh(1) ** 2), rtol=1e-6)

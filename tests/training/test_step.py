@@ -192,6 +192,8 @@ def test_bad_arguments_are_an_error_when_they_are_passed():
         build(optax.sgd(0.1), loss_scale=128.0)
     with pytest.raises(ValueError, match=r"decay in \[0, 1\) for ema, got 1"):
         build(optax.sgd(0.1), ema=1.0)
+    with pytest.raises(ValueError, match=r"decay in \[0, 1\) for ema, got '0.9'"):
+        build(optax.sgd(0.1), ema="0.9")
     for bad in (0, -1, 1.5, "2"):
         with pytest.raises(ValueError, match=f"of at least 1 for .*, got {bad!r}\\."):
             build(optax.sgd(0.1), accumulate=bad)
@@ -783,7 +785,8 @@ def test_scalars_keys_and_other_leaves_reach_every_micro_batch():
         return loss, (model_state, batch["nothing"])
 
     init, step = jmp.build_train_step(fun, optax.sgd(0.1), "O0", accumulate=2)
-    batch = {"x": X, "weight": jnp.float32(2), "name": "a", "nothing": None}
+    texts = np.array(["a", "b", "c"])
+    batch = {"x": X, "weight": jnp.float32(2), "name": "a", "nothing": None, "t": texts}
     _, metrics = step(init(PARAMS), batch)
     whole = fun(PARAMS, None, batch, None)[0]
     assert float(metrics["loss"]) == pytest.approx(float(whole))

@@ -67,7 +67,7 @@ def in_json(precision: AnyPrecision) -> str | dict[str, Any]:
     if not isinstance(precision, NumberFormat):
         return precision.value
     known = FORMATS.get(precision.name)
-    if type(known) is not type(precision):
+    if not _is_known(precision):
         raise ValueError(
             f"The format {precision.name!r} cannot be written as JSON, because it is "
             "not one of this library's. Write the rules without it, and add it to "
@@ -80,6 +80,17 @@ def in_json(precision: AnyPrecision) -> str | dict[str, Any]:
         if getattr(precision, name) != getattr(known, name)
     }
     return {"format": precision.name, **options} if options else precision.name
+
+
+def in_json_or_name(precision: AnyPrecision) -> str | dict[str, Any]:
+    """Returns a precision for JSON; of a user's own format, the name."""
+    is_own = isinstance(precision, NumberFormat) and not _is_known(precision)
+    return precision.name if is_own else in_json(precision)
+
+
+def _is_known(precision: NumberFormat) -> bool:
+    """Whether a number format is one of this library's."""
+    return type(FORMATS.get(precision.name)) is type(precision)
 
 
 def parse_precision(

@@ -16,7 +16,7 @@ from jmp_lite.autocasting.rules.rules import (
 )
 from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
 from jmp_lite.casting.policy import Policy
-from jmp_lite.jaxprs.trace import check_function
+from jmp_lite.mutables import check_function
 from jmp_lite.ops import LOWERABLE, POWERS, Precision, ops_of
 
 
@@ -48,8 +48,8 @@ def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
       >>> o1.precision_of("add"), mixed.precision_of("add"), mixed.compute_dtype
       (Precision.FULL, Precision.FOLLOW, dtype(bfloat16))
     """
-    if name not in PRESETS:
-        if name in (HALF_OF_DEVICE, *dtype_names()):
+    if not isinstance(name, str) or name not in PRESETS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(name, str) and name in (HALF_OF_DEVICE, *dtype_names()):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"Expected the name of a preset, such as 'mixed', got the dtype "
                 f"{name!r}. Pass compute_dtype={name!r}, or get_rules('mixed', "
@@ -69,7 +69,7 @@ def check_convertible(fun: object) -> None:
         is_dtype = isinstance(fun, str) and fun in dtype_names()
         keyword = "compute_dtype" if is_dtype else "rules"
         hint = f" Pass {keyword} by keyword: {keyword}={fun!r}."
-    if fun in _DEVICES:
+    if isinstance(fun, str) and fun in _DEVICES:
         hint = " Leave the device out: autocast takes a function, wherever it runs."
     check_function(fun, hint)
 
@@ -86,6 +86,8 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
     chosen = get_rules(rules) if isinstance(rules, str) else rules
     if not isinstance(chosen, Rules):
         hint = " Pass arguments of the function to the result: explain(fun)(x)."
+        if chosen is None:
+            hint = " Leave it out for 'mixed'."
         if isinstance(chosen, type | np.dtype):
             hint = " Pass a dtype as compute_dtype=..."
         if isinstance(chosen, Policy):

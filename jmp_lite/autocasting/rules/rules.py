@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -111,7 +111,8 @@ class Rules:
     float8_format: Float8 = _FLOAT8
 
     def __post_init__(self) -> None:
-        ops = {op: _check_op(op, parse_precision(p)) for op, p in self.ops}
+        pairs = _check_pairs(self.ops, "ops", ("exp", "low"))
+        ops = {op: _check_op(op, parse_precision(p)) for op, p in pairs}
         scopes = _check_pairs(self.scopes, "scopes", ("head", "full"))
         carries = _check_pairs(self.carries, "carries", ("decoder", "full"))
         canonical = {
@@ -263,7 +264,7 @@ class Rules:
 
     def precision_of(self, op: str) -> AnyPrecision:
         """Returns the ``Precision`` of an op outside of all scopes."""
-        known = record_of(op)
+        known = record_of(check_name(op))
         if known is None:
             return Precision.KEEP
         follows = known.precision is Precision.FOLLOW
@@ -271,23 +272,20 @@ class Rules:
 
     def precision_in(self, path: str) -> AnyPrecision | None:
         """Returns the ``Precision`` of a scope, or None if no pattern matches it."""
+        if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"Expected the path of an op, such as 'LM/head', got {path!r}."
+            )
         match = match_scope(self.scopes, path)
         return match.precision if match else None
 
     def to_json(self) -> str:
-        """Returns these rules as JSON, for ``Rules.from_json``."""
-        return json.dumps(
-            {
-                "compute_dtype": _name_of(self.compute_dtype),
-                "ops": {op: in_json(precision) for op, precision in self.ops},
-                "default": in_json(self.default),
-                "scopes": [[pattern, in_json(p)] for pattern, p in self.scopes],
-                "carries": [list(carry) for carry in self.carries],
-                "passes": list(self.passes),
-                "float8_format": dataclasses.asdict(self.float8_format),
-            },
-            indent=2,
-        )
+        """Returns these rules as JSON, for ``Rules.from_json``.
+
+        Raises:
+          ValueError: a number format of the rules is your own.
+        """
+        return json.dumps(describe(self, in_json), indent=2)
 
     @staticmethod
     def from_json(text: str) -> "Rules":
@@ -382,13 +380,33 @@ def requested_formats(rules: Rules) -> Mapping[NumberFormat, AnyPrecision]:
     return {one: precision for one, precision in found if one is not None}
 
 
+def describe(
+    rules: Rules, write: Callable[[AnyPrecision], str | dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the fields of rules for JSON.
+
+    Args:
+      rules: the rules.
+      write: returns a precision for JSON.
+    """
+    return {
+        "compute_dtype": _name_of(rules.compute_dtype),
+        "ops": {op: write(precision) for op, precision in rules.ops},
+        "default": write(rules.default),
+        "scopes": [[pattern, write(p)] for pattern, p in rules.scopes],
+        "carries": [list(carry) for carry in rules.carries],
+        "passes": list(rules.passes),
+        "float8_format": dataclasses.asdict(rules.float8_format),
+    }
+
+
 def fields_of(rules: Rules) -> dict[str, Any]:
     """Returns the fields of rules, by name."""
     return {f.name: getattr(rules, f.name) for f in dataclasses.fields(Rules)}
 
 
 def _check_op(op: str, precision: AnyPrecision) -> AnyPrecision:
-    known, requested = record_of(op), format_of(precision)
+    known, requested = record_of(check_name(op)), format_of(precision)
     name = name_of(precision).upper()
     if known is None:
         raise _unknown_op(op)
@@ -458,6 +476,14 @@ _CALLED_OTHERWISE = {
     "subtract": "sub",
     "take": "gather",
 }
+
+
+def check_name(op: str) -> str:
+    """Returns the name of an op; raises a ValueError for anything else."""
+    if not isinstance(op, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"Expected the name of an op, such as 'exp', got {op!r}.")
+    return op
+
 
 HALF_OF_DEVICE = "half"
 

@@ -78,6 +78,11 @@ def fields_in_json(text: str, names: Sequence[str]) -> dict[str, Any]:
       text: the JSON text.
       names: the names of the fields of ``Rules``.
     """
+    if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = " Pass json.dumps of it." if isinstance(text, dict) else ""
+        raise ValueError(
+            f"Expected rules as the text of JSON, got {type(text).__name__}.{hint}"
+        )
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -135,7 +140,8 @@ def _from_fields(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     fields: dict[str, Any] = {**data, "ops": tuple(ops.items())}
     for name in ("scopes", "carries"):
         pairs = data.get(name, [])
-        if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        is_list = isinstance(pairs, list)
+        if not (is_list and all(isinstance(p, list) and len(p) == 2 for p in pairs)):
             raise ValueError(
                 f"Expected {name} as a list of pairs [pattern, "
                 f"precision], got {pairs!r}."

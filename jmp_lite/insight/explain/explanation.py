@@ -17,9 +17,14 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
-from jmp_lite.autocasting.rules.match import AnyPrecision
+from jmp_lite.autocasting.rules.match import AnyPrecision, in_json_or_name
 from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
-from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, check_pattern
+from jmp_lite.autocasting.rules.rules import (
+    NORM_LAYERS,
+    Rules,
+    check_pattern,
+    describe,
+)
 from jmp_lite.autocasting.rules.scopes import unused_scopes
 from jmp_lite.casting.dtypes import hint_for, unknown_name
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
@@ -185,10 +190,10 @@ class Explanation:
         )
 
     def to_json(self) -> str:
-        """Returns the explanation as JSON."""
+        """Returns the explanation as JSON, with your own number formats by name."""
         return json.dumps(
             {
-                "rules": json.loads(self.rules.to_json()),
+                "rules": describe(self.rules, in_json_or_name),
                 "rows": [row._asdict() for row in self.rows],
                 "totals": dataclasses.asdict(self.totals),
                 "lints": [dataclasses.asdict(lint) for lint in self.lints],

@@ -28,6 +28,7 @@ from jmp_lite.insight.tune.trials import Trials
 from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import PyTree
+from jmp_lite.mutables import check_function
 from jmp_lite.ops import Precision
 
 Args = ParamSpec("Args")
@@ -44,7 +45,7 @@ def tune(
     *,
     tolerance: float,
     compute_dtype: DTypeLike | None = None,
-    progress: Callable[[str], None] = print_to_stderr,
+    progress: Callable[[str], None] | None = print_to_stderr,
 ) -> Callable[Args, Tuned]:
     """Returns a function that finds rules with the fewest float32 ops, on a sample.
 
@@ -83,7 +84,7 @@ def tune(
       tolerance: the largest tolerated relative error of each result and gradient, by
         norms. The reference is float32 with products in the highest precision.
       compute_dtype: a dtype that replaces the compute dtype of the rules.
-      progress: a function that receives a line of text at each step.
+      progress: a function that receives a line of text at each step; None for none.
 
     Returns:
       A function with the arguments of ``fun``, which have to be concrete. It returns a
@@ -91,7 +92,8 @@ def tune(
       avoids.
 
     Raises:
-      TypeError: ``fun`` is not a function; the returned function raises it for tracers.
+      TypeError: ``fun`` or ``progress`` is not a function; the returned function raises
+        it for tracers.
       ValueError: the tolerance is not a positive number, or there is no such preset or
         dtype. The returned function raises it if float32 itself exceeds the tolerance;
         if the function is already autocast; or if, on this sample, a float32 result is
@@ -118,6 +120,8 @@ def tune(
       dtype(bfloat16)
     """
     check_convertible(fun)
+    if progress is not None:
+        check_function(progress, " Pass print, for example, or None for no lines.")
     chosen, tolerated = choose_rules(rules, compute_dtype), _positive(tolerance)
 
     def tuned(*args: Args.args, **kwargs: Args.kwargs) -> Tuned:

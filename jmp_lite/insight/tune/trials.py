@@ -18,7 +18,7 @@ class Trials:
     Args:
       sample: the function and its arguments.
       tolerance: the largest tolerated error.
-      progress: a function that receives a line at each new measurement.
+      progress: a function that receives a line at each new measurement, or None.
 
     Attributes:
       sample: the function and its arguments.
@@ -27,11 +27,14 @@ class Trials:
     """
 
     def __init__(
-        self, sample: Sample, tolerance: float, progress: Callable[[str], None]
+        self,
+        sample: Sample,
+        tolerance: float,
+        progress: Callable[[str], None] | None,
     ) -> None:
         self.sample, self.tolerance = sample, tolerance
         self.steps: list[Step] = []
-        self._progress = progress
+        self._progress = progress or (lambda _: None)
         self._errors: dict[Rules, Error] = {}
         self._most = 0
         self._growth: Mapping[tuple[str, str], float] | None = None

@@ -16,9 +16,9 @@ from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.insight.watch.watcher import FlaggedValue, WatchedOp, Watcher
 from jmp_lite.jaxprs.sharding import gathered
-from jmp_lite.jaxprs.trace import check_function, trace_function
+from jmp_lite.jaxprs.trace import trace_function
 from jmp_lite.jaxprs.types import PyTree
-from jmp_lite.mutables import returning_changes, write_changes
+from jmp_lite.mutables import check_function, returning_changes, write_changes
 
 
 @dataclasses.dataclass(frozen=True)
