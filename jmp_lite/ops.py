@@ -274,7 +274,7 @@ sending | FOLLOW | exact: moves data between devices or memories
 
 typed | KEEP | depends on the bits or the dtype of its operands
     convert_element_type: keeps_digits keeps_errors is_linear is_cheap
-    real imag reduce_precision: keeps_errors
+    real imag reduce_precision straight_through: keeps_errors
     nextafter: broadcasts
     bitcast_convert_type complex conj iota empty empty2 to_edtype from_edtype and or not
     xor shift_left shift_right_arithmetic shift_right_logical population_count clz mulhi

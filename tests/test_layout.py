@@ -24,7 +24,7 @@ ORDER = (
 # ... except for these.
 NOT_FROM = {
     "scaling": {*ORDER[1:6]},
-    "optimizers": {*ORDER[1:6]},
+    "optimizers": {*ORDER[2:6]},
     "training": {"ops", "insight"},
     "flax": {"optimizers", "training"},
     "linen": {*ORDER} - {"flax", "linen"},

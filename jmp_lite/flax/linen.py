@@ -21,6 +21,7 @@ from jmp_lite.casting.dtypes import parse_dtype
 from jmp_lite.casting.types import Dtype, Leaf
 from jmp_lite.flax.selectors import (
     Selector,
+    as_tuple,
     check_selector,
     is_selected,
     nothing_selected,
@@ -161,22 +162,22 @@ def _report_no_cast(module: nn.Module, parts: "_PartCaster", where: Selector) ->
     if not module.is_initializing():
         # A part may be left out of a call, such as a head for training. Its variables
         # show that it exists, and no variable shows the class of a part.
-        leaves = jax.tree.leaves_with_path(dict(module.variables))
-        paths = [
-            jax.tree_util.keystr(path[1:-1], simple=True, separator="/")
-            for path, _ in leaves
-        ]
-        strings = tuple(one for one in _each(where) if isinstance(one, str))
-        if any(is_selected(strings, path, None) for path in paths):
+        strings = tuple(one for one in as_tuple(where) if isinstance(one, str))
+        if any(is_selected(strings, path, None) for path in _parts_of(module)):
             return
-        if strings != _each(where):
+        if strings != as_tuple(where):
             source.warn(f"In this call, {message}")
             return
     raise ValueError(message)
 
 
-def _each(where: Selector) -> tuple[type | str | None, ...]:
-    return where if isinstance(where, tuple) else (where,)
+def _parts_of(module: nn.Module) -> set[str]:
+    """Returns the paths of the parts of a module that have variables."""
+    return {
+        jax.tree_util.keystr(path[1:end], simple=True, separator="/")
+        for path, _ in jax.tree.leaves_with_path(dict(module.variables))
+        for end in range(2, len(path))
+    }
 
 
 _MADE_OF = "_jmp_lite_made_of"

@@ -13,6 +13,7 @@ from jmp_lite.casting.types import PyTree
 from jmp_lite.flax.nnx_scopes import Model, check_model, modules_of
 from jmp_lite.flax.selectors import (
     Selector,
+    as_tuple,
     check_selector,
     is_selected,
     nothing_selected,
@@ -99,28 +100,29 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = None) -> Model:
     parsed, changed = parse_dtype(dtype), nnx.clone(model, graph=True)
     is_norm = re.compile(NORM_LAYERS[0])
     modules = _paths(changed)
-    classes = keep if isinstance(keep, tuple) else (keep,)
-    classes = tuple(one for one in classes if isinstance(one, type))
+    classes = tuple(one for one in as_tuple(keep) if isinstance(one, type))
     selected = [module for _, module in modules if isinstance(module, classes)]
     norms = [m for path, m in modules if is_norm.search(f"{path}/{type(m).__name__}")]
-    kept = {id(v) for module in (*selected, *norms) for v in _variables(module)}
+    of_norms, named = (
+        {id(v) for m in parts for v in _variables(m)} for parts in (norms, selected)
+    )
     variables = [
         ("/".join(map(str, path)), node)
         for path, node in nnx.iter_graph(changed, graph=True)
         if isinstance(node, nnx.Variable)
     ]
-    named = {id(v) for path, v in variables if is_selected(keep, path, v)}
+    named |= {id(v) for path, v in variables if is_selected(keep, path, v)}
     if keep != () and not selected and not named:
         raise ValueError(nothing_selected(keep, (*modules, *variables)))
     params = [v for _, v in variables if isinstance(v, nnx.Param)]
-    cast_params = [v for v in params if id(v) not in kept | named]
-    if keep != () and params and not cast_params:
+    if params and all(id(v) in named for v in params):
         raise ValueError(
             f"keep={keep!r} selects every parameter, so there is nothing to cast: "
             "select fewer, or leave the call out."
         )
-    for variable in cast_params:
-        variable.set_value(cast_tree(variable.get_value(), parsed))
+    for variable in params:
+        if id(variable) not in of_norms | named:
+            variable.set_value(cast_tree(variable.get_value(), parsed))
     return changed
 
 

@@ -3,10 +3,15 @@
 import difflib
 import re
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Selector: TypeAlias = type | str | tuple[type | str | None, ...] | None
 """None for all, a class, a regular expression, or a tuple of these."""
+
+
+def as_tuple(selector: Any) -> tuple[Any, ...]:
+    """Returns the parts of a selector."""
+    return selector if isinstance(selector, tuple) else (selector,)
 
 
 def check_selector(selector: object) -> None:
@@ -19,7 +24,7 @@ def check_selector(selector: object) -> None:
       TypeError: the selector has another type.
       ValueError: a string in it is not a regular expression.
     """
-    for one in selector if isinstance(selector, tuple) else (selector,):
+    for one in as_tuple(selector):
         if isinstance(one, str):
             try:
                 re.compile(one)
@@ -68,7 +73,7 @@ def nothing_selected(selector: Selector, items: Iterable[tuple[str, object]]) ->
     names = list(dict.fromkeys(name for pair in found for name in pair if name))
     given = [
         one if isinstance(one, str) else getattr(one, "__name__", str(one))
-        for one in (selector if isinstance(selector, tuple) else (selector,))
+        for one in as_tuple(selector)
     ]
     near = [
         match

@@ -17,15 +17,13 @@ from jmp_lite.casting.types import (
     Params,
     Path,
     PyTree,
-    Tree,
     Updates,
 )
+from jmp_lite.jaxprs.straight_through import straight_through
 from jmp_lite.optimizers.parameters import (
     check_16_bit,
     check_16_bit_as_before,
     check_params,
-    move_parameters,
-    sum_of,
     to_float32,
     update_to,
 )
@@ -140,43 +138,27 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
         check_state(state, CompensatedState, "compensated")
         check_params(updates, params, "compensated")
         _check_remainder(state.remainder, params)
-        masters = _masters(params, state.remainder)
+        masters = jax.tree.map(add_remainder, params, state.remainder)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
 
-        goals = jax.tree.map(sum_of, params, steps, masters)
-        moved, kept = move_parameters(_move_to_master, params, steps, goals)
-        remainder = jax.tree.map(
-            lambda _, new, old: old if new is None else new,
-            *(params, kept, state.remainder),
+        def add(
+            param: Leaf, remainder: Leaf, step: Leaf, master: Leaf
+        ) -> tuple[Leaf, Leaf]:
+            if step is None or not is_16_bit(param):
+                return step, remainder
+            return _move_to_master(param, to_float32(master + step))
+
+        leaves, treedef = jax.tree.flatten(params)
+        others = map(treedef.flatten_up_to, (state.remainder, steps, masters))
+        pairs = [add(*each) for each in zip(leaves, *others, strict=True)]
+        moved, remainder = (
+            treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)
         )
         return moved, CompensatedState(remainder, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _masters(params: Tree, remainder: PyTree) -> Tree:
-    """Returns the parameters with each 16-bit one replaced by its master.
-
-    The derivative of a master with respect to its parameter is 1. That of bits is 0.
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    remainders = treedef.flatten_up_to(remainder)
-    numbers = [i for i, leaf in enumerate(leaves) if is_16_bit(leaf)]
-
-    @jax.custom_jvp
-    def joined(low: list[Array], remainders: list[Array]) -> list[Array]:
-        return [add_remainder(*pair) for pair in zip(low, remainders, strict=True)]
-
-    @joined.defjvp
-    def _(given: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        return joined(*given), upcast_tree(tangents[0])
-
-    masters = joined(*([column[i] for i in numbers] for column in (leaves, remainders)))
-    for number, master in zip(numbers, masters, strict=True):
-        leaves[number] = master
-    return treedef.unflatten(leaves)
 
 
 def _zero_remainder(param: Leaf) -> Array | optax.MaskedNode:
@@ -197,7 +179,7 @@ def add_remainder(param: Leaf, remainder: Leaf) -> Leaf:
     if not is_16_bit(param):
         return param
     if remainder.dtype == jnp.int16:
-        return join(param, remainder)
+        return straight_through(join(param, remainder), to_float32(param))
     wide, error = to_float32(param), to_float32(remainder)
     # Adding a zero would change the sign of a zero.
     is_added = may_differ_by(error, param) & (error != 0)
@@ -225,14 +207,15 @@ def _move_to_master(param: AnyArray, master: AnyArray) -> tuple[Array, Array]:
     """Returns the update of a 16-bit parameter to a master, and the new remainder."""
     if param.dtype == jnp.bfloat16:
         target, remainder = split(master)
-        update = update_to(to_float32(target), param)
+        update = update_to(straight_through(to_float32(target), master), param)
         # The sum may miss the target, by a difference near the smallest normal number.
         # Another number with this remainder would be another master.
         is_target = _bits(_sum(param, update)) == _bits(target)
         # Selected as floats: a TPU runs two kernels for a step that selects integers.
         kept = jnp.where(is_target, remainder.astype(jnp.float32), 0)
         return update, kept.astype(jnp.int16)
-    update = update_to(round_to_nearest(master, grid_of(param.dtype)), param)
+    target = round_to_nearest(master, grid_of(param.dtype))
+    update = update_to(straight_through(target, master), param)
     return update, remainder_of(_sum(param, update), master)
 
 

@@ -33,8 +33,14 @@ from jmp_lite.casting.types import (
 from jmp_lite.optimizers.moment_formats import choose_formats, is_large
 from jmp_lite.optimizers.moments import Moment, known_moments
 from jmp_lite.optimizers.parameters import check_key
-from jmp_lite.optimizers.rounding import keys_of
-from jmp_lite.optimizers.storage import Stored, is_stored, restore, store, store_again
+from jmp_lite.optimizers.rounding import noise
+from jmp_lite.optimizers.storage import (
+    Stored,
+    is_stored,
+    refuse_derivatives,
+    restore,
+    store,
+)
 from jmp_lite.scaling.inner_update import params_for_init, params_for_update
 from jmp_lite.scaling.wrapping import (
     check_grads,
@@ -111,7 +117,8 @@ def low_precision_state(
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
-        ``optax.MultiSteps``. It sees float32 gradients and parameters.
+        ``optax.MultiSteps``. It sees float32 gradients and parameters, but
+        for 16-bit parameters that a wrapper inside of it rounds.
       dtype: ``"bfloat16"``; ``"float16"``, for first moments only; or
         ``"float8_e4m3fn"``, for first moments, with the format above for squares.
       key: a key of ``jax.random``, such as ``jax.random.key(0)``, or None.
@@ -183,19 +190,21 @@ def low_precision_state(
         seen = params_for_update(before, params)
         steps, after = inner.update(upcast_tree(updates), before, seen, **extra_args)
         check_same_structure(before, after, "its new arrays cannot be stored")
-        again = jax.tree.leaves(after)
-        low = {
-            number: before
-            for number, (_, before) in enumerate(stored)
-            if before is not None and is_floating(again[number])
-        }
-        keys, later = None, None
+        now, later = (None, None)
         if state.key is not None:
             now, later = jax.random.split(state.key)
-            keys = keys_of(now, low)
-        full = [again[number].astype(jnp.float32) for number in low]
-        for number, new in zip(low, store_again(full, low.values(), keys), strict=True):
-            again[number] = new
+
+        def stored_again(number: int, x: Leaf) -> Stored:
+            low = stored[number][1]
+            if low is None or not is_floating(x):
+                return Stored(x)
+            by = None if now is None else noise(now, number, x.shape)
+            is_scaled = low.scale is not None
+            full = x.astype(jnp.float32)
+            return store(full, low.numbers.dtype, by, is_scaled=is_scaled)
+
+        leaves = refuse_derivatives(jax.tree.leaves(after), [low for _, low in stored])
+        again = [stored_again(i, x) for i, x in enumerate(leaves)]
         return steps, packed(structure.unflatten(again), later, state)
 
     return optax.GradientTransformationExtraArgs(init, update)

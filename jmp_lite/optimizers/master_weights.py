@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from jmp_lite.casting.dtypes import is_floating, parse_dtype, upcast_tree
 from jmp_lite.casting.types import (
     AnyArray,
-    Array,
     Dtype,
     Leaf,
     Optimizer,
@@ -24,10 +23,10 @@ from jmp_lite.casting.types import (
     PyTree,
     Updates,
 )
+from jmp_lite.jaxprs.straight_through import straight_through
 from jmp_lite.optimizers.parameters import (
     NOT_ROUNDED,
     check_params,
-    move_parameters,
     to_float32,
     types_of,
     update_to,
@@ -161,18 +160,16 @@ def master_weights(
         )
         masters = apply_updates(masters, steps)
 
-        def goal_of(param: Leaf, step: Leaf, master: Leaf) -> Leaf:
-            return master if step is not None and is_narrower(param, master) else None
+        def to_master(master: Leaf, step: Leaf, param: Leaf) -> Leaf:
+            if step is None or not is_narrower(param, master):
+                return step
+            target = straight_through(rounded_to(master, param.dtype), master)
+            return update_to(target, param)
 
-        goals = jax.tree.map(goal_of, params, steps, masters)
-        moved, _ = move_parameters(_move_to_master, params, steps, goals)
+        moved = jax.tree.map(to_master, masters, steps, params)
         return moved, MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _move_to_master(param: AnyArray, master: AnyArray) -> tuple[Array, None]:
-    return update_to(rounded_to(master, param.dtype), param), None
 
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)

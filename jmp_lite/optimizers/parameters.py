@@ -1,11 +1,7 @@
 """Checks and updates that the wrappers for 16-bit parameters share."""
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jmp_lite.casting.dtypes import is_16_bit, is_array
@@ -19,6 +15,7 @@ from jmp_lite.casting.types import (
     PyTree,
     Updates,
 )
+from jmp_lite.jaxprs.straight_through import straight_through
 from jmp_lite.scaling.wrapping import check_grads
 
 
@@ -36,72 +33,10 @@ def update_to(target: AnyArray, param: AnyArray) -> Array:
         it.
     """
     before = param.astype(target.dtype)
+    difference = target - before
     # The update is the target itself if that is not finite, or the parameter is zero.
     is_sum = (before == 0) | ~jnp.isfinite(target)
-    return jnp.where(is_sum, target, target - before)
-
-
-def sum_of(param: Leaf, step: Leaf, master: Leaf) -> Leaf:
-    """Returns the sum of a 16-bit parameter's master and its update, in float32.
-
-    It is None for another parameter, and for one without an update.
-    """
-    return to_float32(master + step) if step is not None and is_16_bit(param) else None
-
-
-Move: TypeAlias = Callable[..., tuple[Array, Array | None]]
-"""A function of a parameter, its goal and more arrays; see ``move_parameters``."""
-
-
-def move_parameters(
-    move: Move, params: PyTree, steps: Updates, goals: PyTree, *others: PyTree
-) -> tuple[Updates, PyTree]:
-    """Moves parameters to their goals, rounded, with the derivative of a cast.
-
-    Bits and floor have the derivative 0, so results of a training would not depend on
-    its learning rate.
-
-    Args:
-      move: returns the update of a parameter to its goal, and another array or None. It
-        takes the parameter, the goal, and the leaf of each of ``others``.
-      params: the parameters.
-      steps: the updates of the parameters without a goal.
-      goals: for each parameter its goal in float32 or wider, or None.
-      *others: trees like ``params``.
-
-    Returns:
-      The updates and the other results of ``move``, None for those without a goal.
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    updates, *arguments = map(treedef.flatten_up_to, (steps, goals, *others))
-    numbers = [number for number, goal in enumerate(arguments[0]) if goal is not None]
-
-    # One for all parameters, because each takes time to trace.
-    @jax.custom_jvp
-    def moved(*columns: list[Array]) -> list[tuple[Array, Array | None]]:
-        return [move(*each) for each in zip(*columns, strict=True)]
-
-    @moved.defjvp
-    def _(columns: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        results, (of_params, of_goals, *_) = moved(*columns), tangents
-        pairs = zip(results, of_params, of_goals, strict=True)
-        return results, [
-            (goal - param.astype(goal.dtype), jax.tree.map(zero_tangent, kept))
-            for (_, kept), param, goal in pairs
-        ]
-
-    kept: list[Array | None] = [None] * len(leaves)
-    columns = ([column[i] for i in numbers] for column in (leaves, *arguments))
-    for i, result in zip(numbers, moved(*columns), strict=True):
-        updates[i], kept[i] = result
-    return treedef.unflatten(updates), treedef.unflatten(kept)
-
-
-def zero_tangent(x: AnyArray) -> AnyArray:
-    """Returns the tangent of an array that does not depend on anything."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+    return straight_through(jnp.where(is_sum, target, difference), difference)
 
 
 def check_16_bit(params: PyTree, name: str) -> None:

@@ -5,7 +5,6 @@ finite number out of range becomes the largest number of the format: no update w
 repair an infinity.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -108,9 +107,9 @@ def round_by_chance(x: AnyArray, grid: Grid, noise: Array) -> Array:
     return jnp.where(is_rounded, (below + up) * spacing, x)
 
 
-def keys_of(key: Key, numbers: Iterable[int]) -> list[Key]:
-    """Returns the keys of the arrays with these numbers."""
-    return [jax.random.fold_in(key, number) for number in numbers]
+def noise(key: Key, number: int, shape: tuple[int, ...]) -> Array:
+    """Returns uniform numbers in [0, 1) for the array with this number."""
+    return jax.random.uniform(jax.random.fold_in(key, number), shape)
 
 
 def _spacing(x: Array, grid: Grid) -> Array:

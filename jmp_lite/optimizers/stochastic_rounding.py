@@ -6,26 +6,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite.casting.dtypes import upcast_tree
+from jmp_lite.casting.dtypes import is_16_bit, upcast_tree
 from jmp_lite.casting.types import (
-    AnyArray,
-    Array,
     Key,
+    Leaf,
     Optimizer,
     Params,
     Path,
     PyTree,
     Updates,
 )
+from jmp_lite.jaxprs.straight_through import straight_through
 from jmp_lite.optimizers.parameters import (
     check_16_bit,
     check_key,
     check_params,
-    move_parameters,
-    sum_of,
+    to_float32,
     update_to,
 )
-from jmp_lite.optimizers.rounding import grid_of, keys_of, round_by_chance
+from jmp_lite.optimizers.rounding import grid_of, noise, round_by_chance
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
 
 
@@ -125,14 +124,17 @@ def stochastic_rounding(
         )
         now, later = jax.random.split(state.key)
         treedef = jax.tree.structure(params)
-        keys = treedef.unflatten(keys_of(now, range(treedef.num_leaves)))
-        goals = jax.tree.map(sum_of, params, steps, upcast_tree(params))
-        moved, _ = move_parameters(_move_by_chance, params, steps, goals, keys)
+        numbers = treedef.unflatten(range(treedef.num_leaves))
+
+        def add(param: Leaf, step: Leaf, number: int) -> Leaf:
+            if step is None or not is_16_bit(param):
+                return step
+            by = noise(now, number, param.shape)
+            goal = to_float32(to_float32(param) + step)
+            rounded = round_by_chance(goal, grid_of(param.dtype), by)
+            return update_to(straight_through(rounded, goal), param)
+
+        moved = jax.tree.map(add, params, steps, numbers)
         return moved, StochasticRoundingState(later, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _move_by_chance(param: AnyArray, goal: AnyArray, key: Key) -> tuple[Array, None]:
-    noise = jax.random.uniform(key, goal.shape)
-    return update_to(round_by_chance(goal, grid_of(param.dtype), noise), param), None

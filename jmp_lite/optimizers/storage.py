@@ -14,18 +14,21 @@ down to 2**-31, which is less than 2**-15 of a gradient. Shorter blocks, as in
 bitsandbytes, make XLA copy arrays (`benchmarks.moments`).
 """
 
+import functools
 import math
-from collections.abc import Iterable
-from typing import NamedTuple, TypeGuard
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite.casting.quantize import power_of_two_for
 from jmp_lite.casting.type_of import type_of
-from jmp_lite.casting.types import AnyArray, Array, Dtype, Key, Leaf, PyTree
+from jmp_lite.casting.types import AnyArray, Array, Dtype, Leaf, PyTree
+from jmp_lite.jaxprs.straight_through import straight_through
 from jmp_lite.optimizers.rounding import (
     Grid,
     grid_of,
@@ -87,7 +90,7 @@ def store(
         )
 
     if not is_scaled:
-        return Stored(rounded(x).astype(dtype))
+        return Stored(straight_through(rounded(x), x).astype(dtype))
     if dtype == SQUARES:
         # The square of a gradient of 1e20 is infinite, and the moment is not.
         x = jnp.where(x > _LARGEST_SQUARE, _LARGEST_SQUARE, x)
@@ -101,55 +104,39 @@ def store(
     return Stored(jnp.where(x > 0, _encoded(numbers), SQUARES.type(0)), scale)
 
 
-def store_again(
-    arrays: list[AnyArray], before: Iterable[Stored], keys: list[Key] | None
-) -> list[Stored]:
-    """Stores arrays in the formats that they had, with the derivative of a cast.
+def refuse_derivatives(
+    arrays: list[Leaf], before: Sequence[Stored | None]
+) -> list[Leaf]:
+    """Returns arrays, and raises if a function of some of them is differentiated.
+
+    These are the arrays with scales. JAX has the derivative of a float16 or a float8
+    number in its own dtype, in which that of a moment vanishes. That of a code is zero.
 
     Args:
-      arrays: float32 arrays.
-      before: the stored arrays that these replace.
-      keys: keys for stochastic rounding; None rounds to the nearest.
+      arrays: the new arrays.
+      before: for each array the stored one that it replaces, or None.
 
     Raises:
-      TypeError: an array with scales is differentiated. JAX has the derivative of a
-        float16 or a float8 number in its own dtype, where it would vanish, and that of
-        a code is zero.
+      TypeError: an array with scales is differentiated.
     """
-    formats = [(low.numbers.dtype, low.scale is not None) for low in before]
-
-    # One for all arrays, because each takes time to trace.
-    @jax.custom_jvp
-    def stored(arrays: list[AnyArray], keys: list[Key] | None) -> list[Stored]:
-        noises = (
-            [None] * len(arrays)
-            if keys is None
-            else map(jax.random.uniform, keys, [x.shape for x in arrays])
-        )
-        return [
-            store(x, dtype, noise, is_scaled=is_scaled)
-            for x, noise, (dtype, is_scaled) in zip(
-                arrays, noises, formats, strict=True
-            )
-        ]
-
-    @stored.defjvp
-    def _(given: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        results = stored(*given)
-        return results, [
-            _tangent(*pair) for pair in zip(results, tangents[0], strict=True)
-        ]
-
-    return stored(arrays, keys)
+    numbers = [i for i, low in enumerate(before) if low and low.scale is not None]
+    checked = _without_derivative([arrays[i] for i in numbers])
+    new = dict(zip(numbers, checked, strict=True))
+    return [new.get(number, array) for number, array in enumerate(arrays)]
 
 
-def _tangent(stored: Stored, tangent: Array) -> Stored:
-    """Returns the tangent of a stored array for that of its numbers in float32."""
-    if stored.scale is None:
-        return Stored(tangent.astype(stored.numbers.dtype))
+@jax.custom_jvp
+def _without_derivative(arrays: list[AnyArray]) -> list[AnyArray]:
+    return arrays
+
+
+@functools.partial(_without_derivative.defjvp, symbolic_zeros=True)
+def _(_: PyTree, tangents: PyTree) -> NoReturn:
+    # JAX calls it only if some array depends on what is differentiated.
+    moved = [t for t in tangents[0] if not isinstance(t, SymbolicZero)]
     raise TypeError(
-        "A state in float16 or 8 bits has no derivative, and an array "
-        f"{type_of(tangent)} of it depends on the arguments that are differentiated. "
+        f"A state in float16 or 8 bits has no derivative, and an array "
+        f"{type_of(moved[0])} of it depends on the arguments that are differentiated. "
         "To differentiate through updates, use low_precision_state(..., 'bfloat16'), "
         "or the optimizer alone."
     )

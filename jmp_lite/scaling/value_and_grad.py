@@ -66,10 +66,11 @@ def value_and_grad(
       in ``grad_dtype``, under ``NoOpLossScale`` too. Other gradients have the dtype of
       their argument.
 
-      An argument may also hold leaves that JAX cannot differentiate, such as the
-      functions in an Equinox module. Its arrays alone are then differentiated, as in
-      ``equinox.filter_value_and_grad``. The gradient of any other leaf is None, that of
-      a Python float too, which an Equinox module takes for a setting.
+      The differentiated arguments may also hold leaves that JAX cannot differentiate,
+      such as the functions in an Equinox module. Then only their real and complex
+      arrays are differentiated, as in ``equinox.filter_value_and_grad`` (and their
+      integers, with ``allow_int``). The gradient of any other leaf is None, that of a
+      Python float too.
 
     Raises:
       TypeError: ``fun`` is not a function; ``loss_scale`` is missing, or not a
@@ -272,11 +273,6 @@ def _value_and_grad_of_arrays(
         jax.value_and_grad, argnums=argnums, allow_int=allow_int, **options
     )
     of_all = differentiate(fun)
-
-    def has_derivative(leaf: Leaf) -> bool:
-        is_accepted = is_inexact(leaf) or (allow_int and _is_discrete(leaf))
-        return is_array(leaf) and is_accepted
-
     nums = tuple(argnums) if isinstance(argnums, Sequence) else (int(argnums),)
 
     def value_and_grad_fun(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
@@ -285,7 +281,12 @@ def _value_and_grad_of_arrays(
         given = list(args)
         for i in nums:
             given[i] = jax.tree.map(
-                lambda leaf: leaf if has_derivative(leaf) else None, args[i]
+                lambda leaf: (
+                    leaf
+                    if is_array(leaf) and _has_derivative(leaf, allow_int)
+                    else None
+                ),
+                args[i],
             )
 
         def fun_of_arrays(*given: PyTree, **kwargs: PyTree) -> PyTree:
@@ -309,11 +310,13 @@ def _has_leaves_to_leave_out(
     if not all(-len(args) <= i < len(args) for i in nums):
         return False
     leaves = jax.tree.leaves([args[i] for i in nums])
+    return any(map(_is_inexact_array, leaves)) and not all(
+        _has_derivative(leaf, allow_int) for leaf in leaves
+    )
 
-    def has_derivative(leaf: Leaf) -> bool:
-        return is_inexact(leaf) or (allow_int and _is_discrete(leaf))
 
-    return any(map(_is_inexact_array, leaves)) and not all(map(has_derivative, leaves))
+def _has_derivative(leaf: Leaf, allow_int: bool) -> bool:
+    return is_inexact(leaf) or (allow_int and _is_discrete(leaf))
 
 
 def _is_inexact_array(leaf: Leaf) -> bool:

@@ -188,7 +188,8 @@ def build_train_step(
       >>> metrics["loss"], state.step
       (Array(9., dtype=float32), Array(1, dtype=int32))
     """
-    if ema is not None and not (is_number(ema) and 0 <= float(ema) < 1):
+    is_real = is_number(ema, jnp.floating) or is_number(ema, jnp.integer)
+    if ema is not None and not (is_real and 0 <= float(ema) < 1):
         raise ValueError(f"Expected a decay in [0, 1) for ema, got {ema!r}.")
     check_loss_fn(loss_fn)
     check_accumulation(accumulate, batch_axes)

@@ -259,20 +259,28 @@ def test_a_selector_that_selects_nothing_is_an_error_at_the_call(net):
         low.init(jax.random.key(0), X)
 
 
+class Auxiliary(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.ones, (None, "model"))
+        return nn.LayerNorm()(nn.Dense(4, kernel_init=init)(x))
+
+
 class WithAuxiliary(nn.Module):
     @nn.compact
     def __call__(self, x, is_training=False):
-        aux = nn.LayerNorm(name="aux")
+        aux = Auxiliary(name="aux")
         x = nn.Dense(4)(x)
         return aux(x) if is_training else x
 
 
-def test_a_call_may_leave_out_the_selected_part():
-    low = jmp_lite.linen.to_float(WithAuxiliary(), "bfloat16", "aux")
+@pytest.mark.parametrize("where", ["aux", "^aux$", "Norm"])
+def test_a_call_may_leave_out_the_selected_part(where):
+    low = jmp_lite.linen.to_float(WithAuxiliary(), "bfloat16", where)
     variables = low.init(jax.random.key(0), X, True)
     assert low.apply(variables, X).dtype == np.float32
     assert low.apply(variables, X, True).dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match="'aux' selects nothing"):
+    with pytest.raises(ValueError, match="selects nothing"):
         low.init(jax.random.key(0), X)  # Then it would have no parameters.
     wrong = jmp_lite.linen.to_float(WithAuxiliary(), "bfloat16", ("auxx", "haed"))
     with pytest.raises(ValueError, match=r"selects nothing.* There is: Dense_0"):

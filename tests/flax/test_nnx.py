@@ -454,6 +454,8 @@ def test_keep_none_keeps_no_other_part_and_all_parts_are_an_error():
     for keep in (None, ()):
         low = jmp_lite.nnx.cast(deep(), "bfloat16", keep=keep)
         assert low.head.kernel[...].dtype == LOW_NAME
+    norms = nnx.Sequential(nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+    assert jmp_lite.nnx.cast(norms, "bfloat16").layers[0].scale.dtype == FULL_NAME
     for keep in ("", (None,)):
         with pytest.raises(ValueError, match="selects every parameter"):
             jmp_lite.nnx.cast(deep(), "bfloat16", keep=keep)

@@ -39,6 +39,7 @@ def assert_follow(params, masters):
 
 
 DTYPES = ("bfloat16", "float16")
+SCALE = jmp.StaticLossScale(1024.0)
 
 
 def rounded(masters, dtype):
@@ -1017,15 +1018,65 @@ def test_derivatives_by_rate_and_start_are_those_of_float32(name, dtype):
         np.testing.assert_allclose(got, expected, rtol=0.05)
 
 
-def test_a_gradient_by_the_rate_goes_back_through_the_steps():
-    def loss(rate, wrap, dtype):
-        return jnp.mean(trained(wrap, dtype, rate, jnp.linspace(0, 1, 64)) ** 2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_gradients_go_back_through_a_scan_of_steps(name, dtype):
+    """In jit and vmap, under a loss scale, and once more for second derivatives."""
 
-    expected = jax.grad(loss)(0.1, lambda x: x, "float32")
-    assert abs(expected) > 0.1
-    for name, (wrap, _, _) in MOVED.items():
-        got = jax.grad(loss)(0.1, wrap, "bfloat16")
-        assert float(got) == pytest.approx(float(expected), rel=0.05), name
+    def loss(rate, wrap, dtype):
+        optimizer = jmp.loss_scaling(wrap(optax.sgd(rate, momentum=0.5)), SCALE)
+        params = jnp.linspace(-1, 1, 4096).astype(dtype)
+
+        def step(carry, _):
+            params, state = carry
+            grads = params.astype(jnp.float32) + 1
+            updates, state = optimizer.update(grads, state, params)
+            return (jmp.apply_updates(params, updates), state), None
+
+        carry = params, optimizer.init(params)
+        (params, _), _ = jax.lax.scan(step, carry, length=3)
+        return jnp.sum(params.astype(jnp.float32) ** 2)
+
+    def derivatives(*args):
+        first = jax.grad(loss)
+        rates = jnp.array([0.05, 0.1])
+        second = jax.jvp(lambda rate: first(rate, *args), (rates[1],), (1.0,))[1]
+        return [*jax.vmap(lambda rate: first(rate, *args))(rates), second]
+
+    low = jax.jit(lambda: derivatives(WRAPPERS[name], dtype))()
+    expected = jax.jit(lambda: derivatives(lambda inner: inner, "float32"))()
+    np.testing.assert_allclose(low, expected, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_parameters_in_shard_map_have_derivatives(name):
+    def loss(rate, start):
+        return jnp.mean(trained(MOVED[name][0], "bfloat16", rate, start) ** 2)
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    of_a_part = jax.grad(lambda start: loss(0.1, start))
+    split = jax.shard_map(of_a_part, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    start = jnp.linspace(-1, 1, 64)
+    expected = 2 * jax.grad(lambda start: loss(0.1, start))(start)
+    np.testing.assert_allclose(split(start), expected, rtol=0.1, atol=1e-3)
+
+
+def test_noise_of_each_device_makes_parameters_of_each_device():
+    optimizer = jmp.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    params = jnp.ones(64, jnp.bfloat16)
+    grads = jnp.full(64, 2.0**-9)
+
+    def step(keys):
+        state = optimizer.init(params)._replace(key=keys[0])
+        return optimizer.update(grads, state, params)[0]
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    keys = jax.random.split(jax.random.key(1))
+    with pytest.raises(ValueError, match=r"varying|replicat"):
+        jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P())(keys)
+    split = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    first, second = jnp.split(split(keys), 2)
+    assert jnp.any(first != second)
 
 
 # ---------------------------------------------------------------- other gradients
@@ -1040,15 +1091,21 @@ def test_a_gradient_that_is_none_leaves_its_parameter_as_it_is(name):
         "n": jnp.arange(2),
     }
     optimizer = MOVED[name][0](optax.sgd(0.1))
-    state = optimizer.init(params)
-    grads = {"w": jnp.ones(3), "frozen": None, "n": None}
+    grads = {"w": jnp.ones(3), "frozen": jnp.ones(2), "n": None}
+    updates, state = optimizer.update(grads, optimizer.init(params), params)
+    params = jmp.apply_updates(params, updates)
+    grads["frozen"] = None
     updates, after = optimizer.update(grads, state, params)
     moved = jmp.apply_updates(params, updates)
-    assert float(moved["w"][0]) < 1
+    assert jnp.all(moved["w"] < params["w"])
     for leaf in ("frozen", "n"):
         assert updates[leaf] is None
         np.testing.assert_array_equal(moved[leaf], params[leaf])
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    if name != "stochastic_rounding":  # The first field has masters or remainders.
+        assert jnp.any(after[0]["frozen"] != params["frozen"])
+        np.testing.assert_array_equal(after[0]["frozen"], state[0]["frozen"])
+        assert jnp.any(after[0]["w"] != state[0]["w"])
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -264,7 +264,7 @@ class Rules:
 
     def precision_of(self, op: str) -> AnyPrecision:
         """Returns the ``Precision`` of an op outside of all scopes."""
-        known = record_of(check_name(op))
+        known = record_of(_check_name(op))
         if known is None:
             return Precision.KEEP
         follows = known.precision is Precision.FOLLOW
@@ -285,7 +285,7 @@ class Rules:
         Raises:
           ValueError: a number format of the rules is your own.
         """
-        return json.dumps(describe(self, in_json), indent=2)
+        return json.dumps(fields_for_json(self, in_json), indent=2)
 
     @staticmethod
     def from_json(text: str) -> "Rules":
@@ -380,7 +380,7 @@ def requested_formats(rules: Rules) -> Mapping[NumberFormat, AnyPrecision]:
     return {one: precision for one, precision in found if one is not None}
 
 
-def describe(
+def fields_for_json(
     rules: Rules, write: Callable[[AnyPrecision], str | dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the fields of rules for JSON.
@@ -406,7 +406,7 @@ def fields_of(rules: Rules) -> dict[str, Any]:
 
 
 def _check_op(op: str, precision: AnyPrecision) -> AnyPrecision:
-    known, requested = record_of(check_name(op)), format_of(precision)
+    known, requested = record_of(_check_name(op)), format_of(precision)
     name = name_of(precision).upper()
     if known is None:
         raise _unknown_op(op)
@@ -478,7 +478,7 @@ _CALLED_OTHERWISE = {
 }
 
 
-def check_name(op: str) -> str:
+def _check_name(op: str) -> str:
     """Returns the name of an op; raises a ValueError for anything else."""
     if not isinstance(op, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"Expected the name of an op, such as 'exp', got {op!r}.")

@@ -23,7 +23,7 @@ from jmp_lite.autocasting.rules.rules import (
     NORM_LAYERS,
     Rules,
     check_pattern,
-    describe,
+    fields_for_json,
 )
 from jmp_lite.autocasting.rules.scopes import unused_scopes
 from jmp_lite.casting.dtypes import hint_for, unknown_name
@@ -193,7 +193,7 @@ class Explanation:
         """Returns the explanation as JSON, with your own number formats by name."""
         return json.dumps(
             {
-                "rules": describe(self.rules, in_json_or_name),
+                "rules": fields_for_json(self.rules, in_json_or_name),
                 "rows": [row._asdict() for row in self.rows],
                 "totals": dataclasses.asdict(self.totals),
                 "lints": [dataclasses.asdict(lint) for lint in self.lints],
