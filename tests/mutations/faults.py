@@ -1860,8 +1860,8 @@ FAULTS = (
     Fault(
         "optimizers/storage.py",
         "refuse_derivatives",
-        "return [new.get(number, array) for number, array in enumerate(arrays)]",
-        "return arrays",
+        "checked = _without_derivative([arrays[i] for i in numbers])",
+        "checked = [arrays[i] for i in numbers]",
         "the derivative of a state in 8 bits is wrong without a word",
         "optimizers/test_low_precision_state.py::test_a_state_with_scales_that_is_differentiated_is_an_error",
     ),
