@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+from jax._src import api_util
 
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.types import Leaf, Path
@@ -56,6 +57,11 @@ def trace_function(fun: Function, args: PyTree, kwargs: PyTree) -> Traced:
         return results
 
     flat.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    # For JAX's errors: "depends on the value of the argument batch['image']".
+    info = api_util.debug_info("jmp_lite", fun, args, kwargs)
+    if len(names := info.arg_names or ()) == len(leaves):
+        info = info._replace(arg_names=tuple(names[i] for i in places))
+        flat.__fun_debug_info__ = info  # pyright: ignore[reportFunctionMemberAccess]
     arrays = [leaves[i] for i in places]
     with noting_captures():
         jaxpr = jax.make_jaxpr(flat)(*arrays)
@@ -70,6 +76,29 @@ def arrays_in(args: PyTree, kwargs: PyTree) -> list[tuple[Path, Array]]:
     """Returns the arrays among the arguments of a function, each with its path."""
     leaves, _ = jax.tree.flatten_with_path((args, kwargs))
     return [(path, leaf) for path, leaf in leaves if is_traceable(leaf)]
+
+
+def refuse_shapes(args: PyTree, kwargs: PyTree, name: str) -> None:
+    """Raises a TypeError for a ``ShapeDtypeStruct`` among arguments.
+
+    Args:
+      args: the arguments of a function.
+      kwargs: its keyword arguments.
+      name: the name of the tool, which runs the function.
+    """
+
+    def is_shape(leaf: Leaf) -> bool:
+        return isinstance(leaf, jax.ShapeDtypeStruct)
+
+    if not any(map(is_shape, jax.tree.leaves((args, kwargs)))):
+        return  # Paths take time.
+    for path, leaf in arrays_in(args, kwargs):
+        if is_shape(leaf):
+            raise TypeError(
+                f"Expected arrays, because {name} runs the function, got a "
+                f"ShapeDtypeStruct at {argument_name(path)}. For shapes use "
+                "jmp_lite.explain, or jax.eval_shape of the result."
+            )
 
 
 def argument_names(args: PyTree, kwargs: PyTree) -> list[str]:

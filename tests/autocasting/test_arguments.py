@@ -583,3 +583,16 @@ def test_a_transformer_with_16_bit_parameters_has_the_error_of_float32_ones():
         ratios.append(errors[0] / errors[1])
         assert relative_error(loss, exact_loss) < 1e-2
     assert np.median(ratios) < 1.1
+
+
+def test_a_result_of_another_16_bit_dtype_counts_as_another_type():
+    """Float16 has less range: 2e5 would be infinite."""
+
+    def branching(x):
+        return (x if x.dtype == jnp.bfloat16 else x.astype(jnp.float16)) * 2000
+
+    x = jnp.full(4, 100, jnp.bfloat16)
+    low = jmp.autocast(branching)(x)
+    assert low.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(low, branching(x))
+    assert not jmp.explain(branching)(x).held

@@ -209,3 +209,23 @@ def test_a_train_step_accepts_a_loss_that_is_in_bfloat16_by_itself():
         in_train_step(jmp.autocast(loss_fn)), optax.sgd(0.1)
     )
     step(init(X), X)
+
+
+@pytest.mark.parametrize("tool", [jmp.autocast, *TOOLS.values()])
+def test_an_error_of_jax_names_the_function_of_the_user_and_its_argument(tool):
+    def positive(batch, label, *, scale):
+        return batch["image"] if batch["image"].sum() > 0 else batch["mask"]
+
+    batch = {"id": "a", "image": jnp.ones(3), "mask": jnp.ones(3)}
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        tool(positive)(batch, "b", scale=2.0)
+    message = str(caught.value)
+    assert f"function positive at {__file__}" in message
+    assert "the argument batch['image']" in message
+
+
+def test_a_shape_in_place_of_an_array_is_an_error_that_names_what_takes_shapes():
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    with pytest.raises(TypeError, match=r"got a ShapeDtypeStruct at args\[0\]\['w'\]"):
+        jmp.autocast(lambda params, x: x @ params["w"])({"w": shape}, X)
+    assert jax.eval_shape(jmp.autocast(product), shape, shape).shape == (8, 8)

@@ -839,3 +839,16 @@ def test_a_ref_is_not_counted_but_what_is_read_from_it():
         assert np.isnan(ref[...]).all()
         assert jmp.first_nonfinite(stats).op == "log"
         assert [row.elements for row in stats.rows if row.op == "dot_general"] == [16]
+
+
+def test_watched_results_are_arrays_of_jax_like_those_of_a_compiled_function():
+    given = np.ones(2, np.float32)
+
+    def fun(x, y):
+        return jnp.exp(x), {"rate": 1e-3, "n": 3, "c": np.ones(3), "y": y, "none": None}
+
+    results, _ = jmp.watch(fun)(jnp.ones(2), given)
+    expected = jax.jit(fun)(jnp.ones(2), given)
+    chex.assert_trees_all_equal_shapes_and_dtypes(results, expected)
+    for leaf in jax.tree.leaves(results):
+        assert isinstance(leaf, jax.Array)

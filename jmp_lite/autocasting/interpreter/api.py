@@ -19,6 +19,7 @@ from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE
 from jmp_lite.casting.dtypes import refuse_unknown
 from jmp_lite.casting.losses import set_float32_loss
 from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.trace import refuse_shapes
 from jmp_lite.jaxprs.types import Function, Jaxpr, PyTree
 from jmp_lite.mutables import returning_changes, write_changes
 
@@ -179,6 +180,7 @@ def _run(
       is_loss: whether the caller scales the first result, a loss, and differentiates.
     """
     rules = interpreter.rules
+    refuse_shapes(args, kwargs, "autocast")
     program = read_function(returning_changes(fun), args, kwargs, rules)
     name = getattr(fun, "__name__", type(fun).__name__)
     warn_of_unmatched_scopes(rules, program.jaxpr, name)

@@ -145,15 +145,8 @@ def _trace_full(program: Program, traced: Traced) -> Program:
 
 def _is_alike(before: Aval, after: Aval) -> bool:
     """Whether a type differs from another at most in float32 in place of 16 bits."""
-    if is_narrow(before) and _is_narrow_or_float32(after):
+    if is_narrow(before) and getattr(after, "dtype", None) == np.float32:
         before = structure.retyped(before, after.dtype)
     return getattr(before, "shape", None) == getattr(after, "shape", None) and (
         getattr(before, "dtype", None) == getattr(after, "dtype", None)
-    )
-
-
-def _is_narrow_or_float32(aval: Aval) -> bool:
-    """Whether a type is that of an array of at most 32-bit floats."""
-    return is_narrow(aval) or (
-        structure.is_of_numbers(aval) and aval.dtype == np.float32
     )

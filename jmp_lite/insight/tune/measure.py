@@ -21,7 +21,7 @@ from jmp_lite.insight.compare.comparison import Comparison, compared_with_float3
 from jmp_lite.insight.gradients import Differentiable, floats_in
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
-from jmp_lite.jaxprs.trace import argument_names
+from jmp_lite.jaxprs.trace import argument_names, refuse_shapes
 from jmp_lite.jaxprs.types import Array, Function, PyTree
 
 # First with every rounding, even if this compiler could fuse it away; then with this
@@ -74,7 +74,7 @@ class Sample:
     def __init__(
         self, fun: Function, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> None:
-        _check_arguments((args, kwargs))
+        refuse_shapes(args, kwargs, "tune")
         self.fun, self.args, self.kwargs = fun, tuple(args), dict(kwargs)
         rules = get_rules("mixed")
         program = read_function(fun, self.args, self.kwargs, rules)
@@ -172,13 +172,6 @@ class Sample:
 def in_words(error: Error) -> str:
     """Returns an error as a line of text."""
     return f"{error.outputs:.2g} (results), {error.gradients:.2g} (gradients)"
-
-
-def _check_arguments(args: PyTree) -> None:
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
-        raise TypeError(
-            "Expected arrays, because tune runs the function, got a ShapeDtypeStruct."
-        )
 
 
 def _in_the_last_bit(array: Array) -> Array:

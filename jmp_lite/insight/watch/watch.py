@@ -15,6 +15,7 @@ from jmp_lite.insight.report import dtype_that_overflows
 from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.insight.watch.watcher import FlaggedValue, WatchedOp, Watcher
+from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import trace_function
 from jmp_lite.jaxprs.types import PyTree
@@ -154,7 +155,10 @@ def watch(
         order = np.argsort([op.number for op in ops])
         counts = jax.tree.map(lambda column: gathered(column[order]), counts)
         stats = WatchedNumerics(counts, tuple(ops[i] for i in order), target.name)
-        results = [x.array for x in seen]
+        results = [
+            structure.as_typed(x.array, var.aval)
+            for x, var in zip(seen, structure.parts(traced.jaxpr).outvars, strict=True)
+        ]
         out, changes = jax.tree.unflatten(traced.treedef, results)
         write_changes(args, kwargs, changes)
         return out, stats
