@@ -65,7 +65,9 @@ def check_same_structure(old_state: PyTree, new_state: PyTree, effect: str) -> N
     if old != new:
         raise TypeError(
             "The wrapped optimizer changes the structure of its state in update (as "
-            f"optax.monitor does), so {effect}. Wrap the optimizer without that part."
+            f"optax.monitor does), so {effect}. Wrap the optimizer without that part. "
+            "If a gradient is None, as that of an integer, mask its parameter with "
+            "optax.masked: optax.adam drops its moments."
             f"\nBefore: {old}\nAfter: {new}"
         )
 
