@@ -59,9 +59,9 @@ def to_float(module: Module, dtype: DTypeLike, where: Selector = None) -> Module
     Raises:
       TypeError: ``module`` is not a linen module, or ``where`` has another type.
       ValueError: the dtype is unknown, or ``module`` is part of another module. Or, in
-        a call of the module: ``where`` selects nothing that has a dtype. (After
-        ``init``, a part with variables may be left out of a call, and a class that
-        selects nothing is only a warning.)
+        a call of the module: ``where`` selects nothing that has a dtype. After
+        ``init``, a call may leave out a selected part that has variables; and if
+        ``where`` contains a class and selects nothing, the call only warns.
 
     Source: MindSpore's ``cell.to_float``; Haiku's ``mixed_precision.set_policy``.
 

@@ -1,7 +1,7 @@
-"""Gives a rounded array the derivative of the array that was rounded.
+"""Gives a rounded array the derivative of the exact one, as a cast does.
 
-It is that of a cast. Floor and bits have the derivative 0, so what a function of
-rounded numbers returns would not depend on its arguments.
+Rounding computes with ``floor`` or with bits, and JAX's derivative of both is 0. A loss
+after some steps of an optimizer would have no derivative by the learning rate.
 """
 
 import jax.numpy as jnp

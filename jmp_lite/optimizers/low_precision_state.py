@@ -117,8 +117,8 @@ def low_precision_state(
 
     Args:
       inner: an ``optax.GradientTransformation``, with or without extra arguments, or an
-        ``optax.MultiSteps``. It sees float32 gradients and parameters, but
-        for 16-bit parameters that a wrapper inside of it rounds.
+        ``optax.MultiSteps``. It sees float32 gradients, and parameters in
+        float32 unless a wrapper inside of it rounds them.
       dtype: ``"bfloat16"``; ``"float16"``, for first moments only; or
         ``"float8_e4m3fn"``, for first moments, with the format above for squares.
       key: a key of ``jax.random``, such as ``jax.random.key(0)``, or None.

@@ -107,10 +107,10 @@ def store(
 def refuse_derivatives(
     arrays: list[Leaf], before: Sequence[Stored | None]
 ) -> list[Leaf]:
-    """Returns arrays, and raises if a function of some of them is differentiated.
+    """Returns the arrays; differentiating a function of those with scales raises.
 
-    These are the arrays with scales. JAX has the derivative of a float16 or a float8
-    number in its own dtype, in which that of a moment vanishes. That of a code is zero.
+    JAX computes the derivative of a float16 or a float8 number in the same dtype, in
+    which that of a moment vanishes. The derivative of a code is zero.
 
     Args:
       arrays: the new arrays.
@@ -135,7 +135,7 @@ def _(_: PyTree, tangents: PyTree) -> NoReturn:
     # JAX calls it only if some array depends on what is differentiated.
     moved = [t for t in tangents[0] if not isinstance(t, SymbolicZero)]
     raise TypeError(
-        f"A state in float16 or 8 bits has no derivative, and an array "
+        "A state in float16 or 8 bits has no derivative, and an array "
         f"{type_of(moved[0])} of it depends on the arguments that are differentiated. "
         "To differentiate through updates, use low_precision_state(..., 'bfloat16'), "
         "or the optimizer alone."

@@ -310,17 +310,13 @@ def _has_leaves_to_leave_out(
     if not all(-len(args) <= i < len(args) for i in nums):
         return False
     leaves = jax.tree.leaves([args[i] for i in nums])
-    return any(map(_is_inexact_array, leaves)) and not all(
+    return any(is_array(leaf) and is_inexact(leaf) for leaf in leaves) and not all(
         _has_derivative(leaf, allow_int) for leaf in leaves
     )
 
 
 def _has_derivative(leaf: Leaf, allow_int: bool) -> bool:
     return is_inexact(leaf) or (allow_int and _is_discrete(leaf))
-
-
-def _is_inexact_array(leaf: Leaf) -> bool:
-    return is_array(leaf) and is_inexact(leaf)
 
 
 def _is_discrete(leaf: Leaf) -> bool:

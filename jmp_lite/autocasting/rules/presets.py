@@ -48,8 +48,9 @@ def get_rules(name: str, compute_dtype: DTypeLike | None = None) -> Rules:
       >>> o1.precision_of("add"), mixed.precision_of("add"), mixed.compute_dtype
       (Precision.FULL, Precision.FOLLOW, dtype(bfloat16))
     """
-    if not isinstance(name, str) or name not in PRESETS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        if isinstance(name, str) and name in (HALF_OF_DEVICE, *dtype_names()):  # pyright: ignore[reportUnnecessaryIsInstance]
+    is_name = isinstance(name, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_name or name not in PRESETS:
+        if is_name and name in (HALF_OF_DEVICE, *dtype_names()):
             raise ValueError(
                 f"Expected the name of a preset, such as 'mixed', got the dtype "
                 f"{name!r}. Pass compute_dtype={name!r}, or get_rules('mixed', "

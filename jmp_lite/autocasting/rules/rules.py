@@ -8,11 +8,10 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.match import (
@@ -23,7 +22,7 @@ from jmp_lite.autocasting.rules.match import (
     parse_precision,
 )
 from jmp_lite.autocasting.rules.scopes import match_scope
-from jmp_lite.autocasting.rules.serialization import fields_in_json
+from jmp_lite.autocasting.rules.serialization import fields_for_json, fields_in_json
 from jmp_lite.casting.dtypes import hint_for, parse_dtype, unknown_name
 from jmp_lite.formats.float8 import Float8, Float8Format
 from jmp_lite.formats.number_format import NumberFormat
@@ -285,7 +284,7 @@ class Rules:
         Raises:
           ValueError: a number format of the rules is your own.
         """
-        return json.dumps(fields_for_json(self, in_json), indent=2)
+        return json.dumps(fields_for_json(fields_of(self), in_json), indent=2)
 
     @staticmethod
     def from_json(text: str) -> "Rules":
@@ -378,26 +377,6 @@ def requested_formats(rules: Rules) -> Mapping[NumberFormat, AnyPrecision]:
     precisions = [precision for _, precision in (*rules.ops, *rules.scopes)]
     found = ((format_in(rules, precision), precision) for precision in precisions)
     return {one: precision for one, precision in found if one is not None}
-
-
-def fields_for_json(
-    rules: Rules, write: Callable[[AnyPrecision], str | dict[str, Any]]
-) -> dict[str, Any]:
-    """Returns the fields of rules for JSON.
-
-    Args:
-      rules: the rules.
-      write: returns a precision for JSON.
-    """
-    return {
-        "compute_dtype": _name_of(rules.compute_dtype),
-        "ops": {op: write(precision) for op, precision in rules.ops},
-        "default": write(rules.default),
-        "scopes": [[pattern, write(p)] for pattern, p in rules.scopes],
-        "carries": [list(carry) for carry in rules.carries],
-        "passes": list(rules.passes),
-        "float8_format": dataclasses.asdict(rules.float8_format),
-    }
 
 
 def fields_of(rules: Rules) -> dict[str, Any]:
@@ -500,10 +479,6 @@ def _check_compute_dtype(dtype: DTypeLike) -> "Dtype | str":
             + (hint if parsed.itemsize == 1 else "")
         )
     return parsed
-
-
-def _name_of(dtype: DTypeLike) -> str:
-    return HALF_OF_DEVICE if isinstance(dtype, str) else np.dtype(dtype).name
 
 
 def _check_float8(given: object) -> Float8:

@@ -1,13 +1,17 @@
-"""Reads rules from JSON: the library's own format, and Ascend's operator lists.
+"""Reads and writes the fields of rules as JSON; it reads Ascend's operator lists, too.
 
-It returns the fields of rules, which ``Rules`` checks.
+``Rules`` checks the fields.
 """
 
+import dataclasses
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jmp_lite.autocasting.rules.match import AnyPrecision
 from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.ops import LOWERABLE, Precision
 
@@ -69,6 +73,27 @@ ASCEND_OPS = {
     "DynamicRNN": "scope:RNN|LSTM|GRU",
     "DynamicGRUV2": "scope:GRU",
 }
+
+
+def fields_for_json(
+    fields: Mapping[str, Any], write: Callable[[AnyPrecision], str | dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the fields of rules as objects of JSON.
+
+    Args:
+      fields: the fields, by name.
+      write: returns an object of JSON for a precision.
+    """
+    dtype = fields["compute_dtype"]  # A string for the half dtype of the device.
+    return {
+        "compute_dtype": dtype if isinstance(dtype, str) else np.dtype(dtype).name,
+        "ops": {op: write(precision) for op, precision in fields["ops"]},
+        "default": write(fields["default"]),
+        "scopes": [[pattern, write(p)] for pattern, p in fields["scopes"]],
+        "carries": [list(carry) for carry in fields["carries"]],
+        "passes": list(fields["passes"]),
+        "float8_format": dataclasses.asdict(fields["float8_format"]),
+    }
 
 
 def fields_in_json(text: str, names: Sequence[str]) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from jmp_lite.autocasting.rules.rules import (
     NORM_LAYERS,
     Rules,
     check_pattern,
-    fields_for_json,
+    fields_of,
 )
 from jmp_lite.autocasting.rules.scopes import unused_scopes
+from jmp_lite.autocasting.rules.serialization import fields_for_json
 from jmp_lite.casting.dtypes import hint_for, unknown_name
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
 from jmp_lite.insight.explain.difference import Difference
@@ -193,7 +194,7 @@ class Explanation:
         """Returns the explanation as JSON, with your own number formats by name."""
         return json.dumps(
             {
-                "rules": fields_for_json(self.rules, in_json_or_name),
+                "rules": fields_for_json(fields_of(self.rules), in_json_or_name),
                 "rows": [row._asdict() for row in self.rows],
                 "totals": dataclasses.asdict(self.totals),
                 "lints": [dataclasses.asdict(lint) for lint in self.lints],
