@@ -11,6 +11,7 @@ It needs the dependency group `targets` (`missing` says what of it is not there)
 JAX itself must run on the CPU: `JAX_PLATFORMS=cpu`.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -87,12 +88,8 @@ H100 = Target(
         ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
         ("nvidia.cuda_nvcc", "nvidia.cu13", "ptxas"),
     ),
-    # Nothing is there to time kernels on; and dots stay calls of a library, whose
-    # dtypes can be read.
-    compiler_options={
-        "xla_gpu_autotune_level": 0,
-        "xla_gpu_enable_triton_gemm": False,
-    },
+    # XLA's default flags, but that nothing is there to time kernels on.
+    compiler_options={"xla_gpu_autotune_level": 0},
     bandwidth=3352.32e9,
     # SXM, dense. XLA asks cuBLAS for TF32 unless a float32 dot says "highest".
     flops={
@@ -122,6 +119,11 @@ _B200 = Target(
         ("f64", "default"): 37e12,
     },
     gpu=_B200_GPU,
+)
+# Its products are calls of cuBLAS. With the default flags XLA writes kernels for them.
+_H100_CUBLAS = dataclasses.replace(
+    H100,
+    compiler_options={**H100.compiler_options, "xla_gpu_enable_triton_gemm": False},
 )
 _V5E = Target(
     topology="v5e:2x2",
@@ -173,7 +175,14 @@ _TPU7X = Target(
         ("f32", "highest"): 2307e12 / 6,
     },
 )
-_TARGETS = {"h100": H100, "v5e": _V5E, "b200": _B200, "v6e": _V6E, "tpu7x": _TPU7X}
+_TARGETS = {
+    "h100": H100,
+    "h100 cublas": _H100_CUBLAS,
+    "v5e": _V5E,
+    "b200": _B200,
+    "v6e": _V6E,
+    "tpu7x": _TPU7X,
+}
 TARGETS = ("h100", "v5e")
 """Those that every table has a column of; others are compiled for where named."""
 

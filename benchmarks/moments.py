@@ -25,7 +25,7 @@ from benchmarks.compiled import TARGETS, missing
 from benchmarks.loss_scaling import SHAPE, by_optimizer, compile_step
 from benchmarks.report import stamp, write
 from jmp_lite.optimizers import storage
-from jmp_lite.optimizers.rounding import noise
+from jmp_lite.optimizers.random_bits import draw_words, random_bits
 from jmp_lite.optimizers.storage import SQUARES, Stored
 
 BLOCK = 256
@@ -36,7 +36,7 @@ class Format(NamedTuple):
     """How an array is stored.
 
     Attributes:
-      store: from an array and noise to what is stored.
+      store: from an array and random bits to what is stored.
       restore: back to an array of a shape.
     """
 
@@ -47,7 +47,7 @@ class Format(NamedTuple):
 def by_rows(dtype: Any) -> Format:
     """The format of ``low_precision_state``."""
     return Format(
-        lambda x, by: storage.store(x, dtype, by),
+        lambda x, bits: storage.store(x, dtype, bits, storage.row_scales(x, dtype)),
         lambda stored, _: storage.restore(Stored(*stored)),
     )
 
@@ -58,8 +58,8 @@ def in_blocks(inner: Format) -> Format:
     def blocks(x: Any) -> Any:
         return x.reshape(*x.shape[:-1], -1, BLOCK)
 
-    def store(x: Any, by: Any) -> Any:
-        numbers, scale = inner.store(blocks(x), blocks(by))
+    def store(x: Any, bits: Any) -> Any:
+        numbers, scale = inner.store(blocks(x), blocks(bits))
         return numbers.reshape(x.shape), scale
 
     def restore(stored: Any, shape: tuple[int, ...]) -> Any:
@@ -73,7 +73,7 @@ def in_blocks(inner: Format) -> Format:
 def as_roots(inner: Format) -> Format:
     """A format that stores square roots."""
     return Format(
-        lambda x, by: inner.store(jnp.sqrt(x), by),
+        lambda x, bits: inner.store(jnp.sqrt(x), bits),
         lambda stored, shape: jnp.square(inner.restore(stored, shape)),
     )
 
@@ -81,13 +81,14 @@ def as_roots(inner: Format) -> Format:
 def by_map(numbers: np.ndarray) -> Format:
     """A format of 256 numbers, of which the largest is 1."""
 
-    def store(x: Any, by: Any) -> Any:
+    def store(x: Any, bits: Any) -> Any:
         largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
         scale = jnp.where(largest == 0, 1.0, largest)
         table, ratio = jnp.asarray(numbers), x / scale
         above = jnp.clip(jnp.searchsorted(table, ratio), 1, len(numbers) - 1)
         low, high = table[above - 1], table[above]
-        is_up = by < (ratio - low) / (high - low)
+        noise = (bits >> 8).astype(jnp.float32) * 2.0**-24
+        is_up = noise < (ratio - low) / (high - low)
         return jnp.where(is_up, above, above - 1).astype(jnp.uint8), scale
 
     def restore(stored: Any, _: tuple[int, ...]) -> Any:
@@ -177,8 +178,9 @@ def _bare(adam: Any) -> Any:
 
 
 def _stored(first: Format, squares: Format, adam: Any, key: Any) -> Any:
+    words = draw_words(key)
     return [
-        [form.store(x, noise(key, 2 * i + n, x.shape)) for i, x in enumerate(leaves)]
+        [form.store(x, random_bits(words, 2 * i + n, x)) for i, x in enumerate(leaves)]
         for n, (form, leaves) in enumerate(
             zip((first, squares), map(jax.tree.leaves, (adam.mu, adam.nu)), strict=True)
         )
@@ -193,7 +195,7 @@ def moved(first: Format, squares: Format, target: str) -> float:
 
 # -------------------------------------------------------------------------- accuracy
 
-_IN_FLOAT32 = Format(lambda x, by: x, lambda stored, _: stored)
+_IN_FLOAT32 = Format(lambda x, bits: x, lambda stored, _: stored)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -231,8 +233,9 @@ def update_error(first: Format, squares: Format, steps: int) -> Any:
 
 def _pair(first: Format, squares: Format, adam: Any, key: Any) -> Any:
     mu, nu = adam.mu, adam.nu
-    by = [noise(key, number, mu.shape) for number in (1, 2)]
-    return first.store(mu, by[0]), squares.store(nu, by[1])
+    words = draw_words(key)
+    bits = [random_bits(words, number, mu) for number in (1, 2)]
+    return first.store(mu, bits[0]), squares.store(nu, bits[1])
 
 
 def measure(name: str, targets: Sequence[str], steps: int) -> Row:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jmp_lite as jmp
 from benchmarks.compiled import compile_for
 from benchmarks.formats.transformers import TOKENS, float8_products
-from jmp_lite.formats.float8 import Scaled, quantize_operand, separate
+from jmp_lite.formats.float8 import Scaled, quantize_operand
 from jmp_lite.jaxprs.axes import Dimensions
 from jmp_lite.jaxprs.bilinear import bilinear
 
@@ -75,7 +75,7 @@ def stack_quantized_first(blocks: Any, head: Any, x: Any) -> Any:
     operands = jax.tree.map(lambda w: quantize(w.astype(jnp.bfloat16)), blocks)
 
     def product(x: Any, weight: Any) -> Any:
-        lhs = separate(quantize_operand(x, E4M3), weight)
+        lhs = quantize_operand(x, E4M3)
         axes = Dimensions(((1,), (0,)), ((), ()))
         return bilinear(lhs, weight, Scaled(E4M3, E4M3, E5M2), axes)
 

@@ -7,7 +7,7 @@ saves its quantized operands for the backward pass, one byte per element.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,10 +135,6 @@ class Float8Format(EightBits):
                 self.round(axes.mask_unread(array, side))
                 for side, array in enumerate((lhs, rhs))
             )
-        if product.weights[1]:
-            lhs = separate(lhs, rhs)
-        else:
-            rhs = separate(rhs, lhs)
         forward, backward = self.options.forward_dtype, self.options.backward_dtype
         form = Scaled(forward, forward, backward)
         return bilinear.bilinear(lhs, rhs, form, axes, sharding)
@@ -163,57 +159,52 @@ def quantize_operand(array: Array, dtype: Dtype) -> ProductOperand:
 _quantize = jax.jit(quantize, static_argnames="dtype")
 
 
-def separate(operand: ProductOperand, weight: ProductOperand) -> ProductOperand:
-    """Returns an operand that XLA treats as a different one in each product.
-
-    XLA merges small products of one operand, such as those for queries, keys and
-    values, and has no float8 kernel for a merged product.
-    """
-    (bits, scale), (_, of_weight) = operand.parts, weight.parts
-    return operand._replace(parts=(bits, scale + 0 * of_weight))
-
-
 @dataclasses.dataclass(frozen=True)
 class Scaled:
     """A product of quantized operands, see ``ProductForm``.
 
-    On a TPU the product reads the 8-bit numbers, and its result is multiplied with both
-    scales. On other devices this is the form of groups, and of a batch with a scale for
-    each of its products. All other products read dequantized numbers in 16 bits there.
-    On a GPU with float8 matrix units XLA compiles that to one float8 kernel.
+    The product reads the 8-bit numbers, and its result is multiplied with both scales.
+    They are powers of two, so nothing is rounded. This form is float8 on every chip and
+    under all flags of XLA. A product of dequantized operands is not: XLA for GPUs turns
+    it into a float8 kernel only without Triton's products, and drops its roundings to
+    float8 otherwise (jax 0.10 to 0.12).
 
     Attributes:
-      lhs: the dtype of the left operand.
+      lhs: the dtype of the left operand; None for an operand that is not quantized,
+        such as a tangent.
       rhs: the dtype of the right operand.
       cotangent: the dtype of the cotangent of the result.
-      use: whether it is a product of the forward pass, a product with the tangent of
-        an operand, which is not quantized, or a product of the backward pass.
+      is_backward: whether it is a product of a derivative.
     """
 
-    lhs: Dtype
-    rhs: Dtype
+    lhs: Dtype | None
+    rhs: Dtype | None
     cotangent: Dtype
-    use: Literal["forward", "tangent", "backward"] = "forward"
+    is_backward: bool = False
 
     @property
     def dtype(self) -> Dtype | None:
         """The dtype of the products, the one with the larger range of two."""
-        if self.use == "tangent":
+        if self.lhs is None or self.rhs is None:
             return None
         return max(self.lhs, self.rhs, key=lambda dtype: float(jnp.finfo(dtype).max))
 
-    def tangent_form(self) -> "Scaled":
+    def with_tangent(self, side: int) -> "Scaled":
         """Returns the form of the product with the tangent of an operand."""
-        return dataclasses.replace(self, use="tangent")
+        of_operand = {"lhs": None} if side == 0 else {"rhs": None}
+        return dataclasses.replace(self, is_backward=True, **of_operand)
 
     def transposed(self, side: int) -> "Scaled":
         """Returns the form of the product that is the cotangent of an operand."""
         other = self.rhs if side == 0 else self.lhs
-        return Scaled(self.cotangent, other, self.cotangent, "backward")
+        rounds_to = None if other is None else self.cotangent
+        return Scaled(rounds_to, other, self.cotangent, is_backward=True)
 
     def cotangent_operand(self, cotangent: Array) -> ProductOperand:
-        """Returns a cotangent as an operand, quantized."""
-        return quantize_operand(cotangent, self.cotangent)
+        """Returns the left operand of a transposed product, quantized."""
+        if self.lhs is None:
+            return ProductOperand(cotangent)
+        return quantize_operand(cotangent, self.lhs)
 
     def multiply(
         self,
@@ -221,51 +212,47 @@ class Scaled:
         rhs: ProductOperand,
         axes: Dimensions | Groups,
         out_sharding: NamedSharding | None,
-        is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
-        is_forward, dtype = self.use == "forward", lhs.array.dtype
+        dtype = lhs.array.dtype
+        pairs = zip((lhs, rhs), (self.lhs, self.rhs), axes.contracted, strict=True)
+        if self.dtype is None:
+            left, right = (_dequantized(*each[:2]) for each in pairs)
+            return axes.product(left, right, None, dtype, out_sharding)
+        left, right = (_with_one_scale(_scaled(*each[:2]), each[2]) for each in pairs)
         # By default a GPU's float8 kernel accumulates with fewer digits than float32.
-        precision = None if is_forward or is_tpu else lax.Precision.HIGHEST
-        operands, dtypes = (lhs, rhs), (self.lhs, self.rhs)
-        is_uniform = all(map(_is_scaled_as_one, operands, axes.contracted))
-        # A GPU has no float8 kernel for groups of dequantized operands, nor for a batch
-        # of them with a scale for each.
-        scales_follow = is_tpu or isinstance(axes, Groups)
-        if is_uniform and (
-            scales_follow or any(each.parts[1].ndim for each in operands)
-        ):
-            scaled = [*map(_scaled, operands, dtypes)]
-            left, right = (each.numbers for each in scaled)
-            # For a GPU a float32 result would be a pass of its own.
-            result_dtype = np.dtype("float32") if is_tpu else dtype
-            result = axes.product(left, right, precision, result_dtype, out_sharding)
-            for side, each in enumerate(scaled):
-                scale = each.scale.astype(result.dtype)
-                result = axes.times_rows(result, scale, side)
-            return result.astype(dtype)
-        left, right = map(_dequantized, operands, dtypes)
-        result = axes.product(left, right, precision, dtype, out_sharding)
-        if not is_forward:
-            return result
-        # XLA would compute a gelu in the product's kernel and also return the product,
-        # which its float8 kernels cannot do, so compilation fails. This op changes no
-        # number, and separates the two.
-        finfo = jnp.finfo(dtype)
-        return lax.reduce_precision(result, finfo.nexp, finfo.nmant)
+        # XLA for TPUs does not compile a product of groups that asks for more.
+        is_precise = self.is_backward and isinstance(axes, Dimensions)
+        precision = lax.Precision.HIGHEST if is_precise else None
+        result = axes.product(
+            left.numbers, right.numbers, precision, dtype, out_sharding
+        )
+        # That of a cotangent, the left operand, comes last: under a loss scale it may
+        # be so large that its product with the numbers alone would overflow.
+        for side, each in ((1, right), (0, left)):
+            result = axes.times_rows(result, each.scale.astype(result.dtype), side)
+        return result
 
 
-def _is_scaled_as_one(operand: ProductOperand, contracted: Sequence[int]) -> bool:
-    """Whether an operand has one scale along its contracted axes."""
-    # ``vmap`` gives a scale the leading axes of its numbers.
-    return bool(operand.parts) and all(
-        axis >= operand.parts[1].ndim for axis in contracted
-    )
+def _with_one_scale(quantized: Quantized, contracted: Sequence[int]) -> Quantized:
+    """Returns an array with one scale along its contracted axes.
+
+    ``vmap`` gives each example a scale, and the gradient of a shared weight adds up
+    over all examples. Their numbers are divided by powers of two, to the largest scale.
+    """
+    numbers, scale = quantized
+    axes = [axis for axis in contracted if scale.shape[axis] > 1]
+    if not axes:
+        return quantized
+    largest = jnp.max(scale, axes, keepdims=True)  # NaN if one of them is.
+    ratio = (scale / largest).astype(jnp.bfloat16)
+    shifted = (numbers.astype(jnp.bfloat16) * ratio).astype(numbers.dtype)
+    return Quantized(shifted, largest)
 
 
-def _dequantized(operand: ProductOperand, dtype: Dtype) -> Array:
+def _dequantized(operand: ProductOperand, dtype: Dtype | None) -> Array:
     """Returns an operand in 16 bits."""
-    if not operand.parts:
+    if dtype is None or not operand.parts:
         return operand.array
     return dequantize(_scaled(operand, dtype), operand.array.dtype)
 

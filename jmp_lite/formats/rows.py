@@ -109,8 +109,9 @@ class ByRows:
         """The dtype in which operands are multiplied."""
         return self.lhs
 
-    def tangent_form(self) -> "ByRows":
+    def with_tangent(self, side: int) -> "ByRows":
         """Returns the form of the product with the tangent of an operand: the same."""
+        del side
         return self
 
     def transposed(self, side: int) -> "ByRows":
@@ -128,7 +129,6 @@ class ByRows:
         rhs: ProductOperand,
         axes: Dimensions | Groups,
         out_sharding: NamedSharding | None,
-        is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
         dtype = lhs.array.dtype
@@ -143,12 +143,11 @@ class ByRows:
             )
             for side, (each, to) in pairs
         )
-        # By default a GPU's float8 kernel accumulates with fewer digits than float32.
-        is_precise = self.is_backward and not is_integer and not is_tpu
-        precision = lax.Precision.HIGHEST if is_precise else None
-        # For a GPU a float32 result would be a pass of its own.
-        float8_result = np.dtype("float32") if is_tpu else dtype
-        result_dtype = np.dtype("int32") if is_integer else float8_result
+        # See ``Scaled.multiply``.
+        is_precise = self.is_backward and isinstance(axes, Dimensions)
+        precision = lax.Precision.HIGHEST if is_precise and not is_integer else None
+        # For a GPU a float32 result of float8 numbers would be a pass of its own.
+        result_dtype = np.dtype("int32") if is_integer else dtype
         product = axes.product(left, right, precision, result_dtype, out_sharding)
         result = axes.times_rows(product.astype(np.float32), left_scales, 0)
         return axes.times_rows(result, right_scales, 1).astype(dtype)

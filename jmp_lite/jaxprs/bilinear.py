@@ -98,7 +98,6 @@ class ProductForm(Protocol):
         rhs: ProductOperand,
         axes: Dimensions | Groups,
         out_sharding: NamedSharding | None,
-        is_tpu: bool,
     ) -> Array:
         """Returns the product, in the dtype of its operands.
 
@@ -107,11 +106,10 @@ class ProductForm(Protocol):
           rhs: the right operand.
           axes: the axes of the product.
           out_sharding: the sharding of the result, as for ``dot_general``.
-          is_tpu: whether it is lowered for a TPU.
         """
         ...
 
-    def tangent_form(self) -> "ProductForm":
+    def with_tangent(self, side: int) -> "ProductForm":
         """Returns the form of the product with the tangent of an operand."""
         ...
 
@@ -120,7 +118,7 @@ class ProductForm(Protocol):
         ...
 
     def cotangent_operand(self, cotangent: Array) -> ProductOperand:
-        """Returns the cotangent of the result as an operand."""
+        """Returns a cotangent as the left operand of a transposed product."""
         ...
 
 
@@ -219,9 +217,9 @@ def _unpacked(
     )
 
 
-def _multiply(*arrays: Array, is_tpu: bool, **params: Any) -> Array:
+def _multiply(*arrays: Array, **params: Any) -> Array:
     lhs, rhs, axes = _unpacked(arrays, params)
-    return params["form"].multiply(lhs, rhs, axes, params["out_sharding"], is_tpu)
+    return params["form"].multiply(lhs, rhs, axes, params["out_sharding"])
 
 
 def _type(
@@ -243,11 +241,12 @@ def _jvp(
     lhs, rhs, axes = _unpacked(primals, params)
 
     def product(left: ProductOperand | Array, right: ProductOperand | Array) -> Array:
+        changed = form.with_tangent(0 if isinstance(right, ProductOperand) else 1)
         left, right = (
             each if isinstance(each, ProductOperand) else ProductOperand(each)
             for each in (left, right)
         )
-        return bilinear(left, right, form.tangent_form(), axes, out_sharding)
+        return bilinear(left, right, changed, axes, out_sharding)
 
     terms = tangents_of_product(product, [lhs, rhs], tangents[:2])
     result = bilinear(lhs, rhs, form, axes, out_sharding)
@@ -265,10 +264,11 @@ def _transpose(
         other = rhs if side == 0 else lhs
         ranks = [aval.ndim, other.array.ndim]
         product = axes.transposed(side, ranks if side == 0 else ranks[::-1])
+        transposed = form.transposed(side)
         made = bilinear(
-            form.cotangent_operand(product.axes.mask_unread(given, 0)),
+            transposed.cotangent_operand(product.axes.mask_unread(given, 0)),
             other,
-            form.transposed(side),
+            transposed,
             product.axes,
             sharding.permuted_sharding(aval, product.order),
         )
@@ -328,13 +328,7 @@ def _primitive(jax_product: core.Primitive) -> core.Primitive:
     made = core.Primitive(jax_product.name)
     made.def_impl(functools.partial(dispatch.apply_primitive, made))
     made.def_effectful_abstract_eval(functools.partial(_type, jax_product))
-    for platform in (None, "tpu"):
-        # The form fits the chip for which a program is lowered, not the one where it is
-        # traced: an exported program may be for several.
-        lowered = functools.partial(_multiply, is_tpu=platform == "tpu")
-        mlir.register_lowering(
-            made, mlir.lower_fun(lowered, multiple_results=False), platform
-        )
+    mlir.register_lowering(made, mlir.lower_fun(_multiply, multiple_results=False))
     ad.primitive_jvps[made] = _jvp
     ad.primitive_transposes[made] = _transpose
     batching.primitive_batchers[made] = _map

@@ -11,7 +11,7 @@ from jmp_lite.casting.dtypes import is_array, is_number
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import Dtype, Leaf, OptState, Path, PyTree
 from jmp_lite.optimizers.low_precision_state import LowPrecisionState, unpacked
-from jmp_lite.optimizers.storage import Stored, is_stored, restore, store
+from jmp_lite.optimizers.storage import Stored, is_stored, restore, store_nearest
 from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
 
 
@@ -57,8 +57,7 @@ def converted(old: Leaf, new: Leaf) -> Leaf:
         return jax.tree.map(copied, old)
     full = restore(old) if is_stored(old) else old
     if is_stored(new):
-        dtype, is_scaled = _format(new)
-        return store(as_array(full).astype(jnp.float32), dtype, is_scaled=is_scaled)
+        return store_nearest(as_array(full), *_format(new))
     return copied(full, new) if is_array(new) else new
 
 

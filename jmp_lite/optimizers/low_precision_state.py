@@ -33,13 +33,15 @@ from jmp_lite.casting.types import (
 from jmp_lite.optimizers.moment_formats import choose_formats, is_large
 from jmp_lite.optimizers.moments import Moment, known_moments
 from jmp_lite.optimizers.parameters import check_key
-from jmp_lite.optimizers.rounding import noise
+from jmp_lite.optimizers.random_bits import draw_words, random_bits
 from jmp_lite.optimizers.storage import (
     Stored,
     is_stored,
     refuse_derivatives,
     restore,
+    scales_like,
     store,
+    store_nearest,
 )
 from jmp_lite.scaling.inner_update import params_for_init, params_for_update
 from jmp_lite.scaling.wrapping import (
@@ -161,10 +163,9 @@ def low_precision_state(
         leaves, structure = jax.tree.flatten(state)
         formats = choose_formats(inner, params, state, parsed, key is not None)
         is_scaled = parsed != jnp.bfloat16
+
         stored = [
-            Stored(x)
-            if form is None
-            else store(x.astype(jnp.float32), form, is_scaled=is_scaled)
+            Stored(x) if form is None else store_nearest(x, form, is_scaled)
             for x, form in zip(leaves, formats, strict=True)
         ]
         scales = tuple(each.scale for each in stored) if is_scaled else None
@@ -190,21 +191,23 @@ def low_precision_state(
         seen = params_for_update(before, params)
         steps, after = inner.update(upcast_tree(updates), before, seen, **extra_args)
         check_same_structure(before, after, "its new arrays cannot be stored")
-        now, later = (None, None)
+        words, later = None, None
         if state.key is not None:
             now, later = jax.random.split(state.key)
+            words = draw_words(now)
 
-        def stored_again(number: int, x: Leaf) -> Stored:
-            low = stored[number][1]
+        def stored_again(
+            number: int, x: Leaf, low: Stored | None, scale: Array | None
+        ) -> Stored:
             if low is None or not is_floating(x):
                 return Stored(x)
-            by = None if now is None else noise(now, number, x.shape)
-            is_scaled = low.scale is not None
-            full = x.astype(jnp.float32)
-            return store(full, low.numbers.dtype, by, is_scaled=is_scaled)
+            bits = None if words is None else random_bits(words, number, x)
+            return store(x.astype(jnp.float32), low.numbers.dtype, bits, scale)
 
-        leaves = refuse_derivatives(jax.tree.leaves(after), [low for _, low in stored])
-        again = [stored_again(i, x) for i, x in enumerate(leaves)]
+        lows = [low for _, low in stored]
+        leaves = refuse_derivatives(jax.tree.leaves(after), lows)
+        scales = scales_like(leaves, lows)
+        again = [*map(stored_again, range(len(leaves)), leaves, lows, scales)]
         return steps, packed(structure.unflatten(again), later, state)
 
     return optax.GradientTransformationExtraArgs(init, update)

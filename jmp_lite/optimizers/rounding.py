@@ -7,12 +7,11 @@ repair an infinity.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_lite.casting.types import AnyArray, Array, Dtype, Key
+from jmp_lite.casting.types import AnyArray, Array, Dtype
 
 
 class Grid(NamedTuple):
@@ -90,26 +89,40 @@ def join(param: AnyArray, remainder: AnyArray) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def round_by_chance(x: AnyArray, grid: Grid, noise: Array) -> Array:
+def round_by_chance(x: AnyArray, grid: Grid, random_bits: Array) -> Array:
     """Rounds stochastically to one of the two neighbors in a format, in float32.
 
     Args:
       x: float32 numbers.
       grid: the format.
-      noise: uniform numbers in [0, 1), in the shape of ``x``.
+      random_bits: 32 random bits for each number, in the shape of ``x``.
     """
-    clipped = _clip(x, grid)
-    spacing = _spacing(clipped, grid)
-    steps = clipped / spacing
-    below = jnp.floor(steps)
-    up = (noise < steps - below).astype(jnp.float32)
+    rounded = round_in_range(_clip(x, grid), grid, random_bits)
     is_rounded = jnp.isfinite(x) & (x != 0)  # A zero keeps its sign.
-    return jnp.where(is_rounded, (below + up) * spacing, x)
+    return jnp.where(is_rounded, rounded, x)
 
 
-def noise(key: Key, number: int, shape: tuple[int, ...]) -> Array:
-    """Returns uniform numbers in [0, 1) for the array with this number."""
-    return jax.random.uniform(jax.random.fold_in(key, number), shape)
+def round_in_range(x: AnyArray, grid: Grid, random_bits: Array) -> Array:
+    """Rounds as ``round_by_chance`` numbers that are not too large for the format.
+
+    Random bits are added to those that the format lacks, and what is then in their
+    place is dropped. So the chance to carry is their share of the spacing, exactly.
+
+    For example, 1 + 2**-9 is 0x3F804000, a quarter of the spacing 2**-7 of bfloat16
+    above 1. Random 16 bits of at least 0xC000 carry to 0x3F81, and others do not.
+
+    Below its normal numbers a format has one spacing. There, the smallest normal number
+    is added before and subtracted afterwards, so that float32 has that spacing too.
+    """
+    dropped = np.uint32(jnp.finfo(jnp.float32).nmant - grid.mantissa_bits)
+    normal = np.float32(grid.least * 2.0**grid.mantissa_bits)
+    if has_fewer_exponents := normal > jnp.finfo(jnp.float32).tiny:
+        added = jnp.where(x < 0, -normal, normal)
+        added = jnp.where(jnp.abs(x) < normal, added, np.float32(0))
+        x = x + added
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + (random_bits >> (32 - dropped))
+    rounded = lax.bitcast_convert_type(bits >> dropped << dropped, jnp.float32)
+    return rounded - added if has_fewer_exponents else rounded
 
 
 def _spacing(x: Array, grid: Grid) -> Array:

@@ -24,7 +24,8 @@ from jmp_lite.optimizers.parameters import (
     to_float32,
     update_to,
 )
-from jmp_lite.optimizers.rounding import grid_of, noise, round_by_chance
+from jmp_lite.optimizers.random_bits import draw_words, random_bits
+from jmp_lite.optimizers.rounding import grid_of, round_by_chance
 from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
 
 
@@ -125,11 +126,12 @@ def stochastic_rounding(
         now, later = jax.random.split(state.key)
         treedef = jax.tree.structure(params)
         numbers = treedef.unflatten(range(treedef.num_leaves))
+        words = draw_words(now)
 
         def add(param: Leaf, step: Leaf, number: int) -> Leaf:
             if step is None or not is_16_bit(param):
                 return step
-            by = noise(now, number, param.shape)
+            by = random_bits(words, number, param)
             goal = to_float32(to_float32(param) + step)
             rounded = round_by_chance(goal, grid_of(param.dtype), by)
             return update_to(straight_through(rounded, goal), param)

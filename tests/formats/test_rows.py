@@ -263,7 +263,7 @@ def test_a_row_of_zeros_divides_nothing_by_zero(name):
     zeros, weight = (ProductOperand(jnp.asarray(x, jnp.bfloat16)) for x in (0 * X, W))
     axes = Dimensions(((1,), (0,)), ((), ()))
     with jax.debug_nans(True):  # Op by op, so that JAX sees each quotient.
-        out = form.multiply(zeros, weight, axes, None, is_tpu=False)
+        out = form.multiply(zeros, weight, axes, None)
     np.testing.assert_array_equal(out, 0)
     jitted = jax.jit(autocast(lambda x, w, v: jnp.abs(x @ w) @ v, name))
     np.testing.assert_array_equal(jitted(0 * X, W, V), 0)

@@ -23,7 +23,14 @@ from optax.contrib import COCOBState
 import jmp_lite as jmp
 from jmp_lite.optimizers.moments import MOMENTS, Moment, known_moments
 from jmp_lite.optimizers.rounding import grid_of, round_to_nearest
-from jmp_lite.optimizers.storage import SQUARES, Stored, restore, spacing_of, store
+from jmp_lite.optimizers.storage import (
+    SQUARES,
+    Stored,
+    restore,
+    row_scales,
+    spacing_of,
+    store,
+)
 from jmp_lite.optimizers.trial import try_optimizer
 from jmp_lite.scaling.wrapping import strongly_typed
 
@@ -34,6 +41,12 @@ PARAMS = {
     "deep": jax.random.normal(jax.random.key(2), (2, 64, 64)),
 }
 GRADS = jax.tree.map(lambda p: jnp.cos(3 * p), PARAMS)
+
+
+def store_rows(x, dtype, random_bits=None):
+    return store(x, dtype, random_bits, row_scales(x, dtype))
+
+
 DTYPES = ("bfloat16", "float8_e4m3fn")
 
 
@@ -458,15 +471,15 @@ def test_numbers_stored_in_8_bits_are_within_their_spacing(dtype):
     x = jnp.abs(ROWS) if dtype == SQUARES else ROWS
     x = x.at[0].set(0).at[1].multiply(1e-20).at[2].multiply(1e20)
     largest = np.max(np.abs(x), axis=1, keepdims=True)
-    for noise, share in ((None, 0.5), (jax.random.uniform(KEY, x.shape), 1.0)):
-        stored = store(x, dtype, noise)
+    for random_bits, share in ((None, 0.5), (jax.random.bits(KEY, x.shape), 1.0)):
+        stored = store_rows(x, dtype, random_bits)
         assert stored.numbers.dtype == dtype
         assert stored.numbers.shape == x.shape
         off = np.abs(restore(stored) - x)
         assert np.all(off <= share * 2.0**-3 * np.abs(x) + 2.0**-16 * largest)
         assert np.all(restore(stored)[0] == 0)
-    again = store(restore(store(x, dtype)), dtype)
-    assert_same_bits(restore(again), restore(store(x, dtype)))
+    again = store_rows(restore(store_rows(x, dtype)), dtype)
+    assert_same_bits(restore(again), restore(store_rows(x, dtype)))
 
 
 def test_moments_of_16_bit_parameters_are_stored_in_8_bits_too():
@@ -484,13 +497,13 @@ def test_each_code_of_a_square_is_a_number_of_its_own():
     numbers = restore(Stored(codes, jnp.ones(1)))
     assert numbers[0] == 0
     assert np.all(np.diff(numbers) > 0)
-    assert_same_bits(store(numbers, SQUARES).numbers, codes)
+    assert_same_bits(store_rows(numbers, SQUARES).numbers, codes)
 
 
 def test_a_square_that_is_not_zero_is_never_stored_as_zero():
     x = jnp.float32([1.0, 0.0, 1e-30, 1e-12])
-    for noise in (None, jnp.full(4, 0.999)):
-        full = restore(store(x, SQUARES, noise))
+    for random_bits in (None, jnp.zeros(4, jnp.uint32)):
+        full = restore(store_rows(x, SQUARES, random_bits))
         np.testing.assert_array_less(0, full[jnp.array([0, 2, 3])])
         assert full[1] == 0
         assert full[2] < 2.0**-30
@@ -502,8 +515,8 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other_one(dtype):
         if dtype == SQUARES and bad == jnp.inf:
             continue  # It is stored as the largest number.
         x = jnp.abs(ROWS).at[3, 5].set(bad)
-        for noise in (None, jax.random.uniform(KEY, x.shape)):
-            full = restore(store(x, dtype, noise))
+        for random_bits in (None, jax.random.bits(KEY, x.shape)):
+            full = restore(store_rows(x, dtype, random_bits))
             assert np.all(np.isnan(full[3]))
             assert np.all(np.isfinite(np.delete(full, 3, axis=0)))
 
@@ -533,14 +546,19 @@ def test_a_gradient_whose_square_is_infinite_leaves_all_moments_finite():
 @pytest.mark.parametrize("dtype", [E4M3, SQUARES])
 def test_numbers_are_stored_in_8_bits_without_a_bias(dtype):
     x = jnp.float32([[0.3, 1.7, 0.0123, 1.0]])
-    noises = jax.random.uniform(KEY, (4096, *x.shape))
-    full = jax.vmap(lambda noise: restore(store(x, dtype, noise)))(noises)
+    all_bits = jax.random.bits(KEY, (4096, *x.shape))
+    full = jax.vmap(lambda random_bits: restore(store_rows(x, dtype, random_bits)))(
+        all_bits
+    )
     np.testing.assert_allclose(np.mean(full, axis=0), x, rtol=4e-3)
 
 
 def test_8_bits_without_a_key_are_an_error_for_arrays_that_would_lose_updates():
     """An average over ten steps ends a quarter below a constant gradient."""
-    stored, average = jnp.zeros(5000), lambda x: restore(store(0.9 * x + 0.1, E4M3))
+    stored, average = (
+        jnp.zeros(5000),
+        lambda x: restore(store_rows(0.9 * x + 0.1, E4M3)),
+    )
     stored = jax.lax.fori_loop(0, 200, lambda _, x: average(x), stored)
     assert float(stored[0]) == pytest.approx(0.75, abs=0.02)
     momentum = lambda decay: lenient(optax.sgd(0.1, momentum=decay))
