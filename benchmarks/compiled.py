@@ -1,5 +1,8 @@
 """What XLA makes of a function for an H100 and a TPU v5e, where there is neither.
 
+It compiles with XLA's default flags, as users do, but that no device is there to time
+kernels on: a real GPU chooses among several kernels for a product.
+
 The law: a figure is read from the program that the real compiler made, never from a
 clock. The compilers are deterministic, so a test may pin every figure.
 
@@ -342,6 +345,11 @@ def missing(target: str) -> str | None:
         if not any(_is_installed(name) for name in names):
             return f"no compiler for {target}: no {' or '.join(names)} is installed"
     return None
+
+
+def is_gpu(target: str) -> bool:
+    """Whether a target is a GPU."""
+    return bool(_target(target).gpu)
 
 
 def compile_for(

@@ -1,9 +1,13 @@
 """Programs of products with weights, and derivatives, for tests of number formats."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from helpers import one_of_each
 from jax import lax
+
+import jmp_lite as jmp
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (32, 48))
@@ -112,3 +116,59 @@ def not_defined(program, transform):
     if "custom rule" in program and "over" in transform:
         return "the derivative of a clipped gradient is not continuous"
     return None
+
+
+# ------------------------------------------------------ products in float8, in all forms
+
+
+def in_float8(fun):
+    """Returns a function with products of every size in float8."""
+    rules = jmp.get_rules("float8")
+    every_size = jmp.Float8(smallest=0)
+    return jmp.autocast(fun, dataclasses.replace(rules, float8_format=every_size))
+
+
+def mlp_blocks(weights, x):
+    for up, down in weights:
+        x = x + jax.nn.gelu(x @ up) @ down
+    return jnp.mean((x @ weights[0][0]) ** 2)
+
+
+def blocks_in_a_scan(weights, x):
+    @jax.checkpoint
+    def layer(x, weights):
+        up, down = weights
+        return x + jax.nn.gelu(x @ up) @ down, None
+
+    x, _ = lax.scan(layer, x, weights)
+    return jnp.mean((x @ weights[0][0]) ** 2)
+
+
+def a_batch(weights, x):
+    (up, down), *_ = weights
+    h = jnp.einsum("ebk,ekn->ebn", jnp.stack([x, 2 * x]), jnp.stack([up, down]))
+    return jnp.mean((jnp.tanh(h) @ down @ up) ** 2)
+
+
+MANY_FORMS = {
+    "blocks": in_float8(mlp_blocks),
+    "scan": in_float8(blocks_in_a_scan),
+    "batch": in_float8(a_batch),
+    # Each example has a scale, and the gradient adds up over examples.
+    "vmap": lambda weights, x: jnp.mean(
+        jax.vmap(in_float8(mlp_blocks), (None, 0))(
+            weights, x.reshape(2, -1, *x.shape[1:])
+        )
+    ),
+}
+
+
+def gradient_and_shapes(name, rows, width, depth=2):
+    """Returns the gradient of a program, and the shapes of its arguments."""
+    square = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    weights = [(square, square)] * depth
+    if name == "scan":
+        stacked = jax.ShapeDtypeStruct((depth, width, width), jnp.float32)
+        weights = stacked, stacked
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    return jax.grad(MANY_FORMS[name], (0, 1)), (weights, x)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jmp_lite as jmp
-from benchmarks.compiled import compile_for
+from benchmarks.compiled import compile_for, is_gpu
 from benchmarks.formats.chips import FORMATS
 
 CHIPS = ("h100", "tpu7x", "v5e")
@@ -76,8 +76,7 @@ def measure_mixture(
         return jmp.autocast(_loss(product), _in_scope(name))(weights, x)
 
     program = compile_for(chip, jax.grad(loss, (0, 1)), *arrays, sizes)
-    is_gpu = chip in ("h100", "b200")
-    cost = program.roofline_seconds * 1e3 if is_gpu else program.cycles / 1e6
+    cost = program.roofline_seconds * 1e3 if is_gpu(chip) else program.cycles / 1e6
     kernels = program.opaque.get("tpu_custom_call", 0)
     return Mixture(chip, rows, width, variant, cost, kernels)
 

@@ -31,9 +31,7 @@ class Compared(NamedTuple):
       moved: the same of the bytes that are moved.
       peak: the same of the memory that is held at most.
       kernels: the same of the number of kernels.
-      products: how many products run in float8.
-      raised: how many instructions cast float8 to a wider dtype; 0 if every product has
-        a float8 kernel.
+      share: of the arithmetic of products, in float8.
     """
 
     model: str
@@ -45,8 +43,7 @@ class Compared(NamedTuple):
     moved: float
     peak: float
     kernels: float
-    products: int
-    raised: int
+    share: float
 
 
 def float8_products(program: Program) -> int:
@@ -54,16 +51,11 @@ def float8_products(program: Program) -> int:
     return sum(n for dtypes, n in program.matmuls.items() if dtypes.startswith("f8"))
 
 
-def raised(program: Program) -> int:
-    """Returns how many instructions of a program cast float8 to a wider dtype."""
-    found = 0
-    for computation in program.module.computations.values():
-        for instruction in computation.instructions.values():
-            if instruction.opcode == "convert":
-                operand = computation.instructions[instruction.operands[0]]
-                dtypes = operand.arrays[0].dtype, instruction.arrays[0].dtype
-                found += dtypes[0].startswith("f8") and not dtypes[1].startswith("f8")
-    return found
+def float8_share(program: Program) -> float:
+    """Returns the share of float8 in the arithmetic of a program's products."""
+    flops = program.matmul_flops
+    in_float8 = sum(n for dtypes, n in flops.items() if dtypes.startswith("f8"))
+    return in_float8 / sum(flops.values())
 
 
 def compile_model(
@@ -108,8 +100,7 @@ def compare(
         ours.bytes_moved / mixed.bytes_moved,
         ours.peak_memory / mixed.peak_memory,
         ours.kernels / mixed.kernels,
-        float8_products(ours),
-        raised(ours),
+        float8_share(ours),
     )
 
 
@@ -141,13 +132,13 @@ def models_table(rows: Sequence[Compared]) -> str:
     lines = [*([f"{above}:"] if above else [])]
     lines.append(
         f"{'float8 / mixed':23}{head}{'roofline':>10}{'bytes':>7}{'peak':>6}"
-        f"{'kernels':>9}{'float8':>8}{'raised':>8}"
+        f"{'kernels':>9}{'float8':>8}"
     )
     for row in rows:
         cells = "".join(f"{getattr(row, name):>{len(name) + 2}}" for name in own)
         lines.append(
             f"{row.model:23}{cells}{row.roofline:>10.2f}{row.moved:>7.2f}"
-            f"{row.peak:>6.2f}{row.kernels:>9.2f}{row.products:>8}{row.raised:>8}"
+            f"{row.peak:>6.2f}{row.kernels:>9.2f}{row.share:>8.0%}"
         )
     return "\n".join(lines)
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax._src import dispatch
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.lax import dot_general_p, ragged_dot_general_p
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
 from jax.sharding import NamedSharding
 
@@ -222,6 +223,32 @@ def _multiply(*arrays: Array, **params: Any) -> Array:
     return params["form"].multiply(lhs, rhs, axes, params["out_sharding"])
 
 
+def _lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    """Lowers a product whose rounded operands are stored with the last axis innermost.
+
+    A GPU's kernels for 8 bits read both operands along contracted axes. In a scan, XLA
+    would for that transpose the stack of float32 weights that an operand is made of: it
+    held 1.23 times the memory of 16 bits, not 1.04 (8 blocks with ``jax.checkpoint``,
+    H100). But JAX exports no program that states a layout, and XLA gathers an array
+    that is split over devices to give it one.
+    """
+    module = ctx.module_context
+    n_devices = getattr(module.axis_context, "num_devices", None)
+    is_stated = n_devices == 1 and not module.lowering_parameters.for_export
+
+    def multiply(*arrays: Array) -> Array:
+        n_operands = 2 if "dimension_numbers" in params else 3
+        parts = arrays[n_operands:]
+        if is_stated:
+            parts = (
+                with_layout_constraint(part, Layout(tuple(range(part.ndim))))
+                for part in parts
+            )
+        return _multiply(*arrays[:n_operands], *parts, **params)
+
+    return mlir.lower_fun(multiply, multiple_results=False)(ctx, *values)
+
+
 def _type(
     jax_product: core.Primitive,
     *avals: Aval,
@@ -328,7 +355,7 @@ def _primitive(jax_product: core.Primitive) -> core.Primitive:
     made = core.Primitive(jax_product.name)
     made.def_impl(functools.partial(dispatch.apply_primitive, made))
     made.def_effectful_abstract_eval(functools.partial(_type, jax_product))
-    mlir.register_lowering(made, mlir.lower_fun(_multiply, multiple_results=False))
+    mlir.register_lowering(made, _lower)
     ad.primitive_jvps[made] = _jvp
     ad.primitive_transposes[made] = _transpose
     batching.primitive_batchers[made] = _map

@@ -1,0 +1,157 @@
+"""Programs compiled for an H100 with the flags that users have, on each version of JAX.
+
+CI runs these with the oldest and with the newest JAX. Bounds hold on both.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from weight_products import MANY_FORMS, gradient_and_shapes
+
+import jmp_lite as jmp
+from benchmarks import models
+from benchmarks.compiled import compile_for, missing
+from benchmarks.formats import chips, transformers
+from benchmarks.loss_scaling import by_optimizer
+
+pytestmark = [
+    pytest.mark.targets,
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.skipif(missing("h100") is not None, reason=str(missing("h100"))),
+]
+FLAGS = pytest.mark.parametrize("target", ["h100", "h100 cublas"])
+
+
+def in_float8(products):
+    """Returns the sum of counts of products in float8, by their dtypes."""
+    return sum(n for name, n in products.items() if name.startswith(("f8", "float8")))
+
+
+# ----------------------------------------------------------------------------- float8
+
+
+@FLAGS
+@pytest.mark.parametrize("name", MANY_FORMS)
+def test_what_explain_shows_as_float8_is_float8(name, target):
+    """XLA's products of Triton drop roundings to float8, but not float8 operands."""
+    gradient, shapes = gradient_and_shapes(name, rows=4096, width=2048)
+    program = compile_for(target, gradient, *shapes)
+    totals = jmp.explain(gradient, "O0")(*shapes).totals
+    assert in_float8(program.matmul_flops) == in_float8(totals.flops) > 0
+    # In the loop there are two layers.
+    n_trips = 2 if name == "scan" else 1
+    assert in_float8(program.matmuls) == n_trips * in_float8(totals.products)
+
+
+@FLAGS
+def test_float8_takes_three_quarters_of_16_bits_at_most(target):
+    cost = {
+        name: chips.compile_gradient(target, 4096, name).roofline_seconds
+        for name in ("mixed", "float8")
+    }
+    assert cost["float8"] < 0.75 * cost["mixed"]
+
+
+@FLAGS
+@pytest.mark.parametrize("layout", ["scan", "scan + remat"])
+def test_float8_in_a_stack_of_blocks_moves_and_holds_little_more(layout, target):
+    """Queries, keys and values are one product, where XLA merges them."""
+    size = {"layout": layout, "depth": 8, "target": target}
+    found = transformers.compare(**size)
+    # Four matrices of width x width, two of width x 4 width; three products each, and
+    # with jax.checkpoint all but one of the forward pass again.
+    width, tokens = 2048, transformers.TOKENS
+    n_products = 3 * 12 + (0 if layout == "scan" else 8)
+    program = transformers.compile_model("float8", **size)
+    flops = n_products * 2 * tokens * width**2 * size["depth"]
+    assert in_float8(program.matmul_flops) == flops
+    assert found.roofline < 0.86
+    assert found.moved < 1.05
+    assert found.peak < (0.95 if layout == "scan" else 1.08)
+
+
+@pytest.mark.parametrize("target", ["h100", "b200"])
+def test_a_kernel_need_not_compute_a_gelu_and_keep_the_product(target):
+    """XLA moves a gelu into the kernel of a product, and both are needed."""
+
+    def loss(weights, x):
+        def layer(x, weights):
+            up, down = weights
+            return x + jax.nn.gelu(x @ up) @ down, None
+
+        x, _ = lax.scan(layer, x, weights)
+        return jnp.mean((x @ weights[0][0]) ** 2)
+
+    stack = jax.ShapeDtypeStruct((2, 2048, 2048), jnp.float32)
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    gradient = jax.grad(jmp.autocast(loss, "float8"))
+    program = compile_for(target, gradient, (stack, stack), x)
+    assert in_float8(program.matmuls) == 12
+
+
+# ------------------------------------------------------------------ products in 16 bits
+
+
+@pytest.mark.parametrize("layout", ["unrolled", "scan", "scan + remat"])
+def test_there_are_no_more_products_than_in_code_by_hand(layout):
+    """XLA of jax 0.11 computes a product twice that a loop also stacks."""
+    if (0, 11) <= jax.__version_info__ < (0, 12):
+        pytest.skip("docs/troubleshooting.md names the flag of XLA for jax 0.11")
+    size = {"width": 256, "heads": 4, "vocabulary": 512, "batch": (4, 256), "depth": 3}
+
+    def products(dtype, wrap):
+        model = models.transformer(dtype, layout=layout, **size)
+        gradient = jax.grad(wrap(model.loss))
+        return compile_for("h100", gradient, model.params, model.batch)
+
+    low = products(None, jmp.autocast)
+    by_hand = products(jnp.bfloat16, lambda loss: loss)
+    assert sum(low.matmuls.values()) == sum(by_hand.matmuls.values())
+    assert low.bytes_moved <= 1.02 * by_hand.bytes_moved
+
+
+# ------------------------------------------------------------------------------ moments
+
+ONE_SHAPE = [(1024, 4096)] * 30
+MANY_SHAPES = [(1024 + 8 * i, 4096 - 16 * i) for i in range(30)]
+
+
+def compile_step(dtype, shapes):
+    """Compiles a step of adamw; returns the program, its size and the seconds."""
+    optimizer = optax.adamw(1e-3)
+    if dtype is not None:
+        key = jax.random.key(0)
+        optimizer = jmp.low_precision_state(optimizer, dtype, key=key)
+    way = by_optimizer(optimizer)
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    state = jax.eval_shape(way.init, params)
+    start = time.perf_counter()
+    program = compile_for(
+        "h100", way.step, params, state, params, donate_argnums=(0, 1)
+    )
+    seconds = time.perf_counter() - start
+    arrays = program.bytes_moved / sum(4 * p.size for p in params)
+    return program, arrays, seconds
+
+
+@pytest.mark.parametrize("shapes", [ONE_SHAPE, MANY_SHAPES], ids=["one", "many"])
+@pytest.mark.parametrize(
+    ("dtype", "arrays", "kernels", "times"),
+    [("bfloat16", 5.0, 40, 4), ("float8_e4m3fn", 5.6, 130, 7)],
+)
+def test_moments_in_few_bits_compile_like_an_optimizer(
+    dtype, arrays, kernels, times, shapes
+):
+    program, found, seconds = compile_step(dtype, shapes)
+    assert found <= arrays + 0.01
+    assert program.kernels <= kernels
+    plain, _, plain_seconds = compile_step(None, shapes)
+    # A clock decides nothing here: threefry in each kernel took 20 to 30 times as
+    # long, and 16 times the text.
+    if shapes is MANY_SHAPES:
+        assert seconds < 2 * times * plain_seconds
+    assert len(program.text) < times * len(plain.text)
