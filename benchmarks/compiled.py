@@ -297,7 +297,7 @@ class Program:
 
     def roofline_on(self, target: Target) -> float:
         """The same on another device, in seconds."""
-        return sum(row.trips * _seconds(target, row) for row in self.rows)
+        return sum(row.trips * seconds_of(target, row) for row in self.rows)
 
     def largest(self, count: int = 10) -> list[Kernel]:
         """The kernels that move most bytes."""
@@ -490,7 +490,7 @@ def _place(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     )
 
 
-def _seconds(target: Target, row: Kernel) -> float:
+def seconds_of(target: Target, row: Kernel) -> float:
     """The roofline of one run of one kernel."""
     moving = (row.bytes_read + row.bytes_written) / target.bandwidth
     return max(moving, sum(m.flops / _peak(target, m) for m in row.matmuls))

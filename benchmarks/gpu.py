@@ -1,13 +1,16 @@
-"""What autocast and loss scaling gain on one NVIDIA GPU: time, memory, larger batches.
+"""What autocast, loss scaling and number formats gain on one NVIDIA GPU.
 
-First the ceilings of the device: products of large matrices in each precision, and
-copies. Then whole training steps (adamw) of a transformer of GPT-2-small's size, a
-ResNet-50 at 224 x 224 and an LSTM, on numbers made here, in every precision; steps of
-all variants take turns, and medians are told. Beside each time stands the least that
-its compiled program takes at those ceilings. It needs Python with jax, flax, optax and
-chex, and no network:
+Parts, the most telling first: the ceilings of the device (products of large matrices in
+each precision, copies), steps of an optimizer alone, then whole training steps of
+models in several precisions. The cases of a part are compiled at the same time, and
+their steps take turns: the clock of a GPU falls under load. Each part has a limit of
+its own; all of them fit into eight minutes. A row is printed when it is measured, and
+the JSON is written after each part. Beside each time stands the least that the compiled
+program takes at the ceilings that were measured. It needs Python with jax, flax, optax
+and chex, and no network:
 
     python3 -m benchmarks.gpu --json benchmarks/results
+    python3 -m benchmarks.gpu --parts mlp --profile mlp
     JAX_PLATFORMS=cpu python3 -m benchmarks.gpu --tiny
 """
 
@@ -15,41 +18,70 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.profiler import ProfileData
 
 import jmp_lite as jmp
-from benchmarks import models
 from benchmarks.autocast import fill
-from benchmarks.compiled import H100, Program, Target, read
+from benchmarks.compiled import H100, Program, Target, read, seconds_of
+from benchmarks.loss_scaling import by_dynamic_scale, by_optimizer
 from benchmarks.report import device_name, stamp, write
+from benchmarks.training_steps import (
+    FORMATS,
+    MODELS,
+    TINY,
+    VARIANTS,
+    Size,
+    Variant,
+    make_optimizer,
+    mlp_blocks,
+    step_and_shapes,
+    transformer,
+)
 
 # ---------------------------------------------------------------------------- ceilings
 
 # Of products: the dtype of the operands, and the precision that is asked for.
 PRODUCTS = {
-    "float32 highest": ("float32", "highest"),
-    "float32 (TF32)": ("float32", "default"),
     "bfloat16": ("bfloat16", "default"),
     "float16": ("float16", "default"),
+    "float32 (TF32)": ("float32", "default"),
+    "float32 highest": ("float32", "highest"),
+    "float8, fast sums": ("float8_e4m3fn", "default"),
+    "float8": ("float8_e4m3fn", "highest"),
+    "int8": ("int8", "default"),
 }
-_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_SHORT = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float8_e4m3fn": "f8",
+    "int8": "s8",
+}
+_RESULTS = {"int8": "int32", "float8_e4m3fn": "bfloat16"}
 
 
 class Ceilings(NamedTuple):
     """What the device does at most.
 
     Attributes:
-      flops: operations of matrix products a second, by precision.
+      flops: operations of matrix products a second, by precision; those that the device
+        does not have are missing.
       bandwidth: bytes that copies read and write in a second.
     """
 
@@ -61,6 +93,7 @@ class Ceilings(NamedTuple):
         rates = {
             (_SHORT[dtype], precision): self.flops[name]
             for name, (dtype, precision) in PRODUCTS.items()
+            if name in self.flops
         }
         return dataclasses.replace(
             H100, bandwidth=self.bandwidth, flops={**H100.flops, **rates}
@@ -69,18 +102,26 @@ class Ceilings(NamedTuple):
 
 def ceilings(width: int, runs: int) -> Ceilings:
     """Measures products of matrices of a width, and copies of four of them."""
-    flops = {}
+    flops: dict[str, float] = {}
     for name, (dtype, precision) in PRODUCTS.items():
-        # Not ones: a device that has nothing to do for them may run faster.
-        a = jax.random.normal(jax.random.key(0), (width, width)).astype(dtype)
-        product = jax.jit(functools.partial(jnp.matmul, precision=precision))
-        flops[name] = 2 * width**3 / _seconds(lambda p=product, a=a: p(a, a), runs)
+        with _telling_failures(name):
+            # Not ones: a device that has nothing to do for them may run faster.
+            a = (8 * jax.random.normal(jax.random.key(0), (width, width))).astype(dtype)
+            product = jax.jit(
+                functools.partial(
+                    lax.dot,
+                    precision=precision,
+                    preferred_element_type=_RESULTS.get(dtype, dtype),
+                )
+            )
+            seconds = _best_seconds(lambda p=product, a=a: p(a, a), runs)
+            flops[name] = 2 * width**3 / seconds
     x = jnp.ones((4, width, width), jnp.float32)
     copy = jax.jit(lambda x: x + 1)
-    return Ceilings(flops, 2 * x.nbytes / _seconds(lambda: copy(x), runs))
+    return Ceilings(flops, 2 * x.nbytes / _best_seconds(lambda: copy(x), runs))
 
 
-def _seconds(run: Callable[[], Any], runs: int) -> float:
+def _best_seconds(run: Callable[[], Any], runs: int) -> float:
     """Returns the seconds of one of several runs, the best of three times."""
     jax.block_until_ready(run())
     times = []
@@ -93,149 +134,195 @@ def _seconds(run: Callable[[], Any], runs: int) -> float:
     return min(times)
 
 
-# ---------------------------------------------------------------------------- variants
+# ------------------------------------------------------------------------------- parts
 
-Make = Callable[..., models.Model]
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+"""XLA's options for products of cuBLAS alone."""
 
 
-class Variant(NamedTuple):
-    """A way to train.
+class Case(NamedTuple):
+    """A step to measure.
 
     Attributes:
-      loss: from what makes a model to its loss.
-      precision: the precision that products ask for.
-      ceiling: the one of `PRODUCTS` that it is held against.
-      is_scaled: whether it trains under a loss scale.
-      grad_dtype: the dtype of the gradients.
-      moments: the dtype that the optimizer's moments are stored in.
+      step: from a state and a batch to a new state and a number.
+      state: makes the state, of arrays that are on the device.
+      batch: the shapes of the batch.
+      options: XLA's, beside the defaults.
     """
 
-    loss: Callable[[Make], Any]
-    precision: str = "default"
-    ceiling: str = "bfloat16"
-    is_scaled: bool = False
-    grad_dtype: str = "float32"
-    moments: str = "float32"
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    state: Callable[[], Any]
+    batch: Any
+    options: Mapping[str, Any]
 
 
-def _by_policy(make: Make) -> Any:
-    """The loss of cast parameters and a cast batch, as users of jmp write it."""
-    policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
-    loss = make(None).loss
+class Part(NamedTuple):
+    """Cases that take turns.
 
-    def in_policy(params: Any, batch: Any) -> Any:
-        return policy.cast_to_output(loss(*policy.cast_to_compute((params, batch))))
+    Attributes:
+      seconds: its limit.
+      cases: from whether sizes are for a CPU to the cases, by name.
+    """
 
-    return in_policy
-
-
-def _by_autocast(dtype: str) -> Callable[[Make], Any]:
-    return lambda make: jmp.autocast(make(None).loss, compute_dtype=dtype)
+    seconds: float
+    cases: Callable[[bool], Mapping[str, Case]]
 
 
-def _as_it_is(make: Make) -> Any:
-    return make(None).loss
+def training(
+    size: Size, names: Sequence[str], options: Mapping[str, Any] | None = None
+) -> dict[str, Case]:
+    """Returns the training steps of a model in some variants."""
+    cases = {}
+    for name in names:
+        variant = {**VARIANTS, **FORMATS}[name]
+        step, params, _, batch = step_and_shapes(variant, size, size.batch)
+
+        def joined(state: Any, batch: Any, step: Any = step) -> tuple[Any, Any]:
+            *state, value = step(*state, batch)
+            return tuple(state), value
+
+        def start(params: Any = params, variant: Variant = variant) -> Any:
+            made = jax.jit(lambda: fill(params, 0))()
+            return made, make_optimizer(variant).init(made)
+
+        cases[name] = Case(joined, start, batch, options or {})
+    return cases
 
 
-# What matters most first: there may be no time for all of them.
-VARIANTS: Mapping[str, Variant] = {
-    "float32 highest": Variant(_as_it_is, "highest", "float32 highest"),
-    "bfloat16 by hand": Variant(lambda make: make(jnp.bfloat16).loss),
-    "bfloat16, autocast": Variant(_by_autocast("bfloat16")),
-    "float16, with loss scaling": Variant(
-        _by_autocast("float16"), ceiling="float16", is_scaled=True
-    ),
-    "float16, autocast": Variant(_by_autocast("float16"), ceiling="float16"),
-    "float32 default": Variant(_as_it_is, ceiling="float32 (TF32)"),
-    "bfloat16, jmp's policy": Variant(_by_policy),
-    "bfloat16, 16-bit gradients": Variant(
-        _by_autocast("bfloat16"), grad_dtype="bfloat16"
-    ),
-    "bfloat16, 16-bit moments": Variant(
-        _by_autocast("bfloat16"), grad_dtype="bfloat16", moments="bfloat16"
-    ),
-    "bfloat16, 8-bit moments": Variant(
-        _by_autocast("bfloat16"), grad_dtype="bfloat16", moments="float8_e4m3fn"
-    ),
-}
-LEAN = (
-    "bfloat16, 16-bit gradients",
-    "bfloat16, 16-bit moments",
-    "bfloat16, 8-bit moments",
-)
-"""Those that need less memory for gradients and moments."""
-BASE = "float32 highest"
-BATCHES_OF = (
-    "bfloat16, autocast",
-    "float32 highest",
-    "bfloat16 by hand",
-    "float16, with loss scaling",
-)
-"""What the largest batch is told of: each is compiled once more for it."""
+BY_HAND, MIXED, TF32 = "bfloat16 by hand", "bfloat16, autocast", "float32 default"
 
 
-class Size(NamedTuple):
-    """A model to train: what makes it for a batch, and how many make a batch."""
+def _optimizers(is_tiny: bool) -> dict[str, Case]:
+    shapes = [(1024 + 8 * i, 4096 - 16 * i) for i in range(30)]
+    if is_tiny:
+        shapes = [(64, 128), (128, 64)]
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    key = jax.random.key(0)
+    ways = {
+        "adamw": by_optimizer(optax.adamw(1e-4)),
+        "loss_scaling": by_optimizer(jmp.loss_scaling(optax.adamw(1e-4))),
+        "as Flax's DynamicScale": by_dynamic_scale(optax.adamw(1e-4)),
+        "apply_if_finite": by_optimizer(optax.apply_if_finite(optax.adamw(1e-4), 5)),
+        **{
+            f"moments in {dtype}": by_optimizer(
+                jmp.low_precision_state(optax.adamw(1e-4), dtype, key=key)
+            )
+            for dtype in ("bfloat16", "float8_e4m3fn")
+        },
+    }
 
-    make: Callable[..., models.Model]
-    batch: int
+    def case(way: Any) -> Case:
+        def step(state: Any, grads: Any) -> tuple[Any, Any]:
+            params, opt_state = way.step(*state, grads)
+            return (params, opt_state), params[0][0, 0]
+
+        def start() -> Any:
+            made = jax.jit(lambda: fill(params, 0))()
+            return made, way.init(made)
+
+        return Case(step, start, params, {})
+
+    return {name: case(way) for name, way in ways.items()}
 
 
-def _transformer(dtype: Any, batch: int, length: int = 1024, **size: Any) -> Any:
-    return models.transformer(dtype, batch=(batch, length), **size)
+def _mlp(is_tiny: bool) -> dict[str, Case]:
+    width, rows = (16, 32) if is_tiny else (4096, 8192)
+    size = Size(functools.partial(mlp_blocks, width=width), rows)
+    found = training(size, (BY_HAND, MIXED, "float8", TF32))
+    of_cublas = training(size, (BY_HAND, MIXED, "float8"), {} if is_tiny else CUBLAS)
+    found.update({f"{name}, cuBLAS": case for name, case in of_cublas.items()})
+    # Last: XLA tries their many small kernels for minutes.
+    return found | training(size, ("int8", "float8_rows"))
 
 
-def _lstm(dtype: Any, batch: int, length: int = 256, **size: Any) -> Any:
-    return models.lstm(dtype, batch=(batch, length), **size)
+def _scan(width: int, names: Sequence[str], is_tiny: bool) -> dict[str, Case]:
+    sizes = {"width": width, "heads": width // 128, "depth": 24, "length": 1024}
+    if is_tiny:
+        sizes = {"width": 16, "heads": 2, "depth": 2, "length": 8, "vocabulary": 32}
+    make = functools.partial(transformer, layout="scan", **sizes)
+    return training(Size(make, 2 if is_tiny else 4), names)
 
 
-MODELS: Mapping[str, Size] = {
-    "transformer (GPT-2 small)": Size(functools.partial(_transformer, depth=12), 8),
-    "ResNet-50, 224 x 224": Size(models.resnet50, 128),
-    "LSTM, 1024 wide": Size(_lstm, 64),
-}
-TINY: Mapping[str, Size] = {
-    "transformer (GPT-2 small)": Size(
-        functools.partial(
-            _transformer, depth=1, width=16, heads=2, vocabulary=32, length=8
+def _attention(is_tiny: bool) -> dict[str, Case]:
+    shape = (1, 8, 2, 8) if is_tiny else (8, 2048, 16, 64)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def case(attention: Callable[..., Any]) -> Case:
+        def loss(q: Any, batch: Any) -> Any:
+            k, v = batch
+            return jnp.mean(attention(q, k, v, is_causal=True) ** 2)
+
+        def step(q: Any, batch: Any) -> tuple[Any, Any]:
+            value, grad = jax.value_and_grad(jmp.autocast(loss))(q, batch)
+            return q - grad, value
+
+        return Case(step, jax.jit(lambda: fill(x, 0)), (x, x), {})
+
+    attention = jax.nn.dot_product_attention
+    own = "xla" if is_tiny else "cudnn"
+    of_cudnn = jmp.low_call(functools.partial(attention, implementation=own))
+    return {
+        "XLA, mixed": case(functools.partial(attention, implementation="xla")),
+        "cuDNN, low_call": case(of_cudnn),
+        "XLA, float32": case(
+            jmp.full_precision(functools.partial(attention, implementation="xla"))
         ),
-        2,
+    }
+
+
+def _of_model(name: str, *variants: str) -> Callable[[bool], dict[str, Case]]:
+    return lambda is_tiny: training((TINY if is_tiny else MODELS)[name], variants)
+
+
+def _vocabulary(is_tiny: bool) -> dict[str, Case]:
+    if is_tiny:
+        return training(TINY["transformer (GPT-2 small)"], (BY_HAND, MIXED))
+    return training(Size(transformer, 16), (BY_HAND, MIXED))
+
+
+PARTS: Mapping[str, Part] = {
+    "optimizers": Part(60, _optimizers),
+    "mlp": Part(90, _mlp),
+    "scan 1024": Part(
+        60, functools.partial(_scan, 1024, (BY_HAND, MIXED, "float8", "O1", TF32))
     ),
-    "ResNet-50, 224 x 224": Size(
-        functools.partial(models.resnet50, size=32, width=4, stages=(1, 1)), 2
+    "scan 2048": Part(70, functools.partial(_scan, 2048, (BY_HAND, MIXED, "float8"))),
+    "lstm": Part(
+        50,
+        _of_model(
+            "LSTM, 1024 wide", BY_HAND, MIXED, "float16, with loss scaling", TF32
+        ),
     ),
-    "LSTM, 1024 wide": Size(functools.partial(_lstm, width=8, length=4), 2),
+    "vocabulary": Part(40, _vocabulary),
+    "attention": Part(30, _attention),
+    "resnet": Part(50, _of_model("ResNet-50, 224 x 224", BY_HAND, MIXED)),
 }
+"""Together with the ceilings, half a minute, eight minutes."""
 
 
 # --------------------------------------------------------------------------- measuring
 
 
 class Measured(NamedTuple):
-    """What a training step is measured to be.
+    """What a step is measured to be.
 
     Attributes:
-      model: the name of the model.
-      variant: how it is trained.
+      part: the name of the part.
+      case: the name of the case.
       milliseconds: of each round of steps, the mean of a step.
-      flops: operations of its matrix products.
-      ceiling: what part of the device's products a second they make.
       memory: bytes that the compiled step needs.
+      compiling: seconds of compiling, beside the other cases of the part.
       roofline: milliseconds that the compiled step takes at least; None where the
         program cannot be read.
-      largest: about the largest batch that fits, from what two batches need; None
-        where there was no time, or the device does not say what it has.
-      is_finite: whether the loss was, at the end.
+      is_finite: whether the last number was.
     """
 
-    model: str
-    variant: str
+    part: str
+    case: str
     milliseconds: tuple[float, ...]
-    flops: float
-    ceiling: float
     memory: int
+    compiling: float
     roofline: float | None
-    largest: int | None
     is_finite: bool
 
     @property
@@ -244,134 +331,102 @@ class Measured(NamedTuple):
         return statistics.median(self.milliseconds)
 
 
-def make_optimizer(variant: Variant) -> Any:
-    """Returns the optimizer of a variant."""
-    optimizer = optax.adamw(1e-4)
-    if variant.moments != "float32":
-        key = jax.random.key(0)
-        optimizer = jmp.low_precision_state(optimizer, variant.moments, key=key)
-    return jmp.loss_scaling(optimizer) if variant.is_scaled else optimizer
+class Compiled(NamedTuple):
+    """A compiled step, and the seconds that it took to compile."""
+
+    step: jax.stages.Compiled
+    seconds: float
 
 
-def make_step(variant: Variant, make: Make) -> Callable[..., Any]:
-    """Returns the training step of a variant."""
-    loss, optimizer = variant.loss(make), make_optimizer(variant)
-
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        with jax.default_matmul_precision(variant.precision):
-            scale = jmp.NoOpLossScale()
-            if variant.is_scaled:
-                scale = jmp.get_loss_scale(opt_state)
-            grad_fn = jmp.value_and_grad(
-                loss, loss_scale=scale, grad_dtype=variant.grad_dtype
-            )
-            value, grads = grad_fn(params, batch)
-        grads = jmp.cast_to_full(grads)  # The optimizer computes in float32.
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return step
+def compile_case(case: Case) -> Compiled:
+    """Compiles a step for the device at hand."""
+    start = time.perf_counter()
+    state = jax.eval_shape(case.state)
+    jitted = jax.jit(case.step, donate_argnums=0)
+    compiled = jitted.lower(state, case.batch).compile(dict(case.options))
+    return Compiled(compiled, time.perf_counter() - start)
 
 
-def step_and_shapes(variant: Variant, size: Size, batch: int) -> tuple[Any, ...]:
-    """Returns the training step of a variant, and the shapes of its arguments."""
-    make = functools.partial(size.make, batch=batch)
-    model = make(None)
-    opt_state = jax.eval_shape(make_optimizer(variant).init, model.params)
-    return make_step(variant, make), model.params, opt_state, model.batch
-
-
-def compile_step(variant: Variant, size: Size, batch: int) -> jax.stages.Compiled:
-    """Compiles a training step for the device at hand."""
-    step, *shapes = step_and_shapes(variant, size, batch)
-    return jax.jit(step, donate_argnums=(0, 1)).lower(*shapes).compile()
-
-
-def largest_batch(small: int, large: int, batch: int) -> int | None:
-    """Returns the batch that fills the device, from what a batch and two of it need."""
-    stats = jax.devices()[0].memory_stats() or {}
-    slope = (large - small) / batch
-    if "bytes_limit" not in stats or slope <= 0:
-        return None
-    return int((stats["bytes_limit"] - (small - slope * batch)) / slope)
+@contextlib.contextmanager
+def compiling(cases: Mapping[str, Case]) -> Iterator[dict[str, Future[Compiled]]]:
+    """Compiles all cases at the same time; at the end it waits for none of them."""
+    pool = ThreadPoolExecutor(len(cases))
+    try:
+        yield {name: pool.submit(compile_case, case) for name, case in cases.items()}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def measure(
-    name: str, size: Size, device: Ceilings, rounds: int, steps: int, until: float
+    part: str, cases: Mapping[str, Case], device: Ceilings, settings: "Settings"
 ) -> list[Measured]:
-    """Measures one model in all variants; what fails or is too late is left out.
-
-    Args:
-      name: of the model.
-      size: the model.
-      device: what the device does at most.
-      rounds: how often the variants take turns.
-      steps: how many steps a turn has.
-      until: when to be done, by ``time.perf_counter``. A part of that time is for
-        compiling; what is left at the end is for larger batches.
-    """
-    start = time.perf_counter()
-    model = size.make(None, batch=size.batch)
-    params, batch = jax.jit(lambda: fill((model.params, model.batch), 0))()
-    flops = flops_of(VARIANTS[BASE], size)
-    compiled: dict[str, Any] = {}
-    states: dict[str, Any] = {}
-    for variant_name, variant in VARIANTS.items():
-        if time.perf_counter() > start + 0.7 * (until - start):
-            print(f"  {variant_name}: left out, there is no time", file=sys.stderr)
-            continue
-        with _telling_failures(variant_name):
-            step = compile_step(variant, size, size.batch)
-            own = jax.tree.map(jnp.copy, params)
-            state = own, jax.tree.map(jnp.array, make_optimizer(variant).init(own))
-            for _ in range(2):  # The second one meets the buffers of the first.
-                state = jax.block_until_ready(step(*state[:2], batch))
-            states[variant_name], compiled[variant_name] = state, step
-        seconds = time.perf_counter() - start
-        print(f"  {seconds:5.0f} s  {variant_name}", file=sys.stderr)
-    times: dict[str, list[float]] = {variant: [] for variant in compiled}
-    for _ in range(rounds):
-        for variant_name, step in compiled.items():
-            with _telling_failures(variant_name):
-                params, opt_state, _ = states[variant_name]
-                begin = time.perf_counter()
-                for _ in range(steps):
-                    params, opt_state, value = step(params, opt_state, batch)
-                jax.block_until_ready(value)
-                each = (time.perf_counter() - begin) / steps
-                states[variant_name] = params, opt_state, value
-                times[variant_name].append(each * 1e3)
-    losses = {variant: state[2] for variant, state in states.items()}
-    states.clear()
-
+    """Measures the cases of a part; what fails or is too late is left out."""
     rows: list[Measured] = []
-    for variant_name, each in times.items():
-        if not each:
-            continue
-        program = read(compiled[variant_name], "h100")
-        rate = flops / (statistics.median(each) / 1e3)
-        row = Measured(
-            model=name,
-            variant=variant_name,
-            milliseconds=tuple(each),
-            flops=flops,
-            ceiling=rate / device.flops[VARIANTS[variant_name].ceiling],
-            memory=program.peak_memory,
-            roofline=roofline(program, device),
-            largest=None,
-            is_finite=bool(jnp.isfinite(losses[variant_name])),
-        )
-        rows.append(row)
-    for variant_name in BATCHES_OF:
-        there = [row.variant for row in rows]
-        if variant_name not in there or time.perf_counter() > until:
-            continue
-        with _telling_failures(variant_name):
-            step = compile_step(VARIANTS[variant_name], size, 2 * size.batch)
-            i, twice = there.index(variant_name), read(step, "h100").peak_memory
-            largest = largest_batch(rows[i].memory, twice, size.batch)
-            rows[i] = rows[i]._replace(largest=largest)
+    # Not a state for each case, where they are alike: two may not fit.
+    states: dict[Any, Any] = {}
+    running: dict[str, tuple[Compiled, Any, Any, int]] = {}
+    with compiling(cases) as futures:
+        for name, future in futures.items():
+            with _telling_failures(name):
+                until = settings.until - settings.reserve
+                compiled = future.result(max(until - time.perf_counter(), 0))
+                case = cases[name]
+                kind = str(jax.eval_shape(case.state))
+                if kind not in states:
+                    states[kind] = case.state()
+                batch = jax.jit(lambda case=case: fill(case.batch, 1))()
+                seconds = 0.0
+                for _ in range(2):  # The second one meets the buffers of the first.
+                    start = time.perf_counter()
+                    states[kind], value = compiled.step(states[kind], batch)
+                    jax.block_until_ready(value)
+                    seconds = time.perf_counter() - start
+                steps = max(1, math.ceil(settings.round_seconds / seconds))
+                running[name] = compiled, kind, batch, steps
+    times: dict[str, list[float]] = {name: [] for name in running}
+    values: dict[str, Any] = {}
+    for _ in range(settings.rounds):
+        for name, (compiled, kind, batch, steps) in running.items():
+            with _telling_failures(name):
+                start = time.perf_counter()
+                for _ in range(steps):
+                    states[kind], values[name] = compiled.step(states[kind], batch)
+                jax.block_until_ready(values[name])
+                times[name].append((time.perf_counter() - start) / steps * 1e3)
+        if time.perf_counter() > settings.until:
+            break
+    for name, (compiled, *_) in running.items():
+        if times[name]:
+            program = read(compiled.step, "h100")
+            rows.append(
+                Measured(
+                    part=part,
+                    case=name,
+                    milliseconds=tuple(times[name]),
+                    memory=program.peak_memory,
+                    compiling=compiled.seconds,
+                    roofline=roofline(program, device),
+                    is_finite=bool(jnp.isfinite(values[name])),
+                )
+            )
+            print(line(rows[-1], rows[0]), flush=True)
     return rows
+
+
+class Settings(NamedTuple):
+    """How a part is measured.
+
+    Attributes:
+      until: when to be done, by ``time.perf_counter``.
+      reserve: seconds before that when nothing is compiled any more.
+      rounds: how often the cases take turns.
+      round_seconds: how long a turn takes at least.
+    """
+
+    until: float
+    reserve: float = 15.0
+    rounds: int = 5
+    round_seconds: float = 0.25
 
 
 @contextlib.contextmanager
@@ -379,17 +434,11 @@ def _telling_failures(what: str) -> Iterator[None]:
     """Prints what fails inside: the others are still worth knowing."""
     try:
         yield
+    except TimeoutError:
+        print(f"  {what}: left out, there is no time", file=sys.stderr)
     except Exception:
         print(f"  {what} failed:", file=sys.stderr)
         traceback.print_exc()
-
-
-def flops_of(variant: Variant, size: Size) -> float:
-    """Returns the operations of all matrix products of a training step."""
-    make = functools.partial(size.make, batch=size.batch)
-    model = make(None)
-    told = jmp.explain(jax.grad(variant.loss(make)), "O0")(model.params, model.batch)
-    return float(sum(told.totals.flops.values()))
 
 
 def roofline(program: Program, device: Ceilings) -> float | None:
@@ -397,6 +446,72 @@ def roofline(program: Program, device: Ceilings) -> float | None:
     with _telling_failures("reading a program"):  # The text of another compiler.
         return program.roofline_on(device.target()) * 1e3
     return None
+
+
+# --------------------------------------------------------------------------- profiling
+
+
+class Timed(NamedTuple):
+    """A kernel, measured.
+
+    Attributes:
+      name: of the kernel.
+      milliseconds: in one step, all its runs.
+      least: the least that they take at the ceilings; None for one that the compiled
+        program does not name.
+    """
+
+    name: str
+    milliseconds: float
+    least: float | None
+
+    @property
+    def lost(self) -> float:
+        """Milliseconds above the least."""
+        return self.milliseconds - (self.least or 0.0)
+
+
+def profile(case: Case, device: Ceilings, steps: int = 3) -> list[Timed]:
+    """Returns the kernels of a step, those that lose most first."""
+    compiled = compile_case(case).step
+    state, batch = case.state(), jax.jit(lambda: fill(case.batch, 1))()
+    state, _ = jax.block_until_ready(compiled(state, batch))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                state, value = compiled(state, batch)
+            jax.block_until_ready(value)
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        spent = _nanoseconds(ProfileData.from_file(str(path)))
+    least: Counter[str] = Counter()
+    with _telling_failures("reading a program"):
+        for row in read(compiled, "h100").rows:
+            least[row.name] += row.trips * seconds_of(device.target(), row) * 1e3
+    rows = [
+        Timed(name, ns / steps / 1e6, least.get(name)) for name, ns in spent.items()
+    ]
+    return sorted(rows, key=lambda row: -row.lost)
+
+
+def _nanoseconds(data: ProfileData) -> Counter[str]:
+    """Returns the time of each instruction of a trace, in all its runs."""
+    spent: Counter[str] = Counter()
+    for plane in data.planes:
+        for event in (event for lane in plane.lines for event in lane.events):
+            names = {key: value for key, value in event.stats if key == "hlo_op"}
+            if names:
+                spent[str(names["hlo_op"])] += event.duration_ns
+    return spent
+
+
+def profile_table(rows: Sequence[Timed], count: int = 15) -> str:
+    """Returns the kernels that lose most as text."""
+    total = sum(row.milliseconds for row in rows)
+    lines = [f"{'ms':>9}{'least':>9}{'lost':>9}  kernel ({total:.3f} ms in all)"]
+    for row in rows[:count]:
+        least = "" if row.least is None else f"{row.least:.3f}"
+        lines.append(f"{row.milliseconds:>9.3f}{least:>9}{row.lost:>9.3f}  {row.name}")
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------ tables
@@ -408,25 +523,34 @@ def ceilings_table(found: Ceilings) -> str:
     return "\n".join([*lines, f"{'copies':17}{found.bandwidth / 1e9:8.0f} GB/s"])
 
 
+HEADING = f"{'':28}" + "".join(
+    f"{name:>{width}}"
+    for name, width in zip(
+        ("ms/step", "spread", "/ first", "least", "GB", "s comp."),
+        (9, 7, 8, 9, 7, 8),
+        strict=True,
+    )
+)
+
+
+def line(row: Measured, first: Measured) -> str:
+    """Returns a row as text, beside the first one of its part."""
+    spread = (max(row.milliseconds) - min(row.milliseconds)) / row.median
+    least = "" if row.roofline is None else f"{row.roofline:.2f}"
+    note = "" if row.is_finite else "  not finite"
+    return (
+        f"  {row.case:26}{row.median:>9.2f}{spread:>7.0%}"
+        f"{row.median / first.median:>8.2f}{least:>9}{row.memory / 1e9:>7.2f}"
+        f"{row.compiling:>8.1f}{note}"
+    )
+
+
 def table(rows: Sequence[Measured]) -> str:
-    """Returns the rows of one model as text."""
-    by_name = {row.variant: row for row in rows}
-    lines = [
-        f"{rows[0].model:28}{'ms/step':>8}{'spread':>7}{'speed-up':>9}{'ceiling':>8}"
-        f"{'GB':>7}{'of f32':>7}{'roofline':>9}{'batch':>6}"
-    ]
-    for row in rows:
-        base, f32 = by_name.get(BASE), by_name.get("float32 default")
-        speed = f"{base.median / row.median:.2f}" if base else ""
-        share = f"{row.memory / f32.memory:.2f}" if f32 else ""
-        spread = (max(row.milliseconds) - min(row.milliseconds)) / row.median
-        least = "" if row.roofline is None else f"{row.roofline:.2f}"
-        note = "" if row.is_finite else "  loss not finite"
-        lines.append(
-            f"  {row.variant:26}{row.median:>8.2f}{spread:>7.0%}{speed:>9}"
-            f"{row.ceiling:>8.0%}{row.memory / 1e9:>7.2f}{share:>7}{least:>9}"
-            f"{row.largest or '':>6}{note}"
-        )
+    """Returns the rows of all parts as text."""
+    lines = [HEADING]
+    for part in dict.fromkeys(row.part for row in rows):
+        own = [row for row in rows if row.part == part]
+        lines += [part, *(line(row, own[0]) for row in own)]
     return "\n".join(lines)
 
 
@@ -434,36 +558,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the tables, and writes them as JSON where that is wanted."""
     parser = argparse.ArgumentParser("python3 -m benchmarks.gpu")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--profile", choices=PARTS, help="a part: time its kernels")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="in each round")
-    parser.add_argument("--minutes", type=float, default=7.0, help="for all models")
     parser.add_argument("--json", type=pathlib.Path, help="folder to write to")
     options = parser.parse_args(argv)
     # Flax promotes by itself.
     jax.config.update("jax_numpy_dtype_promotion", "standard")
-    told = stamp(rounds=options.rounds, steps=options.steps, tiny=options.tiny)
+    told = stamp(rounds=options.rounds, tiny=options.tiny)
     told["device"] = device_name()
     print(f"{told['device']}, jax {jax.__version__}")
     found = ceilings(64 if options.tiny else 8192, 2 if options.tiny else 20)
     print(ceilings_table(found), flush=True)
     told["ceilings"] = found._asdict()
     rows: list[Measured] = []
-    sizes = TINY if options.tiny else MODELS
-    end = time.perf_counter() + 60 * options.minutes
-    for i, name in enumerate(options.models):
-        print(name, file=sys.stderr, flush=True)
-        now = time.perf_counter()
-        until = now + (end - now) / (len(options.models) - i)
+    print(HEADING)
+    for name in options.parts:
+        print(name, flush=True)
         with _telling_failures(name):
-            measured = measure(
-                name, sizes[name], found, options.rounds, options.steps, until
+            part = PARTS[name]
+            settings = Settings(
+                time.perf_counter() + part.seconds,
+                rounds=options.rounds,
+                round_seconds=0.001 if options.tiny else 0.25,
             )
-            if measured:
-                print("\n" + table(measured), flush=True)
-            rows += measured
+            rows += measure(name, part.cases(options.tiny), found, settings)
         # Now: what follows may take too long.
         write(options.json, "gpu", told, rows=rows)
+    if options.profile:
+        for name, case in PARTS[options.profile].cases(options.tiny).items():
+            with _telling_failures(name):
+                print(f"\n{options.profile}: {name}")
+                print(profile_table(profile(case, found)), flush=True)
 
 
 if __name__ == "__main__":

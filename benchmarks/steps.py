@@ -1,7 +1,8 @@
 """Whole training steps as XLA compiles them for an H100, where there is none.
 
-The models and variants of `benchmarks.gpu`, whose times only a device can tell: the
-least that the compiled step takes, and what it needs. Exact: no clock, no device.
+The models and variants of `benchmarks.training_steps`, whose times only a device can
+tell: the least that the compiled step takes, and what it needs. Exact: no clock, no
+device.
 
     .venv/bin/python -m benchmarks.steps --json benchmarks/results
 """
@@ -14,8 +15,15 @@ from typing import NamedTuple
 import jax
 
 from benchmarks.compiled import compile_for, missing
-from benchmarks.gpu import BASE, MODELS, TINY, VARIANTS, Size, step_and_shapes
 from benchmarks.report import stamp, write
+from benchmarks.training_steps import (
+    BASE,
+    MODELS,
+    TINY,
+    VARIANTS,
+    Size,
+    step_and_shapes,
+)
 
 TARGET = "h100"
 

@@ -118,7 +118,7 @@ def not_defined(program, transform):
     return None
 
 
-# ------------------------------------------------------ products in float8, in all forms
+# ----------------------------------------------------- products in float8, in all forms
 
 
 def in_float8(fun):

@@ -108,8 +108,8 @@ def test_an_index_that_picks_the_label_costs_no_more_than_a_mask(target):
         autocast, rules=get_rules("mixed").without_pass("labels")
     )
     assert spared(autocast) == (0, 0)
-    assert spared(without) == ((2, 0.5) if target == "h100" else (0, 0))
-    assert spared(lambda loss: loss) == (0, 0)
+    assert spared(without) == ((2, 0.97) if target == "h100" else (0, 0))
+    assert spared(lambda loss: loss) == ((0, 1) if target == "h100" else (0, 0))
 
 
 # ------------------------------------------------------------- parameters in 16 bits
@@ -144,12 +144,12 @@ WITH_16_BITS = {
     "tied table": tied,
 }
 AT_MOST = {
-    ("transformer", "h100"): (0.93, 0.88),
-    ("stack of blocks", "h100"): (0.95, 0.87),
-    ("recomputed stack", "h100"): (0.93, 0.87),
-    ("recurrent", "h100"): (0.98, 0.98),
-    ("mlp", "h100"): (0.72, 0.77),
-    ("tied table", "h100"): (0.94, 0.91),
+    ("transformer", "h100"): (0.97, 0.82),
+    ("stack of blocks", "h100"): (0.96, 0.82),
+    ("recomputed stack", "h100"): (0.95, 0.76),
+    ("recurrent", "h100"): (0.99, 0.82),
+    ("mlp", "h100"): (0.74, 0.62),
+    ("tied table", "h100"): (0.97, 0.77),
     ("recurrent", "v5e"): (0.65, 0.61),
     ("mlp", "v5e"): (0.61, 0.56),
     ("tied table", "v5e"): (0.48, 0.51),
@@ -185,4 +185,4 @@ def test_a_recurrent_network_without_a_gradient_moves_what_code_by_hand_does():
     with jax.numpy_dtype_promotion("standard"):
         found = compile_for("h100", autocast(low.loss), low.params, low.batch)
         expected = compile_for("h100", by_hand.loss, by_hand.params, by_hand.batch)
-    assert found.bytes_moved < 1.04 * expected.bytes_moved
+    assert found.bytes_moved < 1.05 * expected.bytes_moved

@@ -137,17 +137,19 @@ def test_gradients_are_at_least_as_near_to_float32_as_by_hand(kind):
 # Bytes moved and peak memory.
 COMPILED = {
     "h100": {
-        ("unrolled", "mixed"): (1.021, 1.0),
-        ("jit", "mixed"): (1.021, 1.0),
-        ("scan", "mixed"): (0.779, 0.719),
-        ("remat", "mixed"): (1.014, 1.0),
-        ("scan + remat", "mixed"): (1.029, 1.0),
-        ("resnet", "mixed"): (1.017, 1.0),
-        ("lstm", "mixed"): (0.388, 0.908),
+        ("unrolled", "mixed"): (1.007, 1.008),
+        ("jit", "mixed"): (1.014, 1.008),
+        ("scan", "mixed"): (0.794, 0.660),
+        ("remat", "mixed"): (1.011, 1.0),
+        ("scan + remat", "mixed"): (1.004, 1.0),
+        ("resnet", "mixed"): (1.017, 1.008),
+        ("lstm", "mixed"): (0.475, 0.966),
         # Their last layer is a tail: its bias is added in float32. XLA does not fuse
         # this addition with the sum over rows that is the gradient of the bias.
-        ("mlp", "mixed"): (1.050, 1.0),
-        ("nnx", "mixed"): (1.064, 0.963),
+        ("mlp", "mixed"): (1.042, 1.0),
+        # XLA splits the sum of a product, and holds the parts a little longer. At full
+        # size the peak is 1.06.
+        ("nnx", "mixed"): (1.051, 1.198),
     },
     "v5e": {
         ("unrolled", "mixed"): (1.0, 1.0),

@@ -963,10 +963,11 @@ def test_the_backward_pass_of_a_scan_writes_its_stacks_in_place(target):
         return layers(x, stack).astype(jnp.float32).sum()
 
     found = compile_for(target, jax.grad(loss, (0, 1)), STATE, STACKED)
-    assert found.matmuls == {"bf16": 3 * LAYERS}
+    assert sum(found.matmuls.values()) == 3 * LAYERS
+    assert {dtypes.split("->")[0] for dtypes in found.matmuls} == {"bf16"}
     # Forward and backward touch a few layers and states a trip, never a whole stack.
     trip = 2 * (2048 * 512 + 512 * 512)
-    assert found.bytes_moved < 25 * LAYERS * trip
+    assert found.bytes_moved < 28 * LAYERS * trip
 
 
 @pytest.mark.targets

@@ -25,7 +25,7 @@ from benchmarks.formats.wire import Sent
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-COMPARED = Compared("4 blocks, scan", "h100", 64, 32, 2000, 0.9, 0.8, 0.7, 1.5, 72, 1)
+COMPARED = Compared("4 blocks, scan", "h100", 64, 32, 2000, 0.9, 0.8, 0.7, 1.5, 0.75)
 
 
 @pytest.mark.benchmarks
@@ -46,7 +46,7 @@ def test_tables_show_the_numbers_that_were_measured():
     shared, _, cells, _ = transformers.models_table([COMPARED, wider]).splitlines()
     assert shared == "target h100, length 32, smallest 2000:"
     ratios = ("0.90", "0.80", "0.70", "1.50")
-    assert cells.split()[3:] == ["64", *ratios, "72", "1"]
+    assert cells.split()[3:] == ["64", *ratios, "75%"]
     sent = Sent("FSDP", "float8", 1.5, 0.25, {"bf16": 10.0, "f8e4m3fn": 5.0})
     (_, line) = wire.sent_table([sent]).splitlines()
     assert line.split()[-6:] == ["1.50", "15", "10", "bf16,", "5", "f8e4m3fn"]
@@ -143,7 +143,7 @@ def test_the_tables_are_written_and_drawn(tmp_path, monkeypatch):
     every.main([*small, *options, *out])
     written = json.loads((tmp_path / "formats.json").read_text())
     assert [row["width"] for row in written["widths"]] == [128]
-    assert written["widths"][0]["raised"] == 0
+    assert 0 < written["widths"][0]["share"] < 1
     assert (tmp_path / "float8.png").stat().st_size > 10_000
     assert [row["number_format"] for row in written["chips"]] == [*chips.FORMATS] * 2
     assert all(row["cost"] > 0 for row in written["chips"])

@@ -2,74 +2,86 @@
 
 import json
 import re
+import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import gpu, steps
+from benchmarks import gpu, steps, training_steps
 from benchmarks.compiled import H100, missing
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-
-TINY = ["--tiny", "--rounds", "2", "--steps", "1"]
-TRANSFORMER, RESNET, LSTM = gpu.MODELS
+LSTM = "LSTM, 1024 wide"
+EVERY_PART = ["--parts", *gpu.PARTS]
 
 
 def run(tmp_path, *options):
-    gpu.main([*TINY, "--json", str(tmp_path), *options])
+    gpu.main(["--tiny", "--rounds", "2", "--json", str(tmp_path), *options])
     return json.loads((tmp_path / "gpu.json").read_text())
 
 
-def test_every_variant_of_a_model_trains_and_has_a_row(tmp_path, capsys):
-    written = run(tmp_path, "--models", LSTM)
+def test_a_part_has_a_row_for_each_case_and_a_profile(tmp_path, capsys):
+    options = ["--parts", "attention", "--profile", "attention"]
+    written = run(tmp_path, *options)
     out = capsys.readouterr().out
-    assert [row["variant"] for row in written["rows"]] == list(gpu.VARIANTS)
+    names = list(gpu.PARTS["attention"].cases(True))
+    assert [row["case"] for row in written["rows"]] == names
     for row in written["rows"]:
-        assert row["variant"] in out
+        assert row["case"] in out
         assert row["is_finite"]
         assert len(row["milliseconds"]) == 2
         assert row["memory"] > 0
-        assert row["flops"] == written["rows"][0]["flops"] > 0
+        assert row["compiling"] > 0
     assert written["device"] in out
     assert set(written["ceilings"]["flops"]) == set(gpu.PRODUCTS)
+    kernels = re.findall(r"^ +[\d.]+ +([\d.]+) +-?[\d.]+  [\w.]+$", out, re.MULTILINE)
+    assert any(float(least) > 0 for least in kernels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [RESNET, TRANSFORMER])
-def test_the_other_models_train_too(tmp_path, monkeypatch, model):
-    names = (gpu.BASE, "bfloat16 by hand", "float16, autocast")
-    monkeypatch.setattr(gpu, "VARIANTS", {name: gpu.VARIANTS[name] for name in names})
-    written = run(tmp_path, "--models", model)
-    assert [row["variant"] for row in written["rows"]] == list(names)
+def test_every_part_runs(tmp_path):
+    written = run(tmp_path, *EVERY_PART)
+    found = [(row["part"], row["case"]) for row in written["rows"]]
+    expected = [(n, case) for n, part in gpu.PARTS.items() for case in part.cases(True)]
+    assert found == expected
     assert all(row["is_finite"] for row in written["rows"])
 
 
-@pytest.mark.slow
-def test_a_model_or_a_variant_that_fails_leaves_the_others(
-    tmp_path, monkeypatch, capsys
-):
-    def fails(*args, **kwargs):
+def test_all_parts_take_eight_minutes_at_most():
+    # The ceilings take half a minute.
+    assert sum(part.seconds for part in gpu.PARTS.values()) + 30 <= 8 * 60
+
+
+def test_a_case_that_fails_or_is_too_late_leaves_the_others(capsys):
+    def fails(state, batch):
         raise RuntimeError("out of memory")
 
-    broken = gpu.TINY[TRANSFORMER]._replace(make=fails)
-    monkeypatch.setitem(gpu.TINY, TRANSFORMER, broken)
-    of_variant = gpu.VARIANTS["bfloat16 by hand"]._replace(loss=fails)
-    monkeypatch.setitem(gpu.VARIANTS, "bfloat16 by hand", of_variant)
-    written = run(tmp_path, "--models", TRANSFORMER, LSTM)
-    names = [row["variant"] for row in written["rows"]]
-    assert names == [name for name in gpu.VARIANTS if name != "bfloat16 by hand"]
-    assert {row["model"] for row in written["rows"]} == {LSTM}
-    assert "out of memory" in capsys.readouterr().err
+    def slow(state, batch):
+        time.sleep(3)  # While it is traced.
+        return state + batch, state[0]
 
-
-def test_without_time_nothing_is_measured(tmp_path):
-    assert run(tmp_path, "--models", LSTM, "--minutes", "0")["rows"] == []
+    array = jax.ShapeDtypeStruct((4,), jnp.float32)
+    steps = {"good": lambda state, batch: (state + batch, state[0])}
+    steps |= {"bad": fails, "late": slow}
+    cases = {
+        name: gpu.Case(step, lambda: jnp.ones(4), array, {})
+        for name, step in steps.items()
+    }
+    settings = gpu.Settings(time.perf_counter() + 2, 0.5, 2, 0.001)
+    device = gpu.Ceilings({"bfloat16": 1e12}, 1e12)
+    (row,) = gpu.measure("a part", cases, device, settings)
+    assert row.case == "good"
+    err = capsys.readouterr().err
+    assert "out of memory" in err
+    assert "late: left out" in err
 
 
 def test_the_variants_are_what_their_names_say():
-    for name, variant in gpu.VARIANTS.items():
-        step, *shapes = gpu.step_and_shapes(variant, gpu.TINY[LSTM], 2)
+    for name, variant in training_steps.VARIANTS.items():
+        size = training_steps.TINY[LSTM]
+        step, *shapes = training_steps.step_and_shapes(variant, size, 2)
         text = str(jax.make_jaxpr(step)(*shapes))
         dtype = {"b": "bf16", "f": "f16"}[name[0]] if "16" in name else "f32"
         products = [line for line in text.splitlines() if "= dot_general" in line]
@@ -81,22 +93,22 @@ def test_the_variants_are_what_their_names_say():
         assert bool(re.search(r"= lt \w+ inf", text)) == variant.is_scaled
 
 
-def test_the_largest_batch_fills_the_memory(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 1000}
-
-    monkeypatch.setattr(gpu.jax, "devices", lambda: [Device()])
-    assert gpu.largest_batch(small=140, large=180, batch=4) == 90  # 100 + 10 each.
-    assert gpu.largest_batch(small=140, large=140, batch=4) is None
+def test_the_formats_at_full_size_are_in_the_programs():
+    for name in ("float8", "float8_rows", "int8"):
+        case = gpu.PARTS["mlp"].cases(False)[name]
+        state = jax.eval_shape(case.state)
+        text = str(jax.make_jaxpr(case.step)(state, case.batch))
+        assert {"float8": "f8_e4m3fn", "int8": "int8"}.get(
+            name, "float8_e4m3fn"
+        ) in text
 
 
 def test_ceilings_replace_those_of_the_data_sheet():
     flops = {name: float(i) for i, name in enumerate(gpu.PRODUCTS, 1)}
     target = gpu.Ceilings(flops, 7.0).target()
     assert target.bandwidth == 7.0
-    assert target.flops["f32", "highest"] == 1.0
-    assert target.flops["bf16", "default"] == 3.0
+    assert target.flops["bf16", "default"] == 1.0
+    assert target.flops["f8", "highest"] == 6.0
     assert target.flops["f64", "default"] == H100.flops["f64", "default"]
 
 

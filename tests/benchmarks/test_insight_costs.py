@@ -57,13 +57,13 @@ def test_watching_costs_more_kernels_and_little_memory(tmp_path):
     main([*options, "--compared", "mlp", "--json", str(tmp_path)])
     written = json.loads((tmp_path / "insight.json").read_text())
     (row, sampled), (both,) = written["watched"], written["compared"]
-    assert 1 < sampled["moved"] < 1.1
+    assert 1 < sampled["moved"] < 1.2
     assert sampled["kernels"] < 4
     assert row["ops"] > 30
-    assert 1 < row["moved"] < 1.1
+    assert 1 < row["moved"] < 1.3
     assert 1 < row["kernels"] < 4
-    assert 1 < row["roofline"] < 1.1
-    assert row["peak"] < 1.1
+    assert 1 < row["roofline"] < 1.3
+    assert row["peak"] < 1.2
     assert 1 + both["float32"] < both["moved"] < 4
 
 

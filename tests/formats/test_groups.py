@@ -300,14 +300,14 @@ def test_compare_runs_products_of_groups_in_float32_too(name):
 
 
 @pytest.mark.targets
-def test_on_an_h100_float8_takes_two_thirds_of_groups_in_16_bits():
+def test_on_an_h100_float8_takes_three_quarters_of_groups_in_16_bits():
     if missing("h100"):
         pytest.skip(missing("h100"))
     low, mixed = (
         experts.measure_mixture("h100", 256, 1024, f"groups, {name}")
         for name in ("float8", "mixed")
     )
-    assert low.cost < 0.66 * mixed.cost
+    assert low.cost < 0.75 * mixed.cost
 
 
 @pytest.mark.targets
