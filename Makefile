@@ -10,7 +10,7 @@ ARGS ?=
 BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep
 
 .PHONY: help demo test test-benchmarks slow targets mutants docs benchmarks
-.PHONY: notebooks notebooks-newest
+.PHONY: notebooks notebooks-newest gpu-tests
 .PHONY: lint format types clean thirdparty jax-tests
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-benchmarks  the tests of the benchmarks"
 	@echo "make slow     the tests that take longer, notebooks among them"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
+	@echo "make gpu-tests  the laws on an NVIDIA GPU, where there is one (two minutes)"
 	@echo "make mutants  plant faults in the package, and count those that tests catch"
 	@echo "make notebooks  run the notebooks from their text halves"
 	@echo "make notebooks-newest  run them with the newest JAX, and write nothing"
@@ -56,6 +57,10 @@ jax-tests: $(VENV)/.test
 
 targets: $(VENV)/.targets
 	$(BIN)/python -m pytest -m targets --numprocesses auto --dist loadscope $(ARGS)
+
+# For a machine with a GPU and a JAX that knows it; elsewhere the tests are skipped.
+gpu-tests: $(VENV)/.test
+	JAX_PLATFORMS= $(BIN)/python -m pytest -q -m slow tests/gpu $(ARGS)
 
 notebooks: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m notebooks.run $(ARGS)

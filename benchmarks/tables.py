@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks import (
     accuracy,
     autocast,
+    clock,
     gpu,
     growth,
     head,
@@ -26,6 +27,7 @@ from benchmarks import (
     moments,
     state_training,
     steps,
+    training_steps,
 )
 from benchmarks.formats import (
     chips,
@@ -57,7 +59,7 @@ _BLOCK = re.compile(
     r"(```\n|<!-- end -->\n)",
     re.DOTALL,
 )
-_LEAN = ("float32 default", "bfloat16, autocast", *gpu.LEAN)
+_LEAN = ("float32 default", "bfloat16, autocast", *training_steps.LEAN)
 _NOT_MEASURED = "Not measured on a device yet."
 
 
@@ -156,7 +158,7 @@ def _thirdparty(rows: Sequence[measure.Row]) -> str:
 
 def _gpu(results: Mapping[str, Any]) -> str:
     ceilings = gpu.ceilings_table(gpu.Ceilings(**results["ceilings"]))
-    rows = _by_model(_rows(results, "rows", gpu.Measured), gpu.table)
+    rows = gpu.table(_rows(results, "rows", gpu.Measured))
     return f"{results['device']}\n{ceilings}\n\n{rows}"
 
 
@@ -199,6 +201,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         _rows(results, "trained", training.Trained)
     ),
     "gpu": _gpu,
+    "h200": clock.table,
     "growth.depths": lambda results: growth.depth_table(
         _rows(results, "depths", growth.Depth)
     ),
@@ -245,7 +248,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         [
             r
             for r in _rows(results, "rows", steps.Predicted)
-            if r.variant not in gpu.LEAN
+            if r.variant not in training_steps.LEAN
         ],
         steps.table,
     ),
