@@ -215,11 +215,13 @@ class Scaled:
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
         dtype = lhs.array.dtype
-        pairs = zip((lhs, rhs), (self.lhs, self.rhs), axes.contracted, strict=True)
-        if self.dtype is None:
-            left, right = (_dequantized(*each[:2]) for each in pairs)
+        if self.lhs is None or self.rhs is None:
+            pairs = (lhs, self.lhs), (rhs, self.rhs)
+            left, right = (_dequantized(*pair) for pair in pairs)
             return axes.product(left, right, None, dtype, out_sharding)
-        left, right = (_with_one_scale(_scaled(*each[:2]), each[2]) for each in pairs)
+        on_left, on_right = axes.contracted
+        left = _with_one_scale(_scaled(lhs, self.lhs), on_left)
+        right = _with_one_scale(_scaled(rhs, self.rhs), on_right)
         # By default a GPU's float8 kernel accumulates with fewer digits than float32.
         # XLA for TPUs does not compile a product of groups that asks for more.
         is_precise = self.is_backward and isinstance(axes, Dimensions)

@@ -4,6 +4,7 @@ After autocast and ``master_weights``, the moments of Adam are the largest array
 training: in float32, 8 of 16 bytes a parameter.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from jmp_lite.casting.types import (
 from jmp_lite.optimizers.moment_formats import choose_formats, is_large
 from jmp_lite.optimizers.moments import Moment, known_moments
 from jmp_lite.optimizers.parameters import check_key
-from jmp_lite.optimizers.random_bits import draw_words, random_bits
+from jmp_lite.optimizers.random_bits import Words, draw_words, random_bits
 from jmp_lite.optimizers.storage import (
     Stored,
     is_stored,
@@ -196,21 +197,29 @@ def low_precision_state(
             now, later = jax.random.split(state.key)
             words = draw_words(now)
 
-        def stored_again(
-            number: int, x: Leaf, low: Stored | None, scale: Array | None
-        ) -> Stored:
-            if low is None or not is_floating(x):
-                return Stored(x)
-            bits = None if words is None else random_bits(words, number, x)
-            return store(x.astype(jnp.float32), low.numbers.dtype, bits, scale)
-
         lows = [low for _, low in stored]
         leaves = refuse_derivatives(jax.tree.leaves(after), lows)
-        scales = scales_like(leaves, lows)
-        again = [*map(stored_again, range(len(leaves)), leaves, lows, scales)]
+        again = _stored_again(leaves, lows, words)
         return steps, packed(structure.unflatten(again), later, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _stored_again(
+    leaves: Sequence[Leaf], before: Sequence[Stored | None], words: Words | None
+) -> list[Stored]:
+    """Stores the leaves of a state as those that they replace; None is as it is."""
+
+    def store_one(
+        number: int, x: Leaf, low: Stored | None, scale: Array | None
+    ) -> Stored:
+        if low is None or not is_floating(x):
+            return Stored(x)
+        bits = None if words is None else random_bits(words, number, x)
+        return store(x.astype(jnp.float32), low.numbers.dtype, bits, scale)
+
+    scales = scales_like(leaves, before)
+    return [*map(store_one, range(len(leaves)), leaves, before, scales)]
 
 
 _STATE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")

@@ -116,13 +116,16 @@ def round_in_range(x: AnyArray, grid: Grid, random_bits: Array) -> Array:
     """
     dropped = np.uint32(jnp.finfo(jnp.float32).nmant - grid.mantissa_bits)
     normal = np.float32(grid.least * 2.0**grid.mantissa_bits)
-    if has_fewer_exponents := normal > jnp.finfo(jnp.float32).tiny:
-        added = jnp.where(x < 0, -normal, normal)
-        added = jnp.where(jnp.abs(x) < normal, added, np.float32(0))
-        x = x + added
-    bits = lax.bitcast_convert_type(x, jnp.uint32) + (random_bits >> (32 - dropped))
-    rounded = lax.bitcast_convert_type(bits >> dropped << dropped, jnp.float32)
-    return rounded - added if has_fewer_exponents else rounded
+
+    def carry(x: AnyArray) -> Array:
+        bits = lax.bitcast_convert_type(x, jnp.uint32) + (random_bits >> (32 - dropped))
+        return lax.bitcast_convert_type(bits >> dropped << dropped, jnp.float32)
+
+    if normal <= jnp.finfo(jnp.float32).tiny:  # It has the exponents of float32.
+        return carry(x)
+    added = jnp.where(x < 0, -normal, normal)
+    added = jnp.where(jnp.abs(x) < normal, added, np.float32(0))
+    return carry(x + added) - added
 
 
 def _spacing(x: Array, grid: Grid) -> Array:

@@ -42,7 +42,9 @@ SQUARES = np.dtype("uint8")
 _LARGEST_SQUARE = np.float32(2.0**126)
 # Bits of float32 numbers.
 _MANTISSA, _SIGN = np.int32(0x007FFFFF), np.int32(-(2**31))
-_LEAST_SCALE, _INFINITY, _NAN = np.float32([2.0**-100, np.inf, np.nan]).view(np.int32)
+_LEAST_SCALE, _INFINITY, _NAN = (
+    np.float32(x).view(np.int32) for x in (2.0**-100, np.inf, np.nan)
+)
 _SHORTEST_ROW = 128
 """The scale of a shorter row would take more than 3 % of the row's memory."""
 
