@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,7 +25,7 @@ from jmp_lite.formats.eight_bits import (
     EightBits,
     parse_smallest,
 )
-from jmp_lite.formats.number_format import Product
+from jmp_lite.formats.number_format import Advice, Product
 from jmp_lite.jaxprs import bilinear, params
 from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
 from jmp_lite.jaxprs.bilinear import ProductOperand
@@ -68,6 +69,17 @@ class RowsFormat(EightBits):
     def needs_bfloat16(self) -> bool:
         """Whether the compute dtype has to be bfloat16."""
         return self.forward != "int8"
+
+    def advice(self, code: str) -> Advice | None:
+        """Returns the lint for products with the code of a verdict, or None."""
+        if not code and self.forward == "int8" and jax.default_backend() == "gpu":
+            return Advice(
+                "int8 on a GPU",
+                'Use the preset "float8" or "mixed"',
+                "an H200 takes 1.7 times as long for MLP blocks of width 4,096 with "
+                "products in int8 as with products in 16 bits",
+            )
+        return super().advice(code)
 
     def dtype(self, low: Dtype) -> Dtype:
         """Returns the dtype of operands."""

@@ -86,6 +86,16 @@ def test_products_of_weights_have_the_format_and_explain_shows_why_others_do_not
     assert f"small {name} product" in {lint.name for lint in lints}
 
 
+def test_explain_advises_against_int8_on_a_gpu(monkeypatch):
+    def lints(name):
+        return [lint.name for lint in jmp.explain(block, RULES[name])(X, W, V).lints]
+
+    assert lints("int8") == []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert {*lints("int8")} == {"int8 on a GPU"}
+    assert lints("float8_rows") == []
+
+
 def test_float8_by_rows_is_for_bfloat16_and_int8_for_both():
     for name, code in (("int8", "op"), ("float8_rows", "float8_rows_compute_dtype")):
         rules = dataclasses.replace(RULES[name], compute_dtype="float16")
