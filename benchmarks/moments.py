@@ -36,18 +36,21 @@ class Format(NamedTuple):
     """How an array is stored.
 
     Attributes:
-      store: from an array and random bits to what is stored.
+      scale: from an array to its scales.
+      store: from an array, random bits and scales to what is stored.
       restore: back to an array of a shape.
     """
 
-    store: Callable[[Any, Any], Any]
+    scale: Callable[[Any], Any]
+    store: Callable[[Any, Any, Any], Any]
     restore: Callable[[Any, tuple[int, ...]], Any]
 
 
 def by_rows(dtype: Any) -> Format:
     """The format of ``low_precision_state``."""
     return Format(
-        lambda x, bits: storage.store(x, dtype, bits, storage.row_scales(x, dtype)),
+        lambda x: storage.row_scales(x, dtype),
+        lambda x, bits, scale: storage.store(x, dtype, bits, scale),
         lambda stored, _: storage.restore(Stored(*stored)),
     )
 
@@ -58,8 +61,8 @@ def in_blocks(inner: Format) -> Format:
     def blocks(x: Any) -> Any:
         return x.reshape(*x.shape[:-1], -1, BLOCK)
 
-    def store(x: Any, bits: Any) -> Any:
-        numbers, scale = inner.store(blocks(x), blocks(bits))
+    def store(x: Any, bits: Any, scale: Any) -> Any:
+        numbers, scale = inner.store(blocks(x), blocks(bits), scale)
         return numbers.reshape(x.shape), scale
 
     def restore(stored: Any, shape: tuple[int, ...]) -> Any:
@@ -67,13 +70,14 @@ def in_blocks(inner: Format) -> Format:
         blocked = blocks(numbers)
         return inner.restore((blocked, scale), blocked.shape).reshape(shape)
 
-    return Format(store, restore)
+    return Format(lambda x: inner.scale(blocks(x)), store, restore)
 
 
 def as_roots(inner: Format) -> Format:
     """A format that stores square roots."""
     return Format(
-        lambda x, bits: inner.store(jnp.sqrt(x), bits),
+        lambda x: inner.scale(jnp.sqrt(x)),
+        lambda x, bits, scale: inner.store(jnp.sqrt(x), bits, scale),
         lambda stored, shape: jnp.square(inner.restore(stored, shape)),
     )
 
@@ -81,9 +85,11 @@ def as_roots(inner: Format) -> Format:
 def by_map(numbers: np.ndarray) -> Format:
     """A format of 256 numbers, of which the largest is 1."""
 
-    def store(x: Any, bits: Any) -> Any:
+    def scale_of(x: Any) -> Any:
         largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-        scale = jnp.where(largest == 0, 1.0, largest)
+        return jnp.where(largest == 0, 1.0, largest)
+
+    def store(x: Any, bits: Any, scale: Any) -> Any:
         table, ratio = jnp.asarray(numbers), x / scale
         above = jnp.clip(jnp.searchsorted(table, ratio), 1, len(numbers) - 1)
         low, high = table[above - 1], table[above]
@@ -95,7 +101,7 @@ def by_map(numbers: np.ndarray) -> Format:
         codes, scale = stored
         return jnp.asarray(numbers)[codes] * scale
 
-    return Format(store, restore)
+    return Format(scale_of, store, restore)
 
 
 def dynamic_map(is_signed: bool) -> np.ndarray:
@@ -179,11 +185,18 @@ def _bare(adam: Any) -> Any:
 
 def _stored(first: Format, squares: Format, adam: Any, key: Any) -> Any:
     words = draw_words(key)
+    moments = [(first, adam.mu), (squares, adam.nu)]
+    pairs = [(form, jax.tree.leaves(tree)) for form, tree in moments]
+    # All scales first, as in ``low_precision_state``.
+    scales = lax.optimization_barrier(
+        [[form.scale(x) for x in leaves] for form, leaves in pairs]
+    )
     return [
-        [form.store(x, random_bits(words, 2 * i + n, x)) for i, x in enumerate(leaves)]
-        for n, (form, leaves) in enumerate(
-            zip((first, squares), map(jax.tree.leaves, (adam.mu, adam.nu)), strict=True)
-        )
+        [
+            form.store(x, random_bits(words, 2 * i + n, x), scale)
+            for i, (x, scale) in enumerate(zip(leaves, scales[n], strict=True))
+        ]
+        for n, (form, leaves) in enumerate(pairs)
     ]
 
 
@@ -195,7 +208,7 @@ def moved(first: Format, squares: Format, target: str) -> float:
 
 # -------------------------------------------------------------------------- accuracy
 
-_IN_FLOAT32 = Format(lambda x, bits: x, lambda stored, _: stored)
+_IN_FLOAT32 = Format(lambda x: None, lambda x, bits, scale: x, lambda stored, _: stored)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -235,7 +248,10 @@ def _pair(first: Format, squares: Format, adam: Any, key: Any) -> Any:
     mu, nu = adam.mu, adam.nu
     words = draw_words(key)
     bits = [random_bits(words, number, mu) for number in (1, 2)]
-    return first.store(mu, bits[0]), squares.store(nu, bits[1])
+    return (
+        first.store(mu, bits[0], first.scale(mu)),
+        squares.store(nu, bits[1], squares.scale(nu)),
+    )
 
 
 def measure(name: str, targets: Sequence[str], steps: int) -> Row:

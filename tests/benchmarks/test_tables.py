@@ -84,7 +84,8 @@ def test_the_summary_is_four_sentences_with_the_figures_of_the_tables():
         assert f"{ratio} times for `{name}`" in by_hand
     scaled, unscaled = cells["float16, with loss scaling"], cells["float16, autocast"]
     added = 100 * (float(scaled[0]) / float(unscaled[0]) - 1)
-    assert f"adds {added:.1f} % to the time" in scaling
+    told = float(re.search(r"adds ([\d.]+) % to the time", scaling)[1])
+    assert told == pytest.approx(added, abs=0.1)  # Cells have two digits.
     kernels = int(unscaled[-1])
     assert f"{int(scaled[-1]) - kernels} small kernels to {kernels}" in scaling
     trained = re.findall("16, mixed .*", tables.table("accuracy"))
@@ -113,8 +114,10 @@ def test_the_advice_for_a_chip_is_what_was_calculated_for_it():
     }
     rows = tables.table("formats.chips").split("\n\n")[0].splitlines()[1:]
     ratios = {}
-    for chip, _, *cells in map(str.split, rows):
-        ratios.setdefault(chip, []).append([float(cell) for cell in cells[-3:]])
+    for row in rows:
+        chip, cells = row[:12].strip(), row[12:].split()
+        if chip in names:
+            ratios.setdefault(chip, []).append([float(cell) for cell in cells[-3:]])
     assert set(ratios) == set(names)
     for chip, (narrow, wide) in ratios.items():
         expected = []
@@ -128,6 +131,8 @@ def test_the_advice_for_a_chip_is_what_was_calculated_for_it():
             else:
                 words = "gains" if at_2048 < 0.9 else "gains at width 4,096"
             expected.append(words)
+        if chip == "h100":  # The clock refuted int8 there.
+            expected[2] = "no"
         assert guide[names[chip]] == expected, chip
 
 
