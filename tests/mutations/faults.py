@@ -963,9 +963,9 @@ FAULTS = (
     ),
     Fault(
         "optimizers/storage.py",
-        "store",
-        "return Stored(jnp.where(x > 0, _encoded(numbers), SQUARES.type(0)), scale)",
-        "return Stored(jnp.where(numbers > 0, _encoded(numbers), SQUARES.type(0)), scale)",
+        "_encoded",
+        "return (jnp.maximum(bits, _ZERO + np.uint32(1)) - _ZERO).astype(SQUARES)",
+        "return (jnp.maximum(bits, _ZERO) - _ZERO).astype(SQUARES)",
         "small squares become zero",
         "optimizers/test_low_precision_state.py::test_a_square_that_is_not_zero_is_never_stored_as_zero",
     ),
