@@ -823,7 +823,9 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_an_unknown_target_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no target 'a100': there are h100, h100 cublas, v5e, b200"):
+    with pytest.raises(
+        ValueError, match="no target 'a100': there are h100, h100 cublas, v5e, b200"
+    ):
         missing("a100")
 
 
