@@ -1,4 +1,9 @@
-"""Modules of nnx that run their parts in scopes named by their paths."""
+"""Modules of nnx that run their parts in scopes named by their paths.
+
+The scope stands in the class that a module has for the time of a call, never in its
+attributes: some modules forbid unknown ones, and ``nnx.bridge.ToNNX`` takes each for a
+variable.
+"""
 
 import functools
 import types
@@ -10,7 +15,7 @@ from flax import nnx
 from jmp_lite.casting.types import Leaf, Path, PyTree
 
 Model = TypeVar("Model", bound=nnx.Module)
-_SCOPE_ATTRIBUTE = "_jmp_lite_scope"
+_DEPTH = "_jmp_lite_depth"
 
 
 def scoped(model: Model) -> Model:
@@ -55,11 +60,12 @@ def add_scopes(tree: PyTree) -> int:
       A number for ``remove_scopes``. Modules that already have scopes keep them.
     """
     modules = [inner for module in _modules(tree) for _, inner in modules_of(module)]
-    depth = 1 + max((getattr(m, _SCOPE_ATTRIBUTE, (0,))[0] for m in modules), default=0)
+    depth = 1 + max((_depth(inner) for inner in modules), default=0)
     for module in _modules(tree):
-        paths = {path: m for path, m in modules_of(module) if callable(m)}
+        inside = modules_of(module)
+        paths = {p: m for p, m in inside if callable(m) and _has_subclasses(type(m))}
         for path, inner in paths.items():
-            if hasattr(inner, _SCOPE_ATTRIBUTE):
+            if _depth(inner):
                 continue
             parents = (path[:n] for n in reversed(range(len(path))))
             parent = next((p for p in parents if p in paths), ())
@@ -67,8 +73,7 @@ def add_scopes(tree: PyTree) -> int:
             is_leaf = all(m is inner for _, m in modules_of(inner))
             name = (type(inner).__name__,) if is_leaf or not path else ()
             scope = "/".join(map(str, (*path[len(parent) :], *name)))
-            setattr(inner, _SCOPE_ATTRIBUTE, (depth, scope))
-            _become(inner, _scoped_class(type(inner)))
+            _become(inner, _scoped_class(type(inner), scope, depth))
     return depth
 
 
@@ -76,9 +81,13 @@ def remove_scopes(tree: PyTree, depth: int) -> None:
     """Restores the class of all modules that ``add_scopes`` has changed."""
     for module in _modules(tree):
         for _, inner in modules_of(module):
-            if getattr(inner, _SCOPE_ATTRIBUTE, (None,))[0] == depth:
+            if _depth(inner) == depth:
                 _become(inner, type(inner).__base__)
-                delattr(inner, _SCOPE_ATTRIBUTE)
+
+
+def _depth(module: nnx.Module) -> int:
+    """Returns the depth at which a module has got its scope; 0 for a module without."""
+    return getattr(type(module), _DEPTH, 0)
 
 
 def _become(module: nnx.Module, cls: type | None) -> None:
@@ -98,19 +107,29 @@ def modules_of(module: nnx.Module) -> list[tuple[Path, nnx.Module]]:
 
 
 @functools.cache
-def _scoped_class(cls: type) -> type:
-    """Returns a subclass that runs its calls in the scope of its instance."""
+def _scoped_class(cls: type, scope: str, depth: int) -> type:
+    """Returns a subclass whose instances run their calls in a scope."""
 
     @functools.wraps(cls.__call__)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(getattr(self, _SCOPE_ATTRIBUTE)[1]):
+        with jax.named_scope(scope):
             return cls.__call__(self, *args, **kwargs)
 
     def body(namespace: dict[str, Any]) -> None:
-        namespace.update(__call__=call)
+        namespace.update({"__call__": call, _DEPTH: depth})
         namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__)
 
     return types.new_class(cls.__name__, (cls,), exec_body=body)
+
+
+@functools.cache
+def _has_subclasses(cls: type) -> bool:
+    """Whether a class can have a subclass, which some want to be told more about."""
+    try:
+        types.new_class(cls.__name__, (cls,))
+    except TypeError:
+        return False
+    return True
 
 
 def check_model(model: object) -> None:

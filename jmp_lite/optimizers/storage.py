@@ -42,9 +42,7 @@ SQUARES = np.dtype("uint8")
 _LARGEST_SQUARE = np.float32(2.0**126)
 # Bits of float32 numbers.
 _MANTISSA, _SIGN = np.int32(0x007FFFFF), np.int32(-(2**31))
-_LEAST_SCALE, _INFINITY, _NAN = (
-    np.float32(x).view(np.int32) for x in (2.0**-100, np.inf, np.nan)
-)
+_LEAST_SCALE, _INFINITY = (np.float32(x).view(np.int32) for x in (2.0**-100, np.inf))
 _SHORTEST_ROW = 128
 """The scale of a shorter row would take more than 3 % of the row's memory."""
 
@@ -113,20 +111,22 @@ def store_nearest(x: AnyArray, dtype: Dtype, is_scaled: bool) -> Stored:
 def row_scales(x: AnyArray, dtype: Dtype) -> Array:
     """Returns the powers of two that scale each row of an array for a format.
 
-    They are at least 2**-100, and NaN for a row with a number that is not finite.
+    They are at least 2**-100, and infinite for a row with a number that is not finite:
+    ``restore`` then returns NaN for all its numbers.
 
     Each number's scale comes first, by integer arithmetic, and then the maximum. An op
-    after the maximum would be one more kernel for each array. For example, the largest
-    number of e4m3fn, 448, has the bits 0x43E00000. The difference of 500's bits,
-    0x43FA0000, has a mantissa that is not zero: the next exponent is that of 2.
+    after the maximum would be one more kernel for each array, and XLA for TPUs joins a
+    maximum of integers with nothing. For example, the largest number of e4m3fn, 448,
+    has the bits 0x43E00000. The difference of 500's bits, 0x43FA0000, has a mantissa
+    that is not zero: the next exponent is that of 2.
     """
     bits = lax.bitcast_convert_type(_bounded(x, dtype), jnp.int32) & ~_SIGN
     limit, one = (np.float32(y).view(np.int32) for y in (_grid_of(dtype).largest, 1))
     scales = (bits + (one - limit + _MANTISSA)) & ~_MANTISSA
     scales = jnp.maximum(scales, _LEAST_SCALE)
-    scales = jnp.where(bits >= _INFINITY, _NAN, scales)
-    largest = jnp.max(scales, _row_axis(x.shape), keepdims=True)
-    return lax.bitcast_convert_type(largest, jnp.float32)
+    scales = jnp.where(bits >= _INFINITY, _INFINITY, scales)
+    of_each = lax.bitcast_convert_type(scales, jnp.float32)
+    return jnp.max(of_each, _row_axis(x.shape), keepdims=True)
 
 
 def scales_like(
@@ -151,7 +151,7 @@ def scales_like(
 def _reciprocal(scale: Array) -> Array:
     """Returns one divided by powers of two, by their bits, which is exact.
 
-    A NaN, the scale of a row whose numbers do not count, becomes some number.
+    An infinity, the scale of a row whose numbers do not count, gives some number.
     """
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
     return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
@@ -210,7 +210,10 @@ def restore(stored: Stored) -> AnyArray:
     numbers, scale = stored
     is_square = numbers.dtype == SQUARES
     full = _decoded(numbers) if is_square else numbers.astype(jnp.float32)
-    return full if scale is None else full * scale
+    if scale is None:
+        return full
+    # XLA for CPUs drops NaN from a maximum, so the scale was an infinity.
+    return full * jnp.where(scale < jnp.inf, scale, jnp.nan)
 
 
 def _row_axis(shape: tuple[int, ...]) -> int:

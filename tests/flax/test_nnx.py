@@ -38,6 +38,45 @@ class Block(nnx.Module):
         return self.fc(x)
 
 
+class LinenBlock(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        x = flax.linen.Dense(8, name="fc")(x)
+        return flax.linen.BatchNorm(use_running_average=False, name="bn")(x)
+
+
+class Bridged(nnx.Module):
+    """A module that takes each of its attributes for a variable, among others."""
+
+    def __init__(self, rngs):
+        inner = nnx.bridge.ToNNX(LinenBlock(), rngs=rngs)
+        self.inner = nnx.bridge.lazy_init(inner, X)
+        self.head = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.inner(x, mutable=["batch_stats"]))
+
+
+class Named(nnx.Module):
+    """A base class that wants a name of its subclasses, and knows its attributes."""
+
+    def __init_subclass__(cls, *, name, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.name = name
+
+    def __setattr__(self, attribute, value):
+        assert attribute in {"fc", "_pytree__state"}, attribute
+        super().__setattr__(attribute, value)
+
+
+class NamedLinear(Named, name="linear"):
+    def __init__(self, rngs):
+        self.fc = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.fc(x)
+
+
 class Net(nnx.Module):
     def __init__(self, width, rngs):
         self.blocks = nnx.List([Block(width, rngs) for _ in range(2)])
@@ -600,3 +639,30 @@ def test_a_view_goes_through_nnx_transforms_and_its_own_autocast():
     assert_same(state_of(restored), state_of(model))
     again = jmp_lite.nnx.scoped(view)
     assert type(again.head) is type(view.head)
+
+
+@pytest.mark.parametrize(
+    ("make", "scopes"),
+    [
+        (Bridged, {"Bridged/inner/ToNNX/LinenBlock/fc", "Bridged/head/Linear"}),
+        (NamedLinear, {"fc/Linear"}),  # A class that has no subclass has no scope.
+    ],
+)
+def test_modules_that_refuse_attributes_or_subclasses_run_and_are_left_as_they_are(
+    make, scopes
+):
+    model, expected = make(nnx.Rngs(0)), make(nnx.Rngs(0))
+    low = jmp_lite.nnx.autocast(model)(X)
+    chex.assert_trees_all_close(low, expected(X), atol=0.03)
+    statistics, expected_ones = (nnx.state(m, nnx.BatchStat) for m in (model, expected))
+    chex.assert_trees_all_close(statistics, expected_ones, atol=0.03)
+    rows = jmp_lite.nnx.explain(model)(X).rows
+    assert {row.scope for row in rows if row.op == "dot_general"} == scopes
+    assert max(jmp_lite.nnx.compare(model)(X).errors.values()) < 0.03
+    watched, _ = jmp_lite.nnx.watch(model)(X)
+    chex.assert_trees_all_close(watched, model(X), atol=1e-5)
+    for (_, after), (_, before) in zip(
+        nnx.iter_modules(model), nnx.iter_modules(make(nnx.Rngs(0))), strict=True
+    ):
+        assert type(after) is type(before)
+        assert set(vars(after)) == set(vars(before))

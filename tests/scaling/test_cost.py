@@ -135,7 +135,7 @@ BYTES = {
     ("bfloat16, compensated", "8 bits"): (8, 18, 20),
     ("bfloat16, stochastic_rounding", "32 bits"): (12, 22, 22),
     ("bfloat16, stochastic_rounding", "16 bits"): (8, 14, 14),
-    ("bfloat16, stochastic_rounding", "8 bits"): (6, 16, 16),
+    ("bfloat16, stochastic_rounding", "8 bits"): (6, 14, 16),
     ("bfloat16, nothing else", OF_OPTAX): (8, 14, 14),
 }
 
