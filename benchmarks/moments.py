@@ -6,12 +6,17 @@ XLA compiles for an H100 and a TPU v5e. Gradients are noise around a mean, of si
 differ by powers of ten within a row and between rows; halfway they become five times
 smaller.
 
+And what moments in few bits cost to compile, for an H100: thirty arrays, of one shape
+and of many.
+
     .venv/bin/python -m benchmarks.moments --json benchmarks/results
 """
 
 import argparse
 import functools
+import itertools
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +26,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from benchmarks.compiled import TARGETS, missing
+import jmp_lite as jmp
+from benchmarks.compiled import TARGETS, Program, compile_for, missing
 from benchmarks.loss_scaling import SHAPE, by_optimizer, compile_step
 from benchmarks.report import stamp, write
 from jmp_lite.optimizers import storage
@@ -265,6 +271,75 @@ def measure(name: str, targets: Sequence[str], steps: int) -> Row:
     )
 
 
+# ----------------------------------------------------------------------- thirty arrays
+
+STATES = (None, "bfloat16", "float8_e4m3fn")
+"""The dtypes of moments; None for the optimizer alone."""
+
+THIRTY: Mapping[str, list[tuple[int, int]]] = {
+    "one": [(1024, 4096)] * 30,
+    "many": [(1024 + 8 * i, 4096 - 16 * i) for i in range(30)],
+}
+"""Shapes of the parameters."""
+
+
+class Compiled(NamedTuple):
+    """A step of adamw on thirty arrays.
+
+    Attributes:
+      state: the dtype of moments.
+      shapes: whether the arrays have one shape or many.
+      seconds: to compile it.
+      kernels: how many it launches.
+      arrays: how many float32 numbers it moves for each parameter.
+    """
+
+    state: str
+    shapes: str
+    seconds: float
+    kernels: int
+    arrays: float
+
+
+def compile_thirty(state: str | None, shapes: str) -> Program:
+    """Compiles a step of adamw on thirty arrays for an H100."""
+    optimizer: Any = optax.adamw(1e-3)
+    if state is not None:
+        key = jax.random.key(0)
+        optimizer = jmp.low_precision_state(optimizer, state, key=key)
+    way = by_optimizer(optimizer)
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in THIRTY[shapes]]
+    before = jax.eval_shape(way.init, params)
+    return compile_for("h100", way.step, params, before, params, donate_argnums=(0, 1))
+
+
+def measure_thirty(state: str | None, shapes: str) -> Compiled:
+    """Measures a step, and the seconds that compiling takes here."""
+    start = time.perf_counter()
+    program = compile_thirty(state, shapes)
+    seconds = time.perf_counter() - start
+    arrays = program.bytes_moved / sum(4 * rows * n for rows, n in THIRTY[shapes])
+    name = "adamw alone" if state is None else state
+    return Compiled(name, shapes, seconds, program.kernels, arrays)
+
+
+def compiled_table(rows: Sequence[Compiled]) -> str:
+    """Returns what thirty arrays cost, as text."""
+    alone = {row.shapes: row.seconds for row in rows if row.state == "adamw alone"}
+    lines = [
+        f"{'thirty arrays':16}{'shapes':>7}{'compile':>13}{'kernels':>9}{'moved':>7}"
+    ]
+    lines += [
+        f"{row.state:16}{row.shapes:>7}{row.seconds:>6.1f} s"
+        f"{row.seconds / alone[row.shapes]:>5.1f}x{row.kernels:>9}{row.arrays:>7.2f}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------- main
+
+
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as text."""
     lines = [
@@ -291,7 +366,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(missing(target))
     rows = [measure(name, options.targets, options.steps) for name in FORMATS]
     print(table(rows))
-    write(options.json, "moments", stamp(steps=options.steps), formats=rows)
+    compiled = []
+    if "h100" in options.targets:
+        compile_thirty(None, "one")  # Starts the compiler.
+        compiled = [measure_thirty(*each) for each in itertools.product(STATES, THIRTY)]
+        print("\n" + compiled_table(compiled))
+    about = stamp(steps=options.steps)
+    write(options.json, "moments", about, formats=rows, compiled=compiled)
 
 
 if __name__ == "__main__":

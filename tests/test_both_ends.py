@@ -5,16 +5,14 @@ CI runs these with the oldest and with the newest JAX. Bounds hold on both.
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax import lax
 from weight_products import MANY_FORMS, gradient_and_shapes
 
 import jmp_lite as jmp
-from benchmarks import models
+from benchmarks import models, moments
 from benchmarks.compiled import compile_for, missing
 from benchmarks.formats import chips, transformers
-from benchmarks.loss_scaling import by_optimizer
 
 pytestmark = [
     pytest.mark.targets,
@@ -116,26 +114,8 @@ def test_there_are_no_more_products_than_in_code_by_hand(layout):
 
 # ------------------------------------------------------------------------------ moments
 
-ONE_SHAPE = [(1024, 4096)] * 30
-MANY_SHAPES = [(1024 + 8 * i, 4096 - 16 * i) for i in range(30)]
 
-
-def compile_step(dtype, shapes):
-    """Compiles a step of adamw; returns the program, and how many arrays it moves."""
-    optimizer = optax.adamw(1e-3)
-    if dtype is not None:
-        key = jax.random.key(0)
-        optimizer = jmp.low_precision_state(optimizer, dtype, key=key)
-    way = by_optimizer(optimizer)
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    state = jax.eval_shape(way.init, params)
-    program = compile_for(
-        "h100", way.step, params, state, params, donate_argnums=(0, 1)
-    )
-    return program, program.bytes_moved / sum(4 * p.size for p in params)
-
-
-@pytest.mark.parametrize("shapes", [ONE_SHAPE, MANY_SHAPES], ids=["one", "many"])
+@pytest.mark.parametrize("shapes", moments.THIRTY)
 @pytest.mark.parametrize(
     ("dtype", "arrays", "kernels", "times"),
     [("bfloat16", 5.0, 40, 4), ("float8_e4m3fn", 5.6, 130, 7)],
@@ -143,9 +123,9 @@ def compile_step(dtype, shapes):
 def test_moments_in_few_bits_compile_like_an_optimizer(
     dtype, arrays, kernels, times, shapes
 ):
-    program, found = compile_step(dtype, shapes)
-    assert found <= arrays + 0.01
+    program, plain = (moments.compile_thirty(state, shapes) for state in (dtype, None))
+    size = sum(4 * rows * columns for rows, columns in moments.THIRTY[shapes])
+    assert program.bytes_moved / size <= arrays + 0.01
     assert program.kernels <= kernels
-    plain, _ = compile_step(None, shapes)
     # XLA's time grows with the text; threefry in each kernel made it 17 times as long.
     assert len(program.text) < times * len(plain.text)

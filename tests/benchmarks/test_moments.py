@@ -9,8 +9,10 @@ import pytest
 from benchmarks.moments import (
     E4M3,
     FORMATS,
+    Compiled,
     Row,
     by_rows,
+    compiled_table,
     dynamic_map,
     in_blocks,
     main,
@@ -61,3 +63,12 @@ def test_measured_numbers_are_written_and_shown(
     assert names[0] in capsys.readouterr().out
     assert 0.01 < row["first"] < 0.3
     assert "22.00" in table([Row("a", 0.1, 0.2, {"h100": 22.0})])
+
+
+def test_the_table_of_thirty_arrays_shows_ratios_to_the_optimizer_alone():
+    rows = [
+        Compiled("adamw alone", "one", 0.8, 32, 7.0),
+        Compiled("bfloat16", "one", 2.0, 35, 5.0),
+    ]
+    *_, last = compiled_table(rows).splitlines()
+    assert last.split() == ["bfloat16", "one", "2.0", "s", "2.5x", "35", "5.00"]
