@@ -92,6 +92,7 @@ class Op(NamedTuple):
         result (but sin and cos are positional).
       amplifies_divisor: it amplifies an error of its second operand only.
       amplifies_large: it amplifies the errors of large operands only.
+      bends: a factor of its operands is no power of that factor in its result.
       is_positional: it runs in float32, because an operand may be a position or a
         phase, and it bounds its result, which may be 16-bit.
       is_root: it is a root, or a power that may be one.
@@ -131,6 +132,7 @@ class Op(NamedTuple):
     amplifies: bool = False
     amplifies_divisor: bool = False
     amplifies_large: bool = False
+    bends: bool = False
     is_positional: bool = False
     is_root: bool = False
     is_power: bool = False
@@ -171,15 +173,16 @@ product | LOW | matrix product or convolution
 
 amplifying | FULL | amplifies errors, or overflows
     all: amplifies
-    exp exp2 expm1: amplifies_large is_cheap
-    cosh sinh: amplifies_large
-    log log1p log2: is_cheap
+    exp exp2 expm1: amplifies_large bends is_cheap
+    cosh sinh: amplifies_large bends
+    log log1p log2: bends is_cheap
     rsqrt: is_root is_cheap
-    pow: is_root broadcasts
-    reciprocal erf_inv acos asin atanh tan
+    pow: is_root broadcasts bends
+    erf_inv acos asin atanh tan: bends
+    reciprocal
 
 special | FULL | special function of sums and exponentials
-    all: amplifies
+    all: amplifies bends
     lgamma digamma polygamma zeta igamma igammac igamma_grad_a
     regularized_incomplete_beta bessel_i0e bessel_i1e
 
@@ -187,11 +190,12 @@ sum | FULL | rounding errors add up in a sum
     all: sums
     reduce_sum: scales keeps_digits is_linear is_cheap
     cumsum: scales keeps_digits
-    cumlogsumexp reduce_window_sum scatter-add scatter-sub select_and_scatter_add
+    cumlogsumexp: bends
+    reduce_window_sum scatter-add scatter-sub select_and_scatter_add
     select_and_gather_add
 
 factors | FULL | a product of many factors overflows
-    all: amplifies
+    all: amplifies bends
     reduce_prod cumprod scatter-mul
 
 device_sum | FULL | rounding errors add up in a sum over devices
@@ -216,16 +220,17 @@ arithmetic | FOLLOW | arithmetic
     div: scales keeps_digits broadcasts amplifies amplifies_divisor
     neg: scales keeps_digits keeps_errors is_exact is_linear
     abs: bounds keeps_errors is_exact
-    round floor ceil: keeps_digits amplifies
-    rem: amplifies broadcasts
+    round floor ceil: keeps_digits amplifies bends
+    rem: amplifies broadcasts bends
     sqrt: amplifies is_root
     cbrt: amplifies adds_up_backward
     square integer_pow: is_power
     polynomial: adds_up_backward
-    sign one_minus_square
+    one_minus_square: bends
+    sign
 
 bounded | FOLLOW | bounded or smooth
-    all: is_cheap
+    all: is_cheap bends
     sin cos: is_positional
     erf erfc atan asinh: adds_up_backward
     atan2: adds_up_backward broadcasts
@@ -275,8 +280,9 @@ sending | FOLLOW | exact: moves data between devices or memories
 typed | KEEP | depends on the bits or the dtype of its operands
     convert_element_type: keeps_digits keeps_errors is_linear is_cheap
     real imag reduce_precision straight_through: keeps_errors
-    nextafter: broadcasts
-    bitcast_convert_type complex conj iota empty empty2 to_edtype from_edtype and or not
+    nextafter: broadcasts bends
+    bitcast_convert_type: bends
+    complex conj iota empty empty2 to_edtype from_edtype and or not
     xor shift_left shift_right_arithmetic shift_right_logical population_count clz mulhi
     reduce_and reduce_or reduce_xor
 
@@ -375,6 +381,7 @@ DISCERNING = _ops_that("discerns")
 AMPLIFYING = _ops_that("amplifies")
 AMPLIFYING_DIVISORS = _ops_that("amplifies_divisor")
 AMPLIFYING_LARGE = _ops_that("amplifies_large")
+BENDING = _ops_that("bends")
 POSITIONAL = _ops_that("is_positional")
 ROOTS = _ops_that("is_root")
 POWERS = _ops_that("is_power")

@@ -23,7 +23,8 @@ ORDER = (
 )
 # ... except for these.
 NOT_FROM = {
-    "scaling": {*ORDER[1:6]},
+    # Backward rules receive true cotangents, in float32 under autocast.
+    "scaling": {"formats", "insight"},
     "optimizers": {*ORDER[2:6]},
     "training": {"ops", "insight"},
     "flax": {"optimizers", "training"},

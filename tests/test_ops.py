@@ -218,6 +218,7 @@ MEMBERS = {
     "AMPLIFYING": ("exp log pow sqrt div round lgamma", "add mul tanh sin sign"),
     "AMPLIFYING_DIVISORS": ("div", "rem sqrt"),
     "AMPLIFYING_LARGE": ("exp sinh", "log rsqrt"),
+    "BENDING": ("exp tanh pow round erf_inv", "square rsqrt sqrt div sign max"),
     "POSITIONAL": ("sin cos", "tan tanh"),
     "ROOTS": ("sqrt rsqrt pow", "cbrt square"),
     "POWERS": ("square integer_pow", "pow mul"),

@@ -1,19 +1,22 @@
 """Finds the variant of a function that returns its loss in float32.
 
 A function of 16-bit arguments may return its loss in 16 bits. Under ``autocast`` this
-is the rounded value of a float32 loss, which a loss scale and a metric need.
+is the rounded value of a float32 loss, which a loss scale and a metric need. A caller
+that scales the loss may also prepare the function itself, before ``autocast`` sees it.
 """
 
 import dataclasses
 import types
 import weakref
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from jmp_lite.casting.types import LossFn
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+Prepare: TypeAlias = Callable[[LossFn], LossFn]
+"""Returns a function that is called in the place of another one."""
 
 LOSS_SCALE_SCOPE = "loss_scale"
 """The scope of the ops that scale losses and unscale gradients.
@@ -27,18 +30,29 @@ _NAME = "_with_float32_loss"
 @dataclasses.dataclass(frozen=True)
 class _Variant:
     original: weakref.ref[LossFn]
-    call: LossFn
+    prepared: Callable[[Prepare], LossFn]
 
 
-def set_float32_loss(
-    fun: Callable[Args, Result], variant: Callable[Args, Result]
-) -> None:
-    """Notes the variant of a function that returns its loss in float32."""
-    setattr(fun, _NAME, _Variant(weakref.ref(fun), variant))
+def set_float32_loss(fun: LossFn, prepared: Callable[[Prepare], LossFn]) -> None:
+    """Notes the variant of a function that returns its loss in float32.
+
+    Args:
+      fun: the function.
+      prepared: returns its variant, whose original function is prepared.
+    """
+    setattr(fun, _NAME, _Variant(weakref.ref(fun), prepared))
 
 
-def with_float32_loss(fun: Callable[Args, Result]) -> Callable[Args, Result]:
+def _as_it_is(fun: LossFn) -> LossFn:
+    return fun
+
+
+def with_float32_loss(fun: LossFn, prepare: Prepare = _as_it_is) -> LossFn:
     """Returns the variant of a function that returns its loss in float32, or itself.
+
+    Args:
+      fun: the function.
+      prepare: prepares it, or the function that ``autocast`` was given.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,5 +67,6 @@ def with_float32_loss(fun: Callable[Args, Result]) -> Callable[Args, Result]:
     owner = getattr(fun, "__self__", None)
     function = fun if owner is None else getattr(fun, "__func__", fun)
     if not isinstance(found, _Variant) or found.original() is not function:
-        return fun
-    return found.call if owner is None else types.MethodType(found.call, owner)
+        return prepare(fun)
+    call = found.prepared(prepare)
+    return call if owner is None else types.MethodType(call, owner)

@@ -92,5 +92,8 @@ def autocast(
         return autocast_fun
 
     autocast_fun = run_on_states(lambda low: low)
-    set_float32_loss(autocast_fun, run_on_states(with_float32_loss))
+    set_float32_loss(
+        autocast_fun,
+        lambda prepare: run_on_states(lambda low: with_float32_loss(low, prepare)),
+    )
     return autocast_fun

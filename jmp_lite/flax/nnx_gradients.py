@@ -11,12 +11,22 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import is_array, is_inexact
-from jmp_lite.casting.types import Array, Dtype, Leaf, Path, PyTree, Tree
+from jmp_lite.casting.types import (
+    Array,
+    Dtype,
+    Leaf,
+    LossFn,
+    Path,
+    PyTree,
+    Tree,
+)
 from jmp_lite.flax.nnx_autocast import Args, Result
 from jmp_lite.flax.nnx_scopes import check_model, is_mutable
+from jmp_lite.flax.nnx_write_back import FunctionOfStates
+from jmp_lite.scaling import backward_rules
 from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.finite import select_tree
-from jmp_lite.scaling.loss_scale import LossScale
+from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale
 from jmp_lite.scaling.value_and_grad import build_value_and_grad, check_argnums
 
 
@@ -70,7 +80,9 @@ def value_and_grad(
     """
     check_argnums(argnums)
     transform = functools.partial(nnx.value_and_grad, argnums=argnums)
-    found = build_value_and_grad(transform, fun, loss_scale, has_aux, grad_dtype)
+    found = build_value_and_grad(
+        transform, fun, loss_scale, has_aux, grad_dtype, _with_true_cotangents
+    )
     # Flax reads its mode at the transformation of a function, not at its call.
     is_graph = nnx.set_graph_mode.current_value()
     if is_graph and nnx.set_graph_updates.current_value():
@@ -84,6 +96,29 @@ def value_and_grad(
         return found(*args, **kwargs)
 
     return value_and_grad_fun
+
+
+def _with_true_cotangents(fun: LossFn, loss_scale: LossScale) -> LossFn:
+    """Like ``backward_rules.with_true_cotangents``, for functions of modules."""
+    if isinstance(loss_scale, NoOpLossScale):
+        return fun
+    lifted = FunctionOfStates(fun)
+    of_arrays = backward_rules.with_true_cotangents(fun, loss_scale)
+    of_states = backward_rules.with_true_cotangents(lifted.of_states, loss_scale)
+
+    @functools.wraps(fun)
+    def unscaling(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        # The function inside of nnx.autocast takes the states of modules already.
+        if any(map(_is_state, jax.tree.leaves((args, kwargs), is_leaf=_is_state))):
+            return of_arrays(*args, **kwargs)
+        with lifted.states(args, kwargs) as states:
+            return lifted.write_back(of_states(states))
+
+    return unscaling
+
+
+def _is_state(node: PyTree) -> bool:
+    return isinstance(node, nnx.extract.NodeStates)
 
 
 def _check_differentiable(

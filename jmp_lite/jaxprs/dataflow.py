@@ -89,6 +89,11 @@ class _Analysis(abc.ABC, Generic[Fact]):
 class Forward(_Analysis[Fact]):
     """Follows facts from the inputs of a jaxpr to its outputs."""
 
+    def literal(self, atom: Var) -> Fact:
+        """Returns the fact of a number in a jaxpr."""
+        del atom
+        return self.nothing()
+
     def outputs(
         self, jaxpr: Jaxpr, inputs: Sequence[Fact], path: str = ""
     ) -> list[Fact]:
@@ -105,8 +110,8 @@ class Forward(_Analysis[Fact]):
 
         def read(atoms: Sequence[Var]) -> list[Fact]:
             return [
-                nothing if structure.is_literal(atom) else known.get(atom, nothing)
-                for atom in atoms
+                self.literal(a) if structure.is_literal(a) else known.get(a, nothing)
+                for a in atoms
             ]
 
         for eqn in parts.eqns:

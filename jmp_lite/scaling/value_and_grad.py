@@ -22,6 +22,7 @@ from jmp_lite.casting.dtypes import (
 from jmp_lite.casting.losses import with_float32_loss
 from jmp_lite.casting.types import Dtype, Leaf, LossFn, PyTree, Scalar, Tree
 from jmp_lite.mutables import check_function, refusing_modules
+from jmp_lite.scaling import backward_rules
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 
 Args = ParamSpec("Args")
@@ -117,6 +118,7 @@ def build_value_and_grad(
     loss_scale: LossScale,
     has_aux: bool,
     grad_dtype: DTypeLike,
+    with_true_cotangents: Callable[..., LossFn] = backward_rules.with_true_cotangents,
 ) -> Callable[Args, tuple[Result, PyTree]]:
     """Returns ``value_and_grad`` built on a given transformation.
 
@@ -127,6 +129,8 @@ def build_value_and_grad(
       loss_scale: see ``value_and_grad``.
       has_aux: see ``value_and_grad``.
       grad_dtype: see ``value_and_grad``.
+      with_true_cotangents: ``backward_rules.with_true_cotangents``, for the arguments
+        of ``fun``.
     """
     check_function(fun)
     check_is_loss_scale(loss_scale)
@@ -136,7 +140,9 @@ def build_value_and_grad(
     def scaled_fun(
         *args: Args.args, **kwargs: Args.kwargs
     ) -> tuple[Scalar, tuple[Scalar, PyTree]]:
-        value, aux = _call(with_float32_loss(fun), has_aux, args, kwargs)
+        prepare = functools.partial(with_true_cotangents, loss_scale=loss_scale)
+        loss_fn = with_float32_loss(fun, prepare)
+        value, aux = _call(loss_fn, has_aux, args, kwargs)
         return loss_scale.scale(value), (value, aux)
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True)

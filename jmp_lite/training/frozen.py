@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite.casting.losses import with_float32_loss
+from jmp_lite.casting.losses import Prepare, set_float32_loss, with_float32_loss
 from jmp_lite.casting.types import LossFn, OptimizerExtraArgs, Params
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
@@ -102,7 +102,14 @@ def trained_part(
         for leaf, is_frozen in zip(leaves, frozen, strict=True)
     ]
 
-    def loss_of_trained(trained: Params, *others: PyTree) -> WithAux:
-        return with_float32_loss(loss_fn)(filled_in(trained, params), *others)
+    def prepared(prepare: Prepare) -> LossFn:
+        loss = with_float32_loss(loss_fn, prepare)
 
+        def of_trained(trained: Params, *others: PyTree) -> WithAux:
+            return loss(filled_in(trained, params), *others)
+
+        return of_trained
+
+    loss_of_trained = prepared(lambda fun: fun)
+    set_float32_loss(loss_of_trained, prepared)
     return jax.tree.unflatten(treedef, trained), loss_of_trained

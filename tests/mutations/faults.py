@@ -972,7 +972,7 @@ FAULTS = (
     Fault(
         "optimizers/storage.py",
         "row_scales",
-        "scales = jnp.where(bits >= _INFINITY, _NAN, scales)",
+        "scales = jnp.where(bits >= _INFINITY, _INFINITY, scales)",
         "pass",
         "a NaN is stored as zero",
         "optimizers/test_low_precision_state.py::test_a_row_that_is_not_finite_is_nan_and_no_other_one",
@@ -2787,7 +2787,7 @@ FAULTS = (
     Fault(
         "casting/losses.py",
         "with_float32_loss",
-        "return found.call if owner is None else types.MethodType(found.call, owner)",
+        "return call if owner is None else types.MethodType(call, owner)",
         "return found.call if owner is None else fun",
         "a method returns its loss in 16 bits",
         "autocasting/test_arguments.py::test_a_method_returns_its_float32_loss_too",

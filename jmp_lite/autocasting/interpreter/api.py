@@ -17,7 +17,7 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE
 from jmp_lite.casting.dtypes import refuse_unknown
-from jmp_lite.casting.losses import set_float32_loss
+from jmp_lite.casting.losses import Prepare, set_float32_loss
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.trace import refuse_shapes
 from jmp_lite.jaxprs.types import Function, Jaxpr, PyTree
@@ -151,13 +151,18 @@ def build_autocast(
         with jax.named_scope(AUTOCAST_SCOPE):
             return _run(Interpreter(chosen()), fun, args, kwargs, check)
 
-    @functools.wraps(fun)
-    def variant(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        with jax.named_scope(AUTOCAST_SCOPE):
-            interpreter = Interpreter(chosen())
-            return _run(interpreter, fun, args, kwargs, check, is_loss=True)
+    def prepared(prepare: Prepare) -> Function:
+        inner = prepare(fun)
 
-    set_float32_loss(autocast_fun, variant)
+        @functools.wraps(fun)
+        def variant(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            with jax.named_scope(AUTOCAST_SCOPE):
+                interpreter = Interpreter(chosen())
+                return _run(interpreter, inner, args, kwargs, check, is_loss=True)
+
+        return variant
+
+    set_float32_loss(autocast_fun, prepared)
     return autocast_fun
 
 

@@ -17,6 +17,7 @@ from jmp_lite.autocasting.decide.decisions import Operand, Reason, Run
 from jmp_lite.autocasting.decide.facts import NumberOrigin, Origin, State
 from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.interpreter.arguments import Program, is_narrow
+from jmp_lite.autocasting.passes import homogeneity
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, requested_formats
 from jmp_lite.autocasting.rules.scopes import FULL_SCOPE
@@ -494,6 +495,25 @@ def _no_loss_scale(inputs: LintInput) -> Iterator[Lint]:
         )
 
 
+def _rule_of_scaled_cotangents(inputs: LintInput) -> Iterator[Lint]:
+    """A backward rule that clips or normalises what a loss scale has multiplied."""
+    if not inputs.has_gradients or inputs.rules.compute_dtype != np.float16:
+        return
+    for eqn, place in placed_equations(inputs.program.jaxpr, Place()):
+        is_rule = params.op_of(eqn) == "custom_vjp_call"
+        culprit = homogeneity.culprit_of(eqn) if is_rule else None
+        if culprit is not None:
+            yield Lint(
+                "backward rule",
+                f"under a loss scale, {homogeneity.describe(eqn, culprit)}",
+                "jmp_lite.value_and_grad and build_train_step hand it the true "
+                "cotangent. If you scale the loss by hand, divide the cotangent by the "
+                "scale in the rule",
+                place.path,
+                source.source(eqn, place.source),
+            )
+
+
 def _scaled_gradients(inputs: LintInput) -> Iterator[Lint]:
     """The function differentiates a scaled loss, and divides nothing by the scale."""
     ops = set[str]()
@@ -607,6 +627,7 @@ _CHECKS: Sequence[Callable[[LintInput], Iterator[Lint]]] = (
     _literal,
     _low_result,
     _no_loss_scale,
+    _rule_of_scaled_cotangents,
     _scaled_gradients,
     _useless_mark,
     _dropped_float32_result,
