@@ -20,6 +20,7 @@ from jax import lax
 from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
 
 import jmp_lite
+from benchmarks.compiled import compile_for, missing
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import full_precision, low_precision
 from jmp_lite.autocasting.rules.presets import get_rules
@@ -281,6 +282,48 @@ def test_sums_averages_integrators_and_inner_optimizers_are_float32():
 
 def test_a_stack_whose_last_value_is_only_returned_is_float32():
     assert carries(lambda x, s: layers(x, s, lambda h: h), X, LAYERS) == [FULL]
+
+
+def two_streams(a, b, stack, after=lambda a, b: a @ W):
+    """A stack of layers with two streams, of which one may be dropped."""
+
+    def body(carry, w):
+        a, b = carry
+        return (jnp.tanh(a @ w) + b, jnp.tanh(b @ w)), None
+
+    (a, b), _ = lax.scan(body, (a, b), stack)
+    return after(a, b)
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit, jax.checkpoint, jax.vmap])
+def test_a_stream_whose_last_value_nobody_reads_is_no_result(wrap):
+    fun = wrap(two_streams)
+    stack = jnp.stack([LAYERS] * len(X)) if wrap is jax.vmap else LAYERS
+    assert carries(fun, X, X, stack) == [LOW, LOW]
+    both = wrap(functools.partial(two_streams, after=lambda a, b: (a @ W, b)))
+    assert carries(both, X, X, stack) == [LOW, FULL], "it is a result here"
+    gradient = jax.grad(lambda *args: jnp.sum(autocast(fun)(*args) ** 2), 2)
+    exact = jax.grad(lambda *args: jnp.sum(fun(*args) ** 2), 2)
+    assert relative_error(gradient(X, X, stack), exact(X, X, stack)) < 0.03
+
+
+@pytest.mark.targets
+def test_a_dropped_stream_holds_no_more_memory_than_with_a_rule(standard_promotion):
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    x = jax.ShapeDtypeStruct((4096, 512), FULL)
+    stack = jax.ShapeDtypeStruct((8, 512, 512), FULL)
+
+    def temporaries(rules):
+        loss = lambda x, stack: jnp.sum(
+            two_streams(x, x, stack, lambda a, b: a @ stack[0]) ** 2
+        )
+        gradient = jax.grad(autocast(loss, rules), 1)
+        return compile_for("h100", gradient, x, stack).temporaries
+
+    low = temporaries("mixed")
+    assert low == temporaries(get_rules("mixed").carry(".*", "follow"))
+    assert low < 0.8 * temporaries("O0")
 
 
 def test_each_call_of_a_stack_is_decided_by_the_readers_of_its_last_value():

@@ -91,9 +91,7 @@ class UseAnalysis(Backward[Readers]):
             inside = source.path_of(eqn, path)
             if decide_to_keep(self._rules, eqn, inside):
                 return [Readers.FULL] * len(eqn.invars)
-        # An unread value counts as returned.
-        results = [readers or Readers.OUTPUT for readers in results]
-        return super().equation_facts(eqn, results, path)
+        return super().equation_facts(eqn, readers_of_results(eqn, results), path)
 
     def transfer(
         self, eqn: Eqn, facts: Sequence[Readers], path: str
@@ -191,6 +189,20 @@ class UseAnalysis(Backward[Readers]):
             found = classify(self._rules, Loop.read(eqn), is_read, path)
             self._carries[key] = (eqn, found)
         return self._carries[key][1]
+
+
+def readers_of_results(eqn: Eqn, readers: Sequence[Readers]) -> list[Readers]:
+    """Returns the readers of an equation's results, of which some may be unread.
+
+    An unread value counts as returned. The last value of a carry does not: in a stack
+    of layers with two streams, whose results are those of one stream, the other stream
+    is no result that would have to be float32.
+    """
+    n_carry = params.scan_counts(eqn)[1] if params.op_of(eqn) == "scan" else 0
+    return [
+        kinds or (Readers.OTHER if i < n_carry else Readers.OUTPUT)
+        for i, kinds in enumerate(readers)
+    ]
 
 
 def are_read(result_readers: Sequence[Readers]) -> list[bool]:

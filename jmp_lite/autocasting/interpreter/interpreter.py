@@ -14,7 +14,7 @@ from jmp_lite.autocasting.decide.decisions import (
 from jmp_lite.autocasting.decide.equation import decide, decide_to_keep
 from jmp_lite.autocasting.decide.facts import Argument, Lineage, Readers, State
 from jmp_lite.autocasting.decide.function import lineage_of
-from jmp_lite.autocasting.decide.readers import readers_of_floats
+from jmp_lite.autocasting.decide.readers import readers_of_floats, readers_of_results
 from jmp_lite.autocasting.interpreter import custom_rules
 from jmp_lite.autocasting.interpreter.conversion import Converted, Site
 from jmp_lite.autocasting.interpreter.evaluate import evaluate
@@ -223,7 +223,8 @@ class _InterpreterFrame(Frame[Value, Site]):
         operands = list(map(self.read, eqn.invars))
         if self._region:
             operands = self._regions.enter(operands)
-        readers = [self._readers[var] or Readers.OUTPUT for var in eqn.outvars]
+        of_results = [self._readers[var] for var in eqn.outvars]
+        readers = readers_of_results(eqn, of_results)
         is_entered = params.op_of(eqn) in _CUSTOM_OR_CONTROL
         if is_entered and any(value.is_rejoined for value in operands):
             of_operands = self._converter.uses.equation_facts(
