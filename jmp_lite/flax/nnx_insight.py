@@ -15,6 +15,7 @@ from jmp_lite.insight.compare import comparison
 from jmp_lite.insight.compare.comparison import Comparison
 from jmp_lite.insight.explain import explanation
 from jmp_lite.insight.explain.explanation import Explanation
+from jmp_lite.insight.gradients import ArgNums
 from jmp_lite.insight.tune import search
 from jmp_lite.insight.tune.report import Tuned
 from jmp_lite.insight.uncalled import Uncalled
@@ -33,6 +34,7 @@ def explain(
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
+    argnums: ArgNums = None,
 ) -> Callable[Args, Explanation]:
     """Returns a function that explains what ``autocast(fun, rules)`` does.
 
@@ -42,8 +44,9 @@ def explain(
       fun: a function of pytrees and modules, a module, or a method of a module.
       rules: the name of a preset or a ``Rules``.
       compute_dtype: the dtype of low ops; None uses the dtype of the rules.
-      backward: whether to explain the backward pass too, with respect to all floats in
-        modules and other arguments.
+      backward: whether to explain the backward pass too.
+      argnums: which arguments it differentiates; None for all floats in modules and
+        other arguments. A module that is ``fun``, or whose method it is, is number 0.
 
     Returns:
       A function of ``fun``'s arguments that returns an ``Explanation``.
@@ -63,7 +66,11 @@ def explain(
 
     def tool(fun: Function) -> Function:
         return explanation.explain(
-            fun, rules, compute_dtype=compute_dtype, backward=backward
+            fun,
+            rules,
+            compute_dtype=compute_dtype,
+            backward=backward,
+            argnums=argnums,
         )
 
     return _reading("explain", fun, tool)
@@ -75,6 +82,7 @@ def compare(
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
+    argnums: ArgNums = None,
     elements: int = comparison.ELEMENTS,
 ) -> Callable[Args, Comparison]:
     """Returns a function that compares ``autocast(fun, rules)`` with float32.
@@ -86,8 +94,8 @@ def compare(
       fun: a function of pytrees and modules, a module, or a method of a module.
       rules: the name of a preset or a ``Rules``.
       compute_dtype: a dtype that replaces the compute dtype of the rules.
-      backward: whether to compare the backward pass too, with respect to all floats in
-        modules and other arguments.
+      backward: whether to compare the backward pass too.
+      argnums: see ``explain``.
       elements: see ``jmp_lite.compare``.
 
     Returns:
@@ -113,6 +121,7 @@ def compare(
             rules,
             compute_dtype=compute_dtype,
             backward=backward,
+            argnums=argnums,
             elements=elements,
         )
 
@@ -125,6 +134,7 @@ def tune(
     *,
     tolerance: float,
     compute_dtype: DTypeLike | None = None,
+    argnums: ArgNums = None,
     progress: Callable[[str], None] | None = search.print_to_stderr,
 ) -> Callable[Args, Tuned]:
     """Returns a function that finds rules with the fewest float32 ops, on a sample.
@@ -137,6 +147,7 @@ def tune(
       rules: the initial rules: the name of a preset or a ``Rules``.
       tolerance: the largest tolerated relative error of each result and gradient.
       compute_dtype: a dtype that replaces the compute dtype of the rules.
+      argnums: see ``explain``.
       progress: a function that receives a line of text at each step; None for none.
 
     Returns:
@@ -164,6 +175,7 @@ def tune(
             rules,
             tolerance=tolerance,
             compute_dtype=compute_dtype,
+            argnums=argnums,
             progress=progress,
         )
 

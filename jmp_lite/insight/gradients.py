@@ -1,13 +1,85 @@
 """Differentiates a traced function, for the tools that look at its backward pass."""
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import functools
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.trace import argument_name, arrays_in
 from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree, Var
+
+ArgNums = int | Sequence[int] | None
+"""Positional arguments, by number, as in ``jax.grad``; None for all arguments."""
+
+
+def check_argnums(argnums: object, backward: bool = True) -> None:
+    """Raises an error for what cannot be the numbers of arguments.
+
+    Args:
+      argnums: the numbers.
+      backward: whether anything is differentiated.
+    """
+    if argnums is None:
+        return
+    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            raise TypeError(
+                "Expected the numbers of positional arguments as argnums, as in "
+                f"jax.grad, got {argnums!r}."
+            )
+    if not backward:
+        raise ValueError(
+            "argnums chooses the arguments to differentiate: pass backward=True, too."
+        )
+
+
+class Arguments(NamedTuple):
+    """The arrays among the arguments of a function.
+
+    Attributes:
+      names: their names, such as ``args[0]['w']``.
+      owners: the numbers of the positional arguments that they belong to; None for
+        keyword arguments.
+      argnums: the arguments to differentiate; None for all.
+    """
+
+    names: Sequence[str]
+    owners: Sequence[int | None]
+    argnums: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: ArgNums = None
+    ) -> "Arguments":
+        """Returns the arrays of a call.
+
+        Raises:
+          ValueError: there is no argument of a number.
+        """
+        paths = [path for path, _ in arrays_in(args, kwargs)]
+        owners = [None if p[0].idx else p[1].idx for p in paths]
+        names = list(map(argument_name, paths))
+        if argnums is None:
+            return cls(names, owners)
+        numbers = [argnums] if isinstance(argnums, int | np.integer) else argnums
+        for number in numbers:
+            if not -len(args) <= number < len(args):
+                raise ValueError(
+                    f"Expected argnums below {len(args)}, the number of positional "
+                    f"arguments, got {argnums!r}."
+                )
+        return cls(names, owners, tuple(int(n) % len(args) for n in numbers))
+
+    def is_differentiated(self, number: int) -> bool:
+        """Whether an array is differentiated, if it is one of floats."""
+        return self.argnums is None or self.owners[number] in self.argnums
 
 
 class Differentiable:
@@ -16,7 +88,7 @@ class Differentiable:
     Args:
       traced: its jaxpr.
       treedef: the tree structure of its results.
-      arguments: the names of its arguments.
+      arguments: its arguments.
       written: its jaxpr with the types that its arguments and results have, if it was
         traced with other ones.
 
@@ -24,7 +96,7 @@ class Differentiable:
       traced: its jaxpr.
       types: the types of its results.
       names_of_results: the names of its results, such as ``result['loss']``.
-      names_of_gradients: the names of its gradients, if its arguments have names.
+      names_of_gradients: the names of its gradients.
       avals: the types of its arguments.
       floats: the arguments to differentiate.
       losses: the results to differentiate. A scalar result that is alone, or first in a
@@ -35,30 +107,73 @@ class Differentiable:
         self,
         traced: Jaxpr,
         treedef: PyTree,
-        arguments: Sequence[str] = (),
+        arguments: Arguments,
         written: Jaxpr | None = None,
     ) -> None:
         parts = structure.parts(traced if written is None else written)
         self.traced = traced
         self.types = [var.aval for var in parts.outvars]
         self.avals = [var.aval for var in parts.invars]
-        self.floats = floats_in(parts.invars)
+        self._arguments = arguments
+        self.floats = [
+            i for i in floats_in(parts.invars) if arguments.is_differentiated(i)
+        ]
         self.losses = _losses_in(parts.outvars, treedef)
         self._of_losses = [parts.outvars[i].aval for i in self.losses]
         results = jax.tree.unflatten(treedef, range(len(parts.outvars)))
         paths = [path for path, _ in jax.tree.leaves_with_path(results)]
         self.names_of_results = [f"result{jax.tree_util.keystr(p)}" for p in paths]
-        named = [arguments[i] for i in self.floats] if arguments else []
-        self.names_of_gradients = [f"gradient of {name}" for name in named]
+        self.names_of_gradients = [
+            f"gradient of {arguments.names[i]}" for i in self.floats
+        ]
 
     def check(self) -> None:
         """Raises a ValueError for a function without a gradient."""
+        argnums = self._arguments.argnums
+        if argnums is not None and not self.floats:
+            raise ValueError(
+                "There is no backward pass: the arguments of argnums="
+                f"{argnums} have no floating-point array."
+            )
         for found, what in ((self.floats, "argument"), (self.losses, "result")):
             if not found:
                 raise ValueError(
                     "There is no backward pass: the function has no floating-point "
                     f"{what}. Leave backward out."
                 )
+
+    @contextlib.contextmanager
+    def advised(self) -> Generator[None]:
+        """Adds to an error of differentiation which argument to leave out."""
+        try:
+            yield
+        except Exception as error:
+            owners = {self._arguments.owners[i] for i in self.floats}
+            able = sorted(k for k in owners if k is not None and self._is_able(k))
+            unable = [
+                name.removeprefix("gradient of ")
+                for i, name in zip(self.floats, self.names_of_gradients, strict=True)
+                if self._arguments.owners[i] not in able
+            ]
+            if self._arguments.argnums is not None or not able or not unable:
+                raise
+            numbers = able[0] if len(able) == 1 else tuple(able)
+            raise ValueError(
+                f"The function has no derivative with respect to {unable[0]}: "
+                f"{str(error).splitlines()[0]} Without argnums, all floating-point "
+                "arguments are differentiated. Name those that training "
+                f"differentiates: argnums={numbers}."
+            ) from error
+
+    def _is_able(self, number: int) -> bool:
+        """Whether the function has a derivative with respect to one argument."""
+        alone = copy.copy(self)
+        alone.floats = [i for i in self.floats if self._arguments.owners[i] == number]
+        run = alone.with_gradients(functools.partial(structure.evaluate, self.traced))
+        with contextlib.suppress(Exception):
+            jax.make_jaxpr(run)(*self.avals)
+            return True
+        return False
 
     def differentiated(
         self, fun: Function, arrays: Sequence[Array]

@@ -17,13 +17,17 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparer import ComparedOp, Comparer, Sums
 from jmp_lite.insight.compare.twins import StagedCasts, Twin, TwinError, error
-from jmp_lite.insight.gradients import Differentiable
+from jmp_lite.insight.gradients import (
+    ArgNums,
+    Arguments,
+    Differentiable,
+    check_argnums,
+)
 from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched
 from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.jaxprs import sharding, structure
-from jmp_lite.jaxprs.trace import argument_names
 from jmp_lite.jaxprs.types import Array, PyTree
 
 
@@ -154,6 +158,7 @@ def compare(
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
+    argnums: ArgNums = None,
     elements: int = ELEMENTS,
 ) -> Callable[Args, Comparison]:
     """Returns a function that compares ``autocast(fun, rules)`` with float32, op by op.
@@ -177,8 +182,10 @@ def compare(
       compute_dtype: a dtype that replaces the compute dtype of the rules.
       backward: whether to compare the backward pass too, as ``explain`` does. If the
         result is a loss, or a tuple that begins with a loss, its gradients with respect
-        to all floating arguments are compared. Otherwise those of a fixed random
-        combination of all results are.
+        to its arguments are compared. Otherwise those of a fixed random combination of
+        all results are.
+      argnums: which positional arguments the backward pass differentiates, as in
+        ``jax.grad``; None for all floating-point arguments.
       elements: the largest number of elements of a result to compare, in evenly spaced
         rows. A result that is mostly zero, such as the gradient of an embedding, may
         need more. Results of ``fun``, its gradients, and arrays that are sharded over
@@ -205,6 +212,7 @@ def compare(
     """
     check_convertible(fun)
     check_elements(elements)
+    check_argnums(argnums, backward)
     chosen = choose_rules(rules, compute_dtype)
 
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
@@ -213,7 +221,7 @@ def compare(
         function = Differentiable(
             program.jaxpr,
             program.treedef,
-            argument_names(args, kwargs),
+            Arguments.of(args, kwargs, argnums),
             program.as_written,
         )
         arrays = program.arrays
@@ -249,7 +257,8 @@ def compared_with_float32(
         names = [*names, *function.names_of_gradients]
         forward = functools.partial(structure.evaluate, program)
         both = function.with_gradients(forward)
-        program = jax.make_jaxpr(both)(*function.avals)
+        with function.advised():
+            program = jax.make_jaxpr(both)(*function.avals)
     comparer = Comparer(elements)
     results = comparer.run_program(program, list(map(Twin, arrays)))
     errors = [_error_of_result(twin) for twin in results]

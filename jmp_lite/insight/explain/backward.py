@@ -18,7 +18,7 @@ from jmp_lite.insight.explain.rows import (
     placed_equations,
     precision_as_traced,
 )
-from jmp_lite.insight.gradients import Differentiable
+from jmp_lite.insight.gradients import Arguments, Differentiable
 from jmp_lite.insight.places import Place
 from jmp_lite.jaxprs import bilinear, cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward
@@ -44,18 +44,27 @@ class ProgramGradient(NamedTuple):
     kept: int
 
 
-def backward_of(program: Jaxpr, treedef: PyTree) -> ProgramGradient:
+def backward_of(
+    program: Jaxpr, treedef: PyTree, arguments: Arguments
+) -> ProgramGradient:
     """Returns the backward pass of a program, without running it.
 
     Args:
       program: a jaxpr.
       treedef: the pytree structure of its results.
+      arguments: its arguments.
 
     Raises:
       ValueError: the program has no floating-point input or no floating-point result.
     """
-    gradient = Differentiable(program, treedef)
+    gradient = Differentiable(program, treedef, arguments)
     gradient.check()
+    with gradient.advised():
+        return _passes_of(gradient)
+
+
+def _passes_of(gradient: Differentiable) -> ProgramGradient:
+    program = gradient.traced
 
     def forward(*arrays: Array) -> tuple[list[Array], tuple[Function, list[Array]]]:
         run = functools.partial(structure.evaluate, program)

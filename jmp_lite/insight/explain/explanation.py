@@ -40,6 +40,7 @@ from jmp_lite.insight.explain.rows import (
     is_low,
     totals_of,
 )
+from jmp_lite.insight.gradients import ArgNums, Arguments, check_argnums
 from jmp_lite.insight.tables import count, html_table, text_table
 from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.jaxprs import params, structure
@@ -266,6 +267,7 @@ def explain(
     *,
     compute_dtype: DTypeLike | None = None,
     backward: bool = False,
+    argnums: ArgNums = None,
 ) -> Callable[Args, Explanation]:
     """Returns a function that explains what ``autocast(fun, rules)`` does.
 
@@ -274,10 +276,11 @@ def explain(
       rules: the name of a preset or a ``Rules``.
       compute_dtype: the dtype of low ops; None uses the dtype of the rules.
       backward: whether to explain the backward pass too, with its residuals. It
-        explains ``value_and_grad(autocast(fun))`` with respect to all floating-point
-        arguments. A scalar result is the loss. So is a scalar at the start of a tuple
-        of results, as with ``has_aux``. Without one, all floating-point results are
-        differentiated.
+        explains ``value_and_grad(autocast(fun), argnums)``. A scalar result is the
+        loss. So is a scalar at the start of a tuple of results, as with ``has_aux``.
+        Without one, all floating-point results are differentiated.
+      argnums: which positional arguments the backward pass differentiates, as in
+        ``jax.grad``; None for all floating-point arguments.
 
     Returns:
       A function of ``fun``'s arguments, which may be ``ShapeDtypeStruct`` objects. It
@@ -301,6 +304,7 @@ def explain(
       {'bfloat16': 128}
     """
     check_convertible(fun)
+    check_argnums(argnums, backward)
     chosen = choose_rules(rules, compute_dtype)
 
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
@@ -319,9 +323,12 @@ def explain(
         rows, kept = [one.row for one in decided], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
-            passes = [backward_of(jaxpr, treedef) for jaxpr in (traced, run)]
-            written = backward_of(program.as_written, treedef) if program.held else None
-            kept = (written or passes[0]).kept, passes[1].kept
+            arguments = Arguments.of(args, kwargs, argnums)
+            passes = [backward_of(one, treedef, arguments) for one in (traced, run)]
+            written = passes[0]
+            if program.held:
+                written = backward_of(program.as_written, treedef, arguments)
+            kept = written.kept, passes[1].kept
             rows += rows_of_backward(passes[1], passes[0])
             programs = [[one.forward, one.backward] for one in passes]
         as_traced, as_run = (casts_in(each, low) for each in programs)
@@ -341,11 +348,7 @@ def explain(
             totals_of(rows, added, kept),
             find_lints(inputs),
             tuple(_unused(interpreter.rules, rows, traced)),
-            {
-                name: n
-                for name in interpreter.rules.passes
-                if (n := interpreter.passes[name])
-            },
+            {p: n for p in interpreter.rules.passes if (n := interpreter.passes[p])},
             {names[i]: dtype.name for i, dtype in program.held.items()},
         )
 

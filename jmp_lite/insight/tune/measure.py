@@ -18,10 +18,15 @@ from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.compare.comparison import Comparison, compared_with_float32
-from jmp_lite.insight.gradients import Differentiable, floats_in
+from jmp_lite.insight.gradients import (
+    ArgNums,
+    Arguments,
+    Differentiable,
+    floats_in,
+)
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.jaxprs import structure
-from jmp_lite.jaxprs.trace import argument_names, refuse_shapes
+from jmp_lite.jaxprs.trace import refuse_shapes
 from jmp_lite.jaxprs.types import Array, Function, PyTree
 
 # First with every rounding, even if this compiler could fuse it away; then with this
@@ -63,6 +68,7 @@ class Sample:
       fun: the function.
       args: its arguments, concrete.
       kwargs: its keyword arguments, concrete.
+      argnums: the positional arguments to differentiate; None for all.
 
     Attributes:
       fun: the function.
@@ -72,7 +78,11 @@ class Sample:
     """
 
     def __init__(
-        self, fun: Function, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+        self,
+        fun: Function,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        argnums: ArgNums = None,
     ) -> None:
         refuse_shapes(args, kwargs, "tune")
         self.fun, self.args, self.kwargs = fun, tuple(args), dict(kwargs)
@@ -80,12 +90,12 @@ class Sample:
         program = read_function(fun, self.args, self.kwargs, rules)
         with jax.default_matmul_precision("highest"):
             highest = read_function(fun, self.args, self.kwargs, rules)
-        arguments = argument_names(self.args, self.kwargs)
+        arguments = Arguments.of(self.args, self.kwargs, argnums)
         self._function = Differentiable(
             program.jaxpr, program.treedef, arguments, program.as_written
         )
         self._arrays = jax.device_put(list(program.arrays))
-        floats = self._function.floats
+        floats = floats_in(structure.parts(program.as_written).invars)
         fetched([self._arrays[i] for i in floats])  # They have to be concrete.
         outputs = floats_in(structure.parts(program.as_written).outvars)
         self._n_outputs = len(outputs)
@@ -149,7 +159,8 @@ class Sample:
             return [found[i] for i in self._measured]
 
         try:
-            results = jax.jit(measured, compiler_options=dict(options))(*arrays)
+            with self._function.advised():
+                results = jax.jit(measured, compiler_options=dict(options))(*arrays)
         except ValueError as error:
             error.add_note(
                 "tune also measures gradients. If the function is for inference "

@@ -16,6 +16,7 @@ from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.explain.explanation import explain
 from jmp_lite.insight.explain.rows import is_decided_inside, times_or_once
+from jmp_lite.insight.gradients import ArgNums, check_argnums
 from jmp_lite.insight.tune.candidates import Rule, Units, rules_with, ways_to_keep
 from jmp_lite.insight.tune.measure import Sample, in_words
 from jmp_lite.insight.tune.products import (
@@ -45,6 +46,7 @@ def tune(
     *,
     tolerance: float,
     compute_dtype: DTypeLike | None = None,
+    argnums: ArgNums = None,
     progress: Callable[[str], None] | None = print_to_stderr,
 ) -> Callable[Args, Tuned]:
     """Returns a function that finds rules with the fewest float32 ops, on a sample.
@@ -84,6 +86,8 @@ def tune(
       tolerance: the largest tolerated relative error of each result and gradient, by
         norms. The reference is float32 with products in the highest precision.
       compute_dtype: a dtype that replaces the compute dtype of the rules.
+      argnums: which positional arguments are differentiated, as in ``jax.grad``; None
+        for all floating-point arguments.
       progress: a function that receives a line of text at each step; None for none.
 
     Returns:
@@ -120,12 +124,13 @@ def tune(
       dtype(bfloat16)
     """
     check_convertible(fun)
+    check_argnums(argnums)
     if progress is not None:
         check_function(progress, " Pass print, for example, or None for no lines.")
     chosen, tolerated = choose_rules(rules, compute_dtype), _positive(tolerance)
 
     def tuned(*args: Args.args, **kwargs: Args.kwargs) -> Tuned:
-        sample = Sample(fun, args, kwargs)
+        sample = Sample(fun, args, kwargs, argnums)
         _check_not_autocast(sample)
         return _run(Trials(sample, tolerated, progress), chosen())
 
