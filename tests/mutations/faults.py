@@ -2626,8 +2626,8 @@ FAULTS = (
     Fault(
         "insight/tune/search.py",
         "tune",
-        "Sample(fun, args, kwargs)",
-        "Sample(fun, args, {})",
+        "Sample(fun, args, kwargs, argnums)",
+        "Sample(fun, args, {}, argnums)",
         "tune drops keyword arguments",
         "insight/test_tune.py::test_keyword_arguments_of_the_function_are_part_of_the_sample",
     ),
