@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from helpers import params_of
@@ -852,3 +853,79 @@ def test_watched_results_are_arrays_of_jax_like_those_of_a_compiled_function():
     chex.assert_trees_all_equal_shapes_and_dtypes(results, expected)
     for leaf in jax.tree.leaves(results):
         assert isinstance(leaf, jax.Array)
+
+
+# ------------------------------------------------------- infinities dropped on purpose
+
+RECIPROCALS = 1 - jnp.eye(4)
+OFF_DIAGONAL = {
+    "triu": lambda d: jnp.triu(1 / d, k=1),
+    "where": lambda d: jnp.where(d == 0, 0.0, 1 / d),
+    "a masked softmax": lambda d: jax.nn.softmax(jnp.where(d > 0, d, jnp.log(0 * d))),
+    "a loop": lambda d: lax.scan(
+        lambda c, row: (c + jnp.sum(jnp.where(row > 0, 1 / row, 0)), None), 0.0, d
+    )[0],
+    "a branch": lambda d: lax.cond(
+        d[0, 1] > 0, lambda d: jnp.triu(1 / d, k=1), lambda d: d, d
+    ),
+    "a checkpoint": jax.checkpoint(lambda d: jnp.triu(1 / d, k=1)),
+    "vmap": lambda d: jax.vmap(lambda row: jnp.where(row > 0, 1 / row, 0))(d),
+    "a custom rule": lambda d: jnp.triu(jax.nn.relu(1 / d), k=1),
+}
+
+
+@pytest.mark.parametrize("name", OFF_DIAGONAL)
+@pytest.mark.parametrize("run", [lambda fun: fun, jax.jit])
+def test_an_infinity_that_the_program_drops_is_not_the_culprit(name, run):
+    fun = OFF_DIAGONAL[name]
+    _, stats = run(jmp.watch(fun))(RECIPROCALS)
+    assert any(row.is_first for row in stats.rows), "it is counted"
+    assert jmp.first_nonfinite(stats) is None
+
+    def overflowing(d):
+        weights = fun(d)
+        return jnp.sum(weights) + jnp.sum(jnp.exp(100 * d) @ d)
+
+    first = jmp.first_nonfinite(run(jmp.watch(overflowing))(RECIPROCALS)[1])
+    assert first.op == "exp"
+
+
+def test_the_culprit_is_found_through_loops_branches_and_the_gradient():
+    def looped(x):
+        halved = lambda i, v: jnp.log(v - 1)
+        return lax.fori_loop(0, 3, halved, x)
+
+    def in_a_branch(x):
+        return lax.cond(x > 0, lambda x: jnp.log(x - 2), lambda x: x, x)
+
+    def stacked(x):
+        step = lambda carry, _: (carry / 2, jnp.log(carry - 1))
+        return lax.scan(step, x, None, length=3)[1]
+
+    def until(x):
+        return lax.while_loop(lambda v: v > 1, lambda v: jnp.sqrt(1 - v), x)
+
+    x = jnp.float32(1.5)
+    for fun, op in (
+        (looped, "log"),
+        (in_a_branch, "log"),
+        (stacked, "log"),
+        (until, "sqrt"),
+        (jax.grad(lambda x: jnp.sqrt(x - x) + jnp.exp(x)), "div"),
+    ):
+        assert jmp.first_nonfinite(jmp.watch(fun)(x)[1]).op == op
+
+
+def test_a_step_that_is_skipped_still_names_its_overflow():
+    """The parameters are finite; what says that the step was skipped leads to it."""
+    optimizer = jmp.loss_scaling(optax.sgd(0.1), jmp.StaticLossScale(1))
+
+    def step(w, state, x):
+        grads = jax.grad(lambda w: jnp.sum(jnp.exp(x * w)))(w)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.ones(3)
+    (w, _), stats = jmp.watch(step)(w, optimizer.init(w), jnp.full(3, 1000.0))
+    assert jnp.isfinite(w).all()
+    assert jmp.first_nonfinite(stats).op == "exp"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ParamSpec, TypeVar
 
 import jax
@@ -14,7 +14,13 @@ from jmp_lite.insight.places import short
 from jmp_lite.insight.report import dtype_that_overflows
 from jmp_lite.insight.tables import text_table
 from jmp_lite.insight.uncalled import Uncalled
-from jmp_lite.insight.watch.watcher import FlaggedValue, WatchedOp, Watcher
+from jmp_lite.insight.watch.watcher import (
+    FlaggedValue,
+    Slot,
+    Source,
+    WatchedOp,
+    Watcher,
+)
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import trace_function
@@ -43,7 +49,7 @@ class OpNumerics(statistics.Numbers):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["counts"],
-    meta_fields=["ops", "dtype"],
+    meta_fields=["ops", "dtype", "results", "slots"],
 )
 @dataclasses.dataclass(frozen=True)
 class WatchedNumerics:
@@ -53,11 +59,15 @@ class WatchedNumerics:
       counts: arrays with one element for each op, by the name of the count.
       ops: the ops, in the order in which they run.
       dtype: the dtype that the shares are given for.
+      results: the sources of the function's results: numbers of ops, or slots.
+      slots: the sources of the inputs of loops and branches.
     """
 
     counts: Mapping[str, PyTree]
     ops: tuple[WatchedOp, ...]
     dtype: str
+    results: tuple[Source, ...] = ()
+    slots: tuple[tuple[Slot, tuple[Source, ...]], ...] = ()
 
     @property
     def rows(self) -> tuple[OpNumerics, ...]:
@@ -66,15 +76,43 @@ class WatchedNumerics:
         Ops that never ran have no row.
         """
         columns = statistics.fetch_counts(self.counts)
-        return tuple(
-            OpNumerics(
-                **vars(statistics.numbers(columns, i)),
-                **{name: getattr(op, name) for name in ("scope", "op", "source")},
-                is_first=bool(columns["is_first"][i]),
-            )
-            for i, op in enumerate(self.ops)
-            if columns["elements"][i]
-        )
+        numbered = self._numbered(columns)
+        return tuple(row for _, row in numbered)
+
+    def _numbered(
+        self, columns: Mapping[str, np.ndarray]
+    ) -> Iterator[tuple[WatchedOp, OpNumerics]]:
+        for i, op in enumerate(self.ops):
+            if columns["elements"][i]:
+                yield (
+                    op,
+                    OpNumerics(
+                        **vars(statistics.numbers(columns, i)),
+                        **{
+                            name: getattr(op, name)
+                            for name in ("scope", "op", "source")
+                        },
+                        is_first=bool(columns["is_first"][i]),
+                    ),
+                )
+
+    def reaching(self) -> Iterator[OpNumerics]:
+        """Yields the rows of non-finite numbers that reach a result, in order.
+
+        An infinity is followed from op to op as long as each result contains an
+        infinity or a NaN. A select that drops it ends its way.
+        """
+        numbered = list(self._numbered(statistics.fetch_counts(self.counts)))
+        broken = {op.number: op for op, row in numbered if row.inf or row.nan}
+        of_slots = dict(self.slots)
+        seen, left = set[Source](), list(self.results)
+        while left:
+            one = left.pop()
+            if one in seen or (isinstance(one, int) and one not in broken):
+                continue
+            seen.add(one)
+            left += broken[one].reads if isinstance(one, int) else of_slots[one]
+        yield from (row for op, row in numbered if op.number in seen)
 
     def __str__(self) -> str:
         titles = ("elements", "op", *statistics.headers(self.dtype), "scope", "where")
@@ -152,9 +190,16 @@ def watch(
         watcher = Watcher(target, elements)
         seen = watcher.run_program(traced.jaxpr, list(map(FlaggedValue, traced.arrays)))
         ops, counts = watcher.found()
+        results_from = frozenset[Source]().union(*(value.sources for value in seen))
         order = np.argsort([op.number for op in ops])
         counts = jax.tree.map(lambda column: gathered(column[order]), counts)
-        stats = WatchedNumerics(counts, tuple(ops[i] for i in order), target.name)
+        stats = WatchedNumerics(
+            counts,
+            tuple(ops[i] for i in order),
+            target.name,
+            tuple(results_from),
+            watcher.graph.frozen(),
+        )
         results = [
             structure.as_typed(x.array, var.aval)
             for x, var in zip(seen, structure.parts(traced.jaxpr).outvars, strict=True)
@@ -167,7 +212,10 @@ def watch(
 
 
 def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
-    """Returns the first op that made an infinity or a NaN from finite operands.
+    """Returns the first op whose infinity or NaN reaches a result of the function.
+
+    It made it from finite operands. An infinity that the program drops on purpose, as
+    ``where(mask, x, -inf)`` in a softmax does, is passed over.
 
     The order is that of the program. Of two ops in a loop, the upper one is returned,
     even if the lower one failed in an earlier trip.
@@ -176,8 +224,8 @@ def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
       stats: the second result of a watched function, outside ``jit``.
 
     Returns:
-      The row of the op; None if all results are finite, or if only ops with non-finite
-      operands have non-finite results.
+      The row of the op; None if nothing harmful was found: all results of the function
+      are finite, or what is not comes from its arguments.
 
     Raises:
       TypeError: ``stats`` has another type, or is traced.
@@ -194,4 +242,4 @@ def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
             "Expected the second result of a watched function, got "
             f"{type(stats).__name__}."
         )
-    return next((row for row in stats.rows if row.is_first), None)
+    return next((row for row in stats.reaching() if row.is_first), None)

@@ -2,7 +2,8 @@
 
 Results and derivatives do not change. Counts add up over the steps of a loop. Each
 value has a flag: whether it is finite. Loops carry the flags, so that no number is read
-twice.
+twice. Which op reads which is noted while tracing, so that an infinity can be followed
+to the results, or to where it is dropped.
 """
 
 import functools
@@ -18,13 +19,73 @@ from jax.sharding import PartitionSpec
 
 from jmp_lite.autocasting.rules.scopes import of_the_user
 from jmp_lite.insight import statistics
-from jmp_lite.insight.counting import CountingEvaluator
+from jmp_lite.insight.counting import CountedBody, CountingEvaluator
 from jmp_lite.insight.places import Place
 from jmp_lite.insight.statistics import Counts
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.evaluate import Evaluator
-from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Jaxpr, Var
 from jmp_lite.ops import KEEPING_NUMBERS
+
+
+class Slot(NamedTuple):
+    """An input of a jaxpr inside of another: of a loop, a branch, a checkpoint.
+
+    Attributes:
+      body: the number of the jaxpr.
+      number: the number of the input.
+    """
+
+    body: int
+    number: int
+
+
+Source = int | Slot
+"""Where a value comes from: the number of an op, or a slot."""
+
+
+class Graph:
+    """Where the values in slots come from, and the values of jaxprs inside."""
+
+    def __init__(self) -> None:
+        self.of_slots: dict[Slot, set[Source]] = {}
+        # By the id of the list of ops, which is kept so that its id is not reused.
+        self._bodies: dict[int, tuple[object, list[Slot], list[set[Source]]]] = {}
+
+    def enter(self, n: int) -> list[Slot]:
+        """Returns the slots of a new jaxpr with some inputs."""
+        body = len(self.of_slots)
+        slots = [Slot(body, i) for i in range(n)]
+        self.of_slots[Slot(body, -1)] = set()  # So that each body has a number.
+        self.of_slots.update((slot, set()) for slot in slots)
+        return slots
+
+    def leave(
+        self, ops: object, slots: list[Slot], results: Sequence["FlaggedValue"]
+    ) -> None:
+        """Notes where the results of a jaxpr come from, by its list of ops."""
+        self._bodies[id(ops)] = ops, slots, [set(value.sources) for value in results]
+
+    def bind(
+        self, ops: object, operands: Sequence["FlaggedValue"], carries: slice | None
+    ) -> list[set[Source]]:
+        """Connects a jaxpr to its operands; returns the sources of its results.
+
+        Args:
+          ops: its list of ops.
+          operands: its operands.
+          carries: the inputs that are the first results of the step before.
+        """
+        _, slots, results = self._bodies[id(ops)]
+        for slot, value in zip(slots, operands, strict=True):
+            self.of_slots[slot] |= value.sources
+        for slot, made in zip(slots[carries] if carries else (), results, strict=False):
+            self.of_slots[slot] |= made
+        return results
+
+    def frozen(self) -> tuple[tuple[Slot, tuple[Source, ...]], ...]:
+        """Returns the sources of all slots, for the structure of a pytree."""
+        return tuple((slot, tuple(found)) for slot, found in self.of_slots.items())
 
 
 class WatchedOp(NamedTuple):
@@ -35,12 +96,14 @@ class WatchedOp(NamedTuple):
       op: the name of its primitive.
       source: its place in the code: file, line and function.
       number: its position among all ops.
+      reads: the sources of its operands.
     """
 
     scope: str
     op: str
     source: str
     number: int
+    reads: tuple[Source, ...] = ()
 
 
 class CountedArray:
@@ -73,6 +136,7 @@ class FlaggedValue:
       is_finite: the flag; None if it is not computed yet.
       finite_steps: a flag for each element of the first axis, if a loop stacked them.
       counted: the counts of the value, if they are taken.
+      sources: the ops that made it, or the slots that hold it.
     """
 
     def __init__(
@@ -81,9 +145,11 @@ class FlaggedValue:
         is_finite: Array | np.bool_ | None = None,
         finite_steps: Array | None = None,
         counted: CountedArray | None = None,
+        sources: frozenset[Source] = frozenset(),
     ) -> None:
         self.array = array
         self.counted = counted
+        self.sources = sources
         self._is_finite = is_finite
         self._finite_steps = finite_steps
 
@@ -107,7 +173,9 @@ class FlaggedValue:
 
     def with_array(self, array: Array) -> "FlaggedValue":
         """Returns a value with the same numbers in another array."""
-        return FlaggedValue(array, self._is_finite, counted=self.counted)
+        return FlaggedValue(
+            array, self._is_finite, counted=self.counted, sources=self.sources
+        )
 
 
 class Note(NamedTuple):
@@ -137,6 +205,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
       dtype: the dtype that shares are given for.
       elements: the largest number of elements of a result to count; None for all.
       numbers: an iterator that numbers the ops.
+      graph: the sources of values in slots.
     """
 
     def __init__(
@@ -144,8 +213,10 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         dtype: Dtype,
         elements: int | None = None,
         numbers: Iterator[int] | None = None,
+        graph: Graph | None = None,
     ) -> None:
         super().__init__()
+        self.graph = Graph() if graph is None else graph
         self._dtype, self._elements = dtype, elements
         self._uncounted: list[CountedArray] = []
         self._numbers = itertools.count() if numbers is None else numbers
@@ -153,7 +224,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
 
     def inner(self) -> "Watcher":
         """Returns a watcher for a jaxpr inside."""
-        return Watcher(self._dtype, self._elements, self._numbers)
+        return Watcher(self._dtype, self._elements, self._numbers, self.graph)
 
     # ------------------------------------------------------------------ the equations
 
@@ -187,12 +258,16 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         if not params.has_only_axis_effects(eqn):  # They must happen once.
             return self.equation(eqn, operands, site)
         stopped = [
-            FlaggedValue(lax.stop_gradient(x.array), x.is_finite) for x in operands
+            FlaggedValue(lax.stop_gradient(x.array), x.is_finite, sources=x.sources)
+            for x in operands
         ]
         seen = self.run(params.body_of(eqn), stopped, site)
         arrays = params.bind(eqn, [value.array for value in operands])
         pairs = zip(arrays, seen, strict=True)
-        return [FlaggedValue(array, value.is_finite) for array, value in pairs]
+        return [
+            FlaggedValue(array, value.is_finite, sources=value.sources)
+            for array, value in pairs
+        ]
 
     def _counted(
         self,
@@ -207,12 +282,23 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         ]
         made = [counted for counted in each if counted is not None]
         self._uncounted += made
+        read = frozenset[Source]().union(*(value.sources for value in operands))
+        sources = read  # A number of another kind, such as a flag, tells of them.
         if made:
-            self._notes.append(
-                Note(WatchedOp(*op, next(self._numbers)), made, operands)
-            )
+            number = next(self._numbers)
+            sources = frozenset[Source]([number])
+            watched = WatchedOp(*op, number, tuple(read))
+            self._notes.append(Note(watched, made, operands))
+        for value in operands:  # An op may write into a reference.
+            if not structure.is_of_numbers(jax.typeof(value.array)):
+                value.sources |= sources | read
         return [
-            FlaggedValue(array, np.True_ if counted is None else None, counted=counted)
+            FlaggedValue(
+                array,
+                np.True_ if counted is None else None,
+                counted=counted,
+                sources=sources,
+            )
             for array, counted in zip(results, each, strict=True)
         ]
 
@@ -221,6 +307,55 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         if self._elements is None:
             return array
         return statistics.sample(array, self._elements)
+
+    # ------------------------------------------------------------------ jaxprs inside
+
+    def _run_inside(
+        self,
+        jaxpr: Jaxpr,
+        arrays: Sequence[Array],
+        given: Sequence[None],
+        site: Place,
+        ops: list[WatchedOp],
+    ) -> tuple[list[FlaggedValue], Counts]:
+        """Runs a jaxpr inside, whose inputs are slots."""
+        tool = self.inner()
+        operands = tool.pack_all(arrays, given)
+        slots = self.graph.enter(len(operands))
+        for slot, operand in zip(slots, operands, strict=True):
+            operand.sources = frozenset[Source]([slot])
+        results = tool.run(jaxpr, operands, site)
+        ops[:], sums = tool.found()
+        self.graph.leave(ops, slots, results)
+        return results, sums
+
+    def collect_results(
+        self,
+        eqn: Eqn,
+        bodies: Sequence[tuple[CountedBody[None, WatchedOp], Sequence[FlaggedValue]]],
+        arrays: Sequence[Array],
+        number: int = 0,
+    ) -> list[FlaggedValue]:
+        """Returns the results of an equation, with their sources."""
+        results = super().collect_results(eqn, bodies, arrays, number)
+        made = [
+            self.graph.bind(body.ops, operands, _carries(eqn) if i == number else None)
+            for i, (body, operands) in enumerate(bodies)
+        ]
+        is_while = params.op_of(eqn) == "while"
+        more = made.pop(0)[0] if is_while else frozenset[Source]()  # Of its condition.
+        for i, result in enumerate(results):
+            result.sources = frozenset[Source](more).union(*(one[i] for one in made))
+        return results
+
+    def converted(
+        self, eqn: Eqn, values: Sequence[FlaggedValue], forms: Sequence[None]
+    ) -> list[FlaggedValue]:
+        """Returns the carries of a loop: they have one form."""
+        found = super().converted(eqn, values, forms)
+        for new, old in zip(found, values, strict=True):
+            new.sources = old.sources
+        return found
 
     # --------------------------------------------------------------------- the counts
 
@@ -329,6 +464,16 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         """Returns an array, and one flag for all devices."""
         array, flag = self.unpack(value, form)
         return array, sharding.gathered(flag, axes).all(0)
+
+
+def _carries(eqn: Eqn) -> slice | None:
+    """Returns the inputs of a loop's body that are carries; None for other ops."""
+    if params.op_of(eqn) == "scan":
+        n_consts, n_carry = params.scan_counts(eqn)
+        return slice(n_consts, n_consts + n_carry)
+    if params.op_of(eqn) == "while":
+        return slice(params.while_parts(eqn).n_body, None)
+    return None
 
 
 def _is_cast_in_range(eqn: Eqn) -> bool:
