@@ -1300,7 +1300,7 @@ FAULTS = (
     Fault(
         "insight/watch/watcher.py",
         "Watcher.custom",
-        "stopped = [FlaggedValue(lax.stop_gradient(x.array), x.is_finite) for x in operands]",
+        "stopped = [FlaggedValue(lax.stop_gradient(x.array), x.is_finite, sources=x.sources) for x in operands]",
         "stopped = operands",
         "what is run once more to be seen is differentiated",
         "insight/test_numerics.py::test_an_op_that_is_run_again_to_be_counted_needs_no_derivative",

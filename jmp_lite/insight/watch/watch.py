@@ -75,44 +75,7 @@ class WatchedNumerics:
 
         Ops that never ran have no row.
         """
-        columns = statistics.fetch_counts(self.counts)
-        numbered = self._numbered(columns)
-        return tuple(row for _, row in numbered)
-
-    def _numbered(
-        self, columns: Mapping[str, np.ndarray]
-    ) -> Iterator[tuple[WatchedOp, OpNumerics]]:
-        for i, op in enumerate(self.ops):
-            if columns["elements"][i]:
-                yield (
-                    op,
-                    OpNumerics(
-                        **vars(statistics.numbers(columns, i)),
-                        **{
-                            name: getattr(op, name)
-                            for name in ("scope", "op", "source")
-                        },
-                        is_first=bool(columns["is_first"][i]),
-                    ),
-                )
-
-    def reaching(self) -> Iterator[OpNumerics]:
-        """Yields the rows of non-finite numbers that reach a result, in order.
-
-        An infinity is followed from op to op as long as each result contains an
-        infinity or a NaN. A select that drops it ends its way.
-        """
-        numbered = list(self._numbered(statistics.fetch_counts(self.counts)))
-        broken = {op.number: op for op, row in numbered if row.inf or row.nan}
-        of_slots = dict(self.slots)
-        seen, left = set[Source](), list(self.results)
-        while left:
-            one = left.pop()
-            if one in seen or (isinstance(one, int) and one not in broken):
-                continue
-            seen.add(one)
-            left += broken[one].reads if isinstance(one, int) else of_slots[one]
-        yield from (row for op, row in numbered if op.number in seen)
+        return tuple(row for _, row in _numbered(self))
 
     def __str__(self) -> str:
         titles = ("elements", "op", *statistics.headers(self.dtype), "scope", "where")
@@ -121,6 +84,36 @@ class WatchedNumerics:
             for r in self.rows
         ]
         return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
+
+
+def _numbered(stats: WatchedNumerics) -> Iterator[tuple[int, OpNumerics]]:
+    """Yields the row of each op that ran, after its position in ``stats.ops``."""
+    columns = statistics.fetch_counts(stats.counts)
+    for i, (scope, op, source, *_) in enumerate(stats.ops):
+        if columns["elements"][i]:
+            is_first = bool(columns["is_first"][i])
+            place = {"scope": scope, "op": op, "source": source}
+            numbers = vars(statistics.numbers(columns, i))
+            yield i, OpNumerics(**numbers, **place, is_first=is_first)
+
+
+def _reaching(stats: WatchedNumerics) -> Iterator[OpNumerics]:
+    """Yields the rows of non-finite numbers that reach a result, in order.
+
+    An infinity is followed from op to op as long as each result contains an infinity or
+    a NaN. A select that drops it ends its way.
+    """
+    numbered = [(stats.ops[i], row) for i, row in _numbered(stats)]
+    broken = {op.number: op for op, row in numbered if row.inf or row.nan}
+    of_slots = dict(stats.slots)
+    seen, left = set[Source](), list(stats.results)
+    while left:
+        one = left.pop()
+        if one in seen or (isinstance(one, int) and one not in broken):
+            continue
+        seen.add(one)
+        left += broken[one].reads if isinstance(one, int) else of_slots[one]
+    yield from (row for op, row in numbered if op.number in seen)
 
 
 Args = ParamSpec("Args")
@@ -242,4 +235,4 @@ def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
             "Expected the second result of a watched function, got "
             f"{type(stats).__name__}."
         )
-    return next((row for row in stats.reaching() if row.is_first), None)
+    return next((row for row in _reaching(stats) if row.is_first), None)
