@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -92,9 +92,13 @@ def _numbered(stats: WatchedNumerics) -> Iterator[tuple[int, OpNumerics]]:
     for i, (scope, op, source, *_) in enumerate(stats.ops):
         if columns["elements"][i]:
             is_first = bool(columns["is_first"][i])
-            place = {"scope": scope, "op": op, "source": source}
-            numbers = vars(statistics.numbers(columns, i))
-            yield i, OpNumerics(**numbers, **place, is_first=is_first)
+            numbers: Any = vars(statistics.numbers(columns, i))
+            yield (
+                i,
+                OpNumerics(
+                    **numbers, scope=scope, op=op, source=source, is_first=is_first
+                ),
+            )
 
 
 def _reaching(stats: WatchedNumerics) -> Iterator[OpNumerics]:
