@@ -191,7 +191,7 @@ def watch(
 
     It works like ``jmp_lite.watch``. What ``fun`` changes in a module changes, as
     without ``watch``. To watch the backward pass, too, watch the gradient:
-    ``watch(nnx.grad(autocast(loss_fn)))(model, x)``.
+    ``watch(nnx.value_and_grad(autocast(loss_fn)))(model, x)``.
 
     Args:
       fun: a function of pytrees and modules, a module, or a method of a module.
@@ -211,7 +211,8 @@ def watch(
       >>> import jmp_lite.nnx
       >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
       >>> loss_fn = lambda model, x: jnp.log(model(x) - 10).sum()
-      >>> grads, stats = jmp.nnx.watch(nnx.grad(loss_fn))(model, jnp.ones((4, 2)))
+      >>> grad_fn = nnx.value_and_grad(loss_fn)
+      >>> _, stats = jmp.nnx.watch(grad_fn)(model, jnp.ones((4, 2)))
       >>> jmp.first_nonfinite(stats).op
       'log'
     """

@@ -59,10 +59,20 @@ def check_trainable(params: PyTree) -> None:
             )
 
 
-NO_KEY = (
+_NO_KEY = (
     "rng is None in loss_fn, because init got no key. If loss_fn needs one, call "
     "init(params, model_state, jax.random.key(0))."
 )
+
+
+def explain_missing_key(error: Exception) -> None:
+    """Raises a TypeError if an error is about the key that a loss did not get.
+
+    Any other error gets a note.
+    """
+    if isinstance(error, TypeError | ValueError) and "PRNG" in str(error):
+        raise TypeError(_NO_KEY) from error
+    error.add_note(_NO_KEY)
 
 
 def check_result(result: PyTree, model_state: PyTree) -> None:

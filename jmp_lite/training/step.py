@@ -42,11 +42,11 @@ from jmp_lite.scaling.value_and_grad import (
 from jmp_lite.scaling.wrapping import with_extra_args
 from jmp_lite.training.accumulation import accumulated_gradients
 from jmp_lite.training.checks import (
-    NO_KEY,
     check_accumulation,
     check_loss_fn,
     check_result,
     check_trainable,
+    explain_missing_key,
 )
 from jmp_lite.training.devices import (
     averaged,
@@ -224,7 +224,7 @@ def _lower_loss(
             result = loss_fn(params, model_state, batch, rng)
         except Exception as error:
             if rng is None:
-                error.add_note(NO_KEY)
+                explain_missing_key(error)
             raise
         check_result(result, model_state)
         return result

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import inspect
 import pathlib
 
 import flax.linen as nn
@@ -224,16 +225,42 @@ def test_channels_that_miss_tensor_cores_get_a_lint(channels, out, groups, sizes
     params = conv.init(jax.random.key(0), image)
     found = lints(conv.apply, params, image, name="tensor cores")
     assert bool(found) == bool(sizes)
-    if sizes:
-        assert "12 and 20 are not multiples of 8" in found[0].message
-        assert f"in a product of sizes {sizes}" in found[0].message
+    assert [lint.message for lint in found] == [
+        f"{size} is not a multiple of 8, in a product of sizes {sizes}"
+        for size in ((12, 20) if sizes else ())
+    ]
 
 
-def test_two_sizes_on_one_line_get_two_lints():
-    layers = lambda x: [x @ jnp.ones((8, n)) for n in (12, 12, 20)]
+def test_each_size_gets_one_lint_with_the_largest_of_its_products():
+    layers = lambda x: [
+        x @ jnp.ones((8, 12)),
+        (x @ jnp.ones((8, 12)))[:, :8] @ jnp.ones((8, 20)),
+        jnp.ones((64, 8)) @ jnp.ones((8, 12)),  # The largest.
+    ]
     first, second = lints(layers, X, name="tensor cores")
-    assert first.message.startswith("12 is not")
-    assert second.message.startswith("20 is not")
+    assert first.message == (
+        "12 is not a multiple of 8, in 3 products, the largest of sizes 64 x 12 x 8"
+    )
+    lines, start = inspect.getsourcelines(layers)
+    (at,) = (i for i, line in enumerate(lines, start) if "# The largest." in line)
+    assert f"test_lints.py:{at} " in first.source
+    assert second.message.startswith("20 is not a multiple of 8, in a product of sizes")
+
+
+def test_fifty_lints_that_say_the_same_are_one():
+    def fun(x):
+        for i in range(50):
+            with jax.named_scope(f"{'abc'[i % 3]}{i}"):
+                x = jnp.tanh(x @ jnp.ones((x.shape[1], 9 + i % 2)))
+        return x
+
+    found = lints(fun, X)
+    assert [lint.name for lint in found] == ["tensor cores", "tensor cores"]
+    assert all(
+        "in 49 products" in lint.message or "50" in lint.message for lint in found
+    )
+    low = explain(fun, get_rules("O1").scope("", "full"))(X).lints
+    assert len(low) < 5
 
 
 def test_products_inside_of_a_function_that_is_kept_are_pointed_to():

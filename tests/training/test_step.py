@@ -1145,3 +1145,17 @@ def test_arrays_of_several_sizes_are_split_along_an_axis_of_their_own():
         ValueError, match=r"got 4 at batch\['boundary'\] and 12 at.*own "
     ):
         step(init(PARAMS), batch)
+
+
+@pytest.mark.parametrize("draw", [jax.random.split, jax.random.normal])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_needs_a_key_and_gets_none_is_told_where_to_give_it(
+    draw, accumulate
+):
+    def loss_fn(params, model_state, batch, rng):
+        draw(rng)
+        return jnp.mean(batch), (model_state, {})
+
+    init, step = jmp.build_train_step(loss_fn, optax.sgd(0.1), accumulate=accumulate)
+    with pytest.raises(TypeError, match=r"rng is None in loss_fn.* init\("):
+        step(init({"w": jnp.ones(3)}), jnp.ones((4, 3)))

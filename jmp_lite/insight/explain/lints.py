@@ -5,6 +5,7 @@ lints, and one table lists all checks.
 """
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -96,20 +97,17 @@ class LintInput(NamedTuple):
 
 
 def find_lints(inputs: LintInput) -> tuple[Lint, ...]:
-    """Returns the lints of a function; similar lints become one, with a count."""
+    """Returns the lints of a function; those that say the same become one."""
     like: dict[object, list[Lint]] = {}
     for check in _CHECKS:
         for lint in check(inputs):
-            # Blocks whose names differ only in a number are alike.
-            scope = re.sub(r"\d+", "", lint.scope)
             message = lint.message.replace(lint.scope, "")
-            key = (lint.name, lint.source, scope, message)
-            like.setdefault(key, []).append(lint)
+            like.setdefault((lint.name, message, lint.remedy), []).append(lint)
     return tuple(map(_counted, like.values()))
 
 
 def _counted(same: Sequence[Lint]) -> Lint:
-    more = len({lint.scope for lint in same}) - 1
+    more = len({(lint.scope, lint.source) for lint in same}) - 1
     like_it = f" (and {more} like it)" if more else ""
     return dataclasses.replace(same[0], message=same[0].message + like_it)
 
@@ -249,6 +247,8 @@ def _asked_for_float32(inputs: LintInput) -> Iterator[Lint]:
 
 
 def _off_tensor_cores(inputs: LintInput) -> Iterator[Lint]:
+    """Sizes of products that are no multiples of 8: one lint for each size."""
+    with_size: dict[int, list[tuple[int, DecidedRow]]] = {}
     for decided in inputs.decided:
         if decided.row.op not in PRODUCTS or decided.record.decision.run is not Run.LOW:
             continue
@@ -256,23 +256,21 @@ def _off_tensor_cores(inputs: LintInput) -> Iterator[Lint]:
         if 1 in sizes:  # A vector product or a depthwise convolution: no tensor cores.
             continue
         # A symbolic size is unknown.
-        odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 8]
-        if odd:
-            yield _make_lint(
-                decided,
-                "tensor cores",
-                f"{_not_multiples(odd)}, in a product of sizes "
-                f"{' x '.join(map(str, sizes))}",
-                "Tensor cores need multiples of 8: pad, or choose another width",
-            )
-
-
-def _not_multiples(sizes: Sequence[int]) -> str:
-    """Returns a clause such as ``"10 and 12 are not multiples of 8"``."""
-    distinct = [str(size) for size in dict.fromkeys(sizes)]
-    if len(distinct) == 1:
-        return f"{distinct[0]} is not a multiple of 8"
-    return f"{', '.join(distinct[:-1])} and {distinct[-1]} are not multiples of 8"
+        known = [n for n in sizes if isinstance(n, int)]
+        for size in dict.fromkeys(n for n in known if n > 8 and n % 8):
+            with_size.setdefault(size, []).append((math.prod(known), decided))
+    for size, products in with_size.items():
+        _, largest = max(products, key=lambda pair: pair[0])
+        sizes = " x ".join(map(str, cost.product_sizes(largest.record.eqn)))
+        many = len(products) > 1
+        yield _make_lint(
+            largest,
+            "tensor cores",
+            f"{size} is not a multiple of 8, in "
+            + (f"{len(products)} products, the largest" if many else "a product")
+            + f" of sizes {sizes}",
+            "Tensor cores need multiples of 8: pad, or choose another width",
+        )
 
 
 def _unfit_for_format(inputs: LintInput) -> Iterator[Lint]:
