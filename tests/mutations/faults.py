@@ -1180,8 +1180,8 @@ FAULTS = (
     Fault(
         "insight/explain/lints.py",
         "_off_tensor_cores",
-        "odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 8]",
-        "odd = [n for n in sizes if isinstance(n, int) and n > 8 and n % 16]",
+        "(n for n in known if n > 8 and n % 8)",
+        "(n for n in known if n > 8 and n % 16)",
         "a width of 24 counts as a misfit",
         "insight/test_lints.py::test_sizes_that_miss_tensor_cores_get_a_lint",
     ),
