@@ -124,7 +124,7 @@ def _scoped_class(cls: type, scope: str, depth: int) -> type:
 
 @functools.cache
 def _has_subclasses(cls: type) -> bool:
-    """Whether a class can have a subclass, which some want to be told more about."""
+    """Whether a class accepts a subclass; some require arguments for one."""
     try:
         types.new_class(cls.__name__, (cls,))
     except TypeError:

@@ -19,7 +19,7 @@ from jmp_lite.autocasting.marks import as_full
 from jmp_lite.autocasting.passes import homogeneity
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.types import PyTree
-from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs import params, rewrite, source, structure
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr
 from jmp_lite.mutables import returning_changes, write_changes
@@ -57,7 +57,7 @@ def with_true_cotangents(fun: Function, loss_scale: LossScale) -> Function:
         try:
             jaxpr = jax.make_jaxpr(flat)(*arrays)
         except Exception:
-            # It branches on numbers, outside of jit; or its own error comes again.
+            # Outside of jit it may branch on numbers. An error of its own comes again.
             return fun(*args, **kwargs)
         out = iter(_Unscaling(loss_scale).run(jaxpr, arrays))
         tree, others, is_array = made
@@ -92,15 +92,12 @@ class _Unscaling:
         env = dict(zip(parts.constvars, parts.consts, strict=True))
         env.update(zip(parts.invars, arrays, strict=True))
 
-        def read(atom: Any) -> Array:
-            is_literal = structure.is_literal(atom)
-            return structure.as_array(atom.val) if is_literal else env[atom]
-
         for eqn in parts.eqns:
             with source.context_of(eqn):
-                results = self._equation(eqn, list(map(read, eqn.invars)))
+                operands = [rewrite.read(env, atom) for atom in eqn.invars]
+                results = self._equation(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, parts.outvars))
+        return [rewrite.read(env, atom) for atom in parts.outvars]
 
     def _has_culprit(self, jaxpr: Jaxpr) -> bool:
         if id(jaxpr) not in self._known:
