@@ -8,6 +8,7 @@ are those of jax 0.10.2 and 0.12.0. An op without a record is ``KEEP``.
 """
 
 import enum
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -343,6 +344,19 @@ _BY_NAME = {op.name: op for op in OPS}
 def record_of(op: str) -> Op | None:
     """Returns the record of an op; None for an unknown op."""
     return _BY_NAME.get(op)
+
+
+def base_of(op: str) -> str:
+    """Returns the op that a variant is a variant of; any other op is its own.
+
+    JAX turns ``psum`` into ``psum_invariant``, and ``all_gather`` into a start and an
+    end. A rule for the op that users call is one for its variants.
+    """
+    base = _VARIANT.sub("", op)
+    return base if base in _BY_NAME else op
+
+
+_VARIANT = re.compile(r"^unreduced_|(_invariant|_reduced|_dynamic|_start|_done)+$")
 
 
 def ops_of(*precisions: Precision) -> frozenset[str]:

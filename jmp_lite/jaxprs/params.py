@@ -258,6 +258,8 @@ SCATTERS: dict[str, Function] = {
     "scatter-add": jax.lax.scatter_add,
     "scatter-sub": jax.lax.scatter_sub,
     "scatter-mul": jax.lax.scatter_mul,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-max": jax.lax.scatter_max,
 }
 """Scatters with a combiner, which is traced for a dtype."""
 

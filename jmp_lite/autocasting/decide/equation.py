@@ -79,7 +79,8 @@ def decide(
     op = rules.op_decided_as(eqn, path)
     if op == "convert_element_type":
         return decide_cast(rules, eqn, operands.every[0], path)
-    if op in PASSING and rules.scope(path) is None:
+    match = rules.match(op, path)
+    if op in PASSING and not match.is_explicit:
         return Decision(Run.PASS, None, Reason.PASSES_ON)
     has_float32_results = any(map(structure.is_float32, eqn.outvars))
     if not has_float32_results and not any(map(structure.is_float32, eqn.invars)):
@@ -95,7 +96,6 @@ def decide(
     floats, held = operands.floats, None
     if op in MOVING and not gathers.fills_with_number(eqn):
         held = _dtype_of_all(floats, rules.low_dtype)
-    match = rules.match(op, path)
     return (
         decide_product(rules, eqn, floats, readers, path)
         or decide_format(rules, eqn, operands.every, readers, match)
@@ -112,7 +112,7 @@ def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
 
 
 def follows(match: RuleMatch) -> bool:
-    """Whether an op runs in float32 if all readers of its result demand it.
+    """Whether an op follows, and runs in float32 if all that reads its result does.
 
     An op with the default precision of the rules does, even if that is ``LOW``.
     """
@@ -146,6 +146,8 @@ def _decide_by_class(
     if precision is Precision.KEEP:
         return Decision(Run.AS_TRACED, State.HARD, Reason.RULE, match=match)
     if precision is Precision.LOW:
+        if match.is_explicit:
+            return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)
         if follows(match) and readers.demand_float32:
             return Decision(Run.FULL, State.HARD, Reason.READ_IN_FLOAT32)
         if follows(match) and _is_amplified(op, operands, readers):
@@ -154,9 +156,11 @@ def _decide_by_class(
     if precision in (Precision.FULL, Precision.FULL_INSIDE):
         return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
     state, leader = _join_states(op, precision, operands)
-    if op in POSITIONAL:
+    if op in POSITIONAL and not match.is_explicit:
         # The operand (a position) needs its digits, the result does not.
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
+    if match.is_explicit and state is State.LOW and not readers.demand_float32:
+        return Decision(Run.LOW, state, Reason.FOLLOWS_LOW, leader)
     if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
         return _decide_low(op, operands, Reason.ROUNDS_NOTHING, leader)
     if state is State.LOW and held is not None:

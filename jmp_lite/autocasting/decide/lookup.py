@@ -13,7 +13,7 @@ from jmp_lite.autocasting.rules.scopes import match_scope
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr
-from jmp_lite.ops import LOWERABLE, Precision, record_of
+from jmp_lite.ops import LOWERABLE, Precision, base_of, record_of
 
 
 class RuleLookup:
@@ -111,7 +111,7 @@ def _match(
     if match and (op in LOWERABLE or match.precision is not Precision.LOW):
         return match
     precision = rules.precision_of(op)
-    if op in named:
+    if op in named or base_of(op) in named:
         return RuleMatch(precision, RuleSource.OP, op)
     if precision is not known.precision:
         return RuleMatch(precision, RuleSource.DEFAULT, op)

@@ -17,6 +17,7 @@ from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn
+from jmp_lite.ops import Precision
 
 
 def decide_product(
@@ -41,7 +42,8 @@ def decide_product(
     match = rules.match(op, path)
     if not match.precision.lowers or match.source is RuleSource.MARK:
         return None
-    if _asks_for_float32(asked):
+    is_named = match.is_explicit and match.precision is Precision.LOW
+    if _asks_for_float32(asked) and not (is_named or match.source is RuleSource.SCOPE):
         return Decision(Run.FULL, State.HARD, Reason.HIGHEST_PRECISION)
     reason = demanded_by(readers)
     if reason is None or asks_for_low(rules.rules, op, path):

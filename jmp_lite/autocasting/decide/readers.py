@@ -110,9 +110,7 @@ class UseAnalysis(Backward[Readers]):
         """Returns the operands whose rounding errors an op amplifies."""
         if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
             return [0]
-        match = self._match(op, path)
-        is_full = match.precision is Precision.FULL
-        if op not in AMPLIFYING or not (is_full or follows(match)):
+        if op not in AMPLIFYING or not _demands(self._match(op, path)):
             return []
         return range(op in AMPLIFYING_DIVISORS, len(eqn.invars))
 
@@ -132,7 +130,7 @@ class UseAnalysis(Backward[Readers]):
             return Readers.INTEGER_CAST
         # A sort of several arrays compares the first and moves the others.
         discerns = op in DISCERNING or (op == "sort" and len(eqn.invars) > 1)
-        if discerns and follows(match):
+        if discerns and _demands(match):
             return Readers.FULL
         if not any(map(structure.is_float32, eqn.outvars)):
             # A Fourier transform, or a cast to complex numbers or to float64.
@@ -145,7 +143,7 @@ class UseAnalysis(Backward[Readers]):
             keeps = decided is not None and decided.reason is not Reason.PHASE
             return Readers.FULL if keeps else Readers.OTHER
         is_full = match.precision is Precision.FULL
-        if op in POSITIONAL and (is_full or follows(match)):
+        if op in POSITIONAL and _demands(match):
             is_demanded = is_full or readers.demand_float32
             return Readers.PHASE if is_demanded else Readers.LOW_PHASE
         if op not in KEEPING_DIGITS or readers & Readers.OTHER:
@@ -189,6 +187,12 @@ class UseAnalysis(Backward[Readers]):
             found = classify(self._rules, Loop.read(eqn), is_read, path)
             self._carries[key] = (eqn, found)
         return self._carries[key][1]
+
+
+def _demands(match: RuleMatch) -> bool:
+    """Whether an op that needs the digits of its operands demands float32 of them."""
+    is_full = match.precision is Precision.FULL
+    return is_full or (follows(match) and not match.is_explicit)
 
 
 def readers_of_results(eqn: Eqn, readers: Sequence[Readers]) -> list[Readers]:

@@ -45,6 +45,14 @@ class RuleMatch(NamedTuple):
     source: RuleSource
     name: str
 
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the user names the op or its place, and not the op table alone.
+
+        Such a rule has the effect that it names, whatever the op table knows of the op.
+        """
+        return self.source in (RuleSource.OP, RuleSource.SCOPE, RuleSource.MARK)
+
 
 def format_of(precision: AnyPrecision) -> NumberFormat | None:
     """Returns the number format of products that a precision is, or None."""

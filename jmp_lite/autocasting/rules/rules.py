@@ -34,6 +34,7 @@ from jmp_lite.ops import (
     EDITABLE,
     LOWERABLE,
     Precision,
+    base_of,
     ops_of,
     record_of,
 )
@@ -267,7 +268,8 @@ class Rules:
         if known is None:
             return Precision.KEEP
         follows = known.precision is Precision.FOLLOW
-        return self._ops.get(op, self.default if follows else known.precision)
+        of_table = self.default if follows else known.precision
+        return self._ops.get(op, self._ops.get(base_of(op), of_table))
 
     def precision_in(self, path: str) -> AnyPrecision | None:
         """Returns the ``Precision`` of a scope, or None if no pattern matches it."""
@@ -454,6 +456,8 @@ _CALLED_OTHERWISE = {
     "divide": "div",
     "subtract": "sub",
     "take": "gather",
+    "psum_scatter": "reduce_scatter",
+    "all_reduce": "psum",
 }
 
 

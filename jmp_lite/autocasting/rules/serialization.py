@@ -13,7 +13,7 @@ import numpy as np
 
 from jmp_lite.autocasting.rules.match import AnyPrecision
 from jmp_lite.casting.dtypes import unknown_name
-from jmp_lite.ops import LOWERABLE, Precision
+from jmp_lite.ops import LOWERABLE, Precision, ops_of
 
 # JAX's ops by the names of Ascend's operators. A layer is many ops in JAX, so its name
 # becomes a scope.
@@ -127,7 +127,7 @@ def _is_ascend(entry: object) -> bool:
 def _from_ascend(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields for Ascend's operator lists."""
     # They start from float16, and no op has a precision of its own.
-    ops = dict.fromkeys(LOWERABLE, Precision.FOLLOW)
+    ops = dict.fromkeys(LOWERABLE - ops_of(Precision.FOLLOW), Precision.FOLLOW)
     scopes = list[tuple[str, Precision]]()
     without_counterpart = list[str]()
     for operator, entry in data.items():
