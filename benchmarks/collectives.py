@@ -7,7 +7,7 @@ the devices. Exact: no clock, no device.
     make targets && .venv/bin/python -m benchmarks.collectives
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -140,9 +140,84 @@ def compile_head(
     return compile_for(target, grad, head, hidden, labels, out_shardings=where)
 
 
-def mesh_of(target: str) -> Mesh:
+FOUR = {"h100": "1x1x4", "v5e": "v5e:2x2"}
+_MIXED = jmp.get_rules("mixed")
+GATHERS: dict[str, jmp.Rules | None] = {
+    "float32": None,
+    "by hand": None,
+    "mixed": _MIXED,
+    'low("reduce_scatter")': _MIXED.low("reduce_scatter"),
+}
+
+
+def compile_gathers(
+    target: str, variant: str, width: int = 1024, depth: int = 4, rows: int = 512
+) -> Program:
+    """Compiles the gradient of a network that gathers its weights, for four devices.
+
+    Args:
+      target: one of `compiled.TARGETS`.
+      variant: one of `GATHERS`. By hand each weight is cast before it is gathered.
+      width: of the network.
+      depth: how many layers it has.
+      rows: of the batch of each device.
+    """
+
+    def loss(parts: Any, x: Any) -> Any:
+        h = x.astype(jnp.bfloat16) if variant == "by hand" else x
+        for part in parts:
+            part = part.astype(h.dtype)
+            h = jax.nn.relu(h @ jax.lax.all_gather(part, "data", tiled=True))
+        return jax.lax.pmean(jnp.mean(h.astype(jnp.float32) ** 2), "data")
+
+    mesh = mesh_of(target, FOUR)
+    specs = {"in_specs": (P("data"), P("data")), "out_specs": P()}
+    mapped = jax.shard_map(loss, mesh=mesh, **specs)
+    rules = GATHERS[variant]
+    fun = mapped if rules is None else jmp.autocast(mapped, rules)
+    parts = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * depth
+    x = jax.ShapeDtypeStruct((mesh.size * rows, width), jnp.float32)
+    parts, x = _split((parts, x), mesh, _rows)
+    where = jax.tree.map(lambda leaf: leaf.sharding, parts)
+    return compile_for(target, jax.grad(fun), parts, x, out_shardings=where)
+
+
+SUMS = ("mixed", 'low("psum")')
+
+
+def compile_sums(
+    target: str, variant: str, width: int = 1024, depth: int = 4, rows: int = 512
+) -> Program:
+    """Compiles the gradient of a network that each of four devices has as a whole.
+
+    Args:
+      target: one of `compiled.TARGETS`.
+      variant: one of `SUMS`.
+      width: of the network.
+      depth: how many layers it has.
+      rows: of the batch of each device.
+    """
+
+    def loss(weights: Any, x: Any) -> Any:
+        for weight in weights:
+            x = jax.nn.relu(x @ weight)
+        return jax.lax.pmean(jnp.mean(x**2), "data")
+
+    mesh = mesh_of(target, FOUR)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    mapped = jax.shard_map(loss, mesh=mesh, **specs)
+    rules = _MIXED if variant == "mixed" else _MIXED.low("psum")
+    weights = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * depth
+    x = jax.ShapeDtypeStruct((mesh.size * rows, width), jnp.float32)
+    weights, x = _split(weights, mesh, _everywhere), _split(x, mesh, _rows)
+    where = jax.tree.map(lambda leaf: leaf.sharding, weights)
+    fun = jax.grad(jmp.autocast(mapped, rules))
+    return compile_for(target, fun, weights, x, out_shardings=where)
+
+
+def mesh_of(target: str, topologies: Mapping[str, str] = TOPOLOGIES) -> Mesh:
     """Returns the devices of a target, in one row."""
-    every = np.array(devices(target, TOPOLOGIES[target]))
+    every = np.array(devices(target, topologies[target]))
     return Mesh(every, ("data",), axis_types=(AxisType.Auto,))
 
 
@@ -194,6 +269,15 @@ def main() -> None:
             for rules in ("O0", "mixed"):
                 sent = _megabytes(compile_step(target, layout, rules))
                 print(f"{layout:26}{target:>8}{rules:>8}  {sent}")
+    print("\nThe gradient of four layers in shard_map on 4 devices")
+    print(f"{'':34}{'target':>8}  MB through collectives")
+    for target in TARGETS:
+        for variant in GATHERS if not missing(target) else ():
+            sent = _megabytes(compile_gathers(target, variant))
+            print(f"{'gathered, ' + variant:34}{target:>8}  {sent}")
+        for variant in SUMS if not missing(target) else ():
+            sent = _megabytes(compile_sums(target, variant))
+            print(f"{'copied, ' + variant:34}{target:>8}  {sent}")
     # Flax promotes by itself where precision is written by hand.
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     print(f"\nThe gradient of a transformer of 4 blocks in FSDP on {DEVICES} devices")

@@ -9,7 +9,8 @@ are those of jax 0.10.2 and 0.12.0. An op without a record is ``KEEP``.
 
 import enum
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 # For users. The other names are for the rest of the package.
@@ -71,6 +72,7 @@ class Op(NamedTuple):
       is_higher_order: a handler converts it, and the ops inside are decided one by one.
       moves: each element of its result is an element of an operand, independent of the
         values.
+      sends: it moves elements between devices.
       selects: its results are elements of operands, or comparisons.
       takes_slices: it takes slices of its first operand, and the others are indices.
       passes: each result is one of its operands, in the precision of that operand.
@@ -115,6 +117,7 @@ class Op(NamedTuple):
     is_float32_only: bool = False
     is_higher_order: bool = False
     moves: bool = False
+    sends: bool = False
     selects: bool = False
     takes_slices: bool = False
     passes: bool = False
@@ -268,12 +271,13 @@ sending | FOLLOW | exact: moves data between devices or memories
     all: moves selects is_exact keeps_digits is_linear
     pvary: keeps_numbers keeps_errors adds_up_backward
     sharding_constraint: keeps_errors
-    all_gather all_gather_invariant all_gather_start: adds_up_backward
-    all_gather_reduced all_gather_reduced_start: adds_up_backward
-    pbroadcast pbroadcast_start: adds_up_backward
+    all_gather all_gather_invariant all_gather_reduced: sends adds_up_backward
+    pbroadcast: sends adds_up_backward
+    all_to_all ppermute: sends
+    all_gather_start all_gather_reduced_start pbroadcast_start: adds_up_backward
     all_gather_done pbroadcast_done pbroadcast_dynamic layout_constraint reshard
-    relayout mesh_cast device_put with_memory_space_constraint all_to_all
-    all_to_all_start all_to_all_done ppermute ppermute_start ppermute_done pmax pmin
+    relayout mesh_cast device_put with_memory_space_constraint all_to_all_start
+    all_to_all_done ppermute_start ppermute_done pmax pmin
     unreduced_pmax unreduced_pmin ragged_all_to_all psend precv reduced_vary_cast
     reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
     global_array_to_host_local_array host_local_array_to_global_array
@@ -377,6 +381,7 @@ LOWERABLE = EDITABLE - _ops_that("is_float32_only")
 # The fields of ``Op``, as sets of names.
 HIGHER_ORDER = _ops_that("is_higher_order")
 MOVING = _ops_that("moves")
+SENDING = _ops_that("sends")
 SELECTING = _ops_that("selects")
 TAKING_SLICES = _ops_that("takes_slices")
 PASSING = _ops_that("passes")
@@ -405,5 +410,10 @@ INSIDE_OF_FUNCTIONS = _ops_that("is_in_norms")
 LINEAR = _ops_that("is_linear")
 CHEAP = _ops_that("is_cheap")
 ADDED_UP = _ops_that("adds_up_backward")
+
+ADDING_UP_BACKWARD: Mapping[str, str] = MappingProxyType(
+    {"all_gather": "reduce_scatter", "pvary": "psum", "pbroadcast": "psum"}
+)
+"""Ops whose derivative is a sum over devices, with the op that adds it up."""
 
 MOVING_OR_CASTING = MOVING | {"convert_element_type"}

@@ -200,6 +200,7 @@ def test_the_search_for_readers_can_fail():
 
 MEMBERS = {
     "MOVING": ("reshape gather all_gather", "max neg convert_element_type"),
+    "SENDING": ("all_gather ppermute all_to_all", "psum pvary reshard"),
     "SELECTING": ("reshape max argmax lt scatter-max", "neg abs add"),
     "TAKING_SLICES": ("gather dynamic_slice", "slice scatter"),
     "PASSING": ("optimization_barrier", "tie copy"),

@@ -47,6 +47,7 @@ class Reason(enum.Enum):
     POSITION = enum.auto()
     # Its operands and its readers decide.
     MOVES_16_BITS = enum.auto()
+    SENDS_16_BITS = enum.auto()
     ROUNDS_NOTHING = enum.auto()
     READ_IN_FLOAT32 = enum.auto()
     AMPLIFIED = enum.auto()
@@ -111,8 +112,9 @@ class Decision:
       within: the op around this equation whose jaxpr runs as traced.
       requested: the number format that the rules request for a low product.
       verdict: whether the product qualifies for this format; if not, it is ``low``.
-      held: the 16-bit dtype that a move of arguments runs in, and its result has,
-        although they were traced in float32.
+      held: the 16-bit dtype that a move runs in, and its result has, although it was
+        traced in float32. Its derivative is float32, even if the result is LOW.
+      lowers_sum: whether its derivative, a sum over devices, runs in ``held``, too.
     """
 
     run: Run
@@ -124,6 +126,7 @@ class Decision:
     requested: NumberFormat = LOW
     verdict: Verdict = QUALIFIES
     held: Dtype | None = None
+    lowers_sum: bool = False
 
     @property
     def number_format(self) -> NumberFormat:

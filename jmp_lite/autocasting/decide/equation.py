@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.decide.cast import decide_cast
+from jmp_lite.autocasting.decide.collective import decide_collective
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
     Operand,
@@ -99,6 +100,7 @@ def decide(
     return (
         decide_product(rules, eqn, floats, readers, path)
         or decide_format(rules, eqn, operands.every, readers, match)
+        or decide_collective(rules, op, match, floats, readers, path)
         or _decide_by_class(op, match, floats, readers, rules.low_dtype, held)
     )
 

@@ -57,7 +57,9 @@ class Readers(enum.IntFlag):
     solvers. ``PHASE``: sin and cos. ``LOW_PHASE``: sin or cos whose result is not
     demanded in float32. ``AMPLIFIER``: ops that amplify a rounding error of the value,
     directly or through ops that follow. One such reader is enough: the value is then
-    computed in float32, whatever else reads it.
+    computed in float32, whatever else reads it. ``EARLIER``: readers whose results an
+    earlier rounding of the value to 16 bits changes: all but low products of it, or of
+    a move of it.
     """
 
     NOBODY = 0
@@ -69,6 +71,7 @@ class Readers(enum.IntFlag):
     PHASE = 32
     LOW_PHASE = 64
     AMPLIFIER = 128
+    EARLIER = 256
 
     @property
     def demand_float32(self) -> bool:
@@ -83,14 +86,20 @@ class Readers(enum.IntFlag):
     @property
     def deciding(self) -> "Readers":
         """These readers, without those that change no decision given the others."""
-        is_low = self & Readers.OTHER
-        return self & (Readers.OTHER | Readers.AMPLIFIER) if is_low else self
+        if not self & Readers.OTHER:
+            return self | Readers.EARLIER
+        return self & (Readers.OTHER | Readers.AMPLIFIER | Readers.EARLIER)
+
+    @property
+    def take_16_bits(self) -> bool:
+        """Whether each of them casts the value to 16 bits, or a move of it."""
+        return self == Readers.OTHER
 
     @property
     def generalized(self) -> "Readers":
         """These readers as ``FULL`` or ``OTHER``, without those that need digits."""
         if not self.demand_float32:
-            return Readers.OTHER | (self & Readers.AMPLIFIER)
+            return Readers.OTHER | (self & (Readers.AMPLIFIER | Readers.EARLIER))
         digits = self & _DIGIT_READERS
         return (self & ~digits) | Readers.FULL if digits else self
 

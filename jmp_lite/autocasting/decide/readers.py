@@ -22,7 +22,7 @@ from jmp_lite.autocasting.decide.loop import Loop, classify
 from jmp_lite.autocasting.decide.product import decide_product
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.jaxprs import params, source, structure
-from jmp_lite.jaxprs.dataflow import Backward
+from jmp_lite.jaxprs.dataflow import Backward, equations
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.ops import (
@@ -30,7 +30,9 @@ from jmp_lite.ops import (
     AMPLIFYING_DIVISORS,
     DISCERNING,
     KEEPING_DIGITS,
+    MOVING,
     POSITIONAL,
+    SENDING,
     SOLVING,
     Precision,
 )
@@ -47,23 +49,36 @@ class UseAnalysis(Backward[Readers]):
         self._rules = rules
         self._known: dict[object, tuple[Jaxpr, Mapping[Var, Readers]]] = {}
         self._carries: dict[object, tuple[Eqn, list[CarryDecision]]] = {}
+        self._sends: dict[int, tuple[Jaxpr, bool]] = {}
 
     def variables(
         self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
     ) -> Mapping[Var, Readers]:
         """Returns the readers of each variable, found once for equal paths."""
-        # An output that was not traced in float32 does not demand float32.
-        outputs = [
-            readers if structure.is_float32(atom) else Readers.OTHER
-            for atom, readers in zip(
-                structure.parts(jaxpr).outvars, outputs, strict=True
-            )
-        ]
+        outputs = self.readers_of_outputs(jaxpr, outputs)
         key = (id(jaxpr), tuple(outputs), self._rules.rules_inside(jaxpr, path))
         if key not in self._known:
             # The jaxpr is stored with the result, so that its id is not reused.
             self._known[key] = (jaxpr, super().variables(jaxpr, outputs, path))
         return self._known[key][1]
+
+    def readers_of_outputs(
+        self, jaxpr: Jaxpr, readers: Sequence[Readers]
+    ) -> list[Readers]:
+        """Returns the readers of a jaxpr's outputs, as far as they decide inside.
+
+        An output that was not traced in float32 does not demand float32. What reads it
+        after which moves matters only where something is sent.
+        """
+        if id(jaxpr) not in self._sends:
+            ops = (params.op_of(eqn) for eqn, _ in equations(jaxpr))
+            self._sends[id(jaxpr)] = (jaxpr, any(op in SENDING for op in ops))
+        _, sends = self._sends[id(jaxpr)]
+        always = Readers.NOBODY if sends else Readers.EARLIER
+        return [
+            (each | always if structure.is_float32(atom) else _LOW).deciding
+            for atom, each in zip(structure.parts(jaxpr).outvars, readers, strict=True)
+        ]
 
     def nothing(self) -> Readers:
         """An unread value has no readers."""
@@ -75,7 +90,7 @@ class UseAnalysis(Backward[Readers]):
 
     def predicate_fact(self) -> Readers:
         """A predicate does not demand float32."""
-        return Readers.OTHER
+        return _LOW
 
     def equation_facts(
         self, eqn: Eqn, results: Sequence[Readers], path: str
@@ -101,7 +116,10 @@ class UseAnalysis(Backward[Readers]):
             self._rules.op_decided_as(eqn, path),
             readers_of_floats(eqn, facts),
         )
-        found = [self._reader(eqn, op, readers, path)] * len(eqn.invars)
+        kind = self._reader(eqn, op, readers, path)
+        if _changes_if_rounded(op, kind, readers):
+            kind |= Readers.EARLIER
+        found = [kind] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
             found[i] |= Readers.AMPLIFIER
         return found
@@ -167,7 +185,7 @@ class UseAnalysis(Backward[Readers]):
         outputs = [*readers_of_carries(carries), *results[n_carry:]]
         readers = self.inputs(body, outputs, path)
         for i, (slot, _) in enumerate(carries, n_consts):
-            readers[i] = Readers.FULL if slot is Slot.FULL else Readers.OTHER
+            readers[i] = Readers.FULL if slot is Slot.FULL else _LOW
         return readers
 
     def carries(
@@ -187,6 +205,25 @@ class UseAnalysis(Backward[Readers]):
             found = classify(self._rules, Loop.read(eqn), is_read, path)
             self._carries[key] = (eqn, found)
         return self._carries[key][1]
+
+
+def _changes_if_rounded(op: str, kind: Readers, readers: Readers) -> bool:
+    """Whether the result of an op changes if an operand is rounded before the op.
+
+    Args:
+      op: the name of the op.
+      kind: the kind of reader that it is.
+      readers: the readers of its results.
+    """
+    if op in MOVING:
+        return bool(readers & Readers.EARLIER)
+    # A product that a sine reads is float32 if its operands are given.
+    may_be_full = kind != Readers.OTHER or readers & _PHASES
+    return op not in PRODUCTS or bool(may_be_full)
+
+
+_LOW = Readers.OTHER | Readers.EARLIER
+_PHASES = Readers.PHASE | Readers.LOW_PHASE
 
 
 def _demands(match: RuleMatch) -> bool:

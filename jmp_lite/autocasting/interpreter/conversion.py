@@ -185,7 +185,7 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         ``jit``.
         """
         path, is_call = source.join(site.path, name or ""), name is not None
-        readers = tuple(each.deciding for each in site.readers)
+        readers = tuple(self.uses.readers_of_outputs(jaxpr, site.readers))
         rules, is_outside = self.lookup.rules_inside(jaxpr, path), site.region is None
         key = (id(jaxpr), readers, rules, is_outside, tuple(required))
         # The jaxpr is stored with the result, so that its id is not reused.

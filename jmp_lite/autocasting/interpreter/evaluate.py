@@ -49,8 +49,12 @@ def evaluate(
         ]
     kind = kind_of_result(eqn, [value.kind for value in operands])
     if (held := decision.held) is not None:
-        moved = _run_move(casts, eqn, operands, held)
-        return [Value(array, State.SOFT, kind, held, origin=origin) for array in moved]
+        moved = _run_move(casts, eqn, operands, held, decision.lowers_sum)
+        if decision.state is State.LOW:
+            held = None
+        return [
+            Value(array, decision.state, kind, held, origin=origin) for array in moved
+        ]
     if decision.run is Run.LOW and op in PRODUCTS:
         arrays = [_run_product(casts, eqn, operands, decision.number_format)]
     elif decision.run is Run.LOW:
@@ -68,21 +72,33 @@ def evaluate(
 
 
 def _run_move(
-    casts: Casts, eqn: Eqn, operands: Sequence[Value], held: Dtype
+    casts: Casts, eqn: Eqn, operands: Sequence[Value], held: Dtype, lowers_sum: bool
 ) -> list[Array]:
-    """Returns moves, in 16 bits, of arguments that are held in 16 bits."""
+    """Returns moves in 16 bits.
+
+    Args:
+      casts: casts values.
+      eqn: the equation.
+      operands: the values of its operands.
+      held: the dtype.
+      lowers_sum: whether the derivative is in 16 bits, although it is a sum.
+    """
     op = params.op_of(eqn)
-    has_sum, is_spread = op in ADDED_UP, op in KEEPING_NUMBERS
+    has_sum, is_spread = op in ADDED_UP and not lowers_sum, op in KEEPING_NUMBERS
     if has_sum and is_spread:
         # Broadcast in float32, then cast: JAX's transpose of it is a sum.
         full = params.bind(eqn, [casts.full(value) for value in operands], casts.bound)
         return [sharding.cast(array, held) for array in full]
+    if has_sum:
+        arrays = [
+            casts.narrowed(value, held) if value.has_16_bits else value.array
+            for value in operands
+        ]
+        return _run_linear_move(casts, eqn, arrays, held)
     arrays = [
         value.array if value.state is None else casts.narrowed(value, held)
         for value in operands
     ]
-    if has_sum:
-        return _run_linear_move(casts, eqn, arrays, held)
     return params.bind_in(eqn, arrays, held, bound=casts.bound)
 
 
@@ -94,23 +110,19 @@ def _run_linear_move(
 
     @jax.custom_jvp
     def move(*arrays: Array) -> list[Array]:
-        return params.bind_in(eqn, arrays, held, bound=casts.bound)
+        low = list(arrays)
+        for i in numbers:
+            low[i] = sharding.cast(low[i], held)
+        return params.bind_in(eqn, low, held, bound=casts.bound)
 
     @move.defjvp
     def jvp(  # pyright: ignore[reportUnusedFunction]
         primals: Sequence[Array], tangents: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        def run_full(*floats: Array) -> list[Array]:
-            every = list(primals)
-            for i, array in zip(numbers, floats, strict=True):
-                every[i] = array
-            return params.bind(eqn, every)
-
-        at, along = (
-            [sharding.cast(each[i], np.float32) for i in numbers]
-            for each in (primals, tangents)
-        )
-        _, moved = jax.jvp(run_full, at, along)
+        along = list(primals)
+        for i in numbers:
+            along[i] = sharding.cast(tangents[i], np.float32)
+        moved = params.bind(eqn, along)  # A move is its own derivative.
         return move(*primals), [sharding.cast(tangent, held) for tangent in moved]
 
     return move(*arrays)

@@ -25,6 +25,7 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.PASSES_ON: "returns its operands",
         Reason.POSITION: "the operand may be a position or a phase",
         Reason.MOVES_16_BITS: "moves a 16-bit argument",
+        Reason.SENDS_16_BITS: "sends 16 bits: what reads the result takes 16 bits",
         Reason.ROUNDS_NOTHING: "exact in 16 bits",
         Reason.READ_IN_FLOAT32: "read only by float32 ops, or returned",
         Reason.AMPLIFIED: "read by an op that amplifies rounding errors",
