@@ -12,9 +12,8 @@ import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.decide.equation import changes_nothing
-from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.autocasting.rules.rules import Rules, is_identity
 from jmp_lite.jaxprs import sharding, structure
-from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import Traced, trace_function
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Function, Jaxpr, PyTree
 from jmp_lite.ops import Precision
@@ -91,13 +90,16 @@ def read_function(fun: Function, args: PyTree, kwargs: PyTree, rules: Rules) -> 
     """
     traced = trace_function(fun, args, kwargs)
     parts = structure.parts(traced.jaxpr)
-    is_unchanged = changes_nothing(rules, (path for _, path in equations(traced.jaxpr)))
-    traces_full = not is_unchanged and rules.default is not Precision.KEEP
-    held = {
+    narrow = {
         i: structure.dtype_of(var)
         for i, var in enumerate(parts.invars)
-        if traces_full and is_narrow(var.aval)
+        if is_narrow(var.aval)
     }
+    # Narrow arguments are traced again in float32, in which more may run low.
+    may_change = narrow and not is_identity(rules)
+    is_unchanged = not may_change and changes_nothing(rules, traced.jaxpr)
+    traces_full = not is_unchanged and rules.default is not Precision.KEEP
+    held = narrow if traces_full else {}
     program = Program(
         traced.jaxpr,
         traced.arrays,

@@ -342,13 +342,14 @@ def explain(
             program=program,
             alone=_alone(args, kwargs),
         )
+        counts = {} if program.is_unchanged else interpreter.passes
         return Explanation(
             interpreter.rules,
             tuple(rows),
             totals_of(rows, added, kept),
             find_lints(inputs),
             tuple(_unused(interpreter.rules, rows, traced)),
-            {p: n for p in interpreter.rules.passes if (n := interpreter.passes[p])},
+            {p: counts[p] for p in interpreter.rules.passes if counts.get(p)},
             {names[i]: dtype.name for i, dtype in program.held.items()},
         )
 
