@@ -1,5 +1,6 @@
 """Binds functions with derivative or batching rules of their own."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,23 @@ from jax.extend import linear_util
 
 from jmp_lite.jaxprs import coming, params, structure
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree, Tangent
+
+
+def are_of_jax(eqn: Eqn) -> bool:
+    """Whether JAX has written a function with rules, such as ``relu``, and its rules.
+
+    Args:
+      eqn: an equation that calls such a function.
+    """
+    if params.op_of(eqn) == "custom_vmap_call" or eqn.primitive.name == coming.HIGH:
+        return False  # Their rules do not tell.
+    functions = eqn.primitive.get_bind_params(dict(eqn.params))["subfuns"]
+    infos = [getattr(each, "debug_info", None) for each in functions]
+    files = [getattr(info, "func_filename", None) or "" for info in infos]
+    return all(file.startswith(_JAX) for file in files)
+
+
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 def bind_custom(eqn: Eqn, operands: Sequence[Array], replace: Function) -> list[Array]:

@@ -5,7 +5,6 @@ No other module knows the name of a parameter.
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -486,14 +485,6 @@ def call_name(eqn: Eqn) -> str:
 def is_custom_root(eqn: Eqn) -> bool:
     """Whether a custom_jvp is JAX's own for a root."""
     return "_custom_root" in structure.name_of(body_of(eqn))
-
-
-def is_of_jax(eqn: Eqn) -> bool:
-    """Whether JAX has written the function that an equation calls, such as ``relu``."""
-    return structure.file_of(body_of(eqn)).startswith(_JAX)
-
-
-_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 class ShardMap(NamedTuple):

@@ -174,11 +174,6 @@ def name_of(jaxpr: Jaxpr) -> str:
     return open_jaxpr(jaxpr).debug_info.func_name
 
 
-def file_of(jaxpr: Jaxpr) -> str:
-    """Returns the file of the function that a jaxpr was traced from; else empty."""
-    return open_jaxpr(jaxpr).debug_info.func_filename or ""
-
-
 def is_tracer(array: Array) -> bool:
     """Whether the numbers of an array are unknown."""
     return isinstance(array, jax.core.Tracer)

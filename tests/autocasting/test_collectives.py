@@ -208,3 +208,13 @@ def test_explain_says_why_a_collective_sends_16_bits():
     row, *_ = [row for row in jmp.explain(mapped)(*args).rows if row.op == "all_gather"]
     assert (row.precision, row.code) == ("bfloat16", "sends_16_bits")
     assert "takes 16 bits" in row.reason
+
+
+def test_a_rule_that_gathers_its_tangent_adds_up_in_float32():
+    gathered = jax.custom_jvp(gather)
+    gathered.defjvp(lambda p, t: (gather(*p), gather(*t)))
+    mapped = on_devices(lambda w, x: x @ gathered(w), P("d"), P())
+    loss = jmp.autocast(lambda w, x: mapped(w, x).mean())
+    found = sent(jax.grad(loss), W, X)
+    assert found["reduce_scatter", "float32"] == 1
+    assert not found["reduce_scatter", "bfloat16"]

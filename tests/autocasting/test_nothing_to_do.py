@@ -123,3 +123,41 @@ def test_values_and_gradients_are_the_function_s_bit_for_bit():
         )
         for one, other in zip(expected, actual, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+INTEGER_PRODUCTS = {
+    "dot": lambda a: lax.dot(a, a.T, preferred_element_type=jnp.float32),
+    "convolution": lambda a: lax.conv(
+        a[None, None],
+        a[None, None, :3, :3],
+        (1, 1),
+        "SAME",
+        preferred_element_type=jnp.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
+@pytest.mark.parametrize("name", INTEGER_PRODUCTS)
+def test_products_of_integers_stay_as_traced(name, dtype, compute_dtype):
+    a = jnp.full((8, 1024), 100, dtype)
+    fun = lambda a: INTEGER_PRODUCTS[name](a) * 1e-4
+    low = jmp.autocast(fun, compute_dtype=compute_dtype)
+    np.testing.assert_array_equal(low(a), fun(a))
+    assert str(jax.make_jaxpr(low)(a)) == str(jax.make_jaxpr(fun)(a))
+    # Beside something to lower, too.
+    beside = lambda a, w: (fun(a).sum() + (w @ w).sum(), fun(a))
+    _, expected = beside(a, W)
+    _, actual = jmp.autocast(beside, compute_dtype=compute_dtype)(a, W)
+    np.testing.assert_array_equal(actual, expected)
+    rows = jmp.explain(beside)(a, W).rows
+    assert {r.code for r in rows if r.precision == "as traced"} >= {"integer_product"}
+
+
+@pytest.mark.parametrize("primal", [jnp.sin, lambda x: jnp.sin(x)])
+def test_a_rule_of_the_user_for_a_function_of_jax_is_lowered(primal):
+    with_rule = jax.custom_vjp(primal)
+    with_rule.defvjp(lambda x: (primal(x), x), lambda x, g: ((g @ x.T) @ x,))
+    loss = jmp.autocast(lambda x: with_rule(x).sum())
+    assert "bf16[4,4] = dot_general" in str(jax.make_jaxpr(jax.grad(loss))(X))

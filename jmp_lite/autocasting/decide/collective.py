@@ -11,7 +11,13 @@ from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
 from jmp_lite.autocasting.decide.facts import Readers, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.rules.match import RuleMatch
-from jmp_lite.ops import ADDING_UP_BACKWARD, SENDING, Precision, base_of
+from jmp_lite.ops import (
+    ADDED_UP,
+    ADDING_UP_BACKWARD,
+    SENDING,
+    Precision,
+    base_of,
+)
 
 
 def decide_collective(
@@ -43,6 +49,9 @@ def decide_collective(
     if op not in SENDING and not lowers_sum:
         return None
     is_raised = match.precision not in (Precision.FOLLOW, Precision.LOW)
+    # Its transpose would be 16-bit: a derivative of its own is for what JAX
+    # differentiates, and a rule is the derivative already.
+    is_raised |= bool(readers & Readers.TRANSPOSED) and op in ADDED_UP
     if match.is_explicit or is_raised or readers.demand_float32 or not operands:
         return None
     is_low = any(o.state is State.LOW for o in operands)

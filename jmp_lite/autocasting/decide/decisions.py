@@ -40,6 +40,7 @@ class Reason(enum.Enum):
     FORMAT = enum.auto()
     # The equation itself decides.
     NOT_FLOAT32 = enum.auto()
+    INTEGER_PRODUCT = enum.auto()
     EFFECTS = enum.auto()
     OTHER_FLOATS = enum.auto()
     APPLIES_FUNCTION = enum.auto()

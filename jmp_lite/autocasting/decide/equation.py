@@ -33,8 +33,9 @@ from jmp_lite.autocasting.decide.product import decide_format, decide_product
 from jmp_lite.autocasting.rules.match import AnyPrecision, RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import Rules, is_identity
 from jmp_lite.autocasting.rules.scopes import LOW_SCOPE
-from jmp_lite.jaxprs import gathers, params, structure
+from jmp_lite.jaxprs import custom_rules, gathers, params, structure
 from jmp_lite.jaxprs.dataflow import equations
+from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
 from jmp_lite.ops import (
     ADDED_UP,
@@ -71,7 +72,7 @@ def _may_lower(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
     op = params.op_of(eqn)
     if op in params.CUSTOM:
         # A rule, which is traced later, may contain products. JAX's own contain none.
-        return not params.is_of_jax(eqn)
+        return not custom_rules.are_of_jax(eqn)
     if op in ("scan", "while") and rules.carry(path) == "follow":
         return True
     if not any(map(structure.is_float32, (*eqn.invars, *eqn.outvars))):
@@ -116,6 +117,8 @@ def decide(
         return Decision(Run.AS_TRACED, State.HARD, Reason.APPLIES_FUNCTION)
     if _has_other_floats(eqn, rules.low_dtype):
         return Decision(Run.AS_TRACED, State.HARD, Reason.OTHER_FLOATS)
+    if op in PRODUCTS and not any(map(structure.is_float, eqn.invars)):
+        return Decision(Run.AS_TRACED, State.HARD, Reason.INTEGER_PRODUCT)
     if not has_float32_results:
         readers |= Readers.OTHER
     floats, held = operands.floats, None
@@ -133,6 +136,8 @@ def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
     """Whether the rules run an equation low, for any operands."""
     op = rules.op_decided_as(eqn, path)
     if not rules.match(op, path).precision.lowers:
+        return False
+    if op in PRODUCTS and not any(map(structure.is_float, eqn.invars)):
         return False
     return decide_product(rules, eqn, (), Readers.OTHER, path) is None
 

@@ -59,7 +59,8 @@ class Readers(enum.IntFlag):
     directly or through ops that follow. One such reader is enough: the value is then
     computed in float32, whatever else reads it. ``EARLIER``: readers whose results an
     earlier rounding of the value to 16 bits changes: all but low products of it, or of
-    a move of it.
+    a move of it. ``TRANSPOSED``: the op is part of a ``custom_jvp`` rule, so JAX
+    transposes it as it is bound.
     """
 
     NOBODY = 0
@@ -72,6 +73,7 @@ class Readers(enum.IntFlag):
     LOW_PHASE = 64
     AMPLIFIER = 128
     EARLIER = 256
+    TRANSPOSED = 512
 
     @property
     def demand_float32(self) -> bool:

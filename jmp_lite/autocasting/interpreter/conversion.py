@@ -93,7 +93,10 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
       labels: replaces the gathers of labels.
       records: the decisions, in order.
       passes: the number of loops, calls or gathers that each pass has changed.
+      is_in_rule: whether a ``custom_jvp`` rule runs.
     """
+
+    is_in_rule = False
 
     def __init__(self, rules: Rules, casts: type[Casts] = Casts) -> None:
         self.rules = rules
@@ -116,6 +119,15 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
             yield self.records
         finally:
             self.records = outer
+
+    @contextlib.contextmanager
+    def rule(self) -> Generator[None]:
+        """Runs the block as a ``custom_jvp`` rule."""
+        outer, self.is_in_rule = self.is_in_rule, True
+        try:
+            yield
+        finally:
+            self.is_in_rule = outer
 
     # ---------------------------------------------------------------------- values
 
@@ -187,7 +199,8 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         path, is_call = source.join(site.path, name or ""), name is not None
         readers = tuple(self.uses.readers_of_outputs(jaxpr, site.readers))
         rules, is_outside = self.lookup.rules_inside(jaxpr, path), site.region is None
-        key = (id(jaxpr), readers, rules, is_outside, tuple(required))
+        places = is_outside, self.is_in_rule
+        key = (id(jaxpr), readers, rules, *places, tuple(required))
         # The jaxpr is stored with the result, so that its id is not reused.
         _, known = self._memo.setdefault(key, (jaxpr, {}))
         inside = lineages.enter_call if is_call else lineages.enter_others

@@ -72,7 +72,8 @@ def _bind_jvp(
             avals = [*types, *(aval.to_tangent_aval() for aval in types)]
             values = converter.pack_all(arrays, [*states, *tangents])
             # The results have the readers that they have without the derivative.
-            out = _follow(converter, tangents_first, values, avals, jaxpr, site)
+            with converter.rule():
+                out = _follow(converter, tangents_first, values, avals, jaxpr, site)
             out = [
                 _cast_result(converter, o, s)
                 for o, s in zip(out, 2 * specs, strict=True)

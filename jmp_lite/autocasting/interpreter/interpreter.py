@@ -89,6 +89,8 @@ class Interpreter(LoopConverter):
         """Decides and evaluates an equation that contains no jaxpr to convert."""
         given = Operands.collect(list(map(_operand, operands)))
         readers = readers_of_floats(eqn, site.readers)
+        if self.is_in_rule:
+            readers |= Readers.TRANSPOSED
         decision = decide(self.lookup, eqn, given, readers, site.path)
         origin = None if decision.leader is None else decision.leader.origin
         if decision.run is not Run.PASS:

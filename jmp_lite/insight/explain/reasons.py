@@ -19,6 +19,7 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.SOLVED: "FULL: read by a factorization or a solver",
         Reason.PHASE: "FULL: read by sin or cos, and its operands are given",
         Reason.NOT_FLOAT32: "no float32 operand or result",
+        Reason.INTEGER_PRODUCT: "KEEP: a product without a float operand",
         Reason.EFFECTS: "KEEP: has side effects",
         Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
         Reason.APPLIES_FUNCTION: "KEEP: it applies a function to elements",
