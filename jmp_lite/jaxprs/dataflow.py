@@ -94,6 +94,11 @@ class Forward(_Analysis[Fact]):
         del atom
         return self.nothing()
 
+    def constant(self, var: Var) -> Fact:
+        """Returns the fact of an array that a jaxpr captures."""
+        del var
+        return self.nothing()
+
     def outputs(
         self, jaxpr: Jaxpr, inputs: Sequence[Fact], path: str = ""
     ) -> list[Fact]:
@@ -105,7 +110,8 @@ class Forward(_Analysis[Fact]):
           path: its path.
         """
         parts = structure.parts(jaxpr)
-        known = dict(zip(parts.invars, inputs, strict=True))
+        known = {var: self.constant(var) for var in parts.constvars}
+        known.update(zip(parts.invars, inputs, strict=True))
         nothing = self.nothing()
 
         def read(atoms: Sequence[Var]) -> list[Fact]:

@@ -39,6 +39,7 @@ from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
 from jmp_lite.ops import (
     ADDED_UP,
+    ADDING,
     INSIDE_OF_FUNCTIONS,
     MOVING,
     PASSING,
@@ -242,10 +243,16 @@ def _decide_full(
 def _is_amplified(op: str, operands: Sequence[Operand], readers: Readers) -> bool:
     """Whether a reader amplifies the rounding error that 16 bits make in a result.
 
-    A move or a choice of 16-bit numbers makes none.
+    A move or a choice of 16-bit numbers makes none. The weaker demands end at a sum of
+    two arrays, and that of a shift is for additions alone.
     """
-    rounds = op not in SELECTING or not all(map(_has_16_bits, operands))
-    return readers.amplify and rounds
+    if op in SELECTING and all(map(_has_16_bits, operands)):
+        return False
+    if readers & Readers.AMPLIFIER or not readers.amplify:
+        return readers.amplify
+    if op in ADDING:
+        return len({operand.shape for operand in operands}) > 1 or len(operands) < 2
+    return bool(readers & Readers.FACTOR)
 
 
 def _has_16_bits(operand: Operand) -> bool:

@@ -57,10 +57,14 @@ class Readers(enum.IntFlag):
     solvers. ``PHASE``: sin and cos. ``LOW_PHASE``: sin or cos whose result is not
     demanded in float32. ``AMPLIFIER``: ops that amplify a rounding error of the value,
     directly or through ops that follow. One such reader is enough: the value is then
-    computed in float32, whatever else reads it. ``EARLIER``: readers whose results an
-    earlier rounding of the value to 16 bits changes: all but low products of it, or of
-    a move of it. ``TRANSPOSED``: the op is part of a ``custom_jvp`` rule, so JAX
-    transposes it as it is bound.
+    computed in float32, whatever else reads it. ``FACTOR`` and ``SHIFTER`` are weaker,
+    and end at a sum of two arrays, such as the stream of a network. ``FACTOR``: ops
+    that multiply the value into a product of many. ``SHIFTER``: ops that amplify the
+    error which an addition of a number or a bias makes, and no other.
+
+    ``EARLIER``: readers whose results an earlier rounding of the value to 16 bits
+    changes: all but low products of it, or of a move of it. ``TRANSPOSED``: the op is
+    part of a ``custom_jvp`` rule, so JAX transposes it as it is bound.
     """
 
     NOBODY = 0
@@ -74,6 +78,8 @@ class Readers(enum.IntFlag):
     AMPLIFIER = 128
     EARLIER = 256
     TRANSPOSED = 512
+    FACTOR = 1024
+    SHIFTER = 2048
 
     @property
     def demand_float32(self) -> bool:
@@ -83,14 +89,14 @@ class Readers(enum.IntFlag):
     @property
     def amplify(self) -> bool:
         """Whether a reader amplifies a rounding error of the value."""
-        return bool(self & Readers.AMPLIFIER)
+        return bool(self & _AMPLIFIERS)
 
     @property
     def deciding(self) -> "Readers":
         """These readers, without those that change no decision given the others."""
         if not self & Readers.OTHER:
             return self | Readers.EARLIER
-        return self & (Readers.OTHER | Readers.AMPLIFIER | Readers.EARLIER)
+        return self & (_LOW_READERS | Readers.PHASE | _AMPLIFIERS | Readers.EARLIER)
 
     @property
     def take_16_bits(self) -> bool:
@@ -101,7 +107,7 @@ class Readers(enum.IntFlag):
     def generalized(self) -> "Readers":
         """These readers as ``FULL`` or ``OTHER``, without those that need digits."""
         if not self.demand_float32:
-            return Readers.OTHER | (self & (Readers.AMPLIFIER | Readers.EARLIER))
+            return Readers.OTHER | (self & (_AMPLIFIERS | Readers.EARLIER))
         digits = self & _DIGIT_READERS
         return (self & ~digits) | Readers.FULL if digits else self
 
@@ -114,6 +120,7 @@ class Readers(enum.IntFlag):
         return digits | Readers.FULL
 
 
+_AMPLIFIERS = Readers.AMPLIFIER | Readers.FACTOR | Readers.SHIFTER
 _LOW_READERS = Readers.OTHER | Readers.LOW_PHASE
 _DIGIT_READERS = Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE
 

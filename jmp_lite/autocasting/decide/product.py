@@ -52,18 +52,20 @@ def decide_product(
     # the error of its inputs anyway.
     if reason is Reason.PHASE and any(o.kind is Kind.COMPUTED for o in operands):
         return None
-    return Decision(Run.FULL, State.HARD, reason)
+    # What else reads it may be a stream of 16 bits, which it must not widen.
+    state = State.SOFT if readers & Readers.OTHER else State.HARD
+    return Decision(Run.FULL, state, reason)
 
 
 def demanded_by(readers: Readers) -> Reason | None:
     """Returns why the readers of a product demand float32; None if they do not."""
+    is_phase = readers & (Readers.PHASE | Readers.LOW_PHASE)
     if readers & Readers.OTHER:
-        return None
+        return Reason.PHASE if is_phase else None
     if readers & Readers.INTEGER_CAST:
         return Reason.CAST_TO_INTEGERS
     if readers & Readers.SOLVER:
         return Reason.SOLVED
-    is_phase = readers & (Readers.PHASE | Readers.LOW_PHASE)
     return Reason.PHASE if is_phase else None
 
 

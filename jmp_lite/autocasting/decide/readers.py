@@ -12,7 +12,9 @@ float32 by itself. It demands it also of the ops on the way to it that follow, s
 import functools
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+from jmp_lite.autocasting.decide.ancestry import Ancestry, Mark
 from jmp_lite.autocasting.decide.carry import CarryDecision, Slot
 from jmp_lite.autocasting.decide.decisions import Reason
 from jmp_lite.autocasting.decide.equation import decide_to_keep, follows
@@ -26,12 +28,16 @@ from jmp_lite.jaxprs.dataflow import Backward, equations
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.ops import (
+    ADDING,
     AMPLIFYING,
     AMPLIFYING_DIVISORS,
+    COMPARING,
     DISCERNING,
     KEEPING_DIGITS,
     MOVING,
+    PICKING,
     POSITIONAL,
+    SATURATING,
     SENDING,
     SOLVING,
     Precision,
@@ -49,12 +55,14 @@ class UseAnalysis(Backward[Readers]):
         self._rules = rules
         self._known: dict[object, tuple[Jaxpr, Mapping[Var, Readers]]] = {}
         self._carries: dict[object, tuple[Eqn, list[CarryDecision]]] = {}
+        self._ancestry = Ancestry()
         self._sends: dict[int, tuple[Jaxpr, bool]] = {}
 
     def variables(
         self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
     ) -> Mapping[Var, Readers]:
         """Returns the readers of each variable, found once for equal paths."""
+        self._ancestry.read(jaxpr, path)
         outputs = self.readers_of_outputs(jaxpr, outputs)
         key = (id(jaxpr), tuple(outputs), self._rules.rules_inside(jaxpr, path))
         if key not in self._known:
@@ -119,6 +127,11 @@ class UseAnalysis(Backward[Readers]):
         kind = self._reader(eqn, op, readers, path)
         if _changes_if_rounded(op, kind, readers):
             kind |= Readers.EARLIER
+        if _adds_arrays(eqn, op):
+            kind &= ~(Readers.FACTOR | Readers.SHIFTER)
+        kind |= _OF_MARKS[self._ancestry.marks.get(id(eqn))]
+        if op in SATURATING and _demands(self._match(op, path)):
+            kind |= Readers.SHIFTER
         found = [kind] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
             found[i] |= Readers.AMPLIFIER
@@ -128,6 +141,8 @@ class UseAnalysis(Backward[Readers]):
         """Returns the operands whose rounding errors an op amplifies."""
         if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
             return [0]
+        if _orders(eqn, op) and _demands(self._match(op, path)):
+            return range(len(eqn.invars))
         if op not in AMPLIFYING or not _demands(self._match(op, path)):
             return []
         return range(op in AMPLIFYING_DIVISORS, len(eqn.invars))
@@ -165,7 +180,9 @@ class UseAnalysis(Backward[Readers]):
             is_demanded = is_full or readers.demand_float32
             return Readers.PHASE if is_demanded else Readers.LOW_PHASE
         if op not in KEEPING_DIGITS or readers & Readers.OTHER:
-            readers = readers.generalized
+            # A phase keeps its digits, whatever else reads the value.
+            phases = readers & _PHASES if op in KEEPING_DIGITS else Readers.NOBODY
+            readers = readers.generalized | phases
         if is_full:
             return readers.full_reader
         follows_readers = follows(match) or op == "convert_element_type"
@@ -224,6 +241,36 @@ def _changes_if_rounded(op: str, kind: Readers, readers: Readers) -> bool:
 
 _LOW = Readers.OTHER | Readers.EARLIER
 _PHASES = Readers.PHASE | Readers.LOW_PHASE
+
+
+def _orders(eqn: Eqn, op: str) -> bool:
+    """Whether the result of an op depends on which of two computed numbers is larger.
+
+    A comparison with a number of the program, as in a relu, is no such op.
+    """
+    if op in _SORTING or op in PICKING:
+        return True
+    is_pair = op in COMPARING or op in ("max", "min")
+    return is_pair and not any(map(structure.is_literal, eqn.invars))
+
+
+_SORTING = frozenset(["sort", "cummax", "cummin"])
+
+
+def _adds_arrays(eqn: Eqn, op: str) -> bool:
+    """Whether an op adds two arrays of one shape, such as a branch to a stream."""
+    is_array = not any(map(structure.is_literal, eqn.invars))
+    return op in ADDING and is_array and len({a.aval.shape for a in eqn.invars}) == 1
+
+
+_OF_MARKS: Mapping[Mark | None, Readers] = MappingProxyType(
+    {
+        None: Readers.NOBODY,
+        Mark.DIFFERENCE: Readers.AMPLIFIER,
+        Mark.FACTOR: Readers.FACTOR,
+        Mark.SHIFT: Readers.SHIFTER,
+    }
+)
 
 
 def _demands(match: RuleMatch) -> bool:

@@ -213,6 +213,22 @@ class _InterpreterFrame(Frame[Value, Site]):
             if value.held is not None:
                 value.is_shared = self._n_readers[var] > 2
 
+    def _raised(self, var: Var, value: Value) -> Value:
+        """Returns a 16-bit value that several float32 ops alone read in float32.
+
+        In ``h * where(h > 0, 1 / h, 1)`` each of them would upcast it, or a choice or a
+        move of it, and the gradients of the upcasts would be rounded before they are
+        added: 304 % of a gradient, where they cancel.
+        """
+        is_low = value.state is State.LOW and value.region is None
+        if not is_low or self._n_readers[var] < 2:
+            return value
+        if not self._readers[var].demand_float32:
+            return value
+        full = Value(self._converter.casts.full(value), State.HARD, value.kind)
+        full.origin, full.lineage = value.origin, Lineage(value.roots)
+        return full
+
     @functools.cached_property
     def _n_readers(self) -> Counter[Var]:
         atoms = (atom for eqn in self.parts.eqns for atom in eqn.invars)
@@ -238,6 +254,7 @@ class _InterpreterFrame(Frame[Value, Site]):
 
     def write(self, eqn: Eqn, results: Sequence[Value]) -> None:
         """Stores the results of an equation."""
+        results = list(map(self._raised, eqn.outvars, results))
         super().write(eqn, results)
         self._count_readers(eqn.outvars, results)
         for result in results if self._region else ():

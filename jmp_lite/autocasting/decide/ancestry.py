@@ -1,0 +1,180 @@
+"""Finds the ops that make small roundings of their operands large.
+
+- A difference of two functions of one value keeps what the functions differ in.
+- A value that a loop multiplies into its state counts as often as there are steps, and
+  so does a factor of the nested products into which an associative scan unrolls.
+"""
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs.dataflow import Forward
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
+from jmp_lite.ops import LINEAR, MOVING, SUMMING
+
+
+class Mark(enum.Enum):
+    """What an op does to the digits of its operands.
+
+    ``DIFFERENCE``: it subtracts functions of one value. ``SHIFT``: it subtracts a mean
+    or a maximum of a value from it, which cancels what was added to all elements.
+    ``FACTOR``: it multiplies a value into a state, or into a product of many.
+    """
+
+    DIFFERENCE = "difference"
+    SHIFT = "shift"
+    FACTOR = "factor"
+
+
+class Ancestors(NamedTuple):
+    """What a value is computed from, without a matrix product in between.
+
+    Attributes:
+      roots: the results of products, the inputs and the constants; one bit for each.
+      reduced: those of which it is a sum, a mean or a maximum.
+      is_state: whether it is a carry of a loop, moved, scaled or added to.
+      slice_of: the id of the value that it is a slice of; 0 if it is none.
+      depth: how many products of slices of one value are nested in it, at most 3.
+    """
+
+    roots: int = 0
+    reduced: int = 0
+    is_state: bool = False
+    slice_of: int = 0
+    depth: int = 0
+
+
+class Ancestry(Forward[Ancestors]):
+    """Follows values forward through jaxprs, and marks ops.
+
+    Example, in which ``p`` is the result of a product::
+
+        h = add p 20          roots: p
+        m = reduce_max h      roots: p, reduced: p
+        d = sub h m           SHIFT: rounded to 16 bits, h has lost what d keeps
+        r = add x (mul p 0.01)
+        e = sub r x           DIFFERENCE: both are functions of x
+        q = dot_general e w   a root of its own
+
+    Attributes:
+      marks: the mark of an op, by the id of its equation.
+    """
+
+    def __init__(self) -> None:
+        self.marks: dict[int, Mark] = {}
+        # Jaxprs are stored, so that the ids of their equations are not reused.
+        self._jaxprs: dict[int, Jaxpr] = {}
+        self._bits: dict[object, int] = {}
+
+    def read(self, jaxpr: Jaxpr, path: str) -> None:
+        """Marks the ops of a jaxpr and of those inside of it, once."""
+        if id(jaxpr) not in self._jaxprs:
+            invars = structure.parts(jaxpr).invars
+            self.outputs(jaxpr, [self._root(id(var)) for var in invars], path)
+
+    def outputs(
+        self, jaxpr: Jaxpr, inputs: Sequence[Ancestors], path: str = ""
+    ) -> list[Ancestors]:
+        """Returns the facts of the outputs of a jaxpr; see ``Forward``."""
+        self._jaxprs[id(jaxpr)] = jaxpr
+        return super().outputs(jaxpr, inputs, path)
+
+    def _root(self, *key: int) -> Ancestors:
+        bit = self._bits.setdefault(key, len(self._bits))
+        return Ancestors(roots=1 << bit)
+
+    def nothing(self) -> Ancestors:
+        """A number has no ancestors."""
+        return Ancestors()
+
+    def constant(self, var: Var) -> Ancestors:
+        """An array that a jaxpr captures is a root."""
+        return self._root(id(var))
+
+    def join(self, one: Ancestors, other: Ancestors) -> Ancestors:
+        """Returns the ancestors of a value that is one of two, or of both."""
+        return Ancestors(
+            one.roots | other.roots,
+            one.reduced | other.reduced,
+            one.is_state or other.is_state,
+            depth=max(one.depth, other.depth),
+        )
+
+    def _loop(
+        self,
+        body: Jaxpr,
+        operands: Sequence[Ancestors],
+        n_consts: int,
+        n_carry: int,
+        path: str,
+    ) -> Sequence[Ancestors]:
+        found = list(operands)
+        for i in range(n_consts, n_consts + n_carry):
+            if structure.is_float32(structure.parts(body).invars[i]):
+                found[i] = self._root(id(body), i)._replace(is_state=True)
+        results = super()._loop(body, found, n_consts, n_carry, path)
+        return [fact._replace(is_state=False) for fact in results]
+
+    def transfer(
+        self, eqn: Eqn, facts: Sequence[Ancestors], path: str
+    ) -> Sequence[Ancestors]:
+        """Returns the ancestors of the results of an op, and marks it."""
+        op = params.op_of(eqn)
+        if op in PRODUCTS:
+            return [self._root(id(eqn))]
+        if not any(fact.roots for fact in facts):
+            return [Ancestors()] * len(eqn.outvars)
+        joined = functools.reduce(self.join, facts)
+        if op in ("sub", "mul", "div") and structure.is_float32(eqn.outvars[0]):
+            self._mark(eqn, op, facts)
+        if op in _SLICING:
+            return self._slices(eqn, facts[0])
+        is_sum = op in SUMMING or op.startswith("reduce_")
+        is_move = op in MOVING and len(eqn.invars) == 1
+        is_product = op == "mul" and _are_slices(facts)
+        stays_state = op in LINEAR or op in ("mul", "div", "select_n")
+        result = Ancestors(
+            joined.roots,
+            joined.roots if is_sum else joined.reduced,
+            joined.is_state and stays_state,
+            facts[0].slice_of if is_move else 0,
+            min(joined.depth + is_product, 3),
+        )
+        return [result] * len(eqn.outvars)
+
+    def _slices(self, eqn: Eqn, whole: Ancestors) -> list[Ancestors]:
+        """Returns the ancestors of slices of a value.
+
+        Disjoint halves, as in a gated unit or a rotary embedding, share no number.
+        """
+        pairs = zip(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, strict=True)
+        # Other sizes than integers are symbols.
+        are_parts = any(type(n) is type(m) is int and 2 * n <= m for n, m in pairs)
+        known = whole._replace(slice_of=whole.slice_of or id(eqn.invars[0]))
+        return [
+            known._replace(roots=self._root(id(eqn), i).roots) if are_parts else known
+            for i in range(len(eqn.outvars))
+        ]
+
+    def _mark(self, eqn: Eqn, op: str, facts: Sequence[Ancestors]) -> None:
+        one, other = facts
+        shared = one.roots & other.roots
+        if op == "sub" and shared:
+            is_shift = not shared & ~(one.reduced | other.reduced)
+            self.marks[id(eqn)] = Mark.SHIFT if is_shift else Mark.DIFFERENCE
+        if op == "sub":
+            return
+        is_nested = _are_slices(facts) and max(one.depth, other.depth) > 1
+        if one.is_state != other.is_state or (op == "mul" and is_nested):
+            self.marks[id(eqn)] = Mark.FACTOR
+
+
+def _are_slices(facts: Sequence[Ancestors]) -> bool:
+    return all(fact.slice_of for fact in facts)
+
+
+_SLICING = frozenset(["slice", "dynamic_slice", "split"])
