@@ -411,7 +411,8 @@ def test_the_result_is_a_pair_of_rules_and_a_report(found):
 
 def test_keyword_arguments_of_the_function_are_part_of_the_sample():
     def fun(x, *, offset):
-        return jnp.tanh((x @ WEIGHTS[0] + offset) - offset) @ WEIGHTS[1]
+        shifted = (x @ WEIGHTS[0] + offset) @ jnp.eye(len(WEIGHTS[1]))
+        return jnp.tanh(shifted - offset) @ WEIGHTS[1]
 
     quiet = lambda line: None
     search = jmp.tune(fun, compute_dtype="float16", tolerance=1e-2, progress=quiet)

@@ -243,16 +243,15 @@ def _decide_full(
 def _is_amplified(op: str, operands: Sequence[Operand], readers: Readers) -> bool:
     """Whether a reader amplifies the rounding error that 16 bits make in a result.
 
-    A move or a choice of 16-bit numbers makes none. The weaker demands end at a sum of
-    two arrays, and that of a shift is for additions alone.
+    A move or a choice of 16-bit numbers makes none. The demand of a factor ends at a
+    sum of two arrays.
     """
     if op in SELECTING and all(map(_has_16_bits, operands)):
         return False
-    if readers & Readers.AMPLIFIER or not readers.amplify:
+    if readers & Readers.AMPLIFIER or op not in ADDING:
         return readers.amplify
-    if op in ADDING:
-        return len({operand.shape for operand in operands}) > 1 or len(operands) < 2
-    return bool(readers & Readers.FACTOR)
+    adds_arrays = len(operands) > 1 and len({o.shape for o in operands}) == 1
+    return readers.amplify and not adds_arrays
 
 
 def _has_16_bits(operand: Operand) -> bool:

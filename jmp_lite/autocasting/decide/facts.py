@@ -57,10 +57,9 @@ class Readers(enum.IntFlag):
     solvers. ``PHASE``: sin and cos. ``LOW_PHASE``: sin or cos whose result is not
     demanded in float32. ``AMPLIFIER``: ops that amplify a rounding error of the value,
     directly or through ops that follow. One such reader is enough: the value is then
-    computed in float32, whatever else reads it. ``FACTOR`` and ``SHIFTER`` are weaker,
-    and end at a sum of two arrays, such as the stream of a network. ``FACTOR``: ops
-    that multiply the value into a product of many. ``SHIFTER``: ops that amplify the
-    error which an addition of a number or a bias makes, and no other.
+    computed in float32, whatever else reads it. ``FACTOR``: ops that
+    multiply the value into a product of many; the same, but their demand ends at a sum
+    of two arrays, such as the stream of a network.
 
     ``EARLIER``: readers whose results an earlier rounding of the value to 16 bits
     changes: all but low products of it, or of a move of it. ``TRANSPOSED``: the op is
@@ -79,7 +78,6 @@ class Readers(enum.IntFlag):
     EARLIER = 256
     TRANSPOSED = 512
     FACTOR = 1024
-    SHIFTER = 2048
 
     @property
     def demand_float32(self) -> bool:
@@ -120,7 +118,7 @@ class Readers(enum.IntFlag):
         return digits | Readers.FULL
 
 
-_AMPLIFIERS = Readers.AMPLIFIER | Readers.FACTOR | Readers.SHIFTER
+_AMPLIFIERS = Readers.AMPLIFIER | Readers.FACTOR
 _LOW_READERS = Readers.OTHER | Readers.LOW_PHASE
 _DIGIT_READERS = Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE
 

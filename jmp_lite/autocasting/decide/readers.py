@@ -37,7 +37,6 @@ from jmp_lite.ops import (
     MOVING,
     PICKING,
     POSITIONAL,
-    SATURATING,
     SENDING,
     SOLVING,
     Precision,
@@ -128,10 +127,8 @@ class UseAnalysis(Backward[Readers]):
         if _changes_if_rounded(op, kind, readers):
             kind |= Readers.EARLIER
         if _adds_arrays(eqn, op):
-            kind &= ~(Readers.FACTOR | Readers.SHIFTER)
+            kind &= ~Readers.FACTOR
         kind |= _OF_MARKS[self._ancestry.marks.get(id(eqn))]
-        if op in SATURATING and _demands(self._match(op, path)):
-            kind |= Readers.SHIFTER
         found = [kind] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
             found[i] |= Readers.AMPLIFIER
@@ -268,7 +265,6 @@ _OF_MARKS: Mapping[Mark | None, Readers] = MappingProxyType(
         None: Readers.NOBODY,
         Mark.DIFFERENCE: Readers.AMPLIFIER,
         Mark.FACTOR: Readers.FACTOR,
-        Mark.SHIFT: Readers.SHIFTER,
     }
 )
 
