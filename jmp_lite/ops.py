@@ -75,6 +75,7 @@ class Op(NamedTuple):
       sends: it moves elements between devices.
       selects: its results are elements of operands, or comparisons.
       takes_slices: it takes slices of its first operand, and the others are indices.
+      cuts: its results are slices of its first operand.
       passes: each result is one of its operands, in the precision of that operand.
       is_exact: it rounds nothing.
       keeps_numbers: its result has the numbers of its operand, all of them and no
@@ -88,6 +89,7 @@ class Op(NamedTuple):
       bounds: it limits a number, or drops its sign.
       broadcasts: it broadcasts scalars and axes of size 1 to the other operands.
       compares: it compares two operands.
+      orders: its result depends on which of two numbers is larger.
       picks: it returns the index of the largest number, even if another one is close.
       discerns: its result changes if 16 bits round two numbers to one, or one to
         infinity.
@@ -120,6 +122,7 @@ class Op(NamedTuple):
     sends: bool = False
     selects: bool = False
     takes_slices: bool = False
+    cuts: bool = False
     passes: bool = False
     is_exact: bool = False
     keeps_numbers: bool = False
@@ -131,6 +134,7 @@ class Op(NamedTuple):
     bounds: bool = False
     broadcasts: bool = False
     compares: bool = False
+    orders: bool = False
     picks: bool = False
     discerns: bool = False
     amplifies: bool = False
@@ -243,14 +247,14 @@ bounded | FOLLOW | bounded or smooth
 
 choosing | FOLLOW | exact: selects or compares
     all: selects is_exact
-    max min: bounds broadcasts is_cheap
+    max min: bounds broadcasts is_cheap orders
     clamp select_n: keeps_digits broadcasts is_cheap
     eq ne lt le gt ge: compares discerns is_cheap
     eq_to lt_to le_to: is_cheap
     is_finite: discerns is_cheap
     argmax argmin: picks discerns is_cheap
     top_k approx_top_k: picks discerns adds_up_backward
-    sort cummax cummin: adds_up_backward
+    sort cummax cummin: adds_up_backward orders
     reduce_max reduce_min reduce_window_max: adds_up_backward is_cheap
     reduce_window_min scatter-min scatter-max: adds_up_backward is_cheap
 
@@ -261,9 +265,10 @@ moving | FOLLOW | exact: moves data
     broadcast_to tile: adds_up_backward is_cheap
     copy stop_gradient: keeps_errors is_cheap
     optimization_barrier: passes keeps_errors is_cheap
-    dynamic_slice: takes_slices is_cheap
+    dynamic_slice: takes_slices is_cheap cuts
     gather: takes_slices adds_up_backward
-    slice dynamic_update_slice pad split unstack stack concatenate: is_cheap
+    slice split: is_cheap cuts
+    dynamic_update_slice pad unstack stack concatenate: is_cheap
     name xla_metadata_value zeros_like tie pin unpin: is_cheap
     scatter
 
@@ -384,6 +389,7 @@ MOVING = _ops_that("moves")
 SENDING = _ops_that("sends")
 SELECTING = _ops_that("selects")
 TAKING_SLICES = _ops_that("takes_slices")
+CUTTING = _ops_that("cuts")
 PASSING = _ops_that("passes")
 EXACT = _ops_that("is_exact")
 KEEPING_NUMBERS = _ops_that("keeps_numbers")
@@ -395,6 +401,7 @@ SCALING = _ops_that("scales")
 BOUNDING = _ops_that("bounds")
 BROADCASTING = _ops_that("broadcasts")
 COMPARING = _ops_that("compares")
+ORDERING = _ops_that("orders")
 PICKING = _ops_that("picks")
 DISCERNING = _ops_that("discerns")
 AMPLIFYING = _ops_that("amplifies")

@@ -14,7 +14,7 @@ from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
-from jmp_lite.ops import LINEAR, MOVING, SUMMING
+from jmp_lite.ops import CUTTING, LINEAR, MOVING, SUMMING
 
 
 class Mark(enum.Enum):
@@ -127,14 +127,15 @@ class Ancestry(Forward[Ancestors]):
         if not any(fact.roots for fact in facts):
             return [Ancestors()] * len(eqn.outvars)
         joined = functools.reduce(self.join, facts)
-        if op in ("sub", "mul", "div") and structure.is_float32(eqn.outvars[0]):
+        is_ratio = op in ("mul", "div")
+        if (op == "sub" or is_ratio) and structure.is_float32(eqn.outvars[0]):
             self._mark(eqn, op, facts)
-        if op in _SLICING:
+        if op in CUTTING:
             return self._slices(eqn, facts[0])
         is_sum = op in SUMMING or op.startswith("reduce_")
         is_move = op in MOVING and len(eqn.invars) == 1
         is_product = op == "mul" and _are_slices(facts)
-        stays_state = op in LINEAR or op in ("mul", "div", "select_n")
+        stays_state = op in LINEAR or is_ratio or op == "select_n"
         result = Ancestors(
             joined.roots,
             joined.roots if is_sum else joined.reduced,
@@ -172,6 +173,3 @@ class Ancestry(Forward[Ancestors]):
 
 def _are_slices(facts: Sequence[Ancestors]) -> bool:
     return all(fact.slice_of for fact in facts)
-
-
-_SLICING = frozenset(["slice", "dynamic_slice", "split"])

@@ -35,6 +35,7 @@ from jmp_lite.ops import (
     DISCERNING,
     KEEPING_DIGITS,
     MOVING,
+    ORDERING,
     PICKING,
     POSITIONAL,
     SENDING,
@@ -245,13 +246,8 @@ def _orders(eqn: Eqn, op: str) -> bool:
 
     A comparison with a number of the program, as in a relu, is no such op.
     """
-    if op in _SORTING or op in PICKING:
-        return True
-    is_pair = op in COMPARING or op in ("max", "min")
-    return is_pair and not any(map(structure.is_literal, eqn.invars))
-
-
-_SORTING = frozenset(["sort", "cummax", "cummin"])
+    orders = op in ORDERING or op in COMPARING or op in PICKING
+    return orders and not any(map(structure.is_literal, eqn.invars))
 
 
 def _adds_arrays(eqn: Eqn, op: str) -> bool:
