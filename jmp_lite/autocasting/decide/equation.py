@@ -250,8 +250,8 @@ def _is_amplified(op: str, operands: Sequence[Operand], readers: Readers) -> boo
         return False
     if readers & Readers.AMPLIFIER or op not in ADDING:
         return readers.amplify
-    adds_arrays = len(operands) > 1 and len({o.shape for o in operands}) == 1
-    return readers.amplify and not adds_arrays
+    adds_number = any(isinstance(o.origin, NumberOrigin) for o in operands)
+    return readers.amplify and adds_number
 
 
 def _has_16_bits(operand: Operand) -> bool:

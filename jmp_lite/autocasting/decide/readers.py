@@ -251,9 +251,8 @@ def _orders(eqn: Eqn, op: str) -> bool:
 
 
 def _adds_arrays(eqn: Eqn, op: str) -> bool:
-    """Whether an op adds two arrays of one shape, such as a branch to a stream."""
-    is_array = not any(map(structure.is_literal, eqn.invars))
-    return op in ADDING and is_array and len({a.aval.shape for a in eqn.invars}) == 1
+    """Whether an op adds two arrays, such as a branch to a stream, and no number."""
+    return op in ADDING and not any(map(structure.is_literal, eqn.invars))
 
 
 _OF_MARKS: Mapping[Mark | None, Readers] = MappingProxyType(
