@@ -282,7 +282,7 @@ FAULTS = (
         "autocasting/test_collectives.py::test_nothing_changes_but_the_bytes",
     ),
     Fault(
-        "autocasting/decide/equation.py",
+        "autocasting/decide/unchanged.py",
         "changes_nothing",
         "return not any((_may_lower(lookup, eqn, path) for eqn, path in equations(jaxpr)))",
         "return False",
@@ -290,7 +290,7 @@ FAULTS = (
         "autocasting/test_nothing_to_do.py::test_explain_says_that_nothing_changes",
     ),
     Fault(
-        "autocasting/decide/equation.py",
+        "autocasting/decide/unchanged.py",
         "_may_lower",
         "return not custom_rules.are_of_jax(eqn)",
         "return False",
@@ -776,7 +776,7 @@ FAULTS = (
         "autocasting/test_functions.py::test_an_outer_product_of_positions_is_float32_unless_it_is_marked_low",
     ),
     Fault(
-        "autocasting/decide/equation.py",
+        "autocasting/decide/unchanged.py",
         "changes_nothing",
         "return not any((LOW_SCOPE in path.split('/') for path in paths))",
         "return True",

@@ -36,7 +36,7 @@ class Ancestors(NamedTuple):
       roots: the results of products, the inputs and the constants; one bit for each.
       reduced: those of which it is a sum, a mean or a maximum.
       is_state: whether it is a carry of a loop, moved, scaled or added to.
-      slice_of: the id of the value that it is a slice of; 0 if it is none.
+      slice_of: if it is a slice, the id of the whole value; else 0.
       depth: how many products of slices of one value are nested in it, at most 3.
     """
 

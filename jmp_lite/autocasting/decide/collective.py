@@ -1,8 +1,8 @@
 """Decides ops that move numbers between devices, where each byte costs time.
 
-Such a move changes no bit. So the values that 16-bit ops alone read are cast before
-they are sent, and not after. The derivative of some of these ops is a sum over devices.
-It is float32, unless a rule lowers the op that adds up.
+Such a move changes no bit. So the values that 16-bit products alone read are cast
+before they are sent, and not after. The derivative of some of these ops is a sum over
+devices. It is float32, unless a rule lowers the op that adds up.
 """
 
 from collections.abc import Sequence
@@ -48,11 +48,11 @@ def decide_collective(
     lowers_sum = _lowers_sum(rules, op, path)
     if op not in SENDING and not lowers_sum:
         return None
-    is_raised = match.precision not in (Precision.FOLLOW, Precision.LOW)
-    # Its transpose would be 16-bit: a derivative of its own is for what JAX
-    # differentiates, and a rule is the derivative already.
-    is_raised |= bool(readers & Readers.TRANSPOSED) and op in ADDED_UP
-    if match.is_explicit or is_raised or readers.demand_float32 or not operands:
+    if match.is_explicit or match.precision not in (Precision.FOLLOW, Precision.LOW):
+        return None
+    # JAX transposes the ops of a rule one by one, so the sum would be 16-bit.
+    is_transposed = bool(readers & Readers.TRANSPOSED) and op in ADDED_UP
+    if is_transposed or readers.demand_float32 or not operands:
         return None
     is_low = any(o.state is State.LOW for o in operands)
     if not (is_low or readers.take_16_bits or match.precision is Precision.LOW):

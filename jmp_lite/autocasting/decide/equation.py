@@ -31,12 +31,9 @@ from jmp_lite.autocasting.decide.function import is_one_function, roots_of
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.product import decide_format, decide_product
 from jmp_lite.autocasting.rules.match import AnyPrecision, RuleMatch, RuleSource
-from jmp_lite.autocasting.rules.rules import Rules, is_identity
-from jmp_lite.autocasting.rules.scopes import LOW_SCOPE
-from jmp_lite.jaxprs import custom_rules, gathers, params, structure
-from jmp_lite.jaxprs.dataflow import equations
+from jmp_lite.jaxprs import gathers, params, structure
 from jmp_lite.jaxprs.params import PRODUCTS
-from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
+from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import (
     ADDED_UP,
     ADDING,
@@ -48,41 +45,6 @@ from jmp_lite.ops import (
     SELECTING,
     Precision,
 )
-
-
-def changes_nothing(rules: Rules, jaxpr: Jaxpr) -> bool:
-    """Whether rules leave a whole program as traced.
-
-    This is so if no equation may run low, for example because each product asks for the
-    highest precision, or because all numbers are integers.
-
-    Args:
-      rules: the rules.
-      jaxpr: the program.
-    """
-    if is_identity(rules):
-        # Marks win. One for float32 changes nothing here.
-        paths = (path for _, path in equations(jaxpr))
-        return not any(LOW_SCOPE in path.split("/") for path in paths)
-    lookup = RuleLookup(rules)
-    return not any(_may_lower(lookup, eqn, path) for eqn, path in equations(jaxpr))
-
-
-def _may_lower(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
-    """Whether an equation may run low, apart from the equations inside of it."""
-    op = params.op_of(eqn)
-    if op in params.CUSTOM:
-        # A rule, which is traced later, may contain products. JAX's own contain none.
-        return not custom_rules.are_of_jax(eqn)
-    if op in ("scan", "while") and rules.carry(path) == "follow":
-        return True
-    if not any(map(structure.is_float32, (*eqn.invars, *eqn.outvars))):
-        return False
-    if op == "convert_element_type":
-        match = rules.scope(path)
-        return match is not None and match.precision.lowers
-    return runs_low(rules, eqn, path)
-
 
 # ---------------------------------------------------------------------- equations
 

@@ -58,8 +58,8 @@ class Readers(enum.IntFlag):
     demanded in float32. ``AMPLIFIER``: ops that amplify a rounding error of the value,
     directly or through ops that follow. One such reader is enough: the value is then
     computed in float32, whatever else reads it. ``FACTOR``: ops that
-    multiply the value into a product of many; the same, but their demand ends at a sum
-    of two arrays, such as the stream of a network.
+    multiply the value into a product of many. Their demand is as strong, but it ends at
+    a sum of two arrays, such as the stream of a network.
 
     ``EARLIER``: readers whose results an earlier rounding of the value to 16 bits
     changes: all but low products of it, or of a move of it. ``TRANSPOSED``: the op is

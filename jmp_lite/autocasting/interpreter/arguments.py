@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jax import lax
 
-from jmp_lite.autocasting.decide.equation import changes_nothing
+from jmp_lite.autocasting.decide.unchanged import changes_nothing
 from jmp_lite.autocasting.rules.rules import Rules, is_identity
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.trace import Traced, trace_function

@@ -216,9 +216,9 @@ class _InterpreterFrame(Frame[Value, Site]):
     def _raised(self, var: Var, value: Value) -> Value:
         """Returns a 16-bit value that several float32 ops alone read in float32.
 
-        In ``h * where(h > 0, 1 / h, 1)`` each of them would upcast it, or a choice or a
-        move of it, and the gradients of the upcasts would be rounded before they are
-        added: 304 % of a gradient, where they cancel.
+        In ``h / norm(where(h != 0, h, 1))`` each would upcast it, or a choice of it.
+        The gradients of the upcasts would be rounded before they are added. Where they
+        cancel, little would be left.
         """
         is_low = value.state is State.LOW and value.region is None
         if not is_low or self._n_readers[var] < 2:
