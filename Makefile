@@ -10,7 +10,7 @@ ARGS ?=
 BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep
 
 .PHONY: help demo test test-benchmarks slow targets mutants docs benchmarks
-.PHONY: notebooks notebooks-newest gpu-tests
+.PHONY: notebooks notebooks-newest gpu-tests search
 .PHONY: lint format types clean thirdparty jax-tests
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
 	@echo "make gpu-tests  the laws on an NVIDIA GPU, where there is one (two minutes)"
 	@echo "make mutants  plant faults in the package, and count those that tests catch"
+	@echo "make search N=10000  look for a program in which mixed loses what O1 keeps"
 	@echo "make notebooks  run the notebooks from their text halves"
 	@echo "make notebooks-newest  run them with the newest JAX, and write nothing"
 	@echo "make jax-tests JAX=...  JAX's own tests with autocast around their transforms"
@@ -50,6 +51,10 @@ slow: $(VENV)/.test
 
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutations/run.py $(ARGS)
+
+N ?= 1000
+search: $(VENV)/.test
+	PYTHONPATH=tests:. JAX_PLATFORMS=cpu $(BIN)/python -m search $(N) $(ARGS)
 
 # JAX is a checkout of JAX's repository at the installed version.
 jax-tests: $(VENV)/.test

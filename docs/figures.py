@@ -133,7 +133,7 @@ PARTS = {
     "block_1/residual_0": "residual add",
     "block_1/LayerNorm_1": "LayerNorm",
     "block_1/up": "up product and bias",
-    "block_1/gelu": "GELU",
+    "block_1/gelu": "GELU",  # Its power and its result; 1 + tanh is float32.
     "block_1/down": "down product",
     "block_1/residual_1": "residual add",
     "LayerNorm_2": "last LayerNorm",
@@ -162,7 +162,8 @@ def precisions(rows, scope, ops=None):
 def block_data():
     """Returns ``{scope: precision}``; every part of the block has one precision."""
     rows = explain_transformer()
-    data = {scope: precisions(rows, scope) for scope in PARTS}
+    only = {"block_1/gelu": COLUMNS["GELU"][1]}
+    data = {scope: precisions(rows, scope, only.get(scope)) for scope in PARTS}
     assert all(len(found) == 1 for found in data.values()), data
     return {scope: found[0] for scope, found in data.items()}
 
@@ -172,7 +173,7 @@ COLUMNS = {
     "matrix\nproducts": ("block_1", ("dot_general",)),
     "LayerNorm": ("block_1/LayerNorm_1", None),
     "softmax:\nexp, sum": ("block_1/softmax", ("exp", "reduce_sum")),
-    "GELU": ("block_1/gelu", None),
+    "GELU": ("block_1/gelu", ("integer_pow",)),
     "residual\nadd": ("block_1/residual_0", None),
     "loss:\nlog, mean": ("loss", ("log", "reduce_sum")),
 }

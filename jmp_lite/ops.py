@@ -97,6 +97,7 @@ class Op(NamedTuple):
         result.
       amplifies_divisor: it amplifies an error of its second operand only.
       amplifies_large: it amplifies the errors of large operands only.
+      saturates: its derivative amplifies the error of a shift of its operand.
       bends: a factor of its operands is no power of that factor in its result.
       is_positional: it runs in float32, because an operand may be a position or a
         phase, and it bounds its result, which may be 16-bit.
@@ -140,6 +141,7 @@ class Op(NamedTuple):
     amplifies: bool = False
     amplifies_divisor: bool = False
     amplifies_large: bool = False
+    saturates: bool = False
     bends: bool = False
     is_positional: bool = False
     is_root: bool = False
@@ -240,10 +242,11 @@ arithmetic | FOLLOW | arithmetic
 bounded | FOLLOW | bounded or smooth
     all: is_cheap bends
     sin cos: is_positional amplifies
-    erf erfc atan asinh: adds_up_backward
+    erf: adds_up_backward saturates
+    erfc atan asinh: adds_up_backward
     atan2: adds_up_backward broadcasts
     acosh: adds_up_backward amplifies
-    tanh logistic
+    tanh logistic: saturates
 
 choosing | FOLLOW | exact: selects or compares
     all: selects is_exact
@@ -407,6 +410,7 @@ DISCERNING = _ops_that("discerns")
 AMPLIFYING = _ops_that("amplifies")
 AMPLIFYING_DIVISORS = _ops_that("amplifies_divisor")
 AMPLIFYING_LARGE = _ops_that("amplifies_large")
+SATURATING = _ops_that("saturates")
 BENDING = _ops_that("bends")
 POSITIONAL = _ops_that("is_positional")
 ROOTS = _ops_that("is_root")

@@ -139,6 +139,11 @@ def biased(change, add):
     return lambda w, t, u: change(X @ w + add * (1 + t[0])) @ u
 
 
+def large(change, scale):
+    """Returns a change of products that are all far from 0, on one side of it."""
+    return lambda w, t, u: change(scale * jnp.abs(X) @ jnp.abs(w)) @ u
+
+
 def snake(a):
     return of(lambda h: h + jnp.sin(a * h) ** 2 / a)
 
@@ -148,6 +153,12 @@ MATRICES = {
     "tanh near 1, of a bias": biased(jnp.tanh, 5),
     "1 - sigmoid": lambda w, t, u: ((1 - jax.nn.sigmoid(4 + X @ t)) * X) @ u,
     "gelu": of(jax.nn.gelu, -3),
+    "gelu of a bias": biased(jax.nn.gelu, -4),
+    "hard swish": biased(lambda h: h * jax.nn.relu6(h + 3) / 6, -3),
+    "tanh of large products": large(jnp.tanh, 3),
+    "sigmoid of large products": large(jax.nn.sigmoid, 3),
+    "gelu of large products": large(jax.nn.gelu, -3),
+    "softsign of large products": large(jax.nn.soft_sign, -5),
     "tanh before a norm": of(lambda h: normed(jnp.tanh(h)), 4),
     "gru": gru,
     "norm of a shift of 5": of(normed, 5),
@@ -207,14 +218,6 @@ PROGRAMS = {
     "a guard in a jit": (hyperbolic(jax.jit(guarded)), (W,)),
     "second derivative": (second_derivative, (W,)),
 }
-
-# Rounded after an addition of a number or a bias. A float32 addition cures them. What
-# it costs a network of tanh layers with biases is not measured yet.
-SHIFTS = """
-tanh near 1; tanh near 1, of a bias; 1 - sigmoid; tanh before a norm; gru
-norm of a shift of 20; norm of a shift of 100; norm of a bias of 100; less the largest
-""".strip()
-SHIFTS = SHIFTS.replace("\n", "; ").split("; ")
 
 LIMITS = {"bfloat16": 0.005, "float16": 0.001}
 

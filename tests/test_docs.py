@@ -249,7 +249,7 @@ def test_the_page_on_loss_scaling_runs_and_skips_as_described(
     printed = capsys.readouterr().out
     vanished, left = re.findall(r"(\d+)% of the gradients are zero", printed)
     assert (int(vanished) > 50, left) == (True, "0")
-    assert vanished == "67" or jax.__version__ != "0.10.2"  # As the page says.
+    assert vanished == "61" or jax.__version__ != "0.10.2"  # As the page says.
     first = jax.random.normal(jax.random.key(0), (16, 16)) / 4
     assert not bool(names["new_state"].grads_finite)
     assert float(jmp.get_loss_scale(names["new_state"]).loss_scale) == 2.0**7

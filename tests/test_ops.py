@@ -221,6 +221,7 @@ MEMBERS = {
     "AMPLIFYING": ("exp log pow sqrt div round lgamma sin", "add mul tanh sign"),
     "AMPLIFYING_DIVISORS": ("div", "rem sqrt"),
     "AMPLIFYING_LARGE": ("exp sinh", "log rsqrt"),
+    "SATURATING": ("tanh logistic erf", "sin atan exp clamp"),
     "BENDING": ("exp tanh pow round erf_inv", "square rsqrt sqrt div sign max"),
     "POSITIONAL": ("sin cos", "tan tanh"),
     "ROOTS": ("sqrt rsqrt pow", "cbrt square"),

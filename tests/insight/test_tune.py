@@ -40,10 +40,13 @@ def blocks(x, weights, delicate=1):
     """A row of blocks, in one of which digits are lost in 16 bits."""
     for i, w in enumerate(weights):
         with jax.named_scope(f"block_{i}"):
-            h = x @ w
-            offset = 300 if i == delicate else 0.25
-            x = x + jnp.tanh((h + offset) - offset)
+            x = x + jnp.tanh(from_afar(x, w, 300 if i == delicate else 0.25))
     return x
+
+
+def from_afar(x, w, offset):
+    """A product whose operand is far from 0 loses the digits of ``x`` in 16 bits."""
+    return (x + offset) @ w - offset * w.sum(0)
 
 
 def distance(a, b):
@@ -92,12 +95,11 @@ def test_the_delicate_block_is_kept_wherever_it_is(delicate):
 
 def test_where_there_are_no_scopes_ops_are_kept():
     def fun(x, w):
-        h = x @ w
-        return jnp.tanh((h + 300) - 300) @ w
+        return jnp.tanh(from_afar(x, w, 300)) @ w
 
     found = tune(fun, (X, WEIGHTS[0]), 0.02)
-    assert kept(found) == [("op", "sub", jmp.ops.Precision.FULL)]
-    assert found.rules == jmp.get_rules("mixed").full("sub")
+    assert kept(found) == [("op", "dot_general", jmp.ops.Precision.FULL)]
+    assert found.rules == jmp.get_rules("mixed").full("dot_general")
 
 
 def test_a_scope_that_someone_forced_low_is_raised_over_their_rule():
@@ -153,7 +155,7 @@ def test_layers_that_are_alike_are_named_by_one_pattern():
         for i, w in enumerate(weights):
             with jax.named_scope(f"block_{i}"):
                 with jax.named_scope("delicate"):
-                    h = (x @ w + 300) - 300
+                    h = from_afar(x, w, 300)
                 with jax.named_scope("robust"):
                     x = jnp.tanh(((x @ w + 0.5) - 0.25) + h)
         return x @ weights[0]
@@ -211,7 +213,7 @@ def test_a_tighter_tolerance_keeps_more():
         jmp.explain(blocks, tune(blocks, args, tolerance, "O3").rules)(
             *args
         ).share_low()
-        for tolerance in (1.0, 0.05, 1e-6)
+        for tolerance in (10.0, 0.05, 1e-6)
     ]
     assert low == sorted(set(low), reverse=True)
     assert low[0] == jmp.explain(blocks, "O3")(*args).share_low()
@@ -346,10 +348,7 @@ def test_float32_is_found_first_and_float8_is_given_to_the_rest():
             with jax.named_scope(f"layer_{i}"):
                 if i == 0:
                     x, w = with_outliers(x, w)
-                h = x @ w
-                if i == 1:
-                    h = (h + 300) - 300
-                x = jnp.tanh(h)
+                x = jnp.tanh(from_afar(x, w, 300) if i == 1 else x @ w)
         with jax.named_scope("head"):
             return x @ head
 
@@ -411,8 +410,8 @@ def test_the_result_is_a_pair_of_rules_and_a_report(found):
 
 def test_keyword_arguments_of_the_function_are_part_of_the_sample():
     def fun(x, *, offset):
-        shifted = (x @ WEIGHTS[0] + offset) @ jnp.eye(len(WEIGHTS[1]))
-        return jnp.tanh(shifted - offset) @ WEIGHTS[1]
+        far = from_afar(x, WEIGHTS[0], offset)
+        return jnp.tanh(far) @ WEIGHTS[1] * (1 + offset)
 
     quiet = lambda line: None
     search = jmp.tune(fun, compute_dtype="float16", tolerance=1e-2, progress=quiet)
@@ -621,8 +620,7 @@ def test_an_asterisk_in_a_name_is_one():
     def fun(x, ws):
         for name, w in zip("abc", ws, strict=True):
             with jax.named_scope(f"{name}*"):
-                offset = 300 if name == "a" else 0.25
-                x = jnp.tanh((x @ w + offset) - offset)
+                x = jnp.tanh(from_afar(x, w, 300 if name == "a" else 0.25))
         return x @ ws[0]
 
     found = tune(fun, (X, WEIGHTS[:3]), 0.05)
@@ -726,8 +724,7 @@ def test_the_search_begins_with_the_ops_and_scopes_in_which_errors_grow():
     def model(weights, x):
         for i, w in enumerate(weights):
             with jax.named_scope(f"layer_{i}"):
-                h = x @ w
-                x = x + jnp.tanh((h + 100) - 100 if i == 5 else h)
+                x = x + jnp.tanh(from_afar(x, w, 100 if i == 5 else 0))
         return jnp.mean(x**2)
 
     weights = list(jax.random.normal(jax.random.key(0), (16, 32, 32)) / 6)

@@ -20,12 +20,13 @@ from jmp_lite.ops import CUTTING, LINEAR, MOVING, SUMMING
 class Mark(enum.Enum):
     """What an op does to the digits of its operands.
 
-    ``DIFFERENCE``: it subtracts functions of one value, neither of them a sum, a mean
-    or a maximum of it, as in a norm. ``FACTOR``: it multiplies a value into a state, or
-    into a product of many.
+    ``DIFFERENCE``: it subtracts functions of one value. ``SHIFT``: it subtracts a mean
+    or a maximum of a value from it, which cancels what was added to all elements.
+    ``FACTOR``: it multiplies a value into a state, or into a product of many.
     """
 
     DIFFERENCE = "difference"
+    SHIFT = "shift"
     FACTOR = "factor"
 
 
@@ -55,7 +56,7 @@ class Ancestry(Forward[Ancestors]):
         r = add x (mul p 0.01)   roots: x, p
         d = sub r x              DIFFERENCE: both are functions of x
         m = reduce_sum r         roots: x, p, both reduced
-        c = sub r m              as in a norm: none
+        c = sub r m              SHIFT: r has lost what c keeps, if rounded to 16 bits
         q = dot_general d w      a root of its own
 
     Attributes:
@@ -162,8 +163,9 @@ class Ancestry(Forward[Ancestors]):
     def _mark(self, eqn: Eqn, op: str, facts: Sequence[Ancestors]) -> None:
         one, other = facts
         shared = one.roots & other.roots
-        if op == "sub" and shared & ~(one.reduced | other.reduced):
-            self.marks[id(eqn)] = Mark.DIFFERENCE
+        if op == "sub" and shared:
+            is_shift = not shared & ~(one.reduced | other.reduced)
+            self.marks[id(eqn)] = Mark.SHIFT if is_shift else Mark.DIFFERENCE
         if op == "sub":
             return
         is_nested = _are_slices(facts) and max(one.depth, other.depth) > 1

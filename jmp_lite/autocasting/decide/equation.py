@@ -42,6 +42,7 @@ from jmp_lite.ops import (
     PASSING,
     POSITIONAL,
     POWERS,
+    SATURATING,
     SELECTING,
     Precision,
 )
@@ -144,7 +145,7 @@ def _decide_by_class(
             return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)
         if follows(match) and readers.demand_float32:
             return Decision(Run.FULL, State.HARD, Reason.READ_IN_FLOAT32)
-        if follows(match) and _is_amplified(op, operands, readers):
+        if follows(match) and _is_amplified(op, operands, readers.without_shifts):
             return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
         return _decide_low(op, operands, Reason.RULE, match=match)
     if precision in (Precision.FULL, Precision.FULL_INSIDE):
@@ -197,7 +198,11 @@ def _decide_full(
         return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
     if is_narrow and _is_power(op, operands):
         return Decision(Run.FULL, State.HARD, Reason.POWER)
-    if any(o.state is State.LOW for o in operands) and is_one_function(operands):
+    states = {o.state for o in operands}
+    # A factor that is float32 for its own digits alone is read in 16 bits: XLA would
+    # save it in float32.
+    is_scaled = op == "mul" and State.HARD not in states
+    if State.LOW in states and not is_scaled and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     return None
 
@@ -205,15 +210,19 @@ def _decide_full(
 def _is_amplified(op: str, operands: Sequence[Operand], readers: Readers) -> bool:
     """Whether a reader amplifies the rounding error that 16 bits make in a result.
 
-    A move or a choice of 16-bit numbers makes none. The demand of a factor ends at a
-    sum of two arrays.
+    A move or a choice of 16-bit numbers makes none. The weaker demands end at a sum of
+    two arrays, and that of a shift is for additions alone.
     """
     if op in SELECTING and all(map(_has_16_bits, operands)):
         return False
-    if readers & Readers.AMPLIFIER or op not in ADDING:
+    if readers & Readers.AMPLIFIER or not readers.amplify:
         return readers.amplify
-    adds_number = any(isinstance(o.origin, NumberOrigin) for o in operands)
-    return readers.amplify and adds_number
+    if op in ADDING:
+        adds_number = any(isinstance(o.origin, NumberOrigin) for o in operands)
+        adds_bias = len({operand.shape for operand in operands}) > 1
+        return adds_number or (adds_bias and readers.amplify_shifts)
+    is_near_bound = op in SATURATING and bool(readers & Readers.COMPLEMENT)
+    return bool(readers & Readers.FACTOR) or is_near_bound
 
 
 def _has_16_bits(operand: Operand) -> bool:

@@ -57,9 +57,11 @@ class Readers(enum.IntFlag):
     solvers. ``PHASE``: sin and cos. ``LOW_PHASE``: sin or cos whose result is not
     demanded in float32. ``AMPLIFIER``: ops that amplify a rounding error of the value,
     directly or through ops that follow. One such reader is enough: the value is then
-    computed in float32, whatever else reads it. ``FACTOR``: ops that
-    multiply the value into a product of many. Their demand is as strong, but it ends at
-    a sum of two arrays, such as the stream of a network.
+    computed in float32, whatever else reads it. The others are weaker, and end at a sum
+    of two arrays, such as the stream of a network. ``FACTOR``: ops that multiply the
+    value into a product of many. ``SHIFTER``: ops that amplify the error which an
+    addition of a number or a bias makes, and no other. ``COMPLEMENT``: also that of a
+    bounded function near its bound, as in ``1 - g``.
 
     ``EARLIER``: readers whose results an earlier rounding of the value to 16 bits
     changes: all but low products of it, or of a move of it. ``TRANSPOSED``: the op is
@@ -78,6 +80,8 @@ class Readers(enum.IntFlag):
     EARLIER = 256
     TRANSPOSED = 512
     FACTOR = 1024
+    SHIFTER = 2048
+    COMPLEMENT = 4096
 
     @property
     def demand_float32(self) -> bool:
@@ -88,6 +92,16 @@ class Readers(enum.IntFlag):
     def amplify(self) -> bool:
         """Whether a reader amplifies a rounding error of the value."""
         return bool(self & _AMPLIFIERS)
+
+    @property
+    def amplify_shifts(self) -> bool:
+        """Whether a reader amplifies the error that an added bias makes."""
+        return bool(self & _SHIFTS)
+
+    @property
+    def without_shifts(self) -> "Readers":
+        """These readers, without the demands of the weakest amplifiers."""
+        return self & ~_SHIFTS
 
     @property
     def deciding(self) -> "Readers":
@@ -118,7 +132,8 @@ class Readers(enum.IntFlag):
         return digits | Readers.FULL
 
 
-_AMPLIFIERS = Readers.AMPLIFIER | Readers.FACTOR
+_SHIFTS = Readers.SHIFTER | Readers.COMPLEMENT
+_AMPLIFIERS = Readers.AMPLIFIER | Readers.FACTOR | _SHIFTS
 _LOW_READERS = Readers.OTHER | Readers.LOW_PHASE
 _DIGIT_READERS = Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE
 

@@ -38,6 +38,7 @@ from jmp_lite.ops import (
     ORDERING,
     PICKING,
     POSITIONAL,
+    SATURATING,
     SENDING,
     SOLVING,
     Precision,
@@ -127,9 +128,12 @@ class UseAnalysis(Backward[Readers]):
         kind = self._reader(eqn, op, readers, path)
         if _changes_if_rounded(op, kind, readers):
             kind |= Readers.EARLIER
-        if _adds_arrays(eqn, op):
-            kind &= ~Readers.FACTOR
+        kind &= ~_ended_by(eqn, op)
         kind |= _OF_MARKS[self._ancestry.marks.get(id(eqn))]
+        if op in SATURATING and _demands(self._match(op, path)):
+            kind |= Readers.SHIFTER
+        if _adds_number(eqn, op) and _demands(self._match(op, path)):
+            kind |= Readers.COMPLEMENT
         found = [kind] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
             found[i] |= Readers.AMPLIFIER
@@ -250,9 +254,22 @@ def _orders(eqn: Eqn, op: str) -> bool:
     return orders and not any(map(structure.is_literal, eqn.invars))
 
 
-def _adds_arrays(eqn: Eqn, op: str) -> bool:
-    """Whether an op adds two arrays, such as a branch to a stream, and no number."""
-    return op in ADDING and not any(map(structure.is_literal, eqn.invars))
+def _ended_by(eqn: Eqn, op: str) -> Readers:
+    """Returns the demands that an op ends: it adds two arrays, or sends one.
+
+    The sum of a branch and a stream, of one shape, ends more than that of a bias.
+    """
+    shifts = Readers.SHIFTER | Readers.COMPLEMENT
+    if op in SENDING:
+        return shifts
+    if op not in ADDING or _adds_number(eqn, op):
+        return Readers.NOBODY
+    is_stream = len({atom.aval.shape for atom in eqn.invars}) == 1
+    return Readers.FACTOR | shifts if is_stream else Readers.FACTOR
+
+
+def _adds_number(eqn: Eqn, op: str) -> bool:
+    return op in ADDING and any(map(structure.is_literal, eqn.invars))
 
 
 _OF_MARKS: Mapping[Mark | None, Readers] = MappingProxyType(
@@ -260,6 +277,7 @@ _OF_MARKS: Mapping[Mark | None, Readers] = MappingProxyType(
         None: Readers.NOBODY,
         Mark.DIFFERENCE: Readers.AMPLIFIER,
         Mark.FACTOR: Readers.FACTOR,
+        Mark.SHIFT: Readers.COMPLEMENT,
     }
 )
 

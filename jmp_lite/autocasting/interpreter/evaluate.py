@@ -11,6 +11,7 @@ from jax import lax
 from jmp_lite.autocasting.decide.decisions import Decision, Run
 from jmp_lite.autocasting.decide.facts import Kind, Origin, State
 from jmp_lite.autocasting.decide.result import kind_of_result, state_of_result
+from jmp_lite.autocasting.interpreter import slopes
 from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.formats.number_format import NumberFormat, Product
@@ -55,7 +56,10 @@ def evaluate(
         return [
             Value(array, decision.state, kind, held, origin=origin) for array in moved
         ]
-    if decision.run is Run.LOW and op in PRODUCTS:
+    if slopes.are_lost(op, operands, decision.run):
+        read = casts.low if decision.run is Run.LOW else casts.full
+        arrays = [slopes.bind(eqn, read(operands[0]), casts.bound)]
+    elif decision.run is Run.LOW and op in PRODUCTS:
         arrays = [_run_product(casts, eqn, operands, decision.number_format)]
     elif decision.run is Run.LOW:
         arrays = _run_low(casts, eqn, operands)

@@ -47,7 +47,7 @@ class Regions:
                 is_from_low=True,
                 origin=value.origin,
             )
-            if value.state is State.LOW or value.is_rejoined
+            if value.is_low_to_others
             else value
             for value in operands
         ]

@@ -206,7 +206,7 @@ def compare(
       ...     y = x @ x
       ...     return jnp.tanh((y + 100) - 100) @ x
       >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
-      >>> worst = jmp.compare(fun)(x).amplified()[0]
+      >>> worst = jmp.compare(fun, "O3")(x).amplified()[0]
       >>> worst.op, worst.dtype, worst.amplification > 30
       ('sub', 'bfloat16', True)
     """

@@ -139,7 +139,8 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
         record = decided.record
         if record.result is None and _follows_float32(decided):
             name = id(record.origin)
-            widens = _has_low(decided) and roots_of(record.operands) is None
+            low = any(_is_from_low(operand) for operand in record.operands)
+            widens = low and roots_of(record.operands) is None
             if widens and not _is_by_choice(record.origin):
                 first.setdefault(name, decided)
             if name in first:
@@ -164,6 +165,12 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
             f"ops ({count(size)}B) from here on run in float32",
             "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
         )
+
+
+def _is_from_low(operand: Operand) -> bool:
+    """Whether a value is 16-bit, or would be but for a reader that amplifies errors."""
+    is_amplified = operand.state is State.SOFT and bool(operand.lineage.roots)
+    return operand.state is State.LOW or is_amplified
 
 
 def _is_by_choice(origin: Origin) -> bool:

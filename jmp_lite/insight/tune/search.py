@@ -113,7 +113,7 @@ def tune(
       >>> def fun(x):
       ...     for name, offset in (("robust", 0), ("sensitive", 300)):
       ...         with jax.named_scope(name):
-      ...             x = jnp.tanh((x @ x + offset) - offset)
+      ...             x = jnp.tanh((x + offset) @ x - offset * x.sum(0))
       ...     return x @ x
       >>> x = jnp.linspace(-1, 1, 16).reshape(4, 4)
       >>> quiet = lambda line: None

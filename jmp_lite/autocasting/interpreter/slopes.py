@@ -1,0 +1,81 @@
+"""Computes the derivative of tanh and of the logistic function from their operand.
+
+JAX computes it from the result, as ``1 - y**2`` or ``y * (1 - y)``. In 16 bits a result
+close to 1 has lost these digits. In float32 XLA would save it from the forward to the
+backward pass, beside the 16-bit value that the operand is computed from.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import lax
+
+from jmp_lite.autocasting.decide.decisions import Run
+from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.jaxprs import params, sharding
+from jmp_lite.jaxprs.types import Array, Eqn
+
+
+def are_lost(op: str, operands: Sequence[Value], run: Run) -> bool:
+    """Whether JAX's derivative of an op would lose digits, or save a float32 result.
+
+    Args:
+      op: the name of the op.
+      operands: its operands.
+      run: the dtype that it runs in.
+    """
+    if op == "logistic":  # XLA saves a float32 result in place of the operand.
+        return run is Run.LOW
+    return op == "tanh" and (run is Run.LOW or bool(operands[0].roots))
+
+
+def bind(eqn: Eqn, operand: Array, bound: set[object] | None) -> Array:
+    """Returns tanh or the logistic function of an operand, with that derivative.
+
+    Args:
+      eqn: the equation.
+      operand: its operand, in float32 or the compute dtype.
+      bound: see ``params.bind``.
+    """
+    dtype = operand.dtype
+
+    @jax.custom_jvp
+    def function(x: Array) -> Array:
+        return params.bind_in(eqn, [x], dtype, bound=bound)[0]
+
+    @function.defjvp
+    def jvp(  # pyright: ignore[reportUnusedFunction]
+        primals: tuple[Array], tangents: tuple[Array]
+    ) -> tuple[Array, Array]:
+        # The residual is the 16-bit operand.
+        is_low = dtype != np.float32
+        along = jax.checkpoint(run_along, prevent_cse=False) if is_low else run_along
+        return function(*primals), along(*primals, *tangents)
+
+    def run_along(x: Array, tangent: Array) -> Array:
+        x, tangent = (sharding.cast(each, np.float32) for each in (x, tangent))
+        is_tanh = params.op_of(eqn) == "tanh"
+        slope = 4 * _slope(2 * x) if is_tanh else _slope(x)
+        return sharding.cast(tangent * slope, dtype)
+
+    return function(operand)
+
+
+@jax.custom_jvp
+def _slope(x: Array) -> Array:
+    """The slope of the logistic function, without cancellation or overflow.
+
+    One exponential, because XLA saves what contains two of them.
+    """
+    small = lax.exp(-lax.abs(x))
+    return small / ((1 + small) * (1 + small))
+
+
+@_slope.defjvp
+def _slope_jvp(  # pyright: ignore[reportUnusedFunction]
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    # Not that of abs, whose second derivative at 0 would be lost.
+    ((x,), (tangent,)), slope = (primals, tangents), _slope(*primals)
+    return slope, -tangent * slope * lax.tanh(x / 2)

@@ -1,0 +1,1 @@
+"""A search for programs in which "mixed" loses what "O1" keeps."""
