@@ -17,6 +17,8 @@ LARGEST_SCALE = 2.0**15
 """Where a loss scale starts: ``jmp.DynamicLossScale`` does too."""
 SMALL = {"bfloat16": 2.0**-10, "float16": 2.0**-13}
 """Errors below a quarter of the dtype's precision are not compared."""
+LAW_7 = {"bfloat16": 0.005, "float16": 0.001}
+"""What ``"mixed"`` may lose beyond three times the error of ``"O1"``."""
 
 _OPTIONS = {
     "xla_allow_excess_precision": False,  # Round wherever the program does.
@@ -218,6 +220,22 @@ def flags(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
         elif _is_worse(row.mixed.leaf, [one.leaf for one in others], row.dtype):
             found[row.program, row.dtype] = "leaf"
     return found
+
+
+def breaches(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Returns the programs, with dtypes, in which ``"mixed"`` loses what O1 keeps.
+
+    Law 7: its error is at most three times that of ``"O1"``, and a little more, for the
+    gradient and for its worst leaf.
+    """
+    return [
+        (row.program, row.dtype)
+        for row in rows
+        if not all(
+            one <= 3 * other + LAW_7[row.dtype]
+            for one, other in zip(row.mixed, row.o1, strict=True)
+        )
+    ]
 
 
 def _is_worse(error: float, others: Sequence[float], dtype: str) -> bool:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.sweep.measure import DTYPES, Row, flags
+from benchmarks.sweep.measure import DTYPES, Row, breaches, flags
 
 _MARKS = {"not finite": "!", "gradient": "*", "leaf": "+"}
 ILL_CONDITIONED = 1e-3
@@ -32,6 +32,10 @@ def summary_table(rows: Sequence[Row]) -> str:
     line(
         "mixed is more than twice as far as both",
         [sum(where[1] == dtype for where in marks) for dtype in DTYPES],
+    )
+    line(
+        "more than three times as far as O1 (law 7)",
+        [sum(where[1] == dtype for where in breaches(rows)) for dtype in DTYPES],
     )
     return "\n".join(lines)
 

@@ -1,5 +1,6 @@
 """The sweep over programs of many kinds: all run, and each inexact one is known."""
 
+import collections
 import functools
 import json
 import math
@@ -17,12 +18,14 @@ from benchmarks.sweep.measure import (
     DTYPES,
     Errors,
     Row,
+    breaches,
     flags,
     measure,
     rows_of,
 )
 from benchmarks.sweep.program import Entry, Products, Program, Random
 from benchmarks.sweep.tables import flagged_lines, programs_table, summary_table
+from jmp_lite.jaxprs import params, structure
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -165,6 +168,14 @@ def test_a_row_is_flagged_where_mixed_is_worse_than_both_other_ways():
     assert flags([small._replace(by_hand=Errors(0, 0))]) == {}
 
 
+def test_no_program_breaks_law_7():
+    assert breaches(MEASURED) == []
+    worse = ROW._replace(mixed=Errors(0.0289, 0.02), o1=Errors(0.008, 0.01))
+    assert breaches([ROW, worse]) == []
+    for errors in (Errors(0.0291, 0.02), Errors(0.01, 0.036), Errors(math.nan, 0.02)):
+        assert breaches([worse._replace(mixed=errors)]) == [("p", "bfloat16")]
+
+
 def test_every_flagged_row_has_a_known_cause_and_no_cause_is_out_of_date():
     assert set(flags(MEASURED)) == set(known.FLAGGED)
     assert all(known.FLAGGED.values())
@@ -195,7 +206,7 @@ def test_tables_show_errors_in_percent_and_mark_what_is_flagged():
     ]
     assert summary[0] == ["1", "programs", "bfloat16", "float16"]
     assert [line[-2:] for line in summary[1:]] == (
-        [["1.00%", "1.00%"], ["0.80%", "0.80%"], ["0.80%", "0.80%"], ["0", "0"]]
+        [["1.00%", "1.00%"], *[["0.80%", "0.80%"]] * 2, *[["0", "0"]] * 2]
     )
 
 
@@ -207,6 +218,49 @@ def test_rows_of_other_programs_are_kept(tmp_path):
     kept = joined_rows(tmp_path, [new])
     assert kept == [ROW._replace(program=first), new]
     assert joined_rows(None, [new]) == [new]
+
+
+# --------------------------------------------------------------- one value, two upcasts
+
+
+def _upcast_twice(jaxpr):
+    """Yields the 16-bit values that are upcast twice, and read by nothing else.
+
+    The gradients of both upcasts would be rounded before they are added.
+    """
+    parts = structure.parts(jaxpr)
+    upcasts, others = collections.Counter(), set()
+    for eqn in parts.eqns:
+        for inside in params.inner_jaxprs(eqn):
+            yield from _upcast_twice(inside)
+        is_upcast = eqn.primitive.name == "convert_element_type"
+        is_upcast = is_upcast and eqn.outvars[0].aval.dtype == "float32"
+        for atom in eqn.invars:
+            if structure.is_literal(atom) or str(atom.aval.dtype) != "bfloat16":
+                continue
+            if is_upcast:
+                upcasts[atom] += 1
+            else:
+                others.add(atom)
+    others.update(var for var in parts.outvars if not structure.is_literal(var))
+    yield from (var for var, n in upcasts.items() if n > 1 and var not in others)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_16_bit_value_is_upcast_once(field):
+    for entry in FIELDS[field]:
+        program = entry.program()
+        low = jmp.autocast(functools.partial(program.loss, Products()))
+        traced = jax.make_jaxpr(low)(*program.make(Random(0)))
+        assert not list(_upcast_twice(traced)), entry.name
+
+
+def test_two_upcasts_are_seen():
+    def fun(x):
+        return jax.jit(lambda x: (x.astype("float32"), x.astype("float32")))(x)
+
+    traced = jax.make_jaxpr(fun)(np.ones(2, "bfloat16"))
+    assert len(list(_upcast_twice(traced))) == 1
 
 
 # ------------------------------------------------------------------------------- whole
