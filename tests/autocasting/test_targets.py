@@ -186,3 +186,49 @@ def test_a_recurrent_network_without_a_gradient_moves_what_code_by_hand_does():
         found = compile_for("h100", autocast(low.loss), low.params, low.batch)
         expected = compile_for("h100", by_hand.loss, by_hand.params, by_hand.batch)
     assert found.bytes_moved < 1.05 * expected.bytes_moved
+
+
+# Bytes moved and peak memory of six layers ``f(x @ w + b)``, as shares of those of code
+# by hand. A sum and a slope in float32 need the 16-bit product in the backward pass,
+# which code by hand does not save for tanh and the logistic function.
+LAYERS_AT_MOST = {
+    ("tanh", "h100"): (1.02, 1.36),
+    ("sigmoid", "h100"): (1.01, 1.35),
+    ("silu", "h100"): (1.01, 1.0),
+    ("gelu", "h100"): (1.03, 1.05),
+    ("relu", "h100"): (1.01, 1.0),
+    ("tanh", "v5e"): (1.0, 1.02),
+    ("sigmoid", "v5e"): (1.0, 1.02),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        pytest.param(*case, marks=[] if case[0] == "tanh" else pytest.mark.daily)
+        for case in LAYERS_AT_MOST
+    ],
+)
+def test_layers_with_biases_move_and_hold_little_more_than_by_hand(name, target):
+    if missing(target):
+        pytest.skip(missing(target))
+    function = getattr(jnp, name, None) or getattr(jax.nn, name)
+
+    def loss(params, x):
+        for w, b in params:
+            x = function(x @ w + b)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def by_hand(params, x):
+        low = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+        return loss(low(params), low(x))
+
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    args = [(array(1024, 1024), array(1024))] * 6, array(8192, 1024)
+    found, expected = (
+        compile_for(target, jax.value_and_grad(fun), *args)
+        for fun in (autocast(loss), by_hand)
+    )
+    bytes_moved, peak_memory = LAYERS_AT_MOST[name, target]
+    assert found.bytes_moved <= bytes_moved * expected.bytes_moved
+    assert found.peak_memory <= peak_memory * expected.peak_memory
