@@ -251,12 +251,13 @@ def show(explained, scope, wanted=""):
 
 
 show(explained, "block_0/mlp$")
-assert explained.dtype_of(scope="block_0/mlp$", op="add") == "bfloat16"
+assert explained.dtype_of(scope="block_0/mlp$", op="integer_pow") == "bfloat16"
 
 # %% [markdown]
 # The product is `LOW`. The bias is a float32 parameter, and ordinary promotion would
 # make the sum float32. But a parameter is `SOFT`: the sum follows the product, and so
-# does the gelu. The activations stay in 16 bits up to the next product.
+# does the gelu. The activations stay in 16 bits up to the next product. Inside of the
+# gelu, tanh is float32: near -1, `1 + tanh` would have no digits left.
 #
 # ### The softmax
 
