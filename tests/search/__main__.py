@@ -49,7 +49,7 @@ def run(n: int, start: int, *, shows_all: bool = False) -> int:
             return
         found += kind is None
         errors = {name: f"{e.mixed:.2%}, O1 {e.o1:.2%}" for name, e in broken.items()}
-        text = f"{program!r}\n  mixed {errors}, known: {kind}"
+        text = f"{program!r}\n  mixed {errors}, known: {kind and kind.reason}"
         if not shows_all:
             raise AssertionError(text)
         print(text, flush=True)

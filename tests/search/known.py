@@ -1,8 +1,10 @@
-"""Kinds of programs that break law 7, and why they stay so."""
+"""Kinds of programs that break law 7, why they stay so, and what a user does."""
 
 from typing import NamedTuple
 
-from search.programs import Program, names
+import jmp_lite as jmp
+from search.law import breach
+from search.programs import Program
 
 
 class Kind(NamedTuple):
@@ -10,17 +12,24 @@ class Kind(NamedTuple):
 
     Attributes:
       reason: why they lose more, and why that stays.
-      steps: the names of steps that programs of this kind have, all of them.
+      remedy: rules under which they keep the law. They tell the kind.
     """
 
     reason: str
-    steps: frozenset[str]
+    remedy: jmp.Rules
 
 
-KINDS: tuple[Kind, ...] = ()
+MIXED = jmp.get_rules("mixed")
+KINDS = (
+    Kind(
+        "A sum of two arrays, such as the stream of a network, is 16-bit, although a "
+        "norm or a maximum subtracts most of it. In float32 it would move more bytes "
+        "in every residual network.",
+        MIXED.full("add"),
+    ),
+)
 
 
 def kind_of(program: Program) -> Kind | None:
     """Returns the kind of a program that breaks the law; None if it is a new one."""
-    steps = names(program.block)
-    return next((kind for kind in KINDS if kind.steps <= steps), None)
+    return next((kind for kind in KINDS if not breach(program, kind.remedy)), None)

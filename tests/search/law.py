@@ -36,32 +36,42 @@ class Errors(NamedTuple):
         return self.full < 1e-3 and not self.mixed <= 3 * self.o1 + LIMITS[dtype]
 
 
-def breach(program: Program) -> dict[str, Errors]:
+def breach(program: Program, rules: str | jmp.Rules = "mixed") -> dict[str, Errors]:
     """Returns the errors of a program that break the law, by dtype.
 
     Where a step of a relu, a sort or an absolute value flips, an error is large by
     chance. So one that breaks the law is measured again, as a mean square of many
     draws; in float16 with the loss scale that suits the program better.
+
+    Args:
+      program: the program.
+      rules: what is compared with "O1".
     """
-    suspects = [d for d, e in errors(program, 0, LIMITS).items() if e.breaks(d)]
+    first = errors(program, 0, LIMITS, rules)
+    suspects = [dtype for dtype, each in first.items() if each.breaks(dtype)]
     found = {}
     for dtype in suspects:
         scales = (1.0, 2.0**10) if dtype == "float16" else (1.0,)
-        means = [_mean(program, dtype, scale) for scale in scales]
+        means = [_mean(program, dtype, rules, scale) for scale in scales]
         if all(each.breaks(dtype) for each in means):
             found[dtype] = means[0]
     return found
 
 
-def _mean(program: Program, dtype: str, scale: float) -> Errors:
-    drawn = [errors(program, seed, [dtype], scale) for seed in range(1, DRAWS + 1)]
+def _mean(program: Program, dtype: str, rules: str | jmp.Rules, scale: float) -> Errors:
+    seeds = range(1, DRAWS + 1)
+    drawn = [errors(program, seed, [dtype], rules, scale) for seed in seeds]
     rows = [each[dtype] for each in drawn if each]
     squares = np.square(np.array(rows or [(0, 0, 0)], np.float64))
     return Errors(*map(float, np.sqrt(squares.mean(0))))
 
 
 def errors(
-    program: Program, seed: int, dtypes: Iterable[str], scale: float = 1.0
+    program: Program,
+    seed: int,
+    dtypes: Iterable[str],
+    rules: str | jmp.Rules = "mixed",
+    scale: float = 1.0,
 ) -> dict[str, Errors]:
     """Returns the errors of a program, by dtype; none if it has no finite gradient.
 
@@ -69,6 +79,7 @@ def errors(
       program: the program.
       seed: the seed of its arguments.
       dtypes: the compute dtypes.
+      rules: what is compared with "O1".
       scale: the loss scale.
     """
     args = draw_args(seed)
@@ -87,8 +98,8 @@ def errors(
     return {
         dtype: Errors(
             *(
-                error(jmp.autocast(program, rules, compute_dtype=dtype))
-                for rules in ("mixed", "O1")
+                error(jmp.autocast(program, each, compute_dtype=dtype))
+                for each in (rules, "O1")
             ),
             full,
         )

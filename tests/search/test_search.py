@@ -7,7 +7,7 @@ import pytest
 
 import jmp_lite as jmp
 from search import __main__ as search
-from search import law
+from search import known, law
 from search.programs import Program, draw_args, run
 
 
@@ -32,7 +32,17 @@ def test_a_breach_is_found(monkeypatch):
     monkeypatch.setattr(law.jmp, "autocast", lower)
     assert law.breach(NORM)["bfloat16"].breaks("bfloat16")
     monkeypatch.setattr(law, "DRAWS", 1)
+    monkeypatch.setattr(known, "KINDS", ())
     assert search.run(6, 0, shows_all=True) > 0
+
+
+def test_a_stream_that_a_norm_shifts_is_a_known_kind():
+    stream = ("sum", (("add", 100.0),), (("tanh",),)), ("layer norm",)
+    program = Program("error", (DOTS[0], *stream, DOTS[1]), 1.0)
+    kind = known.kind_of(program)
+    assert kind
+    assert kind.reason.startswith("A sum of two arrays")
+    assert law.breach(program)
 
 
 def test_a_program_run_by_op_is_that_program():
