@@ -1,6 +1,7 @@
 """Finds the ops that make small roundings of their operands large.
 
 - A difference of two functions of one value keeps what the functions differ in.
+- A norm subtracts the mean of a value from it, and with it what was added to all.
 - A value that a loop multiplies into its state counts as often as there are steps, and
   so does a factor of the nested products into which an associative scan unrolls.
 """

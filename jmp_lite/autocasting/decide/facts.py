@@ -200,6 +200,16 @@ class InputRoot(NamedTuple):
     number: int
 
 
+def is_from_16_bits(state: State | None, roots: frozenset[object] | None) -> bool:
+    """Whether a value is 16-bit, or would be but for a reader that amplifies errors.
+
+    Args:
+      state: its state.
+      roots: the 16-bit values that it is a function of; see ``Lineage``.
+    """
+    return state is State.LOW or (state is State.SOFT and bool(roots))
+
+
 class Spec(NamedTuple):
     """What is known of a value when it enters a jaxpr or leaves it.
 

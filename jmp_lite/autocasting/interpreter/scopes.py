@@ -7,7 +7,7 @@ readers outside of the scope run in float32 anyway.
 from collections.abc import Mapping, Sequence
 
 from jmp_lite.autocasting.decide import leaving
-from jmp_lite.autocasting.decide.facts import Readers, State
+from jmp_lite.autocasting.decide.facts import Readers, State, is_from_16_bits
 from jmp_lite.autocasting.interpreter.conversion import Converter, Site
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.jaxprs import source, structure
@@ -47,7 +47,7 @@ class Regions:
                 is_from_low=True,
                 origin=value.origin,
             )
-            if value.is_low_to_others
+            if value.is_rejoined or is_from_16_bits(value.state, value.roots)
             else value
             for value in operands
         ]

@@ -1,7 +1,7 @@
 """Computes the derivative of tanh and of the logistic function from their operand.
 
-JAX computes it from the result, as ``1 - y**2`` or ``y * (1 - y)``. In 16 bits a result
-close to 1 has lost these digits. In float32 XLA would save it from the forward to the
+JAX computes it from the result, as ``1 - y**2`` or ``y * (1 - y)``. A 16-bit result
+close to 1 has lost the digits of ``1 - y``. A float32 result would be saved for the
 backward pass, beside the 16-bit value that the operand is computed from.
 """
 
@@ -52,7 +52,7 @@ def bind(eqn: Eqn, operand: Array, bound: set[object] | None) -> Array:
         full = sharding.cast(x, np.float32)
         is_tanh = params.op_of(eqn) == "tanh"
         slope = 4 * _slope(2 * full) if is_tanh else _slope(full)
-        # The slope is a residual: as large as the result would be.
+        # The slope is saved for the backward pass, in the dtype of the operand.
         return function(x), tangent * sharding.cast(slope, dtype)
 
     return function(operand)
@@ -62,7 +62,7 @@ def bind(eqn: Eqn, operand: Array, bound: set[object] | None) -> Array:
 def _slope(x: Array) -> Array:
     """The slope of the logistic function, without cancellation or overflow.
 
-    One exponential, because XLA saves what contains two of them.
+    It has one exponential. With two, XLA for GPUs writes a float32 array of them.
     """
     small = lax.exp(-lax.abs(x))
     return small / ((1 + small) * (1 + small))

@@ -78,12 +78,6 @@ class Value:
         return self.lineage is not None and self.lineage.is_rejoined
 
     @property
-    def is_low_to_others(self) -> bool:
-        """Whether it is 16-bit, or computed from 16 bits and 16-bit to most readers."""
-        is_amplified = self.state is State.SOFT and bool(self.roots)
-        return self.state is State.LOW or self.is_rejoined or is_amplified
-
-    @property
     def saturates(self) -> bool:
         """Whether it is a number of the program that may be out of range in 16 bits.
 

@@ -15,7 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.decide.decisions import Operand, Reason, Run
-from jmp_lite.autocasting.decide.facts import NumberOrigin, Origin, State
+from jmp_lite.autocasting.decide.facts import (
+    NumberOrigin,
+    Origin,
+    State,
+    is_from_16_bits,
+)
 from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.interpreter.arguments import Program, is_narrow
 from jmp_lite.autocasting.passes import homogeneity
@@ -139,8 +144,8 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
         record = decided.record
         if record.result is None and _follows_float32(decided):
             name = id(record.origin)
-            low = any(_is_from_low(operand) for operand in record.operands)
-            widens = low and roots_of(record.operands) is None
+            low = (is_from_16_bits(o.state, o.lineage.roots) for o in record.operands)
+            widens = any(low) and roots_of(record.operands) is None
             if widens and not _is_by_choice(record.origin):
                 first.setdefault(name, decided)
             if name in first:
@@ -165,12 +170,6 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
             f"ops ({count(size)}B) from here on run in float32",
             "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
         )
-
-
-def _is_from_low(operand: Operand) -> bool:
-    """Whether a value is 16-bit, or would be but for a reader that amplifies errors."""
-    is_amplified = operand.state is State.SOFT and bool(operand.lineage.roots)
-    return operand.state is State.LOW or is_amplified
 
 
 def _is_by_choice(origin: Origin) -> bool:
