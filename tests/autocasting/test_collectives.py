@@ -153,6 +153,15 @@ def test_activations_of_16_bits_are_sent_in_16_bits():
     assert not found["reduce_scatter", "bfloat16"]
 
 
+def test_a_norm_behind_a_collective_does_not_widen_what_is_sent():
+    def fun(w, x):
+        h = gather(x @ w + w[0])
+        return (h - h.mean(-1, keepdims=True)) @ w
+
+    mapped = on_devices(fun, P(), P("d"))
+    assert set(sent(jmp.autocast(mapped), W, X)) == {("all_gather", "bfloat16")}
+
+
 def test_float32_that_a_product_alone_reads_is_sent_in_16_bits():
     fun = lambda w, x: gather(jax.nn.softmax(x @ w)) @ w
     mapped = on_devices(fun, P(), P("d"))

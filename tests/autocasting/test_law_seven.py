@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import law_seven
 import numpy as np
 import pytest
+from helpers import live_equations_of
 
 import jmp_lite as jmp
 
@@ -55,17 +56,26 @@ def test_so_they_are_as_users_run_them(name):
 FUNCTIONS = {"tanh": jnp.tanh, "logistic": jax.nn.sigmoid}
 
 
-def in_float32(name):
-    """Returns the function as autocast runs it, with a product by one before it."""
-    one = jnp.ones((1, 1))
-    rules = jmp.get_rules("mixed").product("wide")
-    return jmp.autocast(lambda x: FUNCTIONS[name](x[None, None] @ one)[0, 0], rules)
+def between_products(name):
+    """Returns the function as autocast runs it, of the mean of equal numbers."""
+    halves = jnp.full((2, 2), 0.5)  # Numbers of few digits pass it as they are.
+
+    def fun(x):
+        return (FUNCTIONS[name](jnp.full((1, 2), x) @ halves) @ halves)[0, 0]
+
+    return jmp.autocast(fun)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_slope_is_that_of_the_operand(name):
+    traced = jax.make_jaxpr(jax.grad(between_products(name)))(jnp.float32(0.5))
+    assert "exp" in {eqn.primitive.name for eqn in live_equations_of(traced)}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("x", [0.0, 0.5, -2.0, 5.0, -20.0])
 def test_derivatives_of_all_orders_are_those_of_jax(name, x):
-    actual, expected, x = in_float32(name), FUNCTIONS[name], jnp.float32(x)
+    actual, expected, x = between_products(name), FUNCTIONS[name], jnp.float32(x)
     for order in range(4):
         with jax.enable_x64():
             exact = expected(jnp.float64(x))
@@ -78,7 +88,7 @@ def test_derivatives_of_all_orders_are_those_of_jax(name, x):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("x", [-1e4, -200.0, 200.0, 1e4])
 def test_slopes_of_large_numbers_are_finite(name, x):
-    actual = in_float32(name)
+    actual = between_products(name)
     for _ in range(4):
         actual = jax.grad(actual)
         assert actual(jnp.float32(x)) == 0
