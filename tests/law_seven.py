@@ -101,6 +101,11 @@ def residual(w, t, u):
     return ((x + 0.01 * (x @ w)) - x) @ u
 
 
+def negative_multiple(w, t, u):
+    h = 0.1 * (X @ w)
+    return (h + -1 * jnp.tanh(h)) @ u
+
+
 def stacked(w, t, u):
     h = X + 5
     start = h
@@ -129,6 +134,15 @@ def fourier_beside_a_product(w, t, u):
     return waves @ jnp.concatenate([u, t]) + h @ t
 
 
+def one_minus_in_shard_map(w, t, u):
+    """There, JAX makes the 1 vary over devices: it is no literal."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "d")
+    rows, whole = jax.P("d"), jax.P()
+    fun = lambda x, t, u: (1 - jax.nn.sigmoid(2 * jnp.abs(x) @ jnp.abs(t))) @ u
+    fun = jax.shard_map(fun, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
+    return fun(X, t, u)
+
+
 def of(change, add=0.0):
     """Returns a program: a product, something added, a change, and a product."""
     return lambda w, t, u: change(X @ w + add) @ u
@@ -152,6 +166,7 @@ MATRICES = {
     "tanh near 1": of(jnp.tanh, 5),
     "tanh near 1, of a bias": biased(jnp.tanh, 5),
     "1 - sigmoid": lambda w, t, u: ((1 - jax.nn.sigmoid(4 + X @ t)) * X) @ u,
+    "1 - sigmoid in shard_map": one_minus_in_shard_map,
     "gelu": of(jax.nn.gelu, -3),
     "gelu of a bias": biased(jax.nn.gelu, -4),
     "hard swish": biased(lambda h: h * jax.nn.relu6(h + 3) / 6, -3),
@@ -166,6 +181,7 @@ MATRICES = {
     "norm of a shift of 100": of(normed, 100),
     "norm of a bias of 100": biased(normed, 100),
     "residual": residual,
+    "a negative multiple": negative_multiple,
     "a stack": stacked,
     "less the largest": of(lambda h: jnp.tanh(h - h.max(-1, keepdims=True)), 20),
     "maximum of neighbours": of(lambda h: jnp.maximum(h, jnp.roll(h, 1, -1)), 2),

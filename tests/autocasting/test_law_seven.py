@@ -42,6 +42,7 @@ def test_errors_are_at_most_three_times_those_of_o1(name, dtype):
 
 QUICK = ["gates", "residual", "a stack", "phases", "safe_norm", "tanh near 1"]
 QUICK += ["1 - sigmoid", "gelu of a bias", "norm of a bias of 100", "hard swish"]
+QUICK += ["1 - sigmoid in shard_map", "a negative multiple"]
 QUICK += ["tanh of large products", "sigmoid of large products"]
 
 

@@ -8,24 +8,29 @@
 
 import enum
 import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
-from jmp_lite.ops import CUTTING, LINEAR, MOVING, SUMMING
+from jmp_lite.ops import ADDING, CUTTING, LINEAR, MOVING, SUMMING
 
 
 class Mark(enum.Enum):
     """What an op does to the digits of its operands.
 
+    ``NUMBER``: it adds a number, or an array that depends on no argument.
     ``DIFFERENCE``: it subtracts functions of one value. ``SHIFT``: it subtracts a mean
     or a maximum of a value from it, which cancels what was added to all elements.
     ``FACTOR``: it multiplies a value into a state, or into a product of many.
     """
 
+    NUMBER = "number"
     DIFFERENCE = "difference"
     SHIFT = "shift"
     FACTOR = "factor"
@@ -40,6 +45,7 @@ class Ancestors(NamedTuple):
       is_state: whether it is a carry of a loop, moved, scaled or added to.
       slice_of: if it is a slice, the id of the whole value; else 0.
       depth: how many products of slices of one value are nested in it, at most 3.
+      is_negative: whether it is a negative multiple, so that adding it subtracts.
     """
 
     roots: int = 0
@@ -47,6 +53,7 @@ class Ancestors(NamedTuple):
     is_state: bool = False
     slice_of: int = 0
     depth: int = 0
+    is_negative: bool = False
 
 
 class Ancestry(Forward[Ancestors]):
@@ -130,7 +137,7 @@ class Ancestry(Forward[Ancestors]):
             return [Ancestors()] * len(eqn.outvars)
         joined = functools.reduce(self.join, facts)
         is_ratio = op in ("mul", "div")
-        if (op == "sub" or is_ratio) and structure.is_float32(eqn.outvars[0]):
+        if (op in ADDING or is_ratio) and structure.is_float32(eqn.outvars[0]):
             self._mark(eqn, op, facts)
         if op in CUTTING:
             return self._slices(eqn, facts[0])
@@ -144,6 +151,7 @@ class Ancestry(Forward[Ancestors]):
             joined.is_state and stays_state,
             facts[0].slice_of if is_move else 0,
             min(joined.depth + is_product, 3),
+            _is_negative(eqn, op, facts),
         )
         return [result] * len(eqn.outvars)
 
@@ -163,11 +171,13 @@ class Ancestry(Forward[Ancestors]):
 
     def _mark(self, eqn: Eqn, op: str, facts: Sequence[Ancestors]) -> None:
         one, other = facts
-        shared = one.roots & other.roots
-        if op == "sub" and shared:
+        if op in ADDING:
+            shared = one.roots & other.roots
             is_shift = not shared & ~(one.reduced | other.reduced)
-            self.marks[id(eqn)] = Mark.SHIFT if is_shift else Mark.DIFFERENCE
-        if op == "sub":
+            if not (one.roots and other.roots):
+                self.marks[id(eqn)] = Mark.NUMBER
+            elif shared and (one.is_negative != other.is_negative) != (op == "sub"):
+                self.marks[id(eqn)] = Mark.SHIFT if is_shift else Mark.DIFFERENCE
             return
         is_nested = _are_slices(facts) and max(one.depth, other.depth) > 1
         if one.is_state != other.is_state or (op == "mul" and is_nested):
@@ -176,3 +186,19 @@ class Ancestry(Forward[Ancestors]):
 
 def _are_slices(facts: Sequence[Ancestors]) -> bool:
     return all(fact.slice_of for fact in facts)
+
+
+def _is_negative(eqn: Eqn, op: str, facts: Sequence[Ancestors]) -> bool:
+    """Whether the result of an op is negated, as ``-0.1 * f(h)`` in ``h - 0.1 * f(h)``.
+
+    A factor whose sign is not known counts as positive.
+    """
+    if op in ("mul", "div"):
+        return functools.reduce(operator.ne, map(_has_minus, eqn.invars, facts))
+    follows = op in MOVING or op in SUMMING or op == "convert_element_type"
+    return facts[0].is_negative if follows else op == "neg"
+
+
+def _has_minus(atom: Var, fact: Ancestors) -> bool:
+    is_number = structure.is_literal(atom)
+    return bool(np.all(np.less(atom.val, 0))) if is_number else fact.is_negative

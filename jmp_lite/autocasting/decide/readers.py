@@ -128,12 +128,12 @@ class UseAnalysis(Backward[Readers]):
         kind = self._reader(eqn, op, readers, path)
         if _changes_if_rounded(op, kind, readers):
             kind |= Readers.EARLIER
-        kind &= ~_ended_by(eqn, op)
-        kind |= _OF_MARKS[self._ancestry.marks.get(id(eqn))]
-        if op in SATURATING and _demands(self._match(op, path)):
-            kind |= Readers.SHIFTER
-        if _adds_number(eqn, op) and _demands(self._match(op, path)):
-            kind |= Readers.COMPLEMENT
+        mark = self._ancestry.marks.get(id(eqn))
+        if mark is not Mark.NUMBER:
+            kind &= ~_ended_by(eqn, op)
+        if _demands(self._match(op, path)):
+            kind |= _OF_MARKS[mark]
+            kind |= Readers.SHIFTER if op in SATURATING else Readers.NOBODY
         found = [kind] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
             found[i] |= Readers.AMPLIFIER
@@ -262,14 +262,10 @@ def _ended_by(eqn: Eqn, op: str) -> Readers:
     shifts = Readers.SHIFTER | Readers.COMPLEMENT
     if op in SENDING:
         return shifts
-    if op not in ADDING or _adds_number(eqn, op):
+    if op not in ADDING:
         return Readers.NOBODY
     is_stream = len({atom.aval.shape for atom in eqn.invars}) == 1
     return Readers.FACTOR | shifts if is_stream else Readers.FACTOR
-
-
-def _adds_number(eqn: Eqn, op: str) -> bool:
-    return op in ADDING and any(map(structure.is_literal, eqn.invars))
 
 
 _OF_MARKS: Mapping[Mark | None, Readers] = MappingProxyType(
@@ -277,6 +273,7 @@ _OF_MARKS: Mapping[Mark | None, Readers] = MappingProxyType(
         None: Readers.NOBODY,
         Mark.DIFFERENCE: Readers.AMPLIFIER,
         Mark.FACTOR: Readers.FACTOR,
+        Mark.NUMBER: Readers.COMPLEMENT,
         Mark.SHIFT: Readers.COMPLEMENT,
     }
 )
