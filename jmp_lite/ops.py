@@ -97,6 +97,7 @@ class Op(NamedTuple):
         result.
       amplifies_divisor: it amplifies an error of its second operand only.
       amplifies_large: it amplifies the errors of large operands only.
+      spreads: its results are of many sizes, from very small to very large.
       saturates: its derivative amplifies the error of a shift of its operand.
       bends: a factor of its operands is no power of that factor in its result.
       is_positional: it runs in float32, because an operand may be a position or a
@@ -141,6 +142,7 @@ class Op(NamedTuple):
     amplifies: bool = False
     amplifies_divisor: bool = False
     amplifies_large: bool = False
+    spreads: bool = False
     saturates: bool = False
     bends: bool = False
     is_positional: bool = False
@@ -183,7 +185,8 @@ product | LOW | matrix product or convolution
 
 amplifying | FULL | amplifies errors, or overflows
     all: amplifies
-    exp exp2 expm1: amplifies_large bends is_cheap
+    exp exp2: amplifies_large spreads bends is_cheap
+    expm1: amplifies_large bends is_cheap
     cosh sinh: amplifies_large bends
     log log1p log2: bends is_cheap
     rsqrt: is_root is_cheap
@@ -304,13 +307,14 @@ function | KEEP | contains a function, traced for its operands' dtypes
     linear_call: holds_solver
     reduce reduce_window select_and_scatter custom_partitioning custom_lin composite
     call jaxpr_call run_state run_scoped stage call_hi_primitive
-    call_hi_primitive_linearized call_exported custom_jvp_call_jaxpr remat_opt core_map
+    call_hi_primitive_linearized call_exported custom_jvp_call_jaxpr core_map
     mpmd_map fused_call
 
 higher_order | KEEP | contains ops, which are decided one by one
     all: is_higher_order
     jit scan while cond checkpoint remat remat2 custom_jvp_call custom_vjp_call
-    custom_vmap_call shard_map closed_call eval_jaxpr compute_on xla_metadata_call
+    custom_vmap_call remat_opt shard_map closed_call eval_jaxpr compute_on
+    xla_metadata_call
 
 kernel | KEEP | a kernel or a callback, written for the traced dtypes
     pallas_call ffi_call pure_callback io_callback debug_callback debug_print
@@ -410,6 +414,7 @@ DISCERNING = _ops_that("discerns")
 AMPLIFYING = _ops_that("amplifies")
 AMPLIFYING_DIVISORS = _ops_that("amplifies_divisor")
 AMPLIFYING_LARGE = _ops_that("amplifies_large")
+SPREADING = _ops_that("spreads")
 SATURATING = _ops_that("saturates")
 BENDING = _ops_that("bends")
 POSITIONAL = _ops_that("is_positional")
@@ -419,6 +424,7 @@ SOLVING = _ops_that("solves")
 HOLDING_SOLVERS = _ops_that("holds_solver")
 INSIDE_OF_FUNCTIONS = _ops_that("is_in_norms")
 LINEAR = _ops_that("is_linear")
+RANDOM = frozenset(op.name for op in OPS if op.group == "random")
 CHEAP = _ops_that("is_cheap")
 ADDED_UP = _ops_that("adds_up_backward")
 

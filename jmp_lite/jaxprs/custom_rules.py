@@ -1,5 +1,6 @@
 """Binds functions with derivative or batching rules of their own."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ def are_of_jax(eqn: Eqn) -> bool:
     Args:
       eqn: an equation that calls such a function.
     """
-    if params.op_of(eqn) == "custom_vmap_call" or eqn.primitive.name == coming.HIGH:
+    has_functions = params.op_of(eqn) in ("custom_jvp_call", "custom_vjp_call")
+    if not has_functions or eqn.primitive.name == coming.HIGH:
         return False  # Their rules do not tell.
     functions = eqn.primitive.get_bind_params(dict(eqn.params))["subfuns"]
     infos = [getattr(each, "debug_info", None) for each in functions]
@@ -187,6 +189,39 @@ def bind_custom_vmap(
     )
     function.def_vmap(rule)
     return list(function(*operands))
+
+
+def bind_remat_opt(
+    eqn: Eqn, operands: Sequence[Array], jaxpr: Jaxpr, replace: Function
+) -> list[Array]:
+    """Binds the forward function of a ``custom_vjp`` with ``optimize_remat``.
+
+    Args:
+      eqn: a ``remat_opt``.
+      operands: the operands.
+      jaxpr: the forward function to run, closed.
+      replace: takes the function that the ``custom_vjp`` is, as a closed jaxpr of the
+        last operands, and the numbers of first operands and of first results that it
+        does not have. Returns the closed jaxpr to run in its place.
+    """
+    p = eqn.params
+    n_consts, n_residuals = p["num_consts"], p["num_res"]
+    forward, consts = structure.with_consts_as_inputs(jaxpr)
+
+    @functools.cache
+    def function() -> tuple[Jaxpr, Sequence[Array]]:
+        found = structure.closed(*p["fun_jaxpr_thunk"]())
+        new = replace(found, n_consts, n_residuals)
+        return structure.open_jaxpr(new), structure.parts(new).consts
+
+    return eqn.primitive.bind(
+        *consts,
+        *operands,
+        num_consts=n_consts + len(consts),
+        num_res=n_residuals,
+        fwd_jaxpr=forward,
+        fun_jaxpr_thunk=function,
+    )
 
 
 def _instantiated(array: Any) -> Array:

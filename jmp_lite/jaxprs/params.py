@@ -79,13 +79,18 @@ MERE_CALLS = ("jit", "closed_call", "eval_jaxpr")
 CONTROL = ("cond", "scan", "while", "shard_map")
 """Ops with branches, steps or devices."""
 
-CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
-"""Ops that call a jaxpr, and have a derivative or a batching rule of their own."""
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "remat_opt")
+"""Ops that call a jaxpr, and have a derivative or a batching rule of their own.
+
+``remat_opt`` is the forward function of ``defvjp(..., optimize_remat=True)``. Where no
+residual is needed, JAX runs the function itself in its place.
+"""
 
 CALLED = {
     **dict.fromkeys(CALLS, "jaxpr"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
     "custom_vmap_call": "call",
+    "remat_opt": "fwd_jaxpr",
     **WRAPPERS,
 }
 """All ops that only call a jaxpr, with the parameter that contains it."""
@@ -394,6 +399,11 @@ def product_params(eqn: Eqn) -> ProductParams | None:
         return None
     dtype = eqn.params.get("preferred_element_type")
     return ProductParams(eqn.params.get("precision"), dtype)
+
+
+def precision_of(eqn: Eqn) -> lax.PrecisionLike:
+    """Returns the precision or the algorithm that a product requests."""
+    return eqn.params.get("precision")
 
 
 def contracts_nothing(eqn: Eqn) -> bool:

@@ -50,6 +50,15 @@ def source(eqn: Eqn, caller: str = "") -> str:
     return own or caller or of_a_package
 
 
+def line_in_package(eqn: Eqn) -> str:
+    """Returns the line of an installed package that the user's line calls, or nothing.
+
+    Its file begins with the package: ``"optax/_src/loss.py:12 (mse)"``.
+    """
+    _, of_a_package = _sources(eqn.source_info.traceback)
+    return _PACKAGES.split(of_a_package)[-1]
+
+
 @functools.lru_cache(maxsize=4096)
 def _sources(traceback: Any) -> tuple[str, str]:
     """Returns the innermost line of the user's code, and that of installed packages."""
@@ -67,7 +76,7 @@ def _sources(traceback: Any) -> tuple[str, str]:
 _THIS_LIBRARY = os.path.join(pathlib.Path(__file__).parents[1], "")
 
 
-_PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def warn(message: str) -> None:

@@ -61,10 +61,11 @@ def trace(fun: Function, avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
     wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
     # In 0.12 constants are the first inputs; 0.10 stores them separately.
-    return _closed(jaxpr, consts)
+    return closed(jaxpr, consts)
 
 
-def _closed(jaxpr: Any, consts: Sequence[Array]) -> Jaxpr:
+def closed(jaxpr: Any, consts: Sequence[Array]) -> Jaxpr:
+    """Returns a jaxpr with its constants."""
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(consts)
     return core.ClosedJaxpr(open_jaxpr(jaxpr), list(consts))
@@ -79,8 +80,7 @@ def with_consts_as_inputs(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     avals = list(map(type_of, (*parts(jaxpr).constvars, *parts(jaxpr).invars)))
 
     def run(*arrays: Array) -> list[Array]:
-        closed = _closed(jaxpr, arrays[:n_consts])
-        return evaluate(closed, arrays[n_consts:])
+        return evaluate(closed(jaxpr, arrays[:n_consts]), arrays[n_consts:])
 
     return trace(run, avals, jaxpr), consts
 

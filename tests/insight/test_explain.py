@@ -342,7 +342,9 @@ def test_a_loop_is_listed_once_with_its_trips_and_each_carry_has_a_row():
     assert all(f"carry {i}" in row.reason for i, row in enumerate(carries))
 
     def fixed_point(x):
-        return lax.while_loop(lambda x: x.max() > 1e-3, lambda x: x @ W / 9, x)
+        return lax.while_loop(
+            lambda x: x.max() > 1e-3, lambda x: jnp.tanh(x @ W / 9), x
+        )
 
     def counted(x):
         step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ W))

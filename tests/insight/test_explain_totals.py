@@ -32,7 +32,7 @@ def block_loss(params, x):
 def test_work_is_counted_in_all_trips_and_products_once():
     def fun(x, stack):
         h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
-        return jnp.matmul(h, W, precision="highest") @ jnp.ones((8, 3))
+        return jnp.matmul(h, W, precision="highest") @ W[:, :3]
 
     totals = explain(fun)(X, LAYERS).totals
     assert totals.products == {LOW: 2, FULL: 1}

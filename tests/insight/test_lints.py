@@ -137,7 +137,9 @@ def test_a_float32_input_whose_digits_may_matter_is_pointed_to():
     either = lambda f: lambda *args: lax.cond(args[0][0, 0] > 0, f, f, *args)
     for wrap in (lambda f: f, jax.jit, either):
         assert only(wrap(part), X, jnp.ones((9, 8)), W, name="float32 input")
-    steps = lambda x, ts, w: lax.scan(lambda h, t: (h @ w + t, None), x, ts)[0] @ w
+    steps = lambda x, ts, w: (
+        lax.scan(lambda h, t: (jnp.tanh(h @ w + t), None), x, ts)[0] @ w
+    )
     assert only(steps, X, jnp.ones((3, 4, 8)), W, name="float32 input")
 
 
@@ -233,9 +235,9 @@ def test_channels_that_miss_tensor_cores_get_a_lint(channels, out, groups, sizes
 
 def test_each_size_gets_one_lint_with_the_largest_of_its_products():
     layers = lambda x: [
-        x @ jnp.ones((8, 12)),
-        (x @ jnp.ones((8, 12)))[:, :8] @ jnp.ones((8, 20)),
-        jnp.ones((64, 8)) @ jnp.ones((8, 12)),  # The largest.
+        x @ jnp.full((8, 12), 0.5),
+        (x @ jnp.full((8, 12), 0.5))[:, :8] @ jnp.full((8, 20), 0.5),
+        jnp.full((64, 8), 0.5) @ jnp.full((8, 12), 0.5),  # The largest.
     ]
     first, second = lints(layers, X, name="tensor cores")
     assert first.message == (
@@ -272,7 +274,9 @@ def test_products_inside_of_a_function_that_is_kept_are_pointed_to():
     low = composite(jmp.autocast(lambda x, w: jnp.tanh(x @ w) @ w))
     assert lints(lambda x: low(jnp.sin(x), W), X, name="kept product") == []
 
-    grows = lambda x: lax.while_loop(lambda c: c.sum() < 1e4, lambda c: c + c @ W, x)
+    grows = lambda x: lax.while_loop(
+        lambda c: c.sum() < 1e4, lambda c: c + jnp.tanh(c @ W), x
+    )
     lint = only(grows, X, name="kept product")
     assert "while runs as traced, with a float32 matrix product" in lint.message
     # A solution needs its digits.
@@ -291,7 +295,9 @@ def test_an_opaque_op_that_16_bits_are_raised_for_is_pointed_to():
     assert lints(lambda x: inner(x @ W), X, name="opaque op") == []
 
     def until_small(x):
-        return lax.while_loop(lambda h: h.max() > 1e-3, lambda h: h @ W / 99, x)
+        return lax.while_loop(
+            lambda h: h.max() > 1e-3, lambda h: jnp.tanh(h @ W / 99), x
+        )
 
     lint = only(lambda x: until_small(x @ W) @ W, X, name="opaque op")
     assert lint.message.startswith("while runs as traced")

@@ -284,14 +284,14 @@ FAULTS = (
     Fault(
         "autocasting/decide/unchanged.py",
         "changes_nothing",
-        "return not any((_may_lower(lookup, eqn, path) for eqn, path in equations(jaxpr)))",
+        "return not any((_may_change(lookup, eqn, path) for eqn, path in equations(jaxpr)))",
         "return False",
         "a program in which nothing can be lowered is interpreted",
         "autocasting/test_nothing_to_do.py::test_explain_says_that_nothing_changes",
     ),
     Fault(
         "autocasting/decide/unchanged.py",
-        "_may_lower",
+        "_may_change",
         "return not custom_rules.are_of_jax(eqn)",
         "return False",
         "products in a derivative rule stay float32 if the function has none",

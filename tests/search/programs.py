@@ -116,6 +116,17 @@ def _one_hot(h: jax.Array) -> jax.Array:
     return jax.nn.one_hot(jnp.argmax(h, -1), WIDTH, dtype=h.dtype)
 
 
+def _ranked(h: jax.Array) -> jax.Array:
+    """Scales rows by how many positive ones are among them and before them."""
+    is_positive = (h > 0).astype(h.dtype)
+    counts = jnp.tril(jnp.ones((len(h), len(h)), h.dtype)) @ is_positive
+    return h * counts / len(h)
+
+
+def _noisy(h: jax.Array) -> jax.Array:
+    return h + 0.1 * jax.random.normal(jax.random.key(1), h.shape, h.dtype)
+
+
 _UNARY: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
@@ -153,6 +164,8 @@ _UNARY: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "glu": lambda h: h * jax.nn.sigmoid(jnp.roll(h, 8, -1)),
     "attention": _attended,
     "one-hot": _one_hot,
+    "ranked": _ranked,
+    "noisy": _noisy,
     "triangular": lambda h: jnp.tril(jnp.ones((len(h), len(h)), h.dtype)) @ h,
 }
 
@@ -234,6 +247,21 @@ def _mixture(h: jax.Array, args: Args, gate: Inner, inner: Inner) -> jax.Array:
     return z * h + (1 - z) * inner(h, args)
 
 
+def _looked_up(h: jax.Array, args: Args, i: int) -> jax.Array:
+    """Adds rows of a table, of which some are large."""
+    table = args.weights[i] * jnp.exp(3 * args.biases[0])[:, None]
+    return h + _one_hot(h) @ table
+
+
+def _spread(h: jax.Array, args: Args, i: int) -> jax.Array:
+    """A product of exponentials, and its logarithm."""
+    return jnp.log(jnp.exp(jnp.clip(h, -8, 8)) @ jnp.exp(20 * args.weights[i]))
+
+
+def _power(h: jax.Array, args: Args, i: int, n: int) -> jax.Array:
+    return lax.fori_loop(0, n, lambda _, h: h @ args.weights[i], h)
+
+
 def _repeated(h: jax.Array, args: Args, n: int, inner: Inner) -> jax.Array:
     return lax.fori_loop(0, n, lambda _, h: inner(h, args), h)
 
@@ -243,6 +271,9 @@ _STEPS: Mapping[str, Callable[..., jax.Array]] = {
     "times": lambda h, args, c: h * c,
     "dot": lambda h, args, i, c: h @ (c * args.weights[i]),
     "dot twice": lambda h, args, i, j: h @ args.weights[i] @ args.weights[j],
+    "lookup": _looked_up,
+    "log of exponentials": _spread,
+    "power": _power,
     "bias": lambda h, args, i, c: h + c * args.biases[i],
     "shift": lambda h, args, i, c: h + c * (1 + args.biases[i] / 8),
     "gain": lambda h, args, i: h * (1 + args.biases[i] / 4),
@@ -308,6 +339,9 @@ _SIMPLE = st.one_of(
     _with("shift", st.integers(0, 1), _NUMBER),
     _with("gain", st.integers(0, 1)),
     _with("dot twice", _INDEX, _INDEX),
+    _with("lookup", _INDEX),
+    _with("log of exponentials", _INDEX),
+    _with("power", _INDEX, st.integers(5, 20)),
 )
 
 

@@ -366,7 +366,7 @@ def test_optimizers_that_ask_for_more_than_gradients_get_it(name):
 
 def parabola(params, model_state, batch, rng):
     """Its gradient is ``batch * (w - 0.05)``, and its curvature is ``batch``."""
-    y = (params["w"] - 0.05) @ jnp.ones(3)
+    y = (params["w"] - 0.05) @ jnp.full(3, 2.0) / 2
     return 0.5 * jnp.sum(batch * y**2), (model_state, None)
 
 

@@ -6,7 +6,6 @@
   so does a factor of the nested products into which an associative scan unrolls.
 """
 
-import enum
 import functools
 import operator
 from collections.abc import Sequence
@@ -14,26 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmp_lite.autocasting.decide.facts import Mark
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.ops import ADDING, CUTTING, LINEAR, MOVING, SUMMING
-
-
-class Mark(enum.Enum):
-    """What an op does to the digits of its operands.
-
-    ``NUMBER``: it adds a number, or an array that depends on no argument.
-    ``DIFFERENCE``: it subtracts functions of one value. ``SHIFT``: it subtracts a mean
-    or a maximum of a value from it, which cancels what was added to all elements.
-    ``FACTOR``: it multiplies a value into a state, or into a product of many.
-    """
-
-    NUMBER = "number"
-    DIFFERENCE = "difference"
-    SHIFT = "shift"
-    FACTOR = "factor"
 
 
 class Ancestors(NamedTuple):
@@ -67,12 +52,12 @@ class Ancestry(Forward[Ancestors]):
         c = sub r m              SHIFT: r has lost what c keeps, if rounded to 16 bits
         q = dot_general d w      a root of its own
 
-    Attributes:
-      marks: the mark of an op, by the id of its equation.
+    Args:
+      marks: the marks of ops, by the id of their equation, to which it adds.
     """
 
-    def __init__(self) -> None:
-        self.marks: dict[int, Mark] = {}
+    def __init__(self, marks: dict[int, Mark]) -> None:
+        self._marks = marks
         # Jaxprs are stored, so that the ids of their equations are not reused.
         self._jaxprs: dict[int, Jaxpr] = {}
         self._bits: dict[object, int] = {}
@@ -175,13 +160,16 @@ class Ancestry(Forward[Ancestors]):
             shared = one.roots & other.roots
             is_shift = not shared & ~(one.reduced | other.reduced)
             if not (one.roots and other.roots):
-                self.marks[id(eqn)] = Mark.NUMBER
+                self._add(eqn, Mark.NUMBER)
             elif shared and (one.is_negative != other.is_negative) != (op == "sub"):
-                self.marks[id(eqn)] = Mark.SHIFT if is_shift else Mark.DIFFERENCE
+                self._add(eqn, Mark.SHIFT if is_shift else Mark.DIFFERENCE)
             return
         is_nested = _are_slices(facts) and max(one.depth, other.depth) > 1
         if one.is_state != other.is_state or (op == "mul" and is_nested):
-            self.marks[id(eqn)] = Mark.FACTOR
+            self._add(eqn, Mark.FACTOR)
+
+    def _add(self, eqn: Eqn, mark: Mark) -> None:
+        self._marks[id(eqn)] = self._marks.get(id(eqn), Mark.NONE) | mark
 
 
 def _are_slices(facts: Sequence[Ancestors]) -> bool:

@@ -36,6 +36,11 @@ class Reason(enum.Enum):
     CAST_TO_INTEGERS = enum.auto()
     SOLVED = enum.auto()
     PHASE = enum.auto()
+    LOOKUP = enum.auto()
+    COUNT = enum.auto()
+    POWER_OF_A_MATRIX = enum.auto()
+    SPREAD = enum.auto()
+    RANDOM = enum.auto()
     # The requested number format of a product decides; see the decision's verdict.
     FORMAT = enum.auto()
     # The equation itself decides.

@@ -22,6 +22,7 @@ from jmp_lite.autocasting.decide.decisions import (
 from jmp_lite.autocasting.decide.ending import ends_by_a_float
 from jmp_lite.autocasting.decide.facts import (
     Kind,
+    Mark,
     NumberOrigin,
     Origin,
     Readers,
@@ -75,6 +76,9 @@ def decide(
     has_float32_results = any(map(structure.is_float32, eqn.outvars))
     if not has_float32_results and not any(map(structure.is_float32, eqn.invars)):
         return _NOT_FLOAT32
+    is_marked = match.precision is Precision.FULL or op == "name"
+    if Mark.RANDOM in rules.mark(eqn) and not (match.is_explicit and is_marked):
+        return Decision(Run.AS_TRACED, State.SOFT, Reason.RANDOM)
     if not params.has_only_axis_effects(eqn):
         return Decision(Run.AS_TRACED, State.HARD, Reason.EFFECTS)
     if params.applies_function(eqn):

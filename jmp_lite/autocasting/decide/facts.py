@@ -89,6 +89,12 @@ class Readers(enum.IntFlag):
         return not self & _LOW_READERS
 
     @property
+    def need_digits(self) -> bool:
+        """Whether a reader needs all digits of a count."""
+        needing = Readers.FULL | Readers.AMPLIFIER | Readers.INTEGER_CAST
+        return self.demand_float32 or bool(self & needing)
+
+    @property
     def amplify(self) -> bool:
         """Whether a reader amplifies a rounding error of the value."""
         return bool(self & _AMPLIFIERS)
@@ -136,6 +142,34 @@ _SHIFTS = Readers.SHIFTER | Readers.COMPLEMENT
 _AMPLIFIERS = Readers.AMPLIFIER | Readers.FACTOR | _SHIFTS
 _LOW_READERS = Readers.OTHER | Readers.LOW_PHASE
 _DIGIT_READERS = Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE
+
+
+class Mark(enum.Flag):
+    """What an op does, seen from where its operands come from.
+
+    What it does to the digits of its operands. ``NUMBER``: it adds a number, or an
+    array that depends on no argument. ``DIFFERENCE``: it subtracts functions of one
+    value. ``SHIFT``: it subtracts a mean or a maximum of a value from it, which cancels
+    what was added to all elements. ``FACTOR``: it multiplies a value into a state, or
+    into a product of many.
+
+    What a product is. ``BINARY_LEFT``, ``BINARY_RIGHT``: one whose first, or second
+    operand is zeros and ones. ``POWER``: a step of a loop that computes a power of a
+    matrix. ``SPREAD``: one of exponentials, read by a logarithm, a root or a quotient.
+
+    ``RANDOM``: it computes random numbers from random bits and numbers alone.
+    """
+
+    NONE = 0
+    NUMBER = enum.auto()
+    DIFFERENCE = enum.auto()
+    SHIFT = enum.auto()
+    FACTOR = enum.auto()
+    BINARY_LEFT = enum.auto()
+    BINARY_RIGHT = enum.auto()
+    POWER = enum.auto()
+    SPREAD = enum.auto()
+    RANDOM = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)

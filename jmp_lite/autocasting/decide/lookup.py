@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jmp_lite.autocasting.decide.facts import Mark
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.rules.scopes import match_scope
@@ -29,11 +30,13 @@ class RuleLookup:
       scope: ``scope(path, op="")`` returns the mark or the scope rule, or None.
       region: ``region(path)`` returns the path of the ``FULL_INSIDE`` scope, or None.
       carry: ``carry(path)`` returns the rule for the carries of a loop, or None.
+      marks: the marks of the ops that were analysed, by the id of their equation.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.low_dtype = np.dtype(rules.compute_dtype)
+        self.marks: dict[int, Mark] = {}
         # One search for each path. The functions hold no reference to this object, so
         # that it is freed as soon as nothing uses it.
         scope = functools.cache(functools.partial(match_scope, rules.scopes))
@@ -44,6 +47,10 @@ class RuleLookup:
         self.carry = functools.cache(functools.partial(_carry, rules.carries))
         self._rules_inside: dict[tuple[int, str], tuple[Jaxpr, tuple[object, ...]]] = {}
         self._paths: dict[int, tuple[Jaxpr, tuple[str, ...]]] = {}
+
+    def mark(self, eqn: Eqn) -> Mark:
+        """Returns the marks of an equation."""
+        return self.marks.get(id(eqn), Mark.NONE)
 
     def op_decided_as(self, eqn: Eqn, path: str) -> str:
         """Returns the op whose rules apply to an equation.

@@ -5,15 +5,17 @@ How a product in a format runs, its algorithm too, is part of the format.
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
-from jmp_lite.autocasting.decide.facts import Kind, Readers, State
+from jmp_lite.autocasting.decide.facts import Kind, Mark, Readers, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import asks_for_low, format_in
 from jmp_lite.formats.number_format import Product
+from jmp_lite.formats.table import FORMATS
 from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn
@@ -45,16 +47,97 @@ def decide_product(
     is_named = match.is_explicit and match.precision is Precision.LOW
     if _asks_for_float32(asked) and not (is_named or match.source is RuleSource.SCOPE):
         return Decision(Run.FULL, State.HARD, Reason.HIGHEST_PRECISION)
-    reason = demanded_by(readers)
+    reason = _reason_of(rules, eqn, operands, readers) or demanded_by(readers)
     if reason is None or asks_for_low(rules.rules, op, path):
         return None
+    if reason is Reason.COUNT:
+        # Zeros and ones have 16 bits, and fewer.
+        return Decision(
+            Run.LOW,
+            _state_of(readers),
+            Reason.COUNT,
+            match=match,
+            requested=FORMATS["wide"],
+        )
     # The phases of given coordinates need their digits. Those of a hidden layer have
     # the error of its inputs anyway.
     if reason is Reason.PHASE and any(o.kind is Kind.COMPUTED for o in operands):
         return None
-    # What else reads it may be a stream of 16 bits, which it must not widen.
-    state = State.SOFT if readers & Readers.OTHER else State.HARD
-    return Decision(Run.FULL, state, reason)
+    return Decision(Run.FULL, _state_of(readers), reason)
+
+
+def _state_of(readers: Readers) -> State:
+    """Returns the state of a float32 product.
+
+    What else reads it may be a stream of 16 bits, which it must not widen.
+    """
+    return State.SOFT if readers & Readers.OTHER else State.HARD
+
+
+def _reason_of(
+    rules: RuleLookup, eqn: Eqn, operands: Sequence[Operand], readers: Readers
+) -> Reason | None:
+    """Returns why a product is float32 for what its operands are, or None."""
+    marks = rules.mark(eqn)
+    is_binary = [mark in marks for mark in (Mark.BINARY_LEFT, Mark.BINARY_RIGHT)]
+    if all(is_binary) and readers.need_digits:
+        return Reason.COUNT
+    if any(is_binary) and readers.demand_float32:
+        tables = [o for o, yes in zip(operands, is_binary, strict=False) if not yes]
+        if all(map(_is_table, tables)):
+            return Reason.LOOKUP
+    if Mark.POWER in marks:
+        return Reason.POWER_OF_A_MATRIX
+    is_narrow = jnp.finfo(rules.low_dtype).maxexp < jnp.finfo("float32").maxexp
+    return Reason.SPREAD if Mark.SPREAD in marks and is_narrow else None
+
+
+def _is_table(operand: Operand) -> bool:
+    """Whether an operand is given, or float32 on purpose; not one that 16 bits hold."""
+    kinds = (Kind.GIVEN, Kind.SCALED, Kind.INTEGER)
+    is_given = operand.state is State.SOFT and operand.kind in kinds
+    return is_given or operand.state is State.HARD
+
+
+def has_raised_precision(eqn: Eqn, decision: Decision) -> bool:
+    """Whether a product has the highest precision although it requests none.
+
+    At the default precision an accelerator rounds the operands of a float32 product: to
+    bfloat16 on a TPU, to 11 bits on a GPU. One that is float32 for its digits has the
+    highest, unless the user has set a precision.
+    """
+    if decision.run is not Run.FULL or params.precision_of(eqn) is not None:
+        return False
+    match = decision.match
+    return decision.reason in _FOR_DIGITS or (match is not None and match.is_explicit)
+
+
+def precision_of(eqn: Eqn, decision: Decision) -> lax.PrecisionLike:
+    """Returns the precision of a product in float32."""
+    if has_raised_precision(eqn, decision):
+        return (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    return params.precision_of(eqn)
+
+
+def raises_precision(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
+    """Whether the user keeps a product in float32 that sets no precision."""
+    op = params.op_of(eqn)
+    if op not in PRODUCTS or params.precision_of(eqn) is not None:
+        return False
+    match = rules.match(op, path)
+    return match.is_explicit and match.precision is Precision.FULL
+
+
+_FOR_DIGITS = frozenset(
+    {
+        Reason.CAST_TO_INTEGERS,
+        Reason.SOLVED,
+        Reason.PHASE,
+        Reason.LOOKUP,
+        Reason.POWER_OF_A_MATRIX,
+        Reason.SPREAD,
+    }
+)
 
 
 def demanded_by(readers: Readers) -> Reason | None:

@@ -14,11 +14,12 @@ import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from jmp_lite.autocasting.decide.ancestry import Ancestry, Mark
+from jmp_lite.autocasting.decide.ancestry import Ancestry
 from jmp_lite.autocasting.decide.carry import CarryDecision, Slot
-from jmp_lite.autocasting.decide.decisions import Reason
+from jmp_lite.autocasting.decide.contents import ContentAnalysis
+from jmp_lite.autocasting.decide.decisions import Reason, Run
 from jmp_lite.autocasting.decide.equation import decide_to_keep, follows
-from jmp_lite.autocasting.decide.facts import Readers
+from jmp_lite.autocasting.decide.facts import Mark, Readers
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.loop import Loop, classify
 from jmp_lite.autocasting.decide.product import decide_product
@@ -56,14 +57,15 @@ class UseAnalysis(Backward[Readers]):
         self._rules = rules
         self._known: dict[object, tuple[Jaxpr, Mapping[Var, Readers]]] = {}
         self._carries: dict[object, tuple[Eqn, list[CarryDecision]]] = {}
-        self._ancestry = Ancestry()
+        self._analyses = Ancestry(rules.marks), ContentAnalysis(rules.marks)
         self._sends: dict[int, tuple[Jaxpr, bool]] = {}
 
     def variables(
         self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
     ) -> Mapping[Var, Readers]:
         """Returns the readers of each variable, found once for equal paths."""
-        self._ancestry.read(jaxpr, path)
+        for analysis in self._analyses:
+            analysis.read(jaxpr, path)
         outputs = self.readers_of_outputs(jaxpr, outputs)
         key = (id(jaxpr), tuple(outputs), self._rules.rules_inside(jaxpr, path))
         if key not in self._known:
@@ -126,13 +128,14 @@ class UseAnalysis(Backward[Readers]):
             readers_of_floats(eqn, facts),
         )
         kind = self._reader(eqn, op, readers, path)
-        if _changes_if_rounded(op, kind, readers):
+        marks = self._rules.mark(eqn)
+        if _changes_if_rounded(op, kind, readers) or marks & _BINARY:
             kind |= Readers.EARLIER
-        mark = self._ancestry.marks.get(id(eqn))
-        if mark is not Mark.NUMBER:
+        if Mark.NUMBER not in marks:
             kind &= ~_ended_by(eqn, op)
         if _demands(self._match(op, path)):
-            kind |= _OF_MARKS[mark]
+            for mark in _OF_MARKS.keys() & marks:
+                kind |= _OF_MARKS[mark]
             kind |= Readers.SHIFTER if op in SATURATING else Readers.NOBODY
         found = [kind] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
@@ -173,10 +176,9 @@ class UseAnalysis(Backward[Readers]):
             return Readers.FULL if is_wide else Readers.OTHER
         if op in PRODUCTS and match.precision.lowers:
             decided = decide_product(self._rules, eqn, (), readers, path)
-            # If sin or cos reads its result, the product is float32 only for given
-            # operands. Here the operands are not known, so it counts as low.
-            keeps = decided is not None and decided.reason is not Reason.PHASE
-            return Readers.FULL if keeps else Readers.OTHER
+            if decided is None or decided.run is not Run.FULL:
+                return Readers.OTHER
+            return _OF_PRODUCTS.get(decided.reason, Readers.FULL)
         is_full = match.precision is Precision.FULL
         if op in POSITIONAL and _demands(match):
             is_demanded = is_full or readers.demand_float32
@@ -242,6 +244,7 @@ def _changes_if_rounded(op: str, kind: Readers, readers: Readers) -> bool:
 
 
 _LOW = Readers.OTHER | Readers.EARLIER
+_BINARY = Mark.BINARY_LEFT | Mark.BINARY_RIGHT
 _PHASES = Readers.PHASE | Readers.LOW_PHASE
 
 
@@ -268,13 +271,26 @@ def _ended_by(eqn: Eqn, op: str) -> Readers:
     return Readers.FACTOR | shifts if is_stream else Readers.FACTOR
 
 
-_OF_MARKS: Mapping[Mark | None, Readers] = MappingProxyType(
+_OF_MARKS: Mapping[Mark, Readers] = MappingProxyType(
     {
-        None: Readers.NOBODY,
         Mark.DIFFERENCE: Readers.AMPLIFIER,
         Mark.FACTOR: Readers.FACTOR,
         Mark.NUMBER: Readers.COMPLEMENT,
         Mark.SHIFT: Readers.COMPLEMENT,
+    }
+)
+
+
+_OF_PRODUCTS: Mapping[Reason, Readers] = MappingProxyType(
+    {
+        # A product that is float32 for its digits needs those of its operands, and so
+        # on: the last of two cameras, and the first.
+        Reason.CAST_TO_INTEGERS: Readers.INTEGER_CAST,
+        Reason.SOLVED: Readers.SOLVER,
+        Reason.POWER_OF_A_MATRIX: Readers.SOLVER,
+        # It is float32 only for given operands. Here they are not known.
+        Reason.PHASE: Readers.OTHER,
+        Reason.LOOKUP: Readers.OTHER,
     }
 )
 

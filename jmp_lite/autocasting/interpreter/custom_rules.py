@@ -40,6 +40,7 @@ def run(
         "custom_jvp_call": _bind_jvp,
         "custom_vjp_call": _bind_vjp,
         "custom_vmap_call": _bind_vmap,
+        "remat_opt": _bind_remat_opt,
     }
     with converter.recording():  # It is recorded already.
         arrays = binds[params.op_of(eqn)](converter, eqn, operands, site, inside)
@@ -230,6 +231,26 @@ def _bind_vmap(
 
     arrays = converter.unpack_all(operands, inside.given)
     return custom_rules.bind_custom_vmap(eqn, arrays, inside.jaxpr, low_rule)
+
+
+def _bind_remat_opt(
+    converter: Converter,
+    eqn: Eqn,
+    operands: Sequence[Value],
+    site: Site,
+    inside: Converted,
+) -> list[Array]:
+    """Binds the forward function of a ``custom_vjp`` with ``optimize_remat``."""
+
+    def replace(function: Jaxpr, n_consts: int, n_residuals: int) -> Jaxpr:
+        # JAX asks for it after this trace, so for the operands' types alone.
+        given = converter.pack_all(operands[n_consts:], inside.given[n_consts:])
+        there = site._replace(readers=site.readers[n_residuals:])
+        made = inside.made[n_residuals:]
+        return converter.body(function, given, there, made).jaxpr
+
+    arrays = converter.unpack_all(operands, inside.given)
+    return custom_rules.bind_remat_opt(eqn, arrays, inside.jaxpr, replace)
 
 
 def _type_as_traced(value: Value) -> Aval:

@@ -10,6 +10,7 @@ from jax import lax
 
 from jmp_lite.autocasting.decide.decisions import Decision, Run
 from jmp_lite.autocasting.decide.facts import Kind, Origin, State
+from jmp_lite.autocasting.decide.product import precision_of
 from jmp_lite.autocasting.decide.result import kind_of_result, state_of_result
 from jmp_lite.autocasting.interpreter import slopes
 from jmp_lite.autocasting.interpreter.casts import Casts
@@ -66,9 +67,12 @@ def evaluate(
     elif decision.run is Run.FULL and decision.state is State.LOW:
         arrays = _run_full_then_cast(casts, eqn, operands)
     else:
-        arrays = params.bind(
-            eqn, [casts.full(value) for value in operands], casts.bound
-        )
+        full = [casts.full(value) for value in operands]
+        if op in PRODUCTS and decision.run is Run.FULL:
+            precision = precision_of(eqn, decision)
+            arrays = params.bind_in(eqn, full, None, precision, casts.bound)
+        else:
+            arrays = params.bind(eqn, full, casts.bound)
     return [
         _make_result(casts, var, array, decision.state, kind, origin)
         for var, array in zip(eqn.outvars, arrays, strict=True)

@@ -14,8 +14,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite.autocasting.decide.contents import ContentAnalysis
 from jmp_lite.autocasting.decide.decisions import Operand, Reason, Run
 from jmp_lite.autocasting.decide.facts import (
+    Mark,
     NumberOrigin,
     Origin,
     State,
@@ -33,6 +35,7 @@ from jmp_lite.insight.explain import provenance
 from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
 from jmp_lite.insight.explain.rows import (
     DecidedRow,
+    bytes_of,
     is_decided_inside,
     placed_equations,
     times_or_once,
@@ -43,7 +46,13 @@ from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import equations, jaxprs
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn
-from jmp_lite.ops import HIGHER_ORDER, HOLDING_SOLVERS, Precision, record_of
+from jmp_lite.ops import (
+    HIGHER_ORDER,
+    HOLDING_SOLVERS,
+    SOLVING,
+    Precision,
+    record_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +65,8 @@ class Lint:
       remedy: how to solve it.
       scope: the path of the equation.
       source: the line of code of the equation: file, line and function.
+      package: the line of an installed package that it calls, from which the equation
+        is; empty if there is none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,9 +83,11 @@ class Lint:
     remedy: str
     scope: str = ""
     source: str = ""
+    package: str = ""
 
     def __str__(self) -> str:
-        place = ", ".join(filter(None, (self.scope, short(self.source))))
+        inside = self.package and f"in {self.package.rpartition(' ')[0]}"
+        place = ", ".join(filter(None, (self.scope, short(self.source), inside)))
         text = ": ".join(filter(None, (place, self.message)))
         return f"{text}. {self.remedy}."
 
@@ -118,7 +131,11 @@ def _counted(same: Sequence[Lint]) -> Lint:
 
 
 def _make_lint(decided: DecidedRow, name: str, message: str, remedy: str) -> Lint:
-    return Lint(name, message, remedy, decided.row.scope, decided.row.source)
+    row, package = decided.row, source.line_in_package(decided.record.eqn)
+    is_same = package.rpartition(":")[0] in row.source
+    return Lint(
+        name, message, remedy, row.scope, row.source, "" if is_same else package
+    )
 
 
 def _follows_float32(decided: DecidedRow) -> bool:
@@ -220,7 +237,8 @@ def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
         record = decided.record
         if record.result is None or record.decision.run is not Run.FULL:
             continue
-        if _differentiates(record.eqn):  # It trains its carries.
+        # It trains its carries, or filters: a small state, solved for.
+        if _differentiates(record.eqn) or _is_filter(record.eqn):
             continue
         remedy = "Apply jmp_lite.as_low to the named value if 16 bits suffice"
         is_result = record.decision.reason is Reason.CARRY_RESULT
@@ -241,6 +259,15 @@ def _differentiates(loop: Eqn) -> bool:
     )
 
 
+def _is_filter(loop: Eqn) -> bool:
+    """Whether a loop multiplies small matrices alone, or solves with them."""
+    ops = [eqn for body in params.inner_jaxprs(loop) for eqn, _ in equations(body)]
+    if any(params.op_of(eqn) in SOLVING for eqn in ops):
+        return True
+    sizes = [cost.product_sizes(e) for e in ops if params.op_of(e) in PRODUCTS]
+    return bool(sizes) and all(n < 8 for size in sizes for n in size)
+
+
 def _asked_for_float32(inputs: LintInput) -> Iterator[Lint]:
     for decided in inputs.decided:
         if decided.record.decision.reason is Reason.HIGHEST_PRECISION:
@@ -248,7 +275,8 @@ def _asked_for_float32(inputs: LintInput) -> Iterator[Lint]:
                 decided,
                 "float32 product",
                 "a matrix product requests a specific precision and runs in float32",
-                "Leave precision= out if 16 bits suffice",
+                "Leave precision= out if 16 bits suffice, or call it under "
+                "jmp_lite.low_precision if a package sets it",
             )
 
 
@@ -306,8 +334,10 @@ def _unfit_for_format(inputs: LintInput) -> Iterator[Lint]:
 
 def _lost_digits(inputs: LintInput) -> Iterator[Lint]:
     """The reader of a 16-bit product needs more of its digits."""
-    readers = provenance.ProductReaders()
-    readers.follow(inputs.program.jaxpr)
+    readers, residues = provenance.ProductReaders(), provenance.Residues()
+    for analysis in (readers, residues):
+        analysis.follow(inputs.program.jaxpr)
+    readers.found["residue"] = residues.found
     for decided in inputs.decided:
         if decided.record.decision.run is Run.LOW:
             for name, message, remedy in _LOST_DIGITS:
@@ -329,9 +359,20 @@ _LOST_DIGITS = (
     ),
     (
         "low lookup",
-        "a 16-bit product with one-hot rows looks up integers and rounds those above "
+        "a 16-bit product looks up integers, or averages them, and rounds those above "
         "256",
         "Use an index instead of the product, or jmp_lite.full_precision",
+    ),
+    (
+        "residue",
+        "a 16-bit product is subtracted, and a state or the result reads what is left",
+        "Compute it under jmp_lite.full_precision if both are close to each other",
+    ),
+    (
+        "low range",
+        "a quotient divides by a difference of 16-bit products, which is 0 where they "
+        "are close to each other",
+        "Compute them under jmp_lite.full_precision, or divide by more",
     ),
 )
 """The name of each lint, its message and its remedy."""
@@ -350,6 +391,53 @@ def _amplified_rounding(inputs: LintInput) -> Iterator[Lint]:
                 "a logarithm, a root, a quotient or a step reads this 16-bit sum or "
                 "difference, and amplifies its rounding error",
                 "Compute it under jmp_lite.full_precision",
+            )
+
+
+def _wide_work(inputs: LintInput) -> Iterator[Lint]:
+    """Much of the work has a dtype that autocast leaves alone."""
+    sizes = Counter[str]()
+    for decided in inputs.decided:
+        times = times_or_once(decided.row.times)
+        for var in decided.record.eqn.outvars:
+            if structure.is_of_numbers(var.aval):
+                sizes[structure.dtype_of(var).name] += times * bytes_of(var)
+    for name, remedy in _OF_WIDE_DTYPES.items():
+        if sizes[name] > 0.1 * sizes.total():
+            share = sizes[name] / sizes.total()
+            yield Lint(
+                f"{name} work",
+                f"{share:.0%} of the bytes that ops compute are {name}, which autocast "
+                "leaves as it is",
+                remedy,
+            )
+
+
+_OF_WIDE_DTYPES = {
+    "complex64": "Write real and imaginary parts as two arrays if 16 bits suffice",
+    "complex128": "Cast to complex64 or to real parts, or leave jax_enable_x64 off",
+    "float64": "Cast to float32, or leave jax_enable_x64 off: importing some packages "
+    "turns it on",
+}
+
+
+def _low_sampling(inputs: LintInput) -> Iterator[Lint]:
+    """Random numbers are made of 16 random bits, or fewer."""
+    marks: dict[int, Mark] = {}
+    ContentAnalysis(marks).read(inputs.program.jaxpr, "")
+    for eqn, place in placed_equations(inputs.program.jaxpr, Place()):
+        if params.op_of(eqn) != "bitcast_convert_type":
+            continue
+        (var,) = eqn.outvars
+        is_drawn = Mark.RANDOM in marks.get(id(eqn), Mark.NONE)
+        if is_drawn and structure.is_float(var) and is_narrow(var.aval):
+            yield Lint(
+                "low sampling",
+                f"random numbers are drawn in {structure.dtype_of(var).name}, so they "
+                "have few values, and events below 1/256 have other probabilities",
+                "Draw in float32 (dtype, logits or probabilities), and cast then",
+                place.path,
+                source.source(eqn, place.source),
             )
 
 
@@ -626,6 +714,8 @@ _CHECKS: Sequence[Callable[[LintInput], Iterator[Lint]]] = (
     _off_tensor_cores,
     _unfit_for_format,
     _lost_digits,
+    _wide_work,
+    _low_sampling,
     _amplified_rounding,
     _opaque,
     _literal,

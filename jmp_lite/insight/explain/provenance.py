@@ -86,6 +86,7 @@ class ValueParts(NamedTuple):
       products: the matrix products, by id of the equation.
       differing: the products that are a term of a difference or a sum whose other term
         contains a sum or another product.
+      near: the products that are a term of a difference of products.
       is_sum: whether it contains a sum over an axis.
       is_one_hot: whether it is a comparison, cast to numbers.
       is_integer: whether it is made from integers only.
@@ -93,6 +94,7 @@ class ValueParts(NamedTuple):
 
     products: frozenset[int] = frozenset()
     differing: frozenset[int] = frozenset()
+    near: frozenset[int] = frozenset()
     is_sum: bool = False
     is_one_hot: bool = False
     is_integer: bool = False
@@ -104,8 +106,9 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
     Attributes:
       found: the products, by id of the equation, by the name of a lint:
         ``"low phase"`` for those that a sin or cos reads, ``"cancellation"`` for those
-        in a difference that a square root or a pick reads, and ``"low lookup"`` for
-        products of one-hot rows with integers.
+        in a difference that a square root or a pick reads, ``"low range"`` for those
+        in a difference of products that a quotient divides by, and ``"low lookup"`` for
+        products with integers.
     """
 
     def __init__(self) -> None:
@@ -123,6 +126,7 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
         return ValueParts(
             one.products | other.products,
             one.differing | other.differing,
+            one.near | other.near,
             one.is_sum or other.is_sum,
             one.is_one_hot or other.is_one_hot,
             one.is_integer or other.is_integer,
@@ -139,6 +143,8 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
             self.found["low phase"].update(joint.products)
         if op in ops.PICKING or op in ops.ROOTS:
             self.found["cancellation"].update(joint.differing)
+        if op == "div":
+            self.found["low range"].update(facts[1].near)
         return [self._result(eqn, op, facts, joint)] * len(eqn.outvars)
 
     def _result(
@@ -146,8 +152,7 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
     ) -> ValueParts:
         """Returns the parts of a result, given those of each operand and their join."""
         if op in PRODUCTS:
-            pairs = zip(facts[:2], facts[1::-1], strict=True)
-            if any(one.is_one_hot and other.is_integer for one, other in pairs):
+            if any(fact.is_integer for fact in facts[:2]):
                 self.found["low lookup"].add(id(eqn))
             return ValueParts(products=frozenset([id(eqn)]))
         if op == "convert_element_type" and structure.is_float32(eqn.outvars[0]):
@@ -159,9 +164,11 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
             return ValueParts(is_integer=True)
         if op not in _KEEPING_TERMS:
             return ValueParts()
-        differing = joint.differing
+        differing, near = joint.differing, joint.near
         if op in ops.ADDING:
             one, other = facts
+            if op == "sub" and one.products and other.products:
+                near |= joint.products
             # The difference of a value and its own mean does not cancel.
             is_apart = one.products.isdisjoint(other.products)
             is_of_both = all(fact.is_sum or fact.products for fact in facts)
@@ -169,12 +176,101 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
                 differing |= joint.products
         return joint._replace(
             differing=differing,
+            near=near if op != "mul" else frozenset(),  # A square is a variance.
             is_sum=joint.is_sum or op == "reduce_sum",
             is_one_hot=joint.is_one_hot and op in ops.MOVING,
+            is_integer=joint.is_integer
+            and all(
+                fact.is_integer or structure.is_literal(atom)
+                for fact, atom in zip(facts, eqn.invars, strict=True)
+            ),
         )
 
 
-_KEEPING_TERMS = ops.KEEPING_DIGITS | ops.BOUNDING
+_CHOOSING = ops.SELECTING - ops.DISCERNING - ops.COMPARING
+
+_KEEPING_TERMS = ops.KEEPING_DIGITS | ops.BOUNDING | _CHOOSING
+
+
+class Left(NamedTuple):
+    """What is left of products that are subtracted.
+
+    Attributes:
+      products: the products that a value is, possibly moved or scaled.
+      residues: the products that were subtracted from other values.
+      of_carry: whether it is computed from a carry of the loop around it.
+    """
+
+    products: frozenset[int] = frozenset()
+    residues: frozenset[int] = frozenset()
+    of_carry: bool = False
+
+
+class Residues(ProgramAnalysis[Left]):
+    """Follows the difference of a value and a product to states and results.
+
+    Attributes:
+      found: the products, by id of the equation, of whose difference a result consists,
+        or of which a loop adds what is left to the state that the product reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def follow(self, jaxpr: Jaxpr) -> None:
+        """Follows the values of a whole program."""
+        inputs = [Left()] * len(structure.parts(jaxpr).invars)
+        for result in self.outputs(jaxpr, inputs):
+            self.found |= result.residues
+
+    def nothing(self) -> Left:
+        """A number or an argument is no product."""
+        return Left()
+
+    def join(self, one: Left, other: Left) -> Left:
+        """Returns what is left in a value that is one of two."""
+        return Left(
+            one.products | other.products,
+            one.residues | other.residues,
+            one.of_carry or other.of_carry,
+        )
+
+    def _loop(
+        self,
+        body: Jaxpr,
+        operands: Sequence[Left],
+        n_consts: int,
+        n_carry: int,
+        path: str,
+    ) -> Sequence[Left]:
+        given = [Left()] * len(operands)
+        for i in range(n_consts, n_consts + n_carry):
+            given[i] = Left(of_carry=True)
+        found = super()._loop(body, given, n_consts, n_carry, path)
+        for result in found[:n_carry]:
+            self.found |= result.residues
+        return [result._replace(of_carry=False) for result in found]
+
+    def transfer(self, eqn: Eqn, facts: Sequence[Left], path: str) -> Sequence[Left]:
+        """Returns what is left in the results of an op."""
+        del path
+        op = params.op_of(eqn)
+        joint = functools.reduce(self.join, facts, Left())
+        multiplies = params.contracts_nothing(eqn)
+        if op in PRODUCTS and not multiplies:
+            return [Left(frozenset([id(eqn)]), of_carry=joint.of_carry)]
+        keeps = op in ops.KEEPING_DIGITS and op not in ops.SUMMING
+        if not (multiplies or keeps):
+            return [Left(of_carry=joint.of_carry)] * len(eqn.outvars)
+        if op == "sub":
+            one, other = facts
+            # A step that subtracts from its own state changes it by little.
+            is_number = structure.is_literal(eqn.invars[0])
+            is_apart = not (one.of_carry or is_number)
+            if other.products and not one.products and is_apart:
+                joint = joint._replace(residues=joint.residues | other.products)
+        return [joint] * len(eqn.outvars)
 
 
 class Differences(ProgramAnalysis[frozenset[int]]):

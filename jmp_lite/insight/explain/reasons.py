@@ -6,9 +6,11 @@ from typing import TypeGuard
 
 from jmp_lite.autocasting.decide import facts
 from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
+from jmp_lite.autocasting.decide.product import has_raised_precision
 from jmp_lite.autocasting.rules import scopes
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
 from jmp_lite.autocasting.rules.rules import NORM_LAYERS
+from jmp_lite.jaxprs.params import PRODUCTS, op_of
 from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import OPS
 
@@ -18,6 +20,11 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.CAST_TO_INTEGERS: "FULL: read by a cast to integers",
         Reason.SOLVED: "FULL: read by a factorization or a solver",
         Reason.PHASE: "FULL: read by sin or cos, and its operands are given",
+        Reason.LOOKUP: "FULL: looks numbers up, by zeros and ones, for float32 ops",
+        Reason.COUNT: "WIDE: counts zeros and ones",
+        Reason.POWER_OF_A_MATRIX: "FULL: a loop multiplies by one matrix, as a solver",
+        Reason.SPREAD: "FULL: exponentials, read by a logarithm or a quotient",
+        Reason.RANDOM: "as traced: computed from random bits alone",
         Reason.NOT_FLOAT32: "no float32 operand or result",
         Reason.INTEGER_PRODUCT: "KEEP: a product without a float operand",
         Reason.EFFECTS: "KEEP: has side effects",
@@ -91,6 +98,9 @@ def reason_in_words(record: DecisionRecord) -> str:
         return f"carry {record.result}: {words}{raised}"
     if decision.run is Run.FULL and decision.state is facts.State.LOW:
         return f"float32 for its derivative, then cast; {words}"
+    is_product = op_of(record.eqn) in PRODUCTS
+    if is_product and has_raised_precision(record.eqn, decision):
+        return f"{words}, in the highest precision"
     return words
 
 
