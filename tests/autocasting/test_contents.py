@@ -213,6 +213,13 @@ def test_powers_of_one_matrix_are_float32(name, dtype):
         assert relative_error(gradient, jax.grad(loss)(*args)) < 1e-4
 
 
+def test_in_16_bits_their_error_grows_with_the_steps():
+    rules = jmp.get_rules("mixed").low("dot_general")
+    errors = [error(koopman(n), TURN, V, rules=rules) for n in (20, 1000)]
+    assert 0.005 < errors[0] < 0.05
+    assert errors[1] > 0.5
+
+
 def test_the_matrix_is_computed_in_float32_too():
     fun = lambda w, u, x: koopman(20)(w @ u / 16, x)
     assert error(fun, W, U, X[0]) < 1e-5

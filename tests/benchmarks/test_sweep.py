@@ -4,6 +4,7 @@ import collections
 import functools
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from benchmarks.sweep.measure import (
 from benchmarks.sweep.program import Entry, Products, Program, Random
 from benchmarks.sweep.tables import flagged_lines, programs_table, summary_table
 from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs.params import PRODUCTS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -261,6 +263,69 @@ def test_two_upcasts_are_seen():
 
     traced = jax.make_jaxpr(fun)(np.ones(2, "bfloat16"))
     assert len(list(_upcast_twice(traced))) == 1
+
+
+# ------------------------------------------------------------ what is lowered, is told
+
+DTYPES_OF_HLO = {"f32": "float32", "bf16": "bfloat16"}
+
+
+def _lowered_products(text):
+    """Returns the number of products in a StableHLO program by the dtype they read.
+
+    A function counts as often as it is called, and the body of a loop once.
+    """
+    products = collections.defaultdict(collections.Counter)
+    calls = collections.defaultdict(collections.Counter)
+    name = None
+    for line in text.splitlines():
+        if found := re.search(r'func\.func \w+ @"?([^"(]+)', line):
+            name = found[1]
+        if re.search(r"stablehlo\.(dot_general|convolution)|chlo\.ragged_dot", line):
+            dtype = re.search(r": \(tensor<[^>]*?(\w+)>", line)[1].rpartition("x")[-1]
+            products[name][DTYPES_OF_HLO[dtype]] += 1
+        if found := re.search(r'(?<!custom_)call @"?([^"(]+)', line):
+            calls[name][found[1]] += 1
+
+    def total(name):
+        found = collections.Counter(products[name])
+        for inner, times in calls[name].items() if name in calls else ():
+            for dtype, n in total(inner).items():
+                found[dtype] += times * n
+        return found
+
+    return total("main")
+
+
+SPARSE = ("BCOO, data", "BCOO, weights")  # JAX lowers their products by itself.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", FIELDS)
+def test_lowered_gradients_have_the_products_that_explain_lists(field):
+    for entry in FIELDS[field]:
+        program = entry.program()
+        loss, args = (
+            functools.partial(program.loss, Products()),
+            program.make(Random(0)),
+        )
+        gradient = jax.value_and_grad(jmp.autocast(loss), (0, 1), allow_int=True)
+        found = _lowered_products(jax.jit(gradient).lower(*args).as_text())
+        rows = jmp.explain(loss, backward=True)(*args).rows
+        told = collections.Counter(r.precision for r in rows if r.op in PRODUCTS)
+        if entry.name in SPARSE:
+            continue
+        # JAX leaves out what nothing reads, such as the transposed products of a solver.
+        assert found <= told, (entry.name, found, told)
+        assert found.total() >= 0.7 * told.total(), (entry.name, found, told)
+
+
+def test_products_are_counted_as_often_as_they_are_called():
+    step = jax.jit(lambda x, w: jax.numpy.tanh(x @ w))
+    fun = lambda x, w: step(step(x, w), w).astype("bfloat16") @ w.astype("bfloat16")
+    x = np.ones((4, 4), "float32")
+    found = _lowered_products(jax.jit(fun).lower(x, x).as_text())
+    assert found == {"float32": 2, "bfloat16": 1}
 
 
 # ------------------------------------------------------------------------------- whole

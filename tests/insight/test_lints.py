@@ -4,6 +4,7 @@ import collections
 import functools
 import inspect
 import pathlib
+import re
 
 import flax.linen as nn
 import jax
@@ -564,6 +565,113 @@ def test_integers_that_a_product_looks_up_are_pointed_to():
     )
     learned = lambda x, w, ids: jax.nn.one_hot(ids, 8) @ w @ (x @ w).T
     assert lints(learned, X, W, ids, name="low lookup") == []
+    expected = lambda x, w: jax.nn.softmax(x @ w) @ jnp.arange(8.0)
+    assert "averages them" in only(expected, X, W, name="low lookup").message
+    masked = lambda x, w: jnp.tril(jnp.ones((8, 8))) @ jnp.tanh(x @ w).T @ x
+    assert lints(masked, X, W, name="low lookup") == []
+
+
+def test_what_is_left_of_a_subtracted_product_is_pointed_to():
+    def delta_rule(state, keys, values):
+        def step(state, pair):
+            key, value = pair
+            return state + jnp.outer(value - state @ key, key), state @ key
+
+        return lax.scan(step, state, (keys, values))
+
+    lint = only(delta_rule, W, X, X, name="residue")
+    assert "what is left" in lint.message
+    assert "full_precision" in lint.remedy
+    returned = lambda x, w: x[:, :1] - x @ w
+    assert only(returned, X, W, name="residue")
+
+    def regression(x, w):
+        return jnp.mean((x[:, :1] - x @ w) ** 2)
+
+    def layers(x, w):
+        step = lambda h, _: (h - jnp.tanh(h @ w) @ w, None)
+        return lax.scan(step, x, length=3)[0].sum()
+
+    one_minus = lambda x, w: jax.nn.relu(1 - x @ w)
+    for fun in (regression, layers, one_minus):
+        assert lints(fun, X, W, name="residue") == []
+
+
+def test_a_quotient_of_nearly_equal_products_is_pointed_to():
+    def scaled(x, w):
+        h = x @ w
+        low, high = h.min(-1, keepdims=True), h.max(-1, keepdims=True)
+        return (h - low) / (high - low + 1e-6)
+
+    assert "a difference of 16-bit products" in (
+        only(scaled, X, W, name="low range").message
+    )
+    sums = lambda x, w: (x @ w) / (1 + (x @ w).sum(-1, keepdims=True))
+    assert lints(sums, X, W, name="low range") == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fun"),
+    [
+        ("complex64", lambda x: jnp.fft.ifft(jnp.fft.fft(x) * (1 + 2j)).real),
+        ("float64", lambda x: x.astype("float64") @ x.T.astype("float64")),
+    ],
+)
+def test_work_that_autocast_leaves_alone_is_pointed_to(dtype, fun):
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(dtype == "float64"):
+        lint = only(fun, X, name=f"{dtype} work")
+        assert re.match(r"[0-9]+% of the bytes that ops compute are", lint.message)
+        small = lambda x: (x[:, :1] @ x[:1]).sum() + fun(x[:1, :1]).sum()
+        ones = jnp.ones((32, 32), "float32")
+        assert lints(small, ones, name=f"{dtype} work") == []
+
+
+DRAWS = {
+    "normal": lambda key, dtype: jax.random.normal(key, (4,), dtype),
+    "bernoulli": lambda key, dtype: jax.random.bernoulli(key, jnp.ones(4, dtype) / 9),
+    "categorical": lambda key, dtype: jax.random.categorical(key, jnp.ones(4, dtype)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_draws_in_16_bits_are_pointed_to(name, dtype):
+    draw, key = DRAWS[name], jax.random.key(0)
+    lint = only(lambda key: draw(key, dtype), key, name="low sampling")
+    assert f"drawn in {dtype}" in lint.message
+    assert lints(lambda key: draw(key, "float32"), key, name="low sampling") == []
+    bits = lambda x: lax.bitcast_convert_type(x.astype("uint16"), dtype)
+    assert lints(bits, jnp.arange(4), name="low sampling") == []
+
+
+def test_a_filter_has_no_lint_for_its_state():
+    def filtered(state, measured):
+        def step(carry, z):
+            x, p = carry
+            gain = jnp.linalg.solve(p + jnp.eye(12), p)
+            return (x + gain @ (z - x), p - gain @ p), x
+
+        return lax.scan(step, state, measured)
+
+    state = jnp.ones(12), jnp.eye(12)
+    assert lints(filtered, state, jnp.ones((9, 12)), name="float32 carry") == []
+
+    def small(x, stack):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), h.sum()), x, stack)
+
+    four = jnp.ones((3, 4, 4))
+    assert lints(small, four[0], four, name="float32 carry") == []
+    assert only(small, X, LAYERS, name="float32 carry")
+
+
+def test_a_lint_in_a_package_names_its_line_and_the_users():
+    dense = nn.Dense(9)
+    params = dense.init(jax.random.key(0), X)
+    lint = only(lambda x: dense.apply(params, x), X, name="tensor cores")
+    assert lint.package.startswith("flax/linen/linear.py:")
+    assert re.search(r"test_lints.py:\d+, in flax/linen/linear.py:\d+: 9 is", str(lint))
+    own = only(lambda x: x @ jnp.full((8, 9), 0.5), X, name="tensor cores")
+    assert own.package == ""
 
 
 @pytest.mark.parametrize(
