@@ -261,7 +261,8 @@ PROGRAMS = {
     "a linen LSTM": (lambda x, p: LSTM.apply(p, x), (X[None], LSTM_PARAMS)),
     "linen attention": (
         lambda x, p: ATTENTION.apply(p, x, x),
-        (X[None], ATTENTION_PARAMS),
+        # Small matrices would be float32.
+        (jnp.tile(X, (3, 1))[None], ATTENTION_PARAMS),
     ),
 }
 # Each kind of op, of loop and of derivative rule.

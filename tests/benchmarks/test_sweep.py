@@ -315,7 +315,7 @@ def test_lowered_gradients_have_the_products_that_explain_lists(field):
         told = collections.Counter(r.precision for r in rows if r.op in PRODUCTS)
         if entry.name in SPARSE:
             continue
-        # JAX leaves out what nothing reads, such as the transposed products of a solver.
+        # JAX leaves out what nothing reads, such as transposed products of a solver.
         assert found <= told, (entry.name, found, told)
         assert found.total() >= 0.7 * told.total(), (entry.name, found, told)
 

@@ -1,5 +1,8 @@
 """Decides existing casts, which the user or JAX has written."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -7,7 +10,7 @@ from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
 from jmp_lite.autocasting.decide.facts import Kind, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.jaxprs import structure
-from jmp_lite.jaxprs.types import Eqn
+from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import Precision
 
 
@@ -18,19 +21,37 @@ def decide_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Dec
         is_float32 = structure.is_float32(atom)
         reason = Reason.CAST_TO_OTHER if is_float32 else Reason.NOT_FLOAT32
         return Decision(Run.AS_TRACED, None, reason)
-    match = rules.scope(path)
+    match, dtype = rules.scope(path), structure.dtype_of(atom)
     precision = match.precision if match else None
     if precision is Precision.LOW:
         return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)
     if precision is Precision.FULL:
         return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
+    # An array that is stored in few bits stays so until an op reads its numbers.
+    held = dtype if is_exact_in(dtype, rules.low_dtype) else None
     if operand.state is not None:
         return Decision(Run.PASS, operand.state, Reason.CAST_OF_FLOAT32, leader=operand)
-    if structure.dtype_of(atom) == np.bool_:
-        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER)
+    if dtype == np.bool_:
+        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER, held=held)
     if operand.kind in (Kind.LITERAL, Kind.EXACT) and not operand.shape:
         return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER)
-    is_given = operand.kind is Kind.GIVEN
-    if is_given and jnp.issubdtype(structure.dtype_of(atom), jnp.floating):
-        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_GIVEN)
-    return Decision(Run.FULL, State.HARD, Reason.CAST_OF_COMPUTED)
+    if operand.kind is Kind.GIVEN and jnp.issubdtype(dtype, jnp.floating):
+        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_GIVEN, held=held)
+    return Decision(Run.FULL, State.HARD, Reason.CAST_OF_COMPUTED, held=held)
+
+
+@functools.cache
+def is_exact_in(dtype: Dtype, low: Dtype) -> bool:
+    """Whether a dtype has 8 bits or fewer, and a 16-bit dtype has all its numbers."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.itemsize > 1:
+        return False
+    if dtype == np.bool_:
+        return True
+    if jnp.issubdtype(dtype, jnp.integer):
+        numbers = np.arange(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max + 1)
+    else:
+        numbers = np.arange(256, dtype=np.uint8).view(dtype)
+    exact = numbers.astype(np.float32)
+    exact = exact[np.isfinite(exact)]
+    with np.errstate(over="ignore"):
+        return bool(np.all(exact == exact.astype(low).astype(np.float32)))

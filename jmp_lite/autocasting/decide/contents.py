@@ -9,7 +9,7 @@
 import enum
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -128,7 +128,8 @@ class ContentAnalysis(Forward[Content]):
 
     def literal(self, atom: Var) -> Content:
         """Returns the content of a number, which may be 0 or 1."""
-        is_binary = bool(np.all(np.isin(atom.val, (0, 1))))
+        number: Any = atom.val if structure.is_literal(atom) else None
+        is_binary = bool(np.all(np.isin(number, (0, 1))))
         return _NUMBER._replace(is_binary=is_binary, is_one_number=True)
 
     def join(self, one: Content, other: Content) -> Content:

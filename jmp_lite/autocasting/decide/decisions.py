@@ -40,6 +40,7 @@ class Reason(enum.Enum):
     COUNT = enum.auto()
     POWER_OF_A_MATRIX = enum.auto()
     SPREAD = enum.auto()
+    SMALL = enum.auto()
     RANDOM = enum.auto()
     # The requested number format of a product decides; see the decision's verdict.
     FORMAT = enum.auto()

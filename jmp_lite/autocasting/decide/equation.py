@@ -164,7 +164,7 @@ def _decide_by_class(
         return _decide_low(op, operands, Reason.ROUNDS_NOTHING, leader)
     if state is State.LOW and held is not None:
         return Decision(Run.LOW, state, Reason.MOVES_16_BITS, leader)
-    if state is State.SOFT and held is not None:
+    if state is not State.LOW and held is not None:
         return Decision(Run.FULL, state, Reason.MOVES_16_BITS, held=held)
     if readers.demand_float32:
         kept = State.SOFT if state is State.SOFT else State.HARD
@@ -183,7 +183,7 @@ def _decide_by_class(
 
 
 def _dtype_of_all(operands: Sequence[Operand], low_dtype: Dtype) -> Dtype | None:
-    """Returns the 16-bit dtype that all operands have, or None.
+    """Returns the dtype of 16 bits or fewer that all operands have, or None.
 
     At least one of them is held in it. Numbers that the compute dtype represents count
     as numbers of this dtype.

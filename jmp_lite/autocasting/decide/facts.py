@@ -250,8 +250,9 @@ class Spec(NamedTuple):
     Attributes:
       state: its state; None if it was not traced in float32.
       kind: its kind.
-      held: the 16-bit dtype that it has although its state is not LOW, or None. It is
-        an argument of that dtype, possibly moved, which was traced in float32.
+      held: the dtype that it has although it was traced in float32 and its state is not
+        LOW, or None. It is an argument of 16 bits, or an array of 8 bits or fewer that
+        the program casts to float32, possibly moved.
     """
 
     state: State | None

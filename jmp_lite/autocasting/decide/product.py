@@ -3,6 +3,7 @@
 How a product in a format runs, its algorithm too, is part of the format.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import asks_for_low, format_in
 from jmp_lite.formats.number_format import Product
 from jmp_lite.formats.table import FORMATS
-from jmp_lite.jaxprs import params
+from jmp_lite.jaxprs import cost, params
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import Precision
@@ -47,7 +48,7 @@ def decide_product(
     is_named = match.is_explicit and match.precision is Precision.LOW
     if _asks_for_float32(asked) and not (is_named or match.source is RuleSource.SCOPE):
         return Decision(Run.FULL, State.HARD, Reason.HIGHEST_PRECISION)
-    reason = _reason_of(rules, eqn, operands, readers) or demanded_by(readers)
+    reason = _reason_of(rules, eqn, operands, readers, path) or demanded_by(readers)
     if reason is None or asks_for_low(rules.rules, op, path):
         return None
     if reason is Reason.COUNT:
@@ -75,7 +76,11 @@ def _state_of(readers: Readers) -> State:
 
 
 def _reason_of(
-    rules: RuleLookup, eqn: Eqn, operands: Sequence[Operand], readers: Readers
+    rules: RuleLookup,
+    eqn: Eqn,
+    operands: Sequence[Operand],
+    readers: Readers,
+    path: str,
 ) -> Reason | None:
     """Returns why a product is float32 for what its operands are, or None."""
     marks = rules.mark(eqn)
@@ -88,8 +93,23 @@ def _reason_of(
             return Reason.LOOKUP
     if Mark.POWER in marks:
         return Reason.POWER_OF_A_MATRIX
+    if _is_small(eqn) and not rules.match(params.op_of(eqn), path).is_explicit:
+        return Reason.SMALL
     is_narrow = jnp.finfo(rules.low_dtype).maxexp < jnp.finfo("float32").maxexp
     return Reason.SPREAD if Mark.SPREAD in marks and is_narrow else None
+
+
+def _is_small(eqn: Eqn) -> bool:
+    """Whether a product is a batch of products of small matrices, such as rotations.
+
+    In 16 bits XLA pads each matrix to 8 x 8 on a GPU, by kernels of their own (jax
+    0.10 and 0.12). It fuses a product with a vector with what is around it.
+    """
+    if params.op_of(eqn) != "dot_general" or not params.dot_dimensions(eqn)[1][0]:
+        return False
+    sizes = cost.product_sizes(eqn)
+    is_known = all(isinstance(n, int) for n in sizes)
+    return is_known and 1 not in sizes and math.prod(sizes) <= 7**3
 
 
 def _is_table(operand: Operand) -> bool:

@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.decide import given
+from jmp_lite.autocasting.decide.cast import is_exact_in
 from jmp_lite.autocasting.decide.facts import (
     Origin,
     State,
@@ -70,10 +71,25 @@ class Casts:
             return value.array
         if value.held is not None and value.held == self.low_dtype:
             return self.narrowed(value, value.held)
+        if value.held is not None and is_exact_in(value.held, self.low_dtype):
+            return self._from_few_bits(value, value.held)
         if not value.kind.is_cast_once:
             return self.cast(self.full(value), value.saturates)
         if value.cast is None:  # Once for all uses: each would be kept for backward.
             value.cast = self.cast(self.full(value))
+        return value.cast
+
+    def _from_few_bits(self, value: Value, held: Dtype) -> Array:
+        """Returns an array that is stored in 8 bits or fewer in the compute dtype.
+
+        XLA fuses one cast into a product, and not two.
+        """
+        if value.is_shared:
+            return self.cast(self.full(value))
+        if not jnp.issubdtype(held, jnp.floating):
+            return sharding.cast(value.array, self.low_dtype)
+        if value.cast is None:  # Once: the gradients of its uses add up in 16 bits.
+            value.cast = sharding.cast(value.array, self.low_dtype)
         return value.cast
 
     def narrowed(self, value: Value, dtype: Dtype) -> Array:

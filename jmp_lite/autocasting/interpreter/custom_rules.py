@@ -243,11 +243,10 @@ def _bind_remat_opt(
     """Binds the forward function of a ``custom_vjp`` with ``optimize_remat``."""
 
     def replace(function: Jaxpr, n_consts: int, n_residuals: int) -> Jaxpr:
-        # JAX asks for it after this trace, so for the operands' types alone.
-        given = converter.pack_all(operands[n_consts:], inside.given[n_consts:])
+        # JAX asks for it after this trace, whose arrays are gone. Their types remain.
         there = site._replace(readers=site.readers[n_residuals:])
         made = inside.made[n_residuals:]
-        return converter.body(function, given, there, made).jaxpr
+        return converter.body(function, operands[n_consts:], there, made).jaxpr
 
     arrays = converter.unpack_all(operands, inside.given)
     return custom_rules.bind_remat_opt(eqn, arrays, inside.jaxpr, replace)

@@ -93,13 +93,15 @@ def _run_move(
     """
     op = params.op_of(eqn)
     has_sum, is_spread = op in ADDED_UP and not lowers_sum, op in KEEPING_NUMBERS
-    if has_sum and is_spread:
+    has_sum &= jnp.issubdtype(held, jnp.floating)
+    # Numbers of 8 bits would be rounded to them again.
+    if has_sum and is_spread and held.itemsize > 1:
         # Broadcast in float32, then cast: JAX's transpose of it is a sum.
         full = params.bind(eqn, [casts.full(value) for value in operands], casts.bound)
         return [sharding.cast(array, held) for array in full]
     if has_sum:
         arrays = [
-            casts.narrowed(value, held) if value.has_16_bits else value.array
+            casts.narrowed(value, held) if value.is_narrow else value.array
             for value in operands
         ]
         return _run_linear_move(casts, eqn, arrays, held)
@@ -222,7 +224,7 @@ def _run_cast(
             return Value(casts.narrowed(value, value.held), None, value.kind)
         (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
         return Value(array, None, value.kind)
-    if decision.run is Run.PASS and value.has_16_bits:
+    if decision.run is Run.PASS and value.is_narrow:
         return value
     if decision.run is Run.LOW:
         if value.state is State.LOW or structure.dtype_of(atom) == casts.low_dtype:
@@ -230,10 +232,13 @@ def _run_cast(
         (array,) = params.bind(eqn, [value.array], casts.bound)
         saturates = value.saturates or structure.is_integer(atom)
         return Value(casts.cast(array, saturates), State.LOW, origin=eqn)
-    (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
-    is_counted = structure.is_integer(atom) and decision.state is State.HARD
+    array = value.array
+    if decision.held is None:
+        (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
+    is_wide = structure.is_integer(atom) and decision.held is None
+    is_counted = is_wide and decision.state is State.HARD
     kind = Kind.INTEGER if is_counted else value.kind
-    return Value(array, decision.state, kind, origin=origin)
+    return Value(array, decision.state, kind, decision.held, origin=origin)
 
 
 def _broadcast(array: Array, shape: tuple[int, ...]) -> Array:

@@ -4,6 +4,8 @@ import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import jax.numpy as jnp
+
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
     DecisionRecord,
@@ -210,8 +212,12 @@ class _InterpreterFrame(Frame[Value, Site]):
     def _count_readers(self, variables: Sequence[Var], values: Sequence[Value]) -> None:
         """Finds out which held values are shared; see ``Value``."""
         for var, value in zip(variables, values, strict=True):
-            if value.held is not None:
-                value.is_shared = self._n_readers[var] > 2
+            if value.held is None:
+                continue
+            n, is_stored = self._n_readers[var], value.held.itemsize < 2
+            is_read_twice = n > 1 and not self._readers[var].take_16_bits
+            has_gradient = jnp.issubdtype(value.held, jnp.floating)
+            value.is_shared = is_read_twice and has_gradient if is_stored else n > 2
 
     def _raised(self, var: Var, value: Value) -> Value:
         """Returns a 16-bit value that several float32 ops alone read in float32.

@@ -3,6 +3,8 @@
 import abc
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from jmp_lite.autocasting.decide import carry, leaving
 from jmp_lite.autocasting.decide.carry import Slot
 from jmp_lite.autocasting.decide.decisions import DecisionRecord
@@ -20,7 +22,7 @@ from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.passes import rematerialize, scan_weight_gradients
 from jmp_lite.jaxprs import params
 from jmp_lite.jaxprs.evaluate import CarryForms
-from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Function, Jaxpr
 
 
 class LoopConverter(Converter, abc.ABC):
@@ -46,7 +48,8 @@ class LoopConverter(Converter, abc.ABC):
         if "rematerialize" in self.rules.passes:
             jaxpr = rematerialize.rematerialize(body.jaxpr, n_consts)
             self.passes["rematerialize"] += jaxpr is not body.jaxpr
-        held = [i for i in range(n_consts) if body.given[i].held is not None]
+        dtypes = [body.given[i].held for i in range(n_consts)]
+        held = [i for i, dtype in enumerate(dtypes) if _is_float(dtype)]
         if not held:
             return self._scan_of(eqn, jaxpr)(*arrays)
         return held_constants.run_scan(eqn, arrays, jaxpr, held, self._scan_of)
@@ -103,3 +106,7 @@ class LoopConverter(Converter, abc.ABC):
                     self.records.append(record)
 
         return CarryForms(specs, next_forms, inside, note)
+
+
+def _is_float(dtype: Dtype | None) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)

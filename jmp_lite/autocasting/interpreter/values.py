@@ -16,14 +16,14 @@ class Value:
       array: the array, in the compute dtype if ``state`` is LOW.
       state: its state; None if it was not traced in float32.
       kind: its kind.
-      held: the 16-bit dtype of the array although ``state`` is not LOW, or None; see
-        ``Spec``.
+      held: the dtype of the array, of 16 bits or fewer, although ``state`` is not LOW,
+        or None; see ``Spec``.
       region: the ``FULL_INSIDE`` scope that computed it, or None.
       is_from_low: whether it depends on a low value that entered that scope.
       cast: the array in the compute dtype, after the first use that needs it.
       upcast: an array of 16 bits in float32, after the first use that needs it.
-      is_shared: whether more than two equations read a held value. Its gradients then
-        add up in float32.
+      is_shared: whether more than two equations read a held value, or several one of 8
+        bits that has gradients. Then they add up in float32.
       rounded: the array as an operand of products, by their number formats, after the
         first such use.
       origin: the origin of its state.
@@ -61,8 +61,8 @@ class Value:
         return frozenset([self.root])
 
     @property
-    def has_16_bits(self) -> bool:
-        """Whether it was traced in float32, and its array has 16 bits."""
+    def is_narrow(self) -> bool:
+        """Whether it was traced in float32, and its array has 16 bits or fewer."""
         return self.state is State.LOW or self.held is not None
 
     @property

@@ -337,11 +337,11 @@ def _lost_digits(inputs: LintInput) -> Iterator[Lint]:
     readers, residues = provenance.ProductReaders(), provenance.Residues()
     for analysis in (readers, residues):
         analysis.follow(inputs.program.jaxpr)
-    readers.found["residue"] = residues.found
+    found = {**readers.found, "residue": residues.found}
     for decided in inputs.decided:
         if decided.record.decision.run is Run.LOW:
             for name, message, remedy in _LOST_DIGITS:
-                if id(decided.record.eqn) in readers.found[name]:
+                if id(decided.record.eqn) in found.get(name, ()):
                     yield _make_lint(decided, name, message, remedy)
 
 
@@ -406,7 +406,7 @@ def _wide_work(inputs: LintInput) -> Iterator[Lint]:
         if sizes[name] > 0.1 * sizes.total():
             share = sizes[name] / sizes.total()
             yield Lint(
-                f"{name} work",
+                "wide work",
                 f"{share:.0%} of the bytes that ops compute are {name}, which autocast "
                 "leaves as it is",
                 remedy,

@@ -24,6 +24,7 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.COUNT: "WIDE: counts zeros and ones",
         Reason.POWER_OF_A_MATRIX: "FULL: a loop multiplies by one matrix, as a solver",
         Reason.SPREAD: "FULL: exponentials, read by a logarithm or a quotient",
+        Reason.SMALL: "FULL: a batch of products of small matrices",
         Reason.RANDOM: "as traced: computed from random bits alone",
         Reason.NOT_FLOAT32: "no float32 operand or result",
         Reason.INTEGER_PRODUCT: "KEEP: a product without a float operand",
