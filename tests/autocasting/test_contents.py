@@ -453,8 +453,12 @@ def test_what_is_computed_with_a_draw_and_an_argument_follows_the_rules():
 
 def test_a_function_of_random_numbers_and_of_others_follows_the_rules():
     scaled = jax.jit(lambda x: x * 3.0)
-    fun = lambda key, x: (scaled(jax.random.normal(key, (12, 16))), scaled(x @ W) @ W)
-    assert jmp.explain(fun, "O3")(KEYS[0], X).rows[-2].precision == "bfloat16"
+    first = lambda key, x: (scaled(jax.random.normal(key, (12, 16))), scaled(x @ W) @ W)
+    last = lambda key, x: (scaled(x @ W) @ W, scaled(jax.random.normal(key, (12, 16))))
+    for fun in (first, last):
+        rows = jmp.explain(fun, "O3")(KEYS[0], X).rows
+        found = [row.precision for row in rows if row.scope == "<lambda>"]
+        assert found == ["bfloat16"] * 2
 
 
 # -------------------------------------- derivative rules with optimize_remat
@@ -515,3 +519,34 @@ def test_it_runs_under_vmap_and_in_a_scan_and_in_the_tools():
     assert jmp.explain(loss, backward=True)(X, W).totals.products == {"bfloat16": 9}
     (watched, _) = jmp.watch(jax.grad(loss))(X, W)
     np.testing.assert_allclose(watched, jax.grad(loss)(X, W), rtol=1e-5)
+
+
+# ----------------------------------------------------------- batches of small matrices
+
+
+@pytest.mark.parametrize(
+    ("shapes", "is_small"),
+    [
+        (((64, 3, 3), (64, 3, 3)), True),
+        (((64, 7, 7), (64, 7, 7)), True),
+        (((64, 3, 16), (64, 16, 3)), True),
+        (((64, 8, 8), (64, 8, 8)), False),
+        (((64, 3, 64), (64, 64, 64)), False),
+        (((64, 3, 3), (64, 3, 1)), False),  # With a vector.
+        (((3, 3), (3, 3)), False),  # No batch.
+    ],
+)
+def test_batches_of_small_products_are_float32(shapes, is_small):
+    a, b = (jnp.ones(shape) for shape in shapes)
+
+    def chained(a, b):
+        h = jnp.tanh(a @ b)
+        return h.reshape(len(h), -1) @ jnp.full((h[0].size, 8), 0.5)
+
+    rows = [r for r in jmp.explain(chained)(a, b).rows if r.op == "dot_general"]
+    assert (rows[0].code == "small") == is_small
+    assert rows[0].precision == ("float32" if is_small else "bfloat16")
+    assert rows[1].precision == "bfloat16"
+    for rules in (jmp.get_rules("mixed").low("dot_general"), "O3"):
+        rows = [r for r in jmp.explain(chained, rules)(a, b).rows if r.flops]
+        assert {row.precision for row in rows} == {"bfloat16"}

@@ -232,3 +232,64 @@ def test_layers_with_biases_move_and_hold_little_more_than_by_hand(name, target)
     bytes_moved, peak_memory = LAYERS_AT_MOST[name, target]
     assert found.bytes_moved <= bytes_moved * expected.bytes_moved
     assert found.peak_memory <= peak_memory * expected.peak_memory
+
+
+# -------------------------------------------------- arrays of few bits, small matrices
+
+
+def scores(upcast):
+    return lambda q, k: jnp.einsum("bqd,bkd->bqk", upcast(q), upcast(k))
+
+
+def dense(upcast):
+    return lambda x, w: upcast(jnp.tanh(x)) @ upcast(w)
+
+
+STORED = {
+    "a cache in int8": (scores, (32, 8, 128), (32, 8192, 128), "int8"),
+    "a mask of bool": (dense, (512, 2048), (2048, 2048), "bool"),
+    "weights in int8": (dense, (512, 2048), (2048, 2048), "int8"),
+    "weights in int4": (dense, (512, 2048), (2048, 2048), "int4"),
+    "weights in float8": (dense, (512, 2048), (2048, 2048), "float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("is_gradient", [False, True])
+@pytest.mark.parametrize("name", STORED)
+def test_products_of_stored_numbers_hold_what_those_by_hand_do(
+    name, is_gradient, target
+):
+    make, *shapes, dtype = STORED[name]
+    args = [
+        jax.ShapeDtypeStruct(shape, each)
+        for shape, each in zip(shapes, ("float32", dtype), strict=True)
+    ]
+
+    def compiled(fun):
+        scaled = lambda x, w: fun(x, w).astype(jnp.float32) * 0.1
+        total = lambda x, w: jnp.sum(scaled(x, w) ** 2)
+        return compile_for(target, jax.grad(total) if is_gradient else scaled, *args)
+
+    low = compiled(autocast(make(lambda a: a.astype(jnp.float32))))
+    by_hand = compiled(make(lambda a: a.astype(jnp.bfloat16)))
+    assert low.temporaries <= 1.01 * by_hand.temporaries + 2**16
+    assert low.cycles <= 1.01 * by_hand.cycles
+
+
+SMALL = {
+    "rotations": ((65_536, 3, 3), (65_536, 3, 3)),
+    "poses": ((4096, 4, 4), (4096, 4, 4)),
+    "a small filter": ((4096, 6, 6), (4096, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_batches_of_small_products_cost_what_float32_costs(name):
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    fun = lambda a, b: jnp.sum(jnp.tanh(a @ b) ** 2)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SMALL[name]]
+    for wrap in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
+        low, full = (compile_for("h100", wrap(f), *args) for f in (autocast(fun), fun))
+        assert low.kernels <= full.kernels
+        assert low.bytes_moved <= 1.01 * full.bytes_moved
