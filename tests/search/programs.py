@@ -32,12 +32,14 @@ class Args(NamedTuple):
       x: the input.
       weights: three square matrices.
       biases: two vectors.
+      gains: two vectors near 1.
       target: what the loss compares with.
     """
 
     x: jax.Array
     weights: tuple[jax.Array, ...]
     biases: tuple[jax.Array, ...]
+    gains: tuple[jax.Array, ...]
     target: jax.Array
 
 
@@ -60,7 +62,8 @@ def draw_args(seed: int) -> Args:
     return Args(
         normal(keys[0], ROWS, WIDTH),
         tuple(normal(keys[1], 3, WIDTH, WIDTH) / 4),
-        tuple(normal(keys[2], 2, WIDTH)),
+        tuple(biases := normal(keys[2], 2, WIDTH)),
+        tuple(1 + biases[::-1] / 4),
         normal(keys[3], ROWS, WIDTH),
     )
 
@@ -276,7 +279,7 @@ _STEPS: Mapping[str, Callable[..., jax.Array]] = {
     "power": _power,
     "bias": lambda h, args, i, c: h + c * args.biases[i],
     "shift": lambda h, args, i, c: h + c * (1 + args.biases[i] / 8),
-    "gain": lambda h, args, i: h * (1 + args.biases[i] / 4),
+    "gain": lambda h, args, i: h * args.gains[i],
     "residual": lambda h, args, c, f: h + c * f(h, args),
     "minus": lambda h, args, f: f(h, args) - h,
     "of both": lambda h, args, f, g: f(h, args) * g(h, args),
