@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_lite as jmp
-from jmp_lite.casting.dtypes import explain_half_dtype
+from jmp_lite.casting.dtypes import Device, explain_half_dtype
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,9 +94,14 @@ def describe_devices() -> list[tuple[str, str]]:
     kinds = collections.Counter(f"{d.platform}: {d.device_kind}" for d in jax.devices())
     rows = [("devices", f"{count} x {kind}") for kind, count in kinds.items()]
     (default,) = jnp.zeros([]).devices()
-    dtype, why = explain_half_dtype(default)
-    half = f"{np.dtype(dtype).name}, because {why}"
-    return [*rows, ("default device", str(default)), ("half dtype", half)]
+    return [*rows, ("default device", str(default)), half_dtype_row(default)]
+
+
+def half_dtype_row(device: Device) -> tuple[str, str]:
+    """Returns the half dtype of a device, with the reason."""
+    dtype, why = explain_half_dtype(device)
+    emulated = "; it emulates float16" if device.platform == "tpu" else ""
+    return "half dtype", f"{np.dtype(dtype).name}, because {why}{emulated}"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -39,6 +40,12 @@ runpy.run_module("jmp_lite", run_name="__main__", alter_sys=True)
 
 
 # ----------------------------------------------------------------------- the doctor
+
+
+def test_a_tpu_that_emulates_float16_says_so():
+    tpu, cpu = (types.SimpleNamespace(platform=name) for name in ("tpu", "cpu"))
+    assert cli.half_dtype_row(tpu)[1].endswith("it emulates float16")
+    assert "emulates" not in cli.half_dtype_row(cpu)[1]
 
 
 def test_the_doctor_prints_versions_devices_and_the_half_dtype(capsys):

@@ -139,7 +139,7 @@ def half_dtype() -> type[Any]:
       >>> jmp.half_dtype() in (jnp.bfloat16, jnp.float16)
       True
     """
-    return explain_half_dtype(_default_device())[0]
+    return explain_half_dtype(default_device())[0]
 
 
 class Device(Protocol):
@@ -164,7 +164,8 @@ def explain_half_dtype(device: Device) -> tuple[type[Any], str]:
     return jnp.float16, f"compute capability {capability} is below 8.0"
 
 
-def _default_device() -> Device:
+def default_device() -> Device:
+    """Returns the default device of JAX."""
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(default, str):
         return jax.local_devices(backend=default)[0]

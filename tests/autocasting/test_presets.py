@@ -1,5 +1,8 @@
 """Presets, and rules of the user for ops, scopes and dtypes."""
 
+import types
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -30,13 +33,22 @@ from programs import (
 )
 
 from jmp_lite.autocasting.interpreter.api import autocast
-from jmp_lite.autocasting.rules.presets import get_rules
+from jmp_lite.autocasting.rules.presets import get_rules, warn_of_emulation
 from jmp_lite.insight.explain.explanation import explain
 
 LOW, FULL = "bfloat16", "float32"
 PRESETS = ["O1", "O2", "O3", "torch"]
 # O3 runs sums and exponentials in 16 bits on purpose.
 TOLERANCE = {"O3": 0.3}
+
+
+def test_float16_on_a_tpu_is_warned_of():
+    with pytest.warns(UserWarning, match="A TPU emulates float16"):
+        warn_of_emulation(types.SimpleNamespace(platform="tpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_emulation(types.SimpleNamespace(platform="gpu"))
+        jax.jit(autocast(jnp.tanh, compute_dtype="float16"))(1.0)
 
 
 @pytest.mark.parametrize("rules", PRESETS)

@@ -14,8 +14,15 @@ from jmp_lite.autocasting.rules.rules import (
     NORM_LAYERS,
     Rules,
 )
-from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
+from jmp_lite.casting.dtypes import (
+    Device,
+    default_device,
+    dtype_names,
+    parse_dtype,
+    unknown_name,
+)
 from jmp_lite.casting.policy import Policy
+from jmp_lite.jaxprs import source
 from jmp_lite.mutables import check_function
 from jmp_lite.ops import LOWERABLE, POWERS, Precision, ops_of
 
@@ -107,9 +114,21 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
 
 def _on_this_device(rules: Rules) -> Rules:
     """Returns rules with the compute dtype of the default device for ``"half"``."""
-    if not isinstance(rules.compute_dtype, str):  # To NumPy, "half" is float16.
-        return rules
-    return dataclasses.replace(rules, compute_dtype=parse_dtype(HALF_OF_DEVICE))
+    if isinstance(rules.compute_dtype, str):  # To NumPy, "half" is float16.
+        return dataclasses.replace(rules, compute_dtype=parse_dtype(HALF_OF_DEVICE))
+    if rules.compute_dtype == np.float16:
+        warn_of_emulation(default_device())
+    return rules
+
+
+def warn_of_emulation(device: Device) -> None:
+    """Warns if a device emulates float16, as TPUs do."""
+    if device.platform == "tpu":
+        source.warn(
+            "A TPU emulates float16: a product has the digits of bfloat16, for twice "
+            "the instructions, and a loss scale is needed. Use "
+            'compute_dtype="bfloat16".'
+        )
 
 
 _MIXED = Rules(scopes=(NORM_LAYERS,))
