@@ -5,9 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.sharding import NamedSharding
 from programs import BLOCK, Block
 
 from benchmarks import models
+from benchmarks.collectives import mesh_of
 from benchmarks.compiled import TARGETS, compile_for, missing
 from benchmarks.models import transformer
 from jmp_lite.autocasting.interpreter.api import autocast
@@ -293,3 +296,23 @@ def test_batches_of_small_products_cost_what_float32_costs(name):
         low, full = (compile_for("h100", wrap(f), *args) for f in (autocast(fun), fun))
         assert low.kernels <= full.kernels
         assert low.bytes_moved <= 1.01 * full.bytes_moved
+
+
+# ----------------------------------------------------------------- sums over devices
+
+
+def test_a_float32_sum_over_devices_stays_one_behind_reduce_precision(target):
+    mesh = mesh_of(target)
+    x = jax.ShapeDtypeStruct(
+        (8 * 512, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, jax.P("data"))
+    )
+
+    def collectives(keep):
+        fun = lambda x: keep(lax.psum(x.astype(jnp.float32), "data")).astype(x.dtype)
+        split = jax.shard_map(fun, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+        return compile_for(target, split, x).collectives
+
+    plain = collectives(lambda total: total)
+    assert ("f32" in plain) == (target == "h100")
+    kept = collectives(lambda total: lax.reduce_precision(total, 8, 23))
+    assert kept["f32"] == 512 * 1024 * 4
