@@ -66,9 +66,10 @@ gpu_device_info {
   clock_rate_ghz: 1.98
   device_memory_size: 84929347584
   cuda_compute_capability { major: 9 }
+  dnn_version: "9.12.0"
 }
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 7 }
+dnn_version_info { major: 9 minor: 12 }
 runtime_version { major: 12 minor: 8 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """

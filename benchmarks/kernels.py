@@ -358,6 +358,9 @@ def _matmuls(graph: _Graph) -> Iterator[Matmul]:
             )
             dims = re.findall(r"\d+", found[1] if found else "")
             multiplications = _dot(graph, node, dims)
+        elif target == "__cudnn$blockScaledDot":
+            last = len(graph.nodes[node.operands[0]].arrays[0].dims) - 1
+            multiplications = _dot(graph, node, [str(last)])
         elif node.opcode == "convolution" or target.startswith("__cudnn$conv"):
             multiplications = _convolution(graph, node, target)
         if multiplications:

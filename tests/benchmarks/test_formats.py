@@ -177,6 +177,15 @@ def test_every_product_of_a_block_has_a_kernel_of_8_bits_on_an_h100(name):
 
 
 @pytest.mark.targets
+def test_block_scaled_products_have_kernels_on_a_b200_and_none_on_an_h100():
+    if missing("b200"):
+        pytest.skip(missing("b200"))
+    of_b200, of_h100 = (recipes.measure_recipe("mxfp8", at) for at in ("b200", "h100"))
+    assert (of_b200.products, of_h100.products) == (11, 0)
+    assert of_b200.milliseconds < recipes.measure_recipe("mixed", "b200").milliseconds
+
+
+@pytest.mark.targets
 @pytest.mark.parametrize("name", ["float8", "float8_rows"])
 def test_split_weights_travel_in_one_byte_in_both_passes(name):
     if missing("h100"):
