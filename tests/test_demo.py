@@ -128,7 +128,7 @@ def test_the_demo_draws_a_picture_and_prints_its_path(quick_demo):
     assert "\nproducts: 12 float16\n" in stdout
     page = (pathlib.Path(__file__).parent.parent / "docs" / "demo.md").read_text()
     (shown,) = re.findall(r"```text\n(equations: .*?)lint: ", page, re.DOTALL)
-    (place,) = re.findall(r"^lint: .*?:\d+: ", page, re.MULTILINE)
+    (place,) = re.findall(r"^lint: .*?:\d+, in ", page, re.MULTILINE)
     assert place in stdout
     products, work = re.findall(r"^(?:products|work): .*", shown, re.MULTILINE)
     assert f"{products}\n{work}\n" in stdout

@@ -33,6 +33,26 @@ FORMATS = {
 }
 
 
+class Kind(NamedTuple):
+    """A device by its name, as JAX gives it.
+
+    Attributes:
+      device_kind: its name.
+      platform: what kind of device it is.
+    """
+
+    device_kind: str
+    platform: str = "tpu"
+
+
+KINDS = {
+    "h100": Kind("NVIDIA H100", "gpu"),
+    "v5e": Kind("TPU v5 lite"),
+    "v6e": Kind("TPU v6 lite"),
+    "tpu7x": Kind("TPU7x"),
+}
+
+
 class OnChip(NamedTuple):
     """A gradient on a chip.
 
@@ -62,7 +82,10 @@ def compile_gradient(
     block = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     head = jax.ShapeDtypeStruct((width, 256), jnp.float32)
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
-    loss = jmp.autocast(mlp(jnp.dot), FORMATS[name])
+    # Compiled for another device than the one that is here, so the device is named.
+    formats = FORMATS[name].float8_format.on(KINDS.get(chip, KINDS["h100"]))
+    rules = dataclasses.replace(FORMATS[name], float8_format=formats)
+    loss = jmp.autocast(mlp(jnp.dot), rules)
     return compile_for(chip, jax.grad(loss, (0, 1)), [block] * blocks, head, x)
 
 

@@ -20,7 +20,7 @@ from jmp_lite.formats.number_format import (
 from jmp_lite.jaxprs import cost, params
 from jmp_lite.jaxprs.types import Eqn
 
-FORWARD_DTYPES = ("e4m3fn", "e4m3fnuz")
+FORWARD_DTYPES = ("e4m3fn", "e4m3fnuz", "e4m3b11fnuz")
 """The float8 dtypes of operands, without ``float8_``."""
 
 BACKWARD_DTYPES = ("e5m2", "e5m2fnuz", *FORWARD_DTYPES)

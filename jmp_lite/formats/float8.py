@@ -6,7 +6,8 @@ saves its quantized operands for the backward pass, one byte per element.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,7 +16,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jmp_lite.casting.dtypes import parse_dtype, unknown_name
+from jmp_lite.casting.dtypes import (
+    Device,
+    default_device,
+    parse_dtype,
+    unknown_name,
+)
 from jmp_lite.casting.quantize import SCALE_NAME, Quantized, dequantize, quantize
 from jmp_lite.formats.eight_bits import (
     BACKWARD_DTYPES,
@@ -28,6 +34,9 @@ from jmp_lite.jaxprs import bilinear, params
 from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
 from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
+
+OF_DEVICE = "device"
+"""The formats in which the default device multiplies."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +56,12 @@ class Float8:
       read only by float32 ops. (A scope rule for float8 includes these too.)
 
     Attributes:
-      forward: the format of both operands: ``"e4m3fn"``, or ``"e4m3fnuz"`` on AMD's
-        MI300.
+      forward: the format of both operands: ``"e4m3fn"``, ``"e4m3fnuz"`` or
+        ``"e4m3b11fnuz"``. ``"device"`` is the one in which the default device
+        multiplies, when the function is called: see ``on``. A program that is compiled
+        or exported for another device needs a name.
       backward: the format of cotangents: ``"e5m2"``, ``"e5m2fnuz"``, or a format of
-        ``forward``, with more digits and less range.
+        ``forward``, with more digits and less range; or ``"device"``.
       smallest: the smallest harmonic mean of the sizes M, K and N. This mean measures
         the arithmetic of a product relative to the bytes that it reads and writes.
         Below it, quantization costs as much as the product gains: on an H100, some ten
@@ -66,13 +77,13 @@ class Float8:
     Example:
       >>> import jmp_lite as jmp
       >>> jmp.Float8(smallest=0)
-      Float8(forward='e4m3fn', backward='e5m2', smallest=0)
-      >>> jmp.Float8().forward_dtype
+      Float8(forward='device', backward='device', smallest=0)
+      >>> jmp.Float8(forward="e4m3fn").forward_dtype
       dtype(float8_e4m3fn)
     """
 
-    forward: str = "e4m3fn"
-    backward: str = "e5m2"
+    forward: str = OF_DEVICE
+    backward: str = OF_DEVICE
     smallest: float = 2000
 
     def __post_init__(self) -> None:
@@ -83,16 +94,65 @@ class Float8:
     @property
     def forward_dtype(self) -> Dtype:
         """The dtype of operands, a ``np.dtype``."""
-        return parse_dtype(f"float8_{self.forward}")
+        return parse_dtype(f"float8_{self._here.forward}")
 
     @property
     def backward_dtype(self) -> Dtype:
         """The dtype of cotangents, a ``np.dtype``."""
-        return parse_dtype(f"float8_{self.backward}")
+        return parse_dtype(f"float8_{self._here.backward}")
+
+    @property
+    def _here(self) -> "Float8":
+        is_open = OF_DEVICE in (self.forward, self.backward)
+        return self.on(default_device()) if is_open else self
+
+    def on(self, device: Device) -> "Float8":
+        """Returns these formats, with those in which a device multiplies for "device".
+
+        Args:
+          device: a device of JAX, such as ``jax.devices()[0]``.
+        """
+        forward, backward, _ = formats_of(device)
+        return dataclasses.replace(
+            self,
+            forward=forward if self.forward == OF_DEVICE else self.forward,
+            backward=backward if self.backward == OF_DEVICE else self.backward,
+        )
+
+
+_V5E_V6E = ("e4m3b11fnuz", "e4m3b11fnuz")
+_UNITS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), _V5E_V6E),
+        "gfx94": ("e4m3fnuz", "e5m2fnuz"),  # MI300.
+    }
+)
+"""The formats in which a device multiplies, by a part of its name."""
+
+
+def formats_of(device: Device) -> tuple[str, str, str]:
+    """Returns the formats of operands and of cotangents on a device, and why."""
+    names = (
+        getattr(device, name, "") for name in ("device_kind", "compute_capability")
+    )
+    kind = " ".join(map(str, names)).strip()
+    for part, (forward, backward) in _UNITS.items():
+        if part in kind:
+            return forward, backward, f"a {kind} multiplies these"
+    return "e4m3fn", "e5m2", f"the choice for a {kind or 'device'}, as for an H100"
+
+
+def describe_formats(formats: Float8, device: Device) -> str:
+    """Returns the formats of float8 products, and why a device has them."""
+    forward, backward, why = formats_of(device)
+    formats = formats.on(device)
+    text = f"operands in {formats.forward}, cotangents in {formats.backward}"
+    is_choice = (formats.forward, formats.backward) == (forward, backward)
+    return f"{text}: {why}" if is_choice else text
 
 
 def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
-    if name not in accepted:
+    if name not in (OF_DEVICE, *accepted):
         raise unknown_name(f"{field} format", str(name), accepted)
 
 

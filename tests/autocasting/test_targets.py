@@ -279,19 +279,19 @@ def test_products_of_stored_numbers_hold_what_those_by_hand_do(
     assert low.cycles <= 1.01 * by_hand.cycles
 
 
-SMALL = {
+SMALL_BATCHES = {
     "rotations": ((65_536, 3, 3), (65_536, 3, 3)),
     "poses": ((4096, 4, 4), (4096, 4, 4)),
     "a small filter": ((4096, 6, 6), (4096, 6, 6)),
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL_BATCHES)
 def test_batches_of_small_products_cost_what_float32_costs(name):
     if missing("h100"):
         pytest.skip(missing("h100"))
     fun = lambda a, b: jnp.sum(jnp.tanh(a @ b) ** 2)
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SMALL[name]]
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SMALL_BATCHES[name]]
     for wrap in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
         low, full = (compile_for("h100", wrap(f), *args) for f in (autocast(fun), fun))
         assert low.kernels <= full.kernels

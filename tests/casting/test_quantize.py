@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jmp_lite.casting.quantize import dequantize, quantize, scale_for
 
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+FORMATS += ["float8_e4m3b11fnuz"]
 scale_of = jax.jit(scale_for, static_argnums=1)
 
 

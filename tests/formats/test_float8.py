@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 from collections import Counter
 
 import jax
@@ -40,7 +41,7 @@ from benchmarks.compiled import missing
 from benchmarks.formats import transformers, wire
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.rules.rules import is_identity
-from jmp_lite.formats.float8 import Scaled, quantize_operand
+from jmp_lite.formats.float8 import Scaled, describe_formats, quantize_operand
 from jmp_lite.jaxprs.axes import Dimensions
 
 EVERY_SIZE = jmp.Float8(smallest=0)
@@ -524,6 +525,63 @@ def test_other_formats_may_be_chosen():
     assert "f8_e4m3fnuz" in found
     assert "f8_e5m2" not in found
     assert "f8_e4m3fn[" not in found
+
+
+DEVICES = {
+    "TPU v5 lite": ("e4m3b11fnuz", "e4m3b11fnuz"),
+    "TPU v5e": ("e4m3b11fnuz", "e4m3b11fnuz"),
+    "TPU v6 lite": ("e4m3b11fnuz", "e4m3b11fnuz"),
+    "TPU7x": ("e4m3fn", "e5m2"),
+    "TPU v5": ("e4m3fn", "e5m2"),
+    "NVIDIA H100 80GB HBM3": ("e4m3fn", "e5m2"),
+    "AMD Instinct MI300X": ("e4m3fnuz", "e5m2fnuz"),
+    "cpu": ("e4m3fn", "e5m2"),
+}
+
+
+def device(kind):
+    capability = {"compute_capability": "gfx942"} if "AMD" in kind else {}
+    return types.SimpleNamespace(platform="any", device_kind=kind, **capability)
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_the_formats_are_those_in_which_the_device_multiplies(kind):
+    here = jmp.Float8(smallest=0).on(device(kind))
+    assert (here.forward, here.backward) == DEVICES[kind]
+    assert here.smallest == 0
+    named = jmp.Float8(forward="e4m3fn", backward="e5m2")
+    assert named.on(device(kind)) == named
+    half = jmp.Float8(forward="e4m3fn").on(device(kind))
+    assert (half.forward, half.backward) == ("e4m3fn", DEVICES[kind][1])
+    assert kind in describe_formats(jmp.Float8(), device(kind))
+    assert describe_formats(named, device("TPU v5e")) == (
+        "operands in e4m3fn, cotangents in e5m2"
+    )
+
+
+def test_rules_ask_the_device_at_each_use_and_explain_says_what_it_answered():
+    rules = jmp.get_rules("float8")
+    assert rules.float8_format.forward == "device"
+    assert jmp.Rules.from_json(rules.to_json()) == rules
+    assert jmp.Float8().forward_dtype == jnp.float8_e4m3fn
+    assert jmp.Float8().backward_dtype == jnp.float8_e5m2
+    text = jmp.explain(block, RULES)(X, W, V).summary()
+    assert (
+        "float8: operands in e4m3fn, cotangents in e5m2: the choice for a cpu" in text
+    )
+    assert "float8:" not in jmp.explain(block, "mixed")(X, W, V).summary()
+
+
+def test_numbers_that_are_not_finite_reach_the_loss_in_the_format_of_a_v5e():
+    rules = dataclasses.replace(
+        RULES, float8_format=jmp.Float8(smallest=0).on(device("TPU v5e"))
+    )
+    low = autocast(block, rules)
+    for bad in (jnp.inf, jnp.nan, -jnp.inf):
+        assert jnp.isnan(low(X.at[0, 0].set(bad), W, V))
+    gradient = jax.grad(low, (0, 1, 2))(X, W, V)
+    exact = jax.grad(block, (0, 1, 2))(X, W, V)
+    assert relative_error(gradient, exact) < 0.15
 
 
 # ------------------------------------------------------------------------- transforms

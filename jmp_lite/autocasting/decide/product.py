@@ -105,7 +105,10 @@ def _is_small(eqn: Eqn) -> bool:
     In 16 bits XLA pads each matrix to 8 x 8 on a GPU, by kernels of their own (jax
     0.10 and 0.12). It fuses a product with a vector with what is around it.
     """
-    if params.op_of(eqn) != "dot_general" or not params.dot_dimensions(eqn)[1][0]:
+    if params.op_of(eqn) != "dot_general":
+        return False
+    batch = [eqn.invars[0].aval.shape[i] for i in params.dot_dimensions(eqn)[1][0]]
+    if all(size == 1 for size in batch):  # It is one product.
         return False
     sizes = cost.product_sizes(eqn)
     is_known = all(isinstance(n, int) for n in sizes)

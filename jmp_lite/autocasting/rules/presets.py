@@ -115,8 +115,8 @@ def choose_rules(rules: object, compute_dtype: DTypeLike | None) -> Callable[[],
 def _on_this_device(rules: Rules) -> Rules:
     """Returns rules with the compute dtype of the default device for ``"half"``."""
     if isinstance(rules.compute_dtype, str):  # To NumPy, "half" is float16.
-        return dataclasses.replace(rules, compute_dtype=parse_dtype(HALF_OF_DEVICE))
-    if rules.compute_dtype == np.float16:
+        rules = dataclasses.replace(rules, compute_dtype=parse_dtype(HALF_OF_DEVICE))
+    elif rules.compute_dtype == np.float16:
         warn_of_emulation(default_device())
     return rules
 

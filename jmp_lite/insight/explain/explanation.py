@@ -27,7 +27,8 @@ from jmp_lite.autocasting.rules.rules import (
 )
 from jmp_lite.autocasting.rules.scopes import unused_scopes
 from jmp_lite.autocasting.rules.serialization import fields_for_json
-from jmp_lite.casting.dtypes import hint_for, unknown_name
+from jmp_lite.casting.dtypes import default_device, hint_for, unknown_name
+from jmp_lite.formats.float8 import describe_formats
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
 from jmp_lite.insight.explain.difference import Difference
 from jmp_lite.insight.explain.grouping import depth_that_fits, grouped
@@ -235,6 +236,9 @@ class Explanation:
             lines.append(("saved for the backward pass: ", [kept]))
         passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
         lines.append(("passes: ", [passes] if passes else []))
+        is_float8 = any(row.number_format == "float8" for row in self.rows)
+        formats = describe_formats(self.rules.float8_format, default_device())
+        lines.append(("float8: ", [formats] if is_float8 else []))
         lines.append(("arguments: ", list(_held(self.held))))
         lines.append(("unused: ", self.unused))
         lines.append(("lint: ", tuple(map(str, self.lints))))
