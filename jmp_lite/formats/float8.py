@@ -153,7 +153,7 @@ def describe_formats(formats: Float8, device: Device) -> str:
 
 def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
     if name not in (OF_DEVICE, *accepted):
-        raise unknown_name(f"{field} format", str(name), accepted)
+        raise unknown_name(f"{field} format", str(name), [OF_DEVICE, *accepted])
 
 
 @dataclasses.dataclass(frozen=True)
