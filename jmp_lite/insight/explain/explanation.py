@@ -236,9 +236,9 @@ class Explanation:
             lines.append(("saved for the backward pass: ", [kept]))
         passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
         lines.append(("passes: ", [passes] if passes else []))
-        is_float8 = any(row.number_format == "float8" for row in self.rows)
-        formats = describe_formats(self.rules.float8_format, default_device())
-        lines.append(("float8: ", [formats] if is_float8 else []))
+        if any(row.number_format == "float8" for row in self.rows):
+            formats = describe_formats(self.rules.float8_format, default_device())
+            lines.append(("float8: ", [formats]))
         lines.append(("arguments: ", list(_held(self.held))))
         lines.append(("unused: ", self.unused))
         lines.append(("lint: ", tuple(map(str, self.lints))))
