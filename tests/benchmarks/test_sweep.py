@@ -265,7 +265,7 @@ def test_two_upcasts_are_seen():
     assert len(list(_upcast_twice(traced))) == 1
 
 
-# ------------------------------------------------------------ what is lowered, is told
+# --------------------------------------------------------- products in lowered programs
 
 DTYPES_OF_HLO = {"f32": "float32", "bf16": "bfloat16"}
 
@@ -312,12 +312,12 @@ def test_lowered_gradients_have_the_products_that_explain_lists(field):
         gradient = jax.value_and_grad(jmp.autocast(loss), (0, 1), allow_int=True)
         found = _lowered_products(jax.jit(gradient).lower(*args).as_text())
         rows = jmp.explain(loss, backward=True)(*args).rows
-        told = collections.Counter(r.precision for r in rows if r.op in PRODUCTS)
+        listed = collections.Counter(r.precision for r in rows if r.op in PRODUCTS)
         if entry.name in SPARSE:
             continue
         # JAX leaves out what nothing reads, such as transposed products of a solver.
-        assert found <= told, (entry.name, found, told)
-        assert found.total() >= 0.7 * told.total(), (entry.name, found, told)
+        assert found <= listed, (entry.name, found, listed)
+        assert found.total() >= 0.7 * listed.total(), (entry.name, found, listed)
 
 
 def test_products_are_counted_as_often_as_they_are_called():

@@ -135,7 +135,7 @@ def has_raised_precision(eqn: Eqn, decision: Decision) -> bool:
     return decision.reason in _FOR_DIGITS or (match is not None and match.is_explicit)
 
 
-def precision_of(eqn: Eqn, decision: Decision) -> lax.PrecisionLike:
+def decided_precision(eqn: Eqn, decision: Decision) -> lax.PrecisionLike:
     """Returns the precision of a product in float32."""
     if has_raised_precision(eqn, decision):
         return (lax.Precision.HIGHEST, lax.Precision.HIGHEST)

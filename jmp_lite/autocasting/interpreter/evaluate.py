@@ -10,7 +10,7 @@ from jax import lax
 
 from jmp_lite.autocasting.decide.decisions import Decision, Run
 from jmp_lite.autocasting.decide.facts import Kind, Origin, State
-from jmp_lite.autocasting.decide.product import precision_of
+from jmp_lite.autocasting.decide.product import decided_precision
 from jmp_lite.autocasting.decide.result import kind_of_result, state_of_result
 from jmp_lite.autocasting.interpreter import slopes
 from jmp_lite.autocasting.interpreter.casts import Casts
@@ -69,7 +69,7 @@ def evaluate(
     else:
         full = [casts.full(value) for value in operands]
         if op in PRODUCTS and decision.run is Run.FULL:
-            precision = precision_of(eqn, decision)
+            precision = decided_precision(eqn, decision)
             arrays = params.bind_in(eqn, full, None, precision, casts.bound)
         else:
             arrays = params.bind(eqn, full, casts.bound)

@@ -125,8 +125,8 @@ def warn_of_emulation(device: Device) -> None:
     """Warns if a device emulates float16, as TPUs do."""
     if device.platform == "tpu":
         source.warn(
-            "A TPU emulates float16: a product has the digits of bfloat16, for twice "
-            "the instructions, and a loss scale is needed. Use "
+            "A TPU emulates float16: a product has the digits of bfloat16, for more "
+            "instructions, and a loss scale is needed. Use "
             'compute_dtype="bfloat16".'
         )
 

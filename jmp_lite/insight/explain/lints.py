@@ -65,8 +65,8 @@ class Lint:
       remedy: how to solve it.
       scope: the path of the equation.
       source: the line of code of the equation: file, line and function.
-      package: the line of an installed package that it calls, from which the equation
-        is; empty if there is none.
+      package: the line of an installed package that made the equation; empty if no
+        package did.
 
     Example:
       >>> import jax.numpy as jnp
