@@ -17,7 +17,9 @@ JAX itself must run on the CPU: `JAX_PLATFORMS=cpu`.
 import dataclasses
 import functools
 import importlib.util
+import mmap
 import os
+import pathlib
 import re
 import shutil
 from collections import Counter
@@ -424,6 +426,7 @@ def devices(target: str, topology: str | None = None) -> tuple[jax.Device, ...]:
         raise RuntimeError(reason)
     topology = topology or _target(target).topology
     gpu = _target(target).gpu
+    gpu = gpu and (xlas_own(gpu) or gpu)
     if not gpu:
         _prepare_libtpu()
         found = topologies.get_topology_desc(topology, platform="tpu")
@@ -438,6 +441,34 @@ def devices(target: str, topology: str | None = None) -> tuple[jax.Device, ...]:
                 " on the CPU (JAX_PLATFORMS=cpu) before it starts, and it will compile"
             ) from error
     return tuple(found.devices)
+
+
+@functools.cache
+def xlas_own(gpu: str) -> str:
+    """Returns XLA's own description of a GPU.
+
+    The plug-in of jax 0.12 carries some as text, and that of 0.10 none.
+
+    Args:
+      gpu: a description of ours, that ends with the name of the GPU.
+
+    Returns:
+      The text; "" if the plug-in has none.
+    """
+    end = gpu.strip().splitlines()[-1].encode() + b"\n"
+    for name in ("xla_cuda12", "xla_cuda13"):
+        spec = importlib.util.find_spec(f"jax_plugins.{name}")
+        for folder in spec.submodule_search_locations or () if spec else ():
+            path = pathlib.Path(folder, "xla_cuda_plugin.so")
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as found,
+            ):
+                at = found.find(end)
+                if at >= 0:
+                    start = found.rfind(b"gpu_device_info {", 0, at)
+                    return found[start : at + len(end)].decode()
+    return ""
 
 
 # Where each instruction was written: else moving a line would change the program.

@@ -32,7 +32,9 @@ from benchmarks import (
 from benchmarks.formats import (
     chips,
     experts,
+    outliers,
     recipes,
+    sums,
     training,
     transformers,
     wire,
@@ -200,6 +202,10 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "formats.trained": lambda results: training.trained_table(
         _rows(results, "trained", training.Trained)
     ),
+    "formats.outliers": lambda results: outliers.outliers_table(
+        _rows(results, "outliers", outliers.Outlier)
+    ),
+    "sums": lambda results: sums.sums_table(_rows(results, "sums", sums.Sums)),
     "gpu": _gpu,
     "h200": clock.table,
     "growth.depths": lambda results: growth.depth_table(

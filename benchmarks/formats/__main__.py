@@ -10,6 +10,7 @@ from benchmarks.compiled import missing
 from benchmarks.formats import (
     chips,
     experts,
+    outliers,
     recipes,
     training,
     transformers,
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for variant in experts.VARIANTS
     ]
     print("\n" + experts.mixtures_table(mixtures), flush=True)
+    large = [row for name in chips.FORMATS for row in outliers.measure_outliers(name)]
+    print("\n" + outliers.outliers_table(large), flush=True)
     trained = [
         row
         for task in training.TASKS
@@ -90,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         stacked=stacked,
         sent=sent,
         experts=mixtures,
+        outliers=large,
         trained=trained,
     )
     if options.picture:

@@ -15,7 +15,7 @@ import optax
 import jmp_lite as jmp
 from benchmarks import accuracy, models
 from benchmarks.autocast import fill
-from benchmarks.formats.chips import FORMATS
+from benchmarks.formats.chips import FORMATS, MIXED
 
 
 class Trained(NamedTuple):
@@ -36,7 +36,21 @@ class Trained(NamedTuple):
     loss: float
 
 
-ACCURACY_RULES = {"float32": jmp.get_rules("O0"), **FORMATS}
+_B11 = "e4m3b11fnuz"
+_OTHER_FORMATS = {
+    "float8, b11": jmp.Float8(forward=_B11, backward=_B11, smallest=0),
+    "float8, b11, e5m2": jmp.Float8(forward=_B11, backward="e5m2", smallest=0),
+    "float8_rows, e5m2": jmp.get_format(
+        "float8_rows", smallest=0, backward="float8_e5m2"
+    ),
+}
+"""Formats of operands and of cotangents that are no preset's on an H100."""
+
+ACCURACY_RULES = {
+    "float32": jmp.get_rules("O0"),
+    **FORMATS,
+    **{name: MIXED.product(one) for name, one in _OTHER_FORMATS.items()},
+}
 STEPS = 1000
 _LAST = 200
 
@@ -119,14 +133,13 @@ def trained_table(rows: Sequence[Trained]) -> str:
     seeds = dict.fromkeys(row.seed for row in rows)
     head = "".join(f"{f'seed {seed}':>8}" for seed in seeds)
     lines = [
-        f"{'':22}{'gradient':>9}{'training':>9}  loss minus that of float32",
-        f"{'':22}{'error':>9}{'loss':>9}{head}{'mean':>8}",
+        f"{'':23}{'gradient':>8}{'training':>9}  loss minus that of float32",
+        f"{'width':5}{'':18}{'error':>8}{'loss':>9}{head}{'mean':>8}",
     ]
     for width, name in dict.fromkeys(row[:2] for row in rows):
         own = [row for row in rows if row[:2] == (width, name)]
         gaps = [row.loss - full[width, row.seed] for row in own]
         cells = "".join(f"{gap:>+8.4f}" for gap in (*gaps, np.mean(gaps)))
         error, loss = (np.mean([row[i] for row in own]) for i in (3, 4))
-        what = f"width {width}, {name}"
-        lines.append(f"{what:22}{error:>9.4f}{loss:>9.4f}{cells}")
+        lines.append(f"{width:>4} {name:18}{error:>8.4f}{loss:>9.4f}{cells}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp_lite.formats.number_format import (
     INTEGERS,
@@ -18,6 +19,7 @@ from jmp_lite.formats.number_format import (
     are_floats,
 )
 from jmp_lite.jaxprs import cost, params
+from jmp_lite.jaxprs.axes import Dimensions, Groups
 from jmp_lite.jaxprs.types import Eqn
 
 FORWARD_DTYPES = ("e4m3fn", "e4m3fnuz", "e4m3b11fnuz")
@@ -25,6 +27,20 @@ FORWARD_DTYPES = ("e4m3fn", "e4m3fnuz", "e4m3b11fnuz")
 
 BACKWARD_DTYPES = ("e5m2", "e5m2fnuz", *FORWARD_DTYPES)
 """Those of cotangents."""
+
+
+FAST, PROMOTED = "fast", "promoted"
+SUMS = (FAST, PROMOTED)
+"""How a GPU's kernel adds float8 products up, see ``Float8``."""
+
+
+def sum_precision(sums: str, axes: Dimensions | Groups) -> lax.Precision | None:
+    """Returns the precision that asks a compiler for these sums.
+
+    XLA for TPUs does not compile a product of groups that asks for more digits.
+    """
+    is_promoted = sums == PROMOTED and isinstance(axes, Dimensions)
+    return lax.Precision.HIGHEST if is_promoted else None
 
 
 def parse_smallest(smallest: Any) -> float:

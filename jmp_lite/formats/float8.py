@@ -25,9 +25,13 @@ from jmp_lite.casting.dtypes import (
 from jmp_lite.casting.quantize import SCALE_NAME, Quantized, dequantize, quantize
 from jmp_lite.formats.eight_bits import (
     BACKWARD_DTYPES,
+    FAST,
     FORWARD_DTYPES,
+    PROMOTED,
+    SUMS,
     EightBits,
     parse_smallest,
+    sum_precision,
 )
 from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
@@ -66,10 +70,14 @@ class Float8:
         the arithmetic of a product relative to the bytes that it reads and writes.
         Below it, quantization costs as much as the product gains: on an H100, some ten
         kernels for each weight.
+      sums: how an H100 adds the products of the forward pass up: ``"fast"``, with 13
+        bits after the leading one and without rounding; or ``"promoted"``, which adds
+        every 128 products to a float32 sum. Products of one sign need the second: see
+        docs/float8.md. Those of the backward pass are always promoted.
 
     Raises:
       ValueError: a format is unknown, or matrix units do not multiply in it;
-        ``smallest`` is negative or not a number.
+        ``smallest`` is negative or not a number; ``sums`` is unknown.
 
     Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; the scales are
     those of TransformerEngine's "current scaling" and torchao's "tensorwise".
@@ -77,7 +85,7 @@ class Float8:
     Example:
       >>> import jmp_lite as jmp
       >>> jmp.Float8(smallest=0)
-      Float8(forward='device', backward='device', smallest=0)
+      Float8(forward='device', backward='device', smallest=0, sums='fast')
       >>> jmp.Float8(forward="e4m3fn").forward_dtype
       dtype(float8_e4m3fn)
     """
@@ -85,11 +93,14 @@ class Float8:
     forward: str = OF_DEVICE
     backward: str = OF_DEVICE
     smallest: float = 2000
+    sums: str = FAST
 
     def __post_init__(self) -> None:
         _check_format("forward", self.forward, FORWARD_DTYPES)
         _check_format("backward", self.backward, BACKWARD_DTYPES)
         object.__setattr__(self, "smallest", parse_smallest(self.smallest))
+        if self.sums not in SUMS:
+            raise unknown_name("sums", str(self.sums), SUMS)
 
     @property
     def forward_dtype(self) -> Dtype:
@@ -196,7 +207,7 @@ class Float8Format(EightBits):
                 for side, array in enumerate((lhs, rhs))
             )
         forward, backward = self.options.forward_dtype, self.options.backward_dtype
-        form = Scaled(forward, forward, backward)
+        form = Scaled(forward, forward, backward, self.options.sums)
         return bilinear.bilinear(lhs, rhs, form, axes, sharding)
 
 
@@ -234,13 +245,13 @@ class Scaled:
         such as a tangent.
       rhs: the dtype of the right operand.
       cotangent: the dtype of the cotangent of the result.
-      is_backward: whether it is a product of a derivative.
+      sums: how products are added up; in a derivative they are promoted.
     """
 
     lhs: Dtype | None
     rhs: Dtype | None
     cotangent: Dtype
-    is_backward: bool = False
+    sums: str = FAST
 
     @property
     def dtype(self) -> Dtype | None:
@@ -252,13 +263,13 @@ class Scaled:
     def with_tangent(self, side: int) -> "Scaled":
         """Returns the form of the product with the tangent of an operand."""
         of_operand = {"lhs": None} if side == 0 else {"rhs": None}
-        return dataclasses.replace(self, is_backward=True, **of_operand)
+        return dataclasses.replace(self, sums=PROMOTED, **of_operand)
 
     def transposed(self, side: int) -> "Scaled":
         """Returns the form of the product that is the cotangent of an operand."""
         other = self.rhs if side == 0 else self.lhs
         rounds_to = None if other is None else self.cotangent
-        return Scaled(rounds_to, other, self.cotangent, is_backward=True)
+        return Scaled(rounds_to, other, self.cotangent, PROMOTED)
 
     def cotangent_operand(self, cotangent: Array) -> ProductOperand:
         """Returns the left operand of a transposed product, quantized."""
@@ -282,10 +293,7 @@ class Scaled:
         on_left, on_right = axes.contracted
         left = _with_one_scale(_scaled(lhs, self.lhs), on_left)
         right = _with_one_scale(_scaled(rhs, self.rhs), on_right)
-        # By default a GPU's float8 kernel accumulates with fewer digits than float32.
-        # XLA for TPUs does not compile a product of groups that asks for more.
-        is_precise = self.is_backward and isinstance(axes, Dimensions)
-        precision = lax.Precision.HIGHEST if is_precise else None
+        precision = sum_precision(self.sums, axes)
         result = axes.product(
             left.numbers, right.numbers, precision, dtype, out_sharding
         )

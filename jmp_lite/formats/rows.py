@@ -21,9 +21,13 @@ from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.casting.quantize import power_of_two_for
 from jmp_lite.formats.eight_bits import (
     BACKWARD_DTYPES,
+    FAST,
     FORWARD_DTYPES,
+    PROMOTED,
+    SUMS,
     EightBits,
     parse_smallest,
+    sum_precision,
 )
 from jmp_lite.formats.number_format import Advice, Product
 from jmp_lite.jaxprs import bilinear, params
@@ -40,11 +44,13 @@ class RowsFormat(EightBits):
       forward: the dtype of operands.
       backward: the dtype of cotangents.
       smallest: the smallest harmonic mean of the sizes M, K and N, see ``Float8``.
+      sums: how float8 products are added up, see ``Float8``. Sums of int8 are exact.
     """
 
     forward: str
     backward: str
     smallest: float
+    sums: str = FAST
 
     options_in_words = "jmp_lite.get_format(..., "
 
@@ -59,6 +65,9 @@ class RowsFormat(EightBits):
                 given = str(getattr(self, field))
                 raise unknown_name(f"{field} dtype of {self.name}", given, names)
         object.__setattr__(self, "smallest", parse_smallest(self.smallest))
+        accepted = SUMS[:1] if is_int8 else SUMS
+        if self.sums not in accepted:
+            raise unknown_name(f"sums of {self.name}", str(self.sums), accepted)
 
     @property
     def smallest_mean(self) -> float:
@@ -93,7 +102,7 @@ class RowsFormat(EightBits):
         del bound
         forward, backward = np.dtype(self.forward), np.dtype(self.backward)
         lhs, rhs, *others = operands
-        form = ByRows(forward, forward, backward)
+        form = ByRows(forward, forward, backward, self.sums)
         axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
         return bilinear.bilinear(
             ProductOperand(lhs), ProductOperand(rhs), form, axes, sharding
@@ -108,13 +117,13 @@ class ByRows:
       lhs: the dtype of the left operand, of 8 bits.
       rhs: the dtype of the right operand.
       cotangent: the dtype of the cotangent of the result.
-      is_backward: whether it is a product of the backward pass.
+      sums: how float8 products are added up; in the backward pass they are promoted.
     """
 
     lhs: Dtype
     rhs: Dtype
     cotangent: Dtype
-    is_backward: bool = False
+    sums: str = FAST
 
     @property
     def dtype(self) -> Dtype:
@@ -129,7 +138,7 @@ class ByRows:
     def transposed(self, side: int) -> "ByRows":
         """Returns the form of the product that is the cotangent of an operand."""
         other = self.rhs if side == 0 else self.lhs
-        return ByRows(self.cotangent, other, self.cotangent, is_backward=True)
+        return ByRows(self.cotangent, other, self.cotangent, PROMOTED)
 
     def cotangent_operand(self, cotangent: Array) -> ProductOperand:
         """Returns a cotangent as an operand; each product rounds its own rows."""
@@ -155,9 +164,7 @@ class ByRows:
             )
             for side, (each, to) in pairs
         )
-        # See ``Scaled.multiply``.
-        is_precise = self.is_backward and isinstance(axes, Dimensions)
-        precision = lax.Precision.HIGHEST if is_precise and not is_integer else None
+        precision = None if is_integer else sum_precision(self.sums, axes)
         # For a GPU a float32 result of float8 numbers would be a pass of its own.
         result_dtype = np.dtype("int32") if is_integer else dtype
         product = axes.product(left, right, precision, result_dtype, out_sharding)

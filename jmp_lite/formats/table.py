@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jmp_lite.casting.dtypes import unknown_name
-from jmp_lite.formats.float8 import Float8Format
+from jmp_lite.formats.float8 import Float8, Float8Format
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.formats.rows import RowsFormat
 from jmp_lite.formats.wide import WideFormat
@@ -14,7 +14,7 @@ FORMATS: dict[str, NumberFormat] = {
     # Below these sizes, quantization costs what the product gains: on an H100 for
     # float8, and on a TPU v5e for int8.
     "float8_rows": RowsFormat(
-        "float8_rows", "float8_e4m3fn", "float8_e5m2", smallest=3000
+        "float8_rows", "float8_e4m3fn", "float8_e4m3fn", smallest=3000
     ),
     "int8": RowsFormat("int8", "int8", "int8", smallest=4000),
     "wide": WideFormat("wide"),
@@ -27,8 +27,8 @@ def get_format(name: str, **options: Any) -> NumberFormat:
 
     Args:
       name: ``"int8"``, ``"float8_rows"``, ...
-      **options: its options. Formats of 8 bits by rows have ``smallest``, the smallest
-        harmonic mean of the sizes M, K and N of a product that qualifies.
+      **options: its options. Formats of 8 bits have those of ``Float8``. By rows,
+        ``forward`` and ``backward`` are names of dtypes.
 
     Raises:
       ValueError: the name or an option is unknown.
@@ -43,15 +43,20 @@ def get_format(name: str, **options: Any) -> NumberFormat:
     known = FORMATS.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if known is None:
         raise unknown_name("format", str(name), FORMATS)
-    if name == "float8":
-        raise ValueError(
-            "The format 'float8' has no record of its own: rules take it by name, and "
-            "its options are part of them, Rules(float8_format=jmp_lite.Float8(...))."
-        )
-    names = [field.name for field in dataclasses.fields(known) if field.name != "name"]
+    names = options_of(known)
     if options and not names:
         raise ValueError(f"The format {name!r} has no options, got {[*options]}.")
     for option in options:
         if option not in names:
             raise unknown_name(f"option of {name}", option, names)
+    if isinstance(known, Float8Format):
+        return Float8Format(name, Float8(**options))
     return dataclasses.replace(known, **options)
+
+
+def options_of(number_format: NumberFormat) -> dict[str, Any]:
+    """Returns the options of a number format, by name."""
+    is_float8 = isinstance(number_format, Float8Format)
+    record = number_format.options if is_float8 else number_format
+    names = [field.name for field in dataclasses.fields(record)]
+    return {name: getattr(record, name) for name in names if name != "name"}

@@ -93,6 +93,11 @@ class ProductForm(Protocol):
         """The dtype in which operands are multiplied; None for that of operands."""
         ...
 
+    @property
+    def sums(self) -> str:
+        """How products are added up."""
+        ...
+
     def multiply(
         self,
         lhs: ProductOperand,
@@ -165,6 +170,13 @@ def dtype_of(eqn: Eqn) -> Dtype | None:
     None also for a product of 16-bit operands.
     """
     return eqn.params["form"].dtype if eqn.primitive in _OURS else None
+
+
+def sums_of(eqn: Eqn) -> str:
+    """Returns how a form adds 8-bit floats up; "" for other equations."""
+    dtype = dtype_of(eqn)
+    is_of_floats = dtype is not None and not np.issubdtype(dtype, np.integer)
+    return eqn.params["form"].sums if is_of_floats else ""
 
 
 def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:

@@ -1,10 +1,12 @@
 """Functions under autocast, compiled for an H100 and a TPU v5e."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax import lax
 from jax.sharding import NamedSharding
 from programs import BLOCK, Block
@@ -235,6 +237,46 @@ def test_layers_with_biases_move_and_hold_little_more_than_by_hand(name, target)
     bytes_moved, peak_memory = LAYERS_AT_MOST[name, target]
     assert found.bytes_moved <= bytes_moved * expected.bytes_moved
     assert found.peak_memory <= peak_memory * expected.peak_memory
+
+
+class Convolutions(nn.Module):
+    has_head: bool
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = nn.Conv(128, (3, 3), use_bias=False, dtype=self.dtype)(x)
+            x = nn.relu(nn.BatchNorm(False, dtype=self.dtype)(x))
+        return nn.Dense(16, dtype=self.dtype)(x) if self.has_head else x
+
+
+@pytest.mark.usefixtures("standard_promotion")  # Flax's, by hand.
+@pytest.mark.parametrize("has_head", [True, False])
+def test_convolutions_and_batch_norms_hold_what_those_by_hand_do(has_head):
+    """A last norm that the loss reads is float32, and so is its cotangent."""
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    x = jax.ShapeDtypeStruct((64, 32, 32, 128), jnp.float32)
+    init = Convolutions(has_head).init
+    variables = jax.eval_shape(init, jax.random.key(0), x)
+
+    def compiled(dtype, wrap):
+        def loss(params, stats, x):
+            variables = {"params": params, "batch_stats": stats}
+            y, _ = Convolutions(has_head, dtype).apply(
+                variables, x, mutable=["batch_stats"]
+            )
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        args = variables["params"], variables["batch_stats"], x
+        return compile_for("h100", jax.grad(wrap(loss)), *args)
+
+    low = compiled(None, autocast)
+    by_hand = compiled(jnp.bfloat16, lambda loss: loss)
+    half_a_cotangent = 0 if has_head else 2 * x.size
+    assert low.temporaries <= 1.001 * by_hand.temporaries + half_a_cotangent
+    assert low.bytes_moved <= 1.07 * by_hand.bytes_moved
 
 
 # -------------------------------------------------- arrays of few bits, small matrices

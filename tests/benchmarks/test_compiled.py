@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import compiled, hlo, kernels
 from benchmarks.compiled import TARGETS, Program, compile_for, devices, missing
+from benchmarks.formats import chips
 from benchmarks.hlo import Array
 
 
@@ -861,6 +862,25 @@ def test_a_cast_in_a_fused_kernel_is_free(target):
     low = shape(8192, 8192, dtype="bfloat16")
     found = compile_for(target, lambda x, y: jnp.tanh(x) * y.astype(x.dtype), BIG, low)
     assert found.bytes_moved == BYTES * 5 // 2
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("gpu", ["h100", "b200"])
+def test_xlas_own_description_of_a_gpu_makes_the_same_program(gpu, monkeypatch):
+    if missing(gpu):
+        pytest.skip(missing(gpu))
+    if not compiled.xlas_own(compiled.H100.gpu):
+        pytest.skip("the plug-in of this JAX carries none")
+
+    def figures():
+        devices.cache_clear()
+        program = chips.compile_gradient(gpu, 2048, "float8")
+        return program.bytes_moved, program.temporaries, program.kernels
+
+    by_xlas = figures()
+    monkeypatch.setattr(compiled, "xlas_own", lambda gpu: "")
+    assert figures() == by_xlas
+    devices.cache_clear()
 
 
 def adamw_step(skip):

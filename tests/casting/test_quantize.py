@@ -63,6 +63,23 @@ def test_infinities_and_nans_are_never_clipped(bad):
     assert not np.isfinite(dequantize(quantize(array, FORMATS[0]), "float32")).any()
 
 
+@pytest.mark.parametrize(
+    ("largest", "loses", "vanishes"),
+    [(np.nextafter(np.float32(1.75), 2), 14_336, 229_376), (1.75, 28_672, 458_752)],
+)
+def test_small_numbers_lose_digits_and_vanish_at_the_ratios_that_the_docs_name(
+    largest, loses, vanishes
+):
+    def stored(number):
+        array = jnp.array([largest, number], jnp.float32)
+        return float(dequantize(quantize(array, jnp.float8_e4m3fn), jnp.float32)[1])
+
+    least, zero = largest // 0.25 * 0.25 / loses, largest // 0.25 * 0.25 / vanishes
+    assert stored(1.125 * least) == 1.125 * least
+    assert stored(1.125 * least / 2) != 1.125 * least / 2
+    assert stored(1.01 * zero) > 0 == stored(zero)
+
+
 def test_an_array_may_be_empty_or_a_scalar():
     assert quantize(jnp.zeros((0, 4)), FORMATS[0]).numbers.shape == (0, 4)
     assert float(quantize(jnp.float32(3), FORMATS[0]).scale) == 2.0**-7

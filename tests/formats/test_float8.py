@@ -119,6 +119,7 @@ def test_rules_with_float8_travel_as_json():
         ({"smallest": "large"}, "at least 0 for smallest, got 'large'"),
         ({"smallest": True}, "at least 0 for smallest, got True"),
         ({"smallest": float("nan")}, "at least 0 for smallest, got nan"),
+        ({"sums": "promote"}, "Unknown sums 'promote'. Did you mean 'promoted'"),
     ],
 )
 def test_formats_that_matrix_units_do_not_have_are_an_error(options, message):
@@ -402,6 +403,67 @@ def operands_of(line):
 def test_backward_products_add_up_in_full():
     lines = products_for(jax.grad(autocast(block), (0, 1, 2)), (X, W, V), "cuda")
     assert sum("precision = [HIGHEST, HIGHEST]" in line for line in lines) == 4
+
+
+def with_sums(sums, name="float8", rules="mixed"):
+    return jmp.get_rules(rules).product(jmp.get_format(name, smallest=0, sums=sums))
+
+
+@pytest.mark.parametrize("name", ["float8", "float8_rows"])
+@pytest.mark.parametrize(("sums", "n_promoted"), [("fast", 4), ("promoted", 6)])
+def test_products_of_the_forward_pass_are_added_up_as_asked(sums, n_promoted, name):
+    rules = with_sums(sums, name)
+    gradient = jax.grad(autocast(block, rules), (0, 1, 2))
+    lines = products_for(gradient, (X, W, V), "cuda")
+    of_8_bits = [line for line in lines if line.count("f8E") == 2]
+    assert len(of_8_bits) == 6
+    assert sum("[HIGHEST, HIGHEST]" in line for line in of_8_bits) == n_promoted
+    explanation = jmp.explain(block, rules, backward=True)(X, W, V)
+    found = Counter(row.sums for row in explanation.rows if row.sums)
+    assert found == Counter(fast=6 - n_promoted, promoted=n_promoted)
+    expected = "2 fast, 4 promoted" if sums == "fast" else "6 promoted"
+    assert f"sums of float8: {expected}\n" in explanation.summary()
+    assert jmp.Rules.from_json(rules.to_json()) == rules
+
+
+SQUARE = jnp.full((48, 48), 0.1)
+
+
+def test_a_scope_has_formats_of_its_own():
+    def fun(x, w):
+        with jax.named_scope("gate"):
+            gate = jax.nn.sigmoid(x @ w)
+        with jax.named_scope("out"):
+            return jnp.mean((jnp.tanh(gate @ w) @ w) ** 2)
+
+    formats = jmp.Float8(smallest=0, sums="promoted", backward="e4m3fn")
+    rules = RULES.scope("out", formats)
+    rows = jmp.explain(fun, rules)(X, SQUARE).rows
+    assert [(r.scope, r.sums) for r in rows if r.sums] == [
+        ("gate", "fast"),
+        ("out", "promoted"),
+        ("out", "promoted"),
+    ]
+    lines = products_for(jax.grad(autocast(fun, rules)), (X, SQUARE), "cuda")
+    of_8_bits = [line for line in lines if line.count("f8E") == 2]
+    assert sum("f8E5M2" in line for line in of_8_bits) == 1
+    assert jmp.Rules.from_json(rules.to_json()) == rules
+    # All of its options are its own, those of the rules' field too.
+    usual = RULES.scope("out", jmp.Float8())
+    assert jmp.Rules.from_json(usual.to_json()) == usual != RULES.scope("out", "float8")
+    assert [r.sums for r in jmp.explain(fun, usual)(X, SQUARE).rows if r.sums] == [
+        "fast"
+    ]
+    assert rules.scope("out", jmp.get_format("float8", smallest=0)) == rules.scope(
+        "out", EVERY_SIZE
+    )
+
+
+def test_sums_of_int8_are_exact_and_have_no_option():
+    with pytest.raises(ValueError, match="Unknown sums of int8 'promoted'"):
+        jmp.get_format("int8", sums="promoted")
+    rows = jmp.explain(block, with_sums("fast", "int8"), backward=True)(X, W, V).rows
+    assert not any(row.sums for row in rows)
 
 
 def float8_rows(gradient, shapes):

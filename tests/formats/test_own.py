@@ -213,7 +213,6 @@ def test_compare_and_tune_accept_an_own_format():
         ),
         (lambda: jmp.get_format("coarse"), ValueError, "Unknown format 'coarse'"),
         (lambda: jmp.get_format(["int8"]), ValueError, "Did you mean 'int8'"),
-        (lambda: jmp.get_format("float8"), ValueError, r"Rules\(float8_format="),
         (lambda: jmp.get_format("wide", small=3), ValueError, "'wide' has no options"),
         (lambda: jmp.Format("own", _Unhashable()), TypeError, "that can be hashed"),
         (

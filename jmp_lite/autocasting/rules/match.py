@@ -1,14 +1,14 @@
 """The rule that decides an op at a path, and the precision that it names."""
 
-import dataclasses
 import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from jmp_lite.casting.dtypes import dtype_names, parse_dtype, unknown_name
+from jmp_lite.formats.float8 import Float8, Float8Format
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.formats.own import Format, OwnFormat
-from jmp_lite.formats.table import FORMATS, get_format
+from jmp_lite.formats.table import FORMATS, get_format, options_of
 from jmp_lite.ops import Precision
 
 AnyPrecision: TypeAlias = Precision | NumberFormat
@@ -74,19 +74,16 @@ def in_json(precision: AnyPrecision) -> str | dict[str, Any]:
     """
     if not isinstance(precision, NumberFormat):
         return precision.value
-    known = FORMATS.get(precision.name)
     if not _is_known(precision):
         raise ValueError(
             f"The format {precision.name!r} cannot be written as JSON, because it is "
             "not one of this library's. Write the rules without it, and add it to "
             "those that you read: rules.scope(pattern, format)."
         )
-    names = [field.name for field in dataclasses.fields(precision)]
-    options = {
-        name: getattr(precision, name)
-        for name in names
-        if getattr(precision, name) != getattr(known, name)
-    }
+    options = options_of(precision)
+    if not isinstance(precision, Float8Format):  # Its name takes the rules' options.
+        usual = options_of(FORMATS[precision.name])
+        options = {name: one for name, one in options.items() if one != usual[name]}
     return {"format": precision.name, **options} if options else precision.name
 
 
@@ -102,13 +99,15 @@ def _is_known(precision: NumberFormat) -> bool:
 
 
 def parse_precision(
-    precision: "AnyPrecision | Format | str | Mapping[str, Any]",
+    precision: "AnyPrecision | Float8 | Format | str | Mapping[str, Any]",
 ) -> AnyPrecision:
     """Returns the precision for a name, in upper or lower case."""
     if isinstance(precision, AnyPrecision):
         return precision
     if isinstance(precision, Format):
         return OwnFormat(precision.name, precision)
+    if isinstance(precision, Float8):
+        return Float8Format("float8", precision)
     if isinstance(precision, Mapping):  # As ``in_json`` writes it.
         options = {**precision}
         if "format" not in options:

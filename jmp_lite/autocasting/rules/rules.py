@@ -196,7 +196,7 @@ class Rules:
         """
         return self._with_ops(ops, FORMATS["wide"])
 
-    def product(self, precision: AnyPrecision | Format | str) -> "Rules":
+    def product(self, precision: AnyPrecision | Float8 | Format | str) -> "Rules":
         """Returns rules in which all matrix products have a precision.
 
         Args:
@@ -215,14 +215,17 @@ class Rules:
         requested = format_of(precision)
         return self._with_ops(requested.ops if requested else PRODUCTS, precision)
 
-    def scope(self, pattern: str, precision: AnyPrecision | Format | str) -> "Rules":
+    def scope(
+        self, pattern: str, precision: AnyPrecision | Float8 | Format | str
+    ) -> "Rules":
         """Returns rules with one more scope, after your scopes and before the preset's.
 
         Args:
           pattern: a regular expression. ``re.search`` looks for it in the path of an
             op, such as ``"LM/Block_0/LayerNorm_0"``.
           precision: a ``Precision``, a number format, or the name of one. A number
-            format such as ``"float8"`` applies to matrix products only. Other ops in
+            format, ``"float8"`` or ``Float8(sums="promoted")``, applies to matrix
+            products only. Other ops in
             the scope ignore the rule.
 
         Raises:

@@ -196,4 +196,5 @@ def _row_as_it_runs(eqn: Eqn) -> Row:
         bytes_run=n_bytes,
         flops=cost.product_flops(eqn),
         is_backward=True,
+        sums=bilinear.sums_of(eqn),
     )

@@ -24,11 +24,12 @@ from jmp_lite.autocasting.rules.rules import (
     Rules,
     check_pattern,
     fields_of,
+    requested_formats,
 )
 from jmp_lite.autocasting.rules.scopes import unused_scopes
 from jmp_lite.autocasting.rules.serialization import fields_for_json
 from jmp_lite.casting.dtypes import default_device, hint_for, unknown_name
-from jmp_lite.formats.float8 import describe_formats
+from jmp_lite.formats.float8 import Float8Format, describe_formats
 from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
 from jmp_lite.insight.explain.difference import Difference
 from jmp_lite.insight.explain.grouping import depth_that_fits, grouped
@@ -237,8 +238,10 @@ class Explanation:
         passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
         lines.append(("passes: ", [passes] if passes else []))
         if any(row.number_format == "float8" for row in self.rows):
-            formats = describe_formats(self.rules.float8_format, default_device())
-            lines.append(("float8: ", [formats]))
+            lines.append(("float8: ", tuple(dict.fromkeys(_formats(self.rules)))))
+        sums = Counter(row.sums for row in self.rows if row.sums)
+        in_words = ", ".join(f"{n} {name}" for name, n in sums.items())
+        lines.append(("sums of float8: ", [in_words] if sums else []))
         lines.append(("arguments: ", list(_held(self.held))))
         lines.append(("unused: ", self.unused))
         lines.append(("lint: ", tuple(map(str, self.lints))))
@@ -260,6 +263,13 @@ class Explanation:
 
     def _names(self, of: Callable[[Row], str]) -> list[str]:
         return list(dict.fromkeys(map(of, self.rows)))
+
+
+def _formats(rules: Rules) -> Iterator[str]:
+    """Yields the formats of float8 products that rules request, in words."""
+    for requested in requested_formats(rules):
+        if isinstance(requested, Float8Format):
+            yield describe_formats(requested.options, default_device())
 
 
 Args = ParamSpec("Args")

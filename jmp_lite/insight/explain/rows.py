@@ -25,6 +25,7 @@ from jmp_lite.autocasting.rules.rules import (
 )
 from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.formats.number_format import LOW
+from jmp_lite.formats.table import options_of
 from jmp_lite.insight.explain import reasons
 from jmp_lite.insight.places import Place, short
 from jmp_lite.jaxprs import bilinear, cost, params, source, structure
@@ -63,6 +64,8 @@ class Row(NamedTuple):
       is_backward: whether it belongs to a backward pass.
       number_format: the number format of a matrix product that runs low: ``"low"``,
         ``"float8"`` or another. Empty for other ops, and in rows of ``backward=True``.
+      sums: how a float8 product is added up, ``"fast"`` or ``"promoted"``, see
+        ``Float8``. Empty for other ops.
 
     Example:
       >>> import jax.numpy as jnp
@@ -85,6 +88,7 @@ class Row(NamedTuple):
     flops: int = 0
     is_backward: bool = False
     number_format: str = ""
+    sums: str = ""
 
 
 def runs_in(row: Row) -> str:
@@ -221,6 +225,7 @@ class _RowMaker:
             flops=cost.product_flops(eqn),
             is_backward=source.is_transposed(eqn),
             number_format=_number_format(eqn, decision),
+            sums=_sums(eqn, decision, low),
         )
 
     def _describe_origin(self, origin: Origin) -> str:
@@ -275,6 +280,16 @@ def _precision(eqn: Eqn, decision: Decision, low: Dtype) -> str:
 def _number_format(eqn: Eqn, decision: Decision) -> str:
     is_low = decision.run is Run.LOW and params.op_of(eqn) in PRODUCTS
     return decision.number_format.name if is_low else ""
+
+
+def _sums(eqn: Eqn, decision: Decision, low: Dtype) -> str:
+    """Returns how a float8 product is added up."""
+    is_float8 = _number_format(eqn, decision) and _precision(
+        eqn, decision, low
+    ).startswith("float8")
+    if is_float8:
+        return options_of(decision.number_format).get("sums", "")
+    return bilinear.sums_of(eqn)
 
 
 def precision_as_traced(eqn: Eqn) -> str:

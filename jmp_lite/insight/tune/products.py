@@ -10,7 +10,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from jmp_lite.autocasting.rules.match import AnyPrecision, format_of, name_of
+from jmp_lite.autocasting.rules.match import (
+    AnyPrecision,
+    format_of,
+    in_json_or_name,
+    name_of,
+)
 from jmp_lite.autocasting.rules.rules import (
     NORM_LAYERS,
     Rules,
@@ -46,10 +51,10 @@ def searched_format(trials: Trials, rules: Rules) -> AnyPrecision | None:
     """
     requested = list(filter(_is_searched, requested_formats(rules).values()))
     if len(requested) > 1:
+        names = ", ".join(str(in_json_or_name(one)) for one in requested)
         raise ValueError(
             "tune searches for the products of one number format at a time, and the "
-            f"rules request {', '.join(map(name_of, requested))}. Leave all but one "
-            "out of the rules."
+            f"rules request {names}. Leave all but one out of the rules."
         )
     rows = trials.rows(rules) if requested else ()
     return next((one for one in requested if any(_products_in(one, rows))), None)
