@@ -32,6 +32,7 @@ from benchmarks import (
 from benchmarks.formats import (
     chips,
     experts,
+    flax_modules,
     outliers,
     recipes,
     sums,
@@ -54,6 +55,7 @@ TEXTS = (
     ROOT / "docs" / "formats.md",
     ROOT / "docs" / "memory.md",
     ROOT / "docs" / "compatibility.md",
+    ROOT / "docs" / "comparison.md",
 )
 
 _BLOCK = re.compile(
@@ -201,6 +203,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "formats.trained": lambda results: training.trained_table(
         _rows(results, "trained", training.Trained)
+    ),
+    "formats.flax": lambda results: flax_modules.compiled_table(
+        _rows(results, "flax", flax_modules.Compiled)
     ),
     "formats.outliers": lambda results: outliers.outliers_table(
         _rows(results, "outliers", outliers.Outlier)

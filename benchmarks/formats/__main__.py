@@ -10,6 +10,7 @@ from benchmarks.compiled import missing
 from benchmarks.formats import (
     chips,
     experts,
+    flax_modules,
     outliers,
     recipes,
     training,
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for variant in experts.VARIANTS
     ]
     print("\n" + experts.mixtures_table(mixtures), flush=True)
+    peers = [flax_modules.measure(variant) for variant in flax_modules.VARIANTS]
+    print("\n" + flax_modules.compiled_table(peers), flush=True)
     large = [row for name in chips.FORMATS for row in outliers.measure_outliers(name)]
     print("\n" + outliers.outliers_table(large), flush=True)
     trained = [
@@ -93,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         stacked=stacked,
         sent=sent,
         experts=mixtures,
+        flax=peers,
         outliers=large,
         trained=trained,
     )

@@ -95,7 +95,21 @@ def quantize(array: jax.Array, dtype: DTypeLike) -> Quantized:
     scale = checkpoint_name(scale_for(largest, dtype), SCALE_NAME)
     # Not a product with the inverse, which would be a kernel of its own.
     numbers = array / scale.astype(array.dtype)
-    return Quantized(numbers.astype(dtype), scale)
+    return Quantized(to_float8(numbers, dtype), scale)
+
+
+def to_float8(array: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounds an array to a float8 dtype.
+
+    A format without a negative zero (``fnuz``) has a NaN in its place. In a loop, XLA
+    for CPUs makes that NaN of a negative number that rounds to zero (jax 0.10 to 0.12).
+    So such a number becomes a positive zero before.
+    """
+    info = jnp.finfo(dtype)
+    if str(info.dtype).endswith("fnuz"):
+        tie = float(info.smallest_subnormal) / 2
+        array = jnp.where(jnp.abs(array) <= tie, 0, array)
+    return array.astype(dtype)
 
 
 def dequantize(quantized: Quantized, dtype: DTypeLike) -> jax.Array:

@@ -22,7 +22,13 @@ from jmp_lite.casting.dtypes import (
     parse_dtype,
     unknown_name,
 )
-from jmp_lite.casting.quantize import SCALE_NAME, Quantized, dequantize, quantize
+from jmp_lite.casting.quantize import (
+    SCALE_NAME,
+    Quantized,
+    dequantize,
+    quantize,
+    to_float8,
+)
 from jmp_lite.formats.eight_bits import (
     BACKWARD_DTYPES,
     FAST,
@@ -316,7 +322,7 @@ def _with_one_scale(quantized: Quantized, contracted: Sequence[int]) -> Quantize
         return quantized
     largest = jnp.max(scale, axes, keepdims=True)  # NaN if one of them is.
     ratio = (scale / largest).astype(jnp.bfloat16)
-    shifted = (numbers.astype(jnp.bfloat16) * ratio).astype(numbers.dtype)
+    shifted = to_float8(numbers.astype(jnp.bfloat16) * ratio, numbers.dtype)
     return Quantized(shifted, largest)
 
 

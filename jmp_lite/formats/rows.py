@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jmp_lite.casting.dtypes import unknown_name
-from jmp_lite.casting.quantize import power_of_two_for
+from jmp_lite.casting.quantize import power_of_two_for, to_float8
 from jmp_lite.formats.eight_bits import (
     BACKWARD_DTYPES,
     FAST,
@@ -190,7 +190,7 @@ def _quantized(
     if not np.issubdtype(dtype, np.integer):
         scale = power_of_two_for(largest, float(jnp.finfo(dtype).max))
         # Exact: a power of two.
-        return (array / scale.astype(array.dtype)).astype(dtype), scale
+        return to_float8(array / scale.astype(array.dtype), dtype), scale
     # No power of two: it would leave up to one of seven bits unused.
     scale = largest.astype(np.float32) / limit
     is_finite = jnp.isfinite(scale)

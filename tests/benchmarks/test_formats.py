@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jmp_lite as jmp
@@ -12,6 +13,8 @@ from benchmarks.formats import __main__ as every
 from benchmarks.formats import (
     chips,
     experts,
+    flax_modules,
+    outliers,
     recipes,
     training,
     transformers,
@@ -99,6 +102,32 @@ def test_groups_compile_for_a_tpu_in_float16_only_if_they_are_float32():
     compile_for("v5e", jmp.autocast(product, in_full), *arrays, sizes)
 
 
+@pytest.mark.targets
+@pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
+def test_one_of_flaxs_modules_is_float8_with_the_default_flags():
+    if missing("h100"):
+        pytest.skip(missing("h100"))
+    found = [
+        flax_modules.measure(variant, width=2048, rows=4096)
+        for variant in flax_modules.VARIANTS
+    ]
+    assert {row.products for row in found} == {11}
+    assert [row.in_float8 for row in found] == [0, 0, 11, 8, 11]
+
+
+@pytest.mark.benchmarks
+def test_a_large_channel_costs_digits_in_int8_alone():
+    errors = {
+        name: [row.error for row in outliers.measure_outliers(name, width=64)]
+        for name in ("mixed", "float8", "int8")
+    }
+    for name in ("mixed", "float8"):
+        np.testing.assert_allclose(errors[name], errors[name][0], rtol=0.1)
+    assert errors["mixed"][0] < errors["int8"][0] < errors["float8"][0] / 2
+    assert errors["int8"][0] < errors["int8"][2] < errors["int8"][4]
+    assert errors["int8"][4] > 5 * errors["float8"][4]
+
+
 @pytest.mark.benchmarks
 def test_gaps_are_to_float32_of_the_same_seed():
     rows = [
@@ -109,7 +138,7 @@ def test_gaps_are_to_float32_of_the_same_seed():
     ]
     cells = training.trained_table(rows).splitlines()[-1].split()
     assert cells == [
-        *("width", "64,", "float8", "0.2000", "2.8000"),
+        *("64", "float8", "0.2000", "2.8000"),
         *("+0.5000", "+0.1000", "+0.3000"),
     ]
 
@@ -120,7 +149,9 @@ def test_a_small_training_has_small_errors():
     assert rows["float32"].error == 0
     assert rows["mixed"].error < rows["int8"].error < rows["float8"].error < 0.2
     # Powers of two as scales change a digit only where numbers are too small.
-    assert rows["float8_rows"].error == pytest.approx(rows["float8"].error, rel=0.05)
+    by_rows = rows["float8_rows, e5m2"].error
+    assert by_rows == pytest.approx(rows["float8"].error, rel=0.05)
+    assert rows["float8_rows"].error < by_rows
     for row in rows.values():
         assert row.loss == pytest.approx(rows["float32"].loss, abs=0.1)
 
@@ -136,6 +167,8 @@ def test_the_tables_are_written_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "TASKS", (Task(32, 16, 1e-2),))
     monkeypatch.setattr(wire, "CASES", ())
     monkeypatch.setattr(experts, "CHIPS", ())
+    monkeypatch.setattr(flax_modules, "VARIANTS", {})
+    monkeypatch.setattr(outliers, "FACTORS", (1,))
     # Chips of two kinds, in one process.
     small = ["--chips", "h100", "v6e", "--sizes", "256", "--tokens", "256"]
     options = ["--widths", "128", "--lengths", "--seeds", "1", "--steps", "10"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 
 from jmp_lite.casting.quantize import dequantize, quantize, scale_for
 
@@ -78,6 +79,22 @@ def test_small_numbers_lose_digits_and_vanish_at_the_ratios_that_the_docs_name(
     assert stored(1.125 * least) == 1.125 * least
     assert stored(1.125 * least / 2) != 1.125 * least / 2
     assert stored(1.01 * zero) > 0 == stored(zero)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_small_negative_numbers_are_no_nan_in_a_loop(dtype):
+    """XLA for CPUs makes NaN of them, where a format has no negative zero."""
+    largest = float(jnp.finfo(dtype).max)
+    numbers = jnp.asarray([-largest, *-(2.0 ** -np.arange(40.0)), -0.0], jnp.float32)
+
+    def step(carry, row):
+        quantized = quantize(row, dtype)
+        return carry, (quantized.numbers, dequantize(quantized, jnp.float32))
+
+    _, (_, found) = jax.jit(lambda x: lax.scan(step, 0, x))(jnp.stack([numbers] * 3))
+    expected = np.asarray(numbers).astype(getattr(ml_dtypes, dtype))
+    for row in found:
+        np.testing.assert_array_equal(row, expected.astype(np.float32))
 
 
 def test_an_array_may_be_empty_or_a_scalar():

@@ -3627,6 +3627,14 @@ FAULTS = (
         "formats/test_rows.py::test_all_three_products_have_8_bits_and_add_up_as_they_should",
     ),
     Fault(
+        "casting/quantize.py",
+        "to_float8",
+        "array = jnp.where(jnp.abs(array) <= tie, 0, array)",
+        "array = jnp.where(jnp.abs(array) < tie, array, array)",
+        "small negative numbers are NaN in a loop",
+        "casting/test_quantize.py::test_small_negative_numbers_are_no_nan_in_a_loop",
+    ),
+    Fault(
         "formats/float8.py",
         "Float8Format.multiply",
         "form = Scaled(forward, forward, backward, self.options.sums)",
