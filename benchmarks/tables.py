@@ -25,6 +25,7 @@ from benchmarks import (
     insight,
     loss_scaling,
     moments,
+    optimizer_peers,
     state_training,
     steps,
     training_steps,
@@ -203,6 +204,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "formats.trained": lambda results: training.trained_table(
         _rows(results, "trained", training.Trained)
+    ),
+    "optimizer_peers": lambda results: optimizer_peers.peers_table(
+        _rows(results, "peers", optimizer_peers.Peer)
     ),
     "formats.flax": lambda results: flax_modules.compiled_table(
         _rows(results, "flax", flax_modules.Compiled)

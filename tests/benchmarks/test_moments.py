@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import optimizer_peers
 from benchmarks.moments import (
     E4M3,
     FORMATS,
@@ -72,3 +73,9 @@ def test_the_table_of_thirty_arrays_shows_ratios_to_the_optimizer_alone():
     ]
     *_, last = compiled_table(rows).splitlines()
     assert last.split() == ["bfloat16", "one", "2.0", "s", "2.5x", "35", "5.00"]
+
+
+@pytest.mark.parametrize("name", ["jmp_lite, 16 bits", "jmp_lite, 8 bits"])
+def test_steps_of_small_gradients_are_as_long_as_optax_s(name, standard_promotion):
+    found = optimizer_peers.distances(name, n_steps=200)
+    np.testing.assert_allclose(found, 1, atol=0.02)
