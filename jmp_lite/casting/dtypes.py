@@ -204,6 +204,7 @@ def cast_tree(
       A pytree of the same structure and shapes.
 
     Raises:
+      TypeError: a leaf consists of bytes without a dtype, as from ``np.load``.
       ValueError: ``dtype`` is unknown or not floating-point.
 
     Example:
@@ -220,6 +221,7 @@ def cast_tree(
       dtype('float32')
     """
     target = parse_dtype(dtype)
+    refuse_raw_bytes(tree)
 
     def cast(path: Path, leaf: Leaf) -> Leaf:
         is_cast = is_floating(leaf) and (where is None or where(path, leaf))
@@ -268,6 +270,7 @@ def cast_to_half(tree: Tree) -> Tree:
 
 def upcast_tree(tree: Tree) -> Tree:
     """Casts floating-point arrays of 16 bits or fewer to float32."""
+    refuse_raw_bytes(tree)
 
     def upcast(leaf: Leaf) -> Leaf:
         narrow = is_floating(leaf) and jnp.finfo(leaf.dtype).bits < 32
@@ -279,6 +282,26 @@ def upcast_tree(tree: Tree) -> Tree:
 def is_array(leaf: Leaf) -> TypeGuard[Array]:
     """Whether a leaf is an array or a ``ShapeDtypeStruct``. Python scalars are not."""
     return isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
+
+
+def refuse_raw_bytes(tree: PyTree) -> None:
+    """Raises a TypeError for bytes without a dtype.
+
+    ``np.load`` returns them for arrays that were saved in bfloat16 or float8.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_raw = isinstance(leaf, np.ndarray | np.generic) and (
+            leaf.dtype.type is np.void and leaf.dtype.names is None
+        )
+        if is_raw:
+            name = "bfloat16" if leaf.dtype.itemsize == 2 else "float8_e4m3fn"
+            raise TypeError(
+                "Expected numbers, got bytes without a dtype "
+                f"({leaf.dtype}{list(leaf.shape)}) at "
+                f"{jax.tree_util.keystr(path) or 'the root'}. NumPy's files lose the "
+                "names of bfloat16 and float8. Give the array the dtype that it was "
+                f"saved in: array.view(ml_dtypes.{name})."
+            )
 
 
 def is_traceable(leaf: Leaf) -> bool:

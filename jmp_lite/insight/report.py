@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp_lite.casting.dtypes import is_inexact, parse_dtype
+from jmp_lite.casting.dtypes import is_inexact, parse_dtype, refuse_raw_bytes
 from jmp_lite.insight import statistics
 from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs.sharding import gathered
@@ -132,7 +132,7 @@ def numerics_report(tree: PyTree, dtype: DTypeLike | None = None) -> NumericsRep
     Raises:
       ValueError: ``dtype`` is unknown, not floating-point, or has neither infinity nor
         NaN.
-      TypeError: a leaf is a ``ShapeDtypeStruct``.
+      TypeError: a leaf is a ``ShapeDtypeStruct``, or bytes without a dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -168,6 +168,7 @@ def numerics_report(tree: PyTree, dtype: DTypeLike | None = None) -> NumericsRep
 
 def _floats_in(tree: PyTree) -> Iterator[tuple[str, ArrayLike]]:
     """Yields the floating-point arrays of a pytree, each with its path."""
+    refuse_raw_bytes(tree)
     for path, leaf in jax.tree.leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"Expected arrays, got {leaf}, which holds no numbers.")

@@ -18,6 +18,7 @@ from jmp_lite.casting.dtypes import (
     is_array,
     is_floating,
     parse_dtype,
+    refuse_raw_bytes,
     unknown_name,
     upcast_tree,
 )
@@ -159,6 +160,7 @@ def low_precision_state(
         check_key(key)
 
     def init(params: Params) -> PyTree:
+        refuse_raw_bytes(params)
         params = params_for_init(inner, params)
         state = strongly_typed(inner.init(params))
         leaves, structure = jax.tree.flatten(state)

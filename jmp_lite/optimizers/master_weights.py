@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.dtypes import is_floating, parse_dtype, upcast_tree
+from jmp_lite.casting.dtypes import (
+    is_floating,
+    parse_dtype,
+    refuse_raw_bytes,
+    upcast_tree,
+)
 from jmp_lite.casting.types import (
     AnyArray,
     Dtype,
@@ -142,6 +147,7 @@ def master_weights(
         return jnp.array(leaf, parsed, copy=True) if is_floating(leaf) else leaf
 
     def init(params: Params) -> MasterWeightsState:
+        refuse_raw_bytes(params)
         masters = jax.tree.map(cast, params)
         return MasterWeightsState(masters, strongly_typed(inner.init(masters)))
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite.casting.dtypes import is_16_bit, is_array
+from jmp_lite.casting.dtypes import is_16_bit, is_array, refuse_raw_bytes
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import (
     AnyArray,
@@ -41,6 +41,7 @@ def update_to(target: AnyArray, param: AnyArray) -> Array:
 
 def check_16_bit(params: PyTree, name: str) -> None:
     """Raises a ValueError if no parameter has 16 bits."""
+    refuse_raw_bytes(params)
     leaves, is_part = whole_or_part(params)
     if leaves and not is_part and not any(map(is_16_bit, leaves)):
         raise ValueError(

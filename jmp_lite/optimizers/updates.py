@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jmp_lite.casting.dtypes import is_floating
+from jmp_lite.casting.dtypes import is_floating, refuse_raw_bytes
 from jmp_lite.casting.types import Leaf, PyTree, Tree
 
 
@@ -38,6 +38,8 @@ def apply_updates(params: Tree, updates: PyTree) -> Tree:
         total = jnp.asarray(_promotable(param) + _promotable(update))
         return total.astype(jnp.asarray(param).dtype)
 
+    refuse_raw_bytes(params)
+    refuse_raw_bytes(updates)
     # Strict promotion refuses a sum of bfloat16 and float32.
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(add, updates, params, is_leaf=lambda node: node is None)

@@ -11,7 +11,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, upcast_tree
+from jmp_lite.casting.dtypes import (
+    is_16_bit,
+    is_array,
+    is_inexact,
+    refuse_raw_bytes,
+    upcast_tree,
+)
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import Array, AxisName, Leaf, Path, PyTree, Tree, Updates
 from jmp_lite.scaling.numbers import boolean_scalar, is_selectable
@@ -31,6 +37,7 @@ def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> Array:
 
     Raises:
       NameError: ``axis_name`` is not a mapped axis here.
+      TypeError: a leaf consists of bytes without a dtype, as from ``np.load``.
 
     Source: jmp 0.0.4. MindSpore and Megatron-LM also decide over all devices.
 
@@ -40,6 +47,7 @@ def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> Array:
       >>> jmp.all_finite({"w": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
       Array(False, dtype=bool)
     """
+    refuse_raw_bytes(tree)
     checks = (
         jnp.all(jnp.isfinite(leaf))
         for leaf in jax.tree.leaves(tree)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from jmp_lite.casting.dtypes import is_inexact
+from jmp_lite.casting.dtypes import is_inexact, refuse_raw_bytes
 from jmp_lite.casting.types import (
     Array,
     AxisName,
@@ -118,6 +118,7 @@ def loss_scaling(
         )
 
     def init(params: Params) -> PyTree:
+        refuse_raw_bytes(params)
         start = DynamicLossScale() if loss_scale is None else loss_scale
         inner_state = strongly_typed(inner.init(params_for_init(inner, params)))
         if not isinstance(start, NoOpLossScale):
@@ -138,6 +139,8 @@ def loss_scaling(
         **extra_args: Any,
     ) -> tuple[Updates, PyTree]:
         check_state(state, LossScalingState, "loss_scaling")
+        refuse_raw_bytes(updates)
+        refuse_raw_bytes(params)
         grads = judged(updates, axis_name)
         if skip:
             return update_if(

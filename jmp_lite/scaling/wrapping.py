@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite.casting.dtypes import is_number
+from jmp_lite.casting.dtypes import is_number, refuse_raw_bytes
 from jmp_lite.casting.types import Leaf, OptimizerExtraArgs, PyTree, Tree
 
 
@@ -73,13 +73,14 @@ def check_same_structure(old_state: PyTree, new_state: PyTree, effect: str) -> N
 
 
 def check_state(state: PyTree, expected: type, name: str) -> None:
-    """Raises a TypeError for a state that a wrapper does not make.
+    """Raises a TypeError for a state that a wrapper does not make, or for raw bytes.
 
     Args:
       state: the state that ``update`` got.
       expected: the class of the wrapper's state.
       name: the name of the wrapper.
     """
+    refuse_raw_bytes(state)
     if isinstance(state, expected):
         return
     raise TypeError(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jmp_lite.autocasting.rules.presets import check_convertible
-from jmp_lite.casting.dtypes import is_array, is_inexact
+from jmp_lite.casting.dtypes import is_array, is_inexact, refuse_raw_bytes
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import LossFn, PyTree
 
@@ -48,6 +48,7 @@ def check_accumulation(accumulate: float | np.integer, batch_axes: PyTree) -> No
 
 def check_trainable(params: PyTree) -> None:
     """Raises a TypeError for parameters without a gradient."""
+    refuse_raw_bytes(params)
     for path, leaf in jax.tree.leaves_with_path(params):
         if not is_inexact(leaf):
             raise TypeError(
