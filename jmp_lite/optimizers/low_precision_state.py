@@ -244,7 +244,15 @@ def _stored(state: LowPrecisionState) -> tuple[list[tuple[Leaf, Stored | None]],
     leaves, structure = jax.tree.flatten(state.inner_state)
     moments = jax.tree.leaves(known_moments(state.inner_state))
     in_bfloat16 = state.scales is None
-    scales = state.scales if isinstance(state.scales, tuple) else [None] * len(leaves)
+    # A checkpoint that was restored without its classes has a list.
+    kept: Any = state.scales
+    scales: Sequence[Array | None] = [None] * len(leaves)
+    scales = kept if isinstance(kept, tuple | list) else scales
+    if len(scales) != len(leaves):
+        raise TypeError(
+            f"Expected scales of {len(leaves)} arrays, as init makes them, got "
+            f"{len(scales)} entries in state.scales."
+        )
 
     def is_low(leaf: Leaf, moment: Moment, scale: Array | None) -> bool:
         is_half = in_bfloat16 and is_16_bit(leaf) and is_large(leaf)
@@ -275,7 +283,7 @@ def packed(
     leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_stored)
     stored = [x if is_stored(x) else Stored(x) for x in leaves]
     scales = like.scales
-    if isinstance(scales, tuple):
+    if isinstance(scales, tuple | list):
         scales = tuple(x.scale for x in stored)
     numbers = structure.unflatten([x.numbers for x in stored])
     return LowPrecisionState(numbers, key, scales)

@@ -25,7 +25,12 @@ from jmp_lite.scaling.find_state import LossScalingState, copied_scale
 from jmp_lite.scaling.finite import Judged, all_finite, judged, select_tree
 from jmp_lite.scaling.inner_update import params_for_init, update_inner
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, check_is_loss_scale
-from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
+from jmp_lite.scaling.wrapping import (
+    check_classes,
+    check_state,
+    strongly_typed,
+    with_extra_args,
+)
 
 
 def loss_scaling(
@@ -139,6 +144,7 @@ def loss_scaling(
         **extra_args: Any,
     ) -> tuple[Updates, PyTree]:
         check_state(state, LossScalingState, "loss_scaling")
+        check_classes(state.loss_scale, "a LossScale in the state")
         refuse_raw_bytes(updates)
         refuse_raw_bytes(params)
         grads = judged(updates, axis_name)

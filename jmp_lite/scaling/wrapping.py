@@ -1,13 +1,21 @@
 """Checks and conversions of the wrapped optimizer, which all wrappers share."""
 
-from typing import overload
+import functools
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jmp_lite.casting.dtypes import is_number, refuse_raw_bytes
-from jmp_lite.casting.types import Leaf, OptimizerExtraArgs, PyTree, Tree
+from jmp_lite.casting.types import (
+    Leaf,
+    OptimizerExtraArgs,
+    Params,
+    PyTree,
+    Tree,
+    Updates,
+)
 
 
 @overload
@@ -23,7 +31,7 @@ def with_extra_args(inner: optax.MultiSteps) -> optax.MultiSteps: ...
 def with_extra_args(inner: object) -> OptimizerExtraArgs:
     """Returns a transformation that accepts extra arguments."""
     if isinstance(inner, optax.GradientTransformation):
-        return optax.with_extra_args_support(inner)
+        return _explaining(optax.with_extra_args_support(inner))
     # Used unchanged: with_extra_args_support would treat it as a transformation without
     # extra arguments, and drop them.
     if isinstance(inner, optax.MultiSteps):
@@ -31,6 +39,31 @@ def with_extra_args(inner: object) -> OptimizerExtraArgs:
     name = getattr(inner, "__name__", type(inner).__name__)
     hint = f" Did you mean {name}(...)?" if callable(inner) else ""
     raise TypeError(f"Expected an optax.GradientTransformation, got {name}.{hint}")
+
+
+def _explaining(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that explains an error about a state of other types."""
+
+    @functools.wraps(inner.update)  # Its signature tells what it asks for.
+    def update(
+        updates: Updates, state: PyTree, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, PyTree]:
+        try:
+            return inner.update(updates, state, params, **extra_args)
+        except AttributeError as error:
+            if isinstance(state, dict | list):
+                error.add_note(f"A likely cause: {WITHOUT_CLASSES}.")
+            raise
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+WITHOUT_CLASSES = (
+    "a checkpoint was restored without the classes of its states, as dicts and lists: "
+    "restore it into a template, such as jax.eval_shape(optimizer.init, params)"
+)
 
 
 def strongly_typed(state: Tree) -> Tree:
@@ -72,6 +105,20 @@ def check_same_structure(old_state: PyTree, new_state: PyTree, effect: str) -> N
         )
 
 
+def check_classes(node: PyTree, name: str) -> None:
+    """Raises a TypeError for a dict or a list in place of a state of this library.
+
+    Args:
+      node: what should be an object of a class.
+      name: what it should be, for the message.
+    """
+    if isinstance(node, dict | list):
+        raise TypeError(
+            f"Expected {name}, got {type(node).__name__}. A likely cause: "
+            f"{WITHOUT_CLASSES}."
+        )
+
+
 def check_state(state: PyTree, expected: type, name: str) -> None:
     """Raises a TypeError for a state that a wrapper does not make, or for raw bytes.
 
@@ -87,7 +134,7 @@ def check_state(state: PyTree, expected: type, name: str) -> None:
         f"Expected the {expected.__name__} that {name} makes in init, got "
         f"{type(state).__name__}. Causes: (a) the arguments have another order: call "
         "optimizer.update(grads, opt_state, params); (b) an optimizer with other "
-        f"wrappers made the state: {CONVERT}."
+        f"wrappers made the state: {CONVERT}; (c) {WITHOUT_CLASSES}."
     )
 
 

@@ -39,7 +39,7 @@ from jmp_lite.scaling.value_and_grad import (
     rounded_gradients,
     value_and_grad,
 )
-from jmp_lite.scaling.wrapping import with_extra_args
+from jmp_lite.scaling.wrapping import check_classes, with_extra_args
 from jmp_lite.training.accumulation import accumulated_gradients
 from jmp_lite.training.checks import (
     check_accumulation,
@@ -285,6 +285,7 @@ class _Training:
                 "Expected the TrainingState that init returns, got "
                 f"{type(state).__name__}: call step(init(params), batch)."
             )
+        check_classes(state.opt_state, "the opt_state that init returns")
         params, opt_state = state.params, state.opt_state
         frozen = find_frozen(self.inner, params, opt_state.inner_state)
         rng = self._key(state)

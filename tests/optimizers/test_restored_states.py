@@ -1,0 +1,116 @@
+"""States that a checkpoint changed: other containers, other dtypes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_lite as jmp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # For adam.
+
+KEY = jax.random.key(0)
+PARAMS = jax.random.normal(jax.random.key(1), (64, 128)) / 3
+GRADS = jax.random.normal(jax.random.key(2), (64, 128))
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+LOW = {
+    "float16": jmp.low_precision_state(MOMENTUM, "float16", key=KEY),
+    "float8_e4m3fn": jmp.low_precision_state(optax.adam(0.1), "float8_e4m3fn", key=KEY),
+    "bfloat16": jmp.low_precision_state(optax.adam(0.1), key=KEY),
+}
+
+
+def plain(node):
+    """Returns a state as dicts and lists, as a restore without a template does."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return {name: plain(value) for name, value in node._asdict().items()}
+    if dataclasses.is_dataclass(node):
+        names = [field.name for field in dataclasses.fields(node)]
+        return {name: plain(getattr(node, name)) for name in names}
+    return list(map(plain, node)) if isinstance(node, tuple | list) else node
+
+
+def trained(optimizer, state, n_steps=5):
+    params = PARAMS
+    for _ in range(n_steps):
+        updates, state = optimizer.update(1e-3 * GRADS, state, params)
+        params = jmp.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_scales_may_be_a_list(dtype):
+    optimizer = LOW[dtype]
+    state = optimizer.init(PARAMS)
+    expected, _ = trained(optimizer, state)
+    restored = state._replace(scales=plain(state.scales))
+    actual, after = trained(optimizer, restored)
+    np.testing.assert_array_equal(actual, expected)
+    assert isinstance(after.scales, tuple)
+
+
+def test_scales_of_another_length_are_an_error():
+    state = LOW["float16"].init(PARAMS)
+    short = state._replace(scales=[*state.scales, None])
+    with pytest.raises(TypeError, match=r"scales of 1 arrays, .* got 2 entries"):
+        LOW["float16"].update(GRADS, short, PARAMS)
+
+
+STATES = {
+    **LOW,
+    "master_weights": jmp.master_weights(optax.adam(0.1)),
+    "compensated": jmp.compensated(optax.adam(0.1)),
+    "stochastic_rounding": jmp.stochastic_rounding(optax.adam(0.1), KEY),
+    "loss_scaling": jmp.loss_scaling(optax.adam(0.1)),
+}
+
+
+def params_for(name):
+    is_of_params = name in ("master_weights", "compensated", "stochastic_rounding")
+    return PARAMS.astype(jnp.bfloat16) if is_of_params else PARAMS
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_without_its_class_is_an_error_that_names_the_template(name):
+    optimizer, params = STATES[name], params_for(name)
+    state = optimizer.init(params)
+    with pytest.raises(TypeError, match=r"got dict.*jax\.eval_shape\(optimizer\.init"):
+        optimizer.update(GRADS, plain(state), params)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_inner_state_without_its_class_has_a_note_that_names_the_template(name):
+    # Directly inside, and not in a chain.
+    optimizer = {
+        "float16": lambda: jmp.low_precision_state(optax.trace(0.9), "float16", key=KEY)
+    }.get(name, lambda: STATES[name])()
+    params = params_for(name)
+    state = optimizer.init(params)
+    lost = state._replace(inner_state=plain(state.inner_state))
+    with pytest.raises(AttributeError) as error:
+        optimizer.update(GRADS, lost, params)
+    assert any("jax.eval_shape(optimizer.init" in n for n in error.value.__notes__)
+
+
+def test_a_loss_scale_without_its_class_is_an_error():
+    optimizer = STATES["loss_scaling"]
+    state = optimizer.init(PARAMS)
+    lost = state._replace(loss_scale=plain(state.loss_scale))
+    with pytest.raises(
+        TypeError, match=r"LossScale in the state, got dict.*eval_shape"
+    ):
+        optimizer.update(GRADS, lost, PARAMS)
+
+
+def test_a_train_state_says_what_lost_its_class():
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean((params * batch) ** 2), (model_state, None)
+
+    init, step = jmp.build_train_step(loss_fn, optax.adam(0.1))
+    state = init(PARAMS)
+    lost = state._replace(opt_state=plain(state.opt_state))
+    with pytest.raises(TypeError, match="opt_state that init returns, got dict"):
+        step(lost, GRADS)
