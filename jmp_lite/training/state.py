@@ -1,10 +1,11 @@
 """The state of a training."""
 
 import math
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_array
@@ -72,6 +73,53 @@ def copied(state: TrainingState) -> TrainingState:
         return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
 
     return jax.tree.map(copy, strongly_typed(state))
+
+
+def steps_that_move(
+    before: PyTree, after: PyTree, step: Array
+) -> tuple[Array | None, Array]:
+    """Returns whether a step moved the parameters, and how many steps so far did.
+
+    None is for an optimizer whose steps all move them.
+
+    ``optax.MultiSteps`` moves them once in several steps, and its state counts.
+
+    Args:
+      before: the optimizer's state before the step.
+      after: that after the step.
+      step: the number of this step, from 1.
+    """
+    old, new = map(_accumulators, (before, after))
+    if not new:
+        return None, step
+    n_before, n_after = (jnp.asarray(each[0].gradient_step) for each in (old, new))
+    return n_after != n_before, n_after
+
+
+def check_moves(opt_state: PyTree) -> None:
+    """Raises a ValueError if it is unknown which steps move the parameters."""
+
+    def is_apply_every(node: PyTree) -> bool:
+        return isinstance(node, optax.ApplyEvery)
+
+    leaves = jax.tree.leaves(opt_state, is_leaf=is_apply_every)
+    found = "optax.apply_every" if any(map(is_apply_every, leaves)) else None
+    if len(_accumulators(opt_state)) > 1:
+        found = "several optax.MultiSteps"
+    if found:
+        raise ValueError(
+            f"ema averages parameters after each step that moves them, and {found} "
+            "does not say which do. Use one optax.MultiSteps(optimizer, k) around the "
+            "whole optimizer, or accumulate=k, or leave ema out."
+        )
+
+
+def _accumulators(opt_state: PyTree) -> list[optax.MultiStepsState]:
+    def is_accumulator(node: PyTree) -> TypeGuard[optax.MultiStepsState]:
+        return isinstance(node, optax.MultiStepsState)
+
+    leaves = jax.tree.leaves(opt_state, is_leaf=is_accumulator)
+    return list(filter(is_accumulator, leaves))
 
 
 def moving_average(decay: float, average: Tree, params: PyTree, step: Array) -> Tree:

@@ -67,8 +67,10 @@ from jmp_lite.training.state import (
     Init,
     Metrics,
     TrainingState,
+    check_moves,
     copied,
     moving_average,
+    steps_that_move,
 )
 
 Batch = TypeVar("Batch")
@@ -135,8 +137,9 @@ def build_train_step(
         ``{"inner": 0, "boundary": 0}`` each micro-batch gets its share of both. Scalars
         are never split.
       ema: the decay of a moving average of the parameters, in [0, 1); None for no
-        average. It is that of the parameters after each step: those before the first
-        step have no part in it.
+        average. It is that of the parameters after each step that moves them (with
+        ``optax.MultiSteps``, one in several): those before the first have no part in
+        it.
       axis_name: the mapped axis (or axes) on which each device has a part of the batch.
         Gradients, loss, and the floats of the model state are averaged over it. Each
         device has a key of its own. All devices skip the same steps. ``()`` in
@@ -265,11 +268,14 @@ class _Training:
             check_key(rng)
         scale = scale_at_start(self.loss_scale, self.rules())
         wrapped = loss_scaling(self.optimizer, scale)
+        opt_state = init_optimizer(wrapped, self.inner, params)
+        if self.ema is not None:
+            check_moves(opt_state)
         return copied(
             TrainingState(
                 params=params,
                 model_state=model_state,
-                opt_state=init_optimizer(wrapped, self.inner, params),
+                opt_state=opt_state,
                 ema=None if self.ema is None else upcast_tree(params),
                 rng=rng,
                 step=jnp.zeros([], jnp.int32),
@@ -298,7 +304,10 @@ class _Training:
         new_params = apply_updates(params, updates)
         average = None
         if self.ema is not None:
-            average = moving_average(self.ema, state.ema, new_params, state.step + 1)
+            moved, n = steps_that_move(opt_state, new_opt_state, state.step + 1)
+            average = moving_average(self.ema, state.ema, new_params, n)
+            if moved is not None:
+                average = select_tree(moved, average, state.ema)
         new_state = TrainingState(
             params=new_params,
             model_state=model_state,

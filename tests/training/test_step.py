@@ -1162,3 +1162,66 @@ def test_a_loss_that_needs_a_key_and_gets_none_is_told_where_to_give_it(
     # In the message itself: pytest's own match reads notes, too.
     assert str(caught.value).startswith("rng is None in loss_fn")
     assert "init(params, model_state, jax.random.key(0))" in str(caught.value)
+
+
+def pulled_to_one(params, model_state, batch, rng):
+    return jnp.mean((params - batch) ** 2) / 2, (model_state, None)
+
+
+MULTI_STEPS = {
+    "alone": lambda inner: optax.MultiSteps(inner, 3),
+    "in a chain": lambda inner: optax.chain(
+        optax.clip(10.0), optax.MultiSteps(inner, 3).gradient_transformation()
+    ),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", MULTI_STEPS)
+def test_an_average_moves_when_parameters_do(name):
+    optimizer = MULTI_STEPS[name](optax.sgd(0.5))
+    init, step = jmp.build_train_step(pulled_to_one, optimizer, "O0", ema=0.5)
+    state = init(jnp.zeros(1))
+    averages = []
+    for _ in range(7):
+        state, _ = jax.jit(step)(state, jnp.ones(1))
+        averages.append(float(state.ema[0]))
+    # Parameters after updates: 0.5, 0.75. Their weights: 1/3 and 2/3.
+    second = pytest.approx((0.5 + 2 * 0.75) / 3)
+    assert averages == [0, 0, 0.5, 0.5, 0.5, second, second]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_an_overflow_in_a_micro_batch_moves_no_average():
+    init, step = jmp.build_train_step(
+        pulled_to_one, optax.MultiSteps(optax.sgd(0.5), 2), "O0", ema=0.5
+    )
+    state = init(jnp.zeros(1))
+    for batch in (1, np.inf, 1, np.nan, 1):
+        state, metrics = jax.jit(step)(state, jnp.full(1, batch, jnp.float32))
+    assert int(metrics["skipped"]) == 2
+    assert (float(state.params[0]), float(state.ema[0])) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what"),
+    [
+        (optax.chain(optax.sgd(0.5), optax.apply_every(3)), "optax.apply_every"),
+        (
+            optax.partition(
+                {
+                    name: optax.MultiSteps(optax.sgd(0.5), k).gradient_transformation()
+                    for name, k in (("a", 2), ("b", 3))
+                },
+                {"a": "a", "b": "b"},
+            ),
+            "several optax.MultiSteps",
+        ),
+    ],
+)
+def test_an_average_of_unknown_steps_is_an_error(optimizer, what):
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    init, _ = jmp.build_train_step(pulled_to_one, optimizer, "O0", ema=0.5)
+    with pytest.raises(ValueError, match=f"{what} does not say which do"):
+        init(params)
+    jmp.build_train_step(pulled_to_one, optimizer, "O0")[0](params)
