@@ -31,7 +31,7 @@ from jmp_lite.optimizers.rounding import grid_of, join, round_to_nearest, split
 from jmp_lite.scaling.wrapping import (
     CONVERT,
     check_state,
-    strongly_typed,
+    initial_state,
     with_extra_args,
 )
 
@@ -126,7 +126,7 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     def init(params: Params) -> CompensatedState:
         check_16_bit(params, "compensated")
         remainder = jax.tree.map(_zero_remainder, params)
-        inner_state = strongly_typed(inner.init(upcast_tree(params)))
+        inner_state = initial_state(inner, upcast_tree(params))
         return CompensatedState(remainder, inner_state)
 
     def update(

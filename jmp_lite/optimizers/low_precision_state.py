@@ -50,7 +50,7 @@ from jmp_lite.scaling.wrapping import (
     check_grads,
     check_same_structure,
     check_state,
-    strongly_typed,
+    initial_state,
     with_extra_args,
 )
 
@@ -162,7 +162,7 @@ def low_precision_state(
     def init(params: Params) -> PyTree:
         refuse_raw_bytes(params)
         params = params_for_init(inner, params)
-        state = strongly_typed(inner.init(params))
+        state = initial_state(inner, params)
         leaves, structure = jax.tree.flatten(state)
         formats = choose_formats(inner, params, state, parsed, key is not None)
         is_scaled = parsed != jnp.bfloat16

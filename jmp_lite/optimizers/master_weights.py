@@ -39,7 +39,7 @@ from jmp_lite.optimizers.parameters import (
 )
 from jmp_lite.optimizers.rounding import grid_of, round_to_nearest, split
 from jmp_lite.optimizers.updates import apply_updates
-from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
+from jmp_lite.scaling.wrapping import check_state, initial_state, with_extra_args
 
 
 class MasterWeightsState(NamedTuple):
@@ -149,7 +149,7 @@ def master_weights(
     def init(params: Params) -> MasterWeightsState:
         refuse_raw_bytes(params)
         masters = jax.tree.map(cast, params)
-        return MasterWeightsState(masters, strongly_typed(inner.init(masters)))
+        return MasterWeightsState(masters, initial_state(inner, masters))
 
     def update(
         updates: Updates,

@@ -26,7 +26,7 @@ from jmp_lite.optimizers.parameters import (
 )
 from jmp_lite.optimizers.random_bits import draw_words, random_bits
 from jmp_lite.optimizers.rounding import grid_of, round_by_chance
-from jmp_lite.scaling.wrapping import check_state, strongly_typed, with_extra_args
+from jmp_lite.scaling.wrapping import check_state, initial_state, with_extra_args
 
 
 class StochasticRoundingState(NamedTuple):
@@ -108,7 +108,7 @@ def stochastic_rounding(
 
     def init(params: Params) -> StochasticRoundingState:
         check_16_bit(params, "stochastic_rounding")
-        inner_state = strongly_typed(inner.init(upcast_tree(params)))
+        inner_state = initial_state(inner, upcast_tree(params))
         return StochasticRoundingState(jnp.array(key, copy=True), inner_state)
 
     def update(

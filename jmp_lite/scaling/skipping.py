@@ -28,7 +28,7 @@ from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, check_is_loss_
 from jmp_lite.scaling.wrapping import (
     check_classes,
     check_state,
-    strongly_typed,
+    initial_state,
     with_extra_args,
 )
 
@@ -125,7 +125,7 @@ def loss_scaling(
     def init(params: Params) -> PyTree:
         refuse_raw_bytes(params)
         start = DynamicLossScale() if loss_scale is None else loss_scale
-        inner_state = strongly_typed(inner.init(params_for_init(inner, params)))
+        inner_state = initial_state(inner, params_for_init(inner, params))
         if not isinstance(start, NoOpLossScale):
             _refuse_a_second_scale(inner_state)
         return LossScalingState(

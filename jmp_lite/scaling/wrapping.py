@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite.casting.dtypes import is_number, refuse_raw_bytes
+from jmp_lite.casting.dtypes import is_16_bit, is_number, refuse_raw_bytes
 from jmp_lite.casting.types import (
     Leaf,
     OptimizerExtraArgs,
@@ -76,6 +76,31 @@ def strongly_typed(state: Tree) -> Tree:
         return array.astype(array.dtype)
 
     return jax.tree.map(strengthen, state)
+
+
+def initial_state(inner: OptimizerExtraArgs, params: PyTree) -> PyTree:
+    """Returns the initial state of a wrapped optimizer, without weak types.
+
+    Raises:
+      ValueError: it contains 16-bit hyperparameters.
+    """
+    state = strongly_typed(inner.init(params))
+
+    def is_injected(node: PyTree) -> bool:
+        return isinstance(getattr(node, "hyperparams", None), dict)
+
+    for node in filter(is_injected, jax.tree.leaves(state, is_leaf=is_injected)):
+        low = [name for name, x in node.hyperparams.items() if is_16_bit(x)]
+        if low:
+            raise ValueError(
+                f"The hyperparameter {low[0]!r} is {node.hyperparams[low[0]].dtype}: "
+                "optax.inject_hyperparams stores numbers in the dtype of the "
+                "parameters, in which 0.999 may be 1. Put a wrapper for 16-bit "
+                "parameters around it, as in "
+                "master_weights(optax.inject_hyperparams(optax.adam)(...)), or pass "
+                "inject_hyperparams(..., hyperparam_dtype=jnp.float32)."
+            )
+    return state
 
 
 def check_grads(grads: PyTree, params: PyTree) -> None:

@@ -1,6 +1,8 @@
 """States that a checkpoint changed: other containers, other dtypes."""
 
 import dataclasses
+import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +95,52 @@ def test_an_inner_state_without_its_class_has_a_note_that_names_the_template(nam
     with pytest.raises(AttributeError) as error:
         optimizer.update(GRADS, lost, params)
     assert any("jax.eval_shape(optimizer.init" in n for n in error.value.__notes__)
+
+
+def injected(wrap, **options):
+    """Returns an optimizer with hyperparameters in its state, around a wrapper."""
+
+    def make(learning_rate, b2):
+        return wrap(optax.adam(learning_rate, b2=b2))
+
+    return optax.inject_hyperparams(make, **options)(learning_rate=1e-3, b2=0.999)
+
+
+AROUND = {
+    "loss_scaling": jmp.loss_scaling,
+    "a train step": lambda optimizer: types.SimpleNamespace(
+        init=jmp.build_train_step(
+            lambda params, state, batch, rng: (0.0, (state, None)), optimizer
+        )[0]
+    ),
+    "low_precision_state": functools.partial(jmp.low_precision_state, key=KEY),
+}
+WRAPPERS = {
+    "master_weights": jmp.master_weights,
+    "compensated": jmp.compensated,
+    "stochastic_rounding": functools.partial(jmp.stochastic_rounding, key=KEY),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_hyperparameters_in_16_bits_are_an_error_with_a_remedy(name, around):
+    """A b2 of 0.999 would be 1, and the first step NaN."""
+    params = PARAMS.astype(jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"'(b2|learning_rate)' is bfloat16: .*float32"
+    ):
+        AROUND[around](injected(WRAPPERS[name])).init(params)
+    # Both remedies.
+    exact = injected(WRAPPERS[name], hyperparam_dtype=jnp.float32)
+    AROUND[around](exact).init(params)
+    inside = WRAPPERS[name](
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.999)
+    )
+    state = inside.init(params)
+    assert float(state.inner_state.hyperparams["b2"]) == np.float32(0.999)
+    updates, _ = inside.update(GRADS, state, params)
+    assert jmp.all_finite(updates)
 
 
 def test_a_loss_scale_without_its_class_is_an_error():
