@@ -225,8 +225,7 @@ class Rules:
             op, such as ``"LM/Block_0/LayerNorm_0"``.
           precision: a ``Precision``, a number format, or the name of one. A number
             format, ``"float8"`` or ``Float8(sums="promoted")``, applies to matrix
-            products only. Other ops in
-            the scope ignore the rule.
+            products only. Other ops in the scope ignore the rule.
 
         Raises:
           ValueError: the pattern is not a regular expression, or the precision is

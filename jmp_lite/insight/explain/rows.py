@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.decide.decisions import (
@@ -284,12 +285,10 @@ def _number_format(eqn: Eqn, decision: Decision) -> str:
 
 def _sums(eqn: Eqn, decision: Decision, low: Dtype) -> str:
     """Returns how a float8 product is added up."""
-    is_float8 = _number_format(eqn, decision) and _precision(
-        eqn, decision, low
-    ).startswith("float8")
-    if is_float8:
-        return options_of(decision.number_format).get("sums", "")
-    return bilinear.sums_of(eqn)
+    if not _number_format(eqn, decision):
+        return bilinear.sums_of(eqn)
+    is_of_floats = jnp.issubdtype(decision.number_format.dtype(low), jnp.floating)
+    return options_of(decision.number_format).get("sums", "") if is_of_floats else ""
 
 
 def precision_as_traced(eqn: Eqn) -> str:
