@@ -293,7 +293,9 @@ def test_a_run_changes_its_precision_four_times_and_learns_on(
     assert int(names["opt_state"].inner_state.inner_state[0].count) == 160
     assert names["low_params"]["w1"].dtype == jnp.bfloat16
     assert names["restored_state"].inner_state[0].mu["w1"].dtype == jnp.float32
-    joined = join(names["low_params"]["w1"], names["low_state"][1].remainder["w1"])
+    joined = join(
+        names["low_params"]["w1"], names["low_state"][1].remainder["bfloat16"]["w1"]
+    )
     np.testing.assert_array_equal(names["restored"]["w1"], joined)
     assert int(names["state"].step) == 2
     assert names["state"].params["w1"].dtype == jnp.bfloat16

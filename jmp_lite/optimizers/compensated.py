@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -12,6 +13,7 @@ from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import (
     AnyArray,
     Array,
+    Dtype,
     Leaf,
     Optimizer,
     Params,
@@ -27,22 +29,20 @@ from jmp_lite.optimizers.parameters import (
     to_float32,
     update_to,
 )
-from jmp_lite.optimizers.rounding import grid_of, join, round_to_nearest, split
-from jmp_lite.scaling.wrapping import (
-    CONVERT,
-    check_state,
-    initial_state,
-    with_extra_args,
-)
+from jmp_lite.optimizers.rounding import join, split
+from jmp_lite.scaling.wrapping import check_state, initial_state, with_extra_args
 
 
 class CompensatedState(NamedTuple):
     """The state of ``compensated``.
 
     Attributes:
-      remainder: what each 16-bit parameter lacks; an ``optax.MaskedNode`` for any other
-        parameter. For a bfloat16 parameter, an int16 array: the lower half of the bits
-        of its float32 master. For a float16 parameter, its rounding error in float16.
+      remainder: what 16-bit parameters lack of their float32 masters: for each dtype of
+        theirs a tree of the structure of the parameters, with an ``optax.MaskedNode``
+        for each parameter of another dtype. An int16 array for a bfloat16 parameter,
+        the lower half of the master's bits; a uint16 array for a float16 parameter. The
+        names of the dtypes are a part of the structure, so that no checkpoint is
+        restored into the state of parameters of another dtype.
       inner_state: the state of the wrapped transformation, for the masters.
 
     Example:
@@ -50,37 +50,35 @@ class CompensatedState(NamedTuple):
       >>> import jmp_lite as jmp
       >>> import optax
       >>> state = jmp.compensated(optax.sgd(0.1)).init(jnp.ones(1, jnp.bfloat16))
-      >>> state.remainder.dtype
-      dtype('int16')
+      >>> state.remainder
+      {'bfloat16': Array([0], dtype=int16)}
     """
 
-    remainder: PyTree
+    remainder: dict[str, PyTree]
     inner_state: PyTree
 
     def _rounded_parameters(self) -> set[Path] | None:
         """Returns the key paths of the parameters that ``update`` rounds."""
-        return {path for path, _ in jax.tree.leaves_with_path(self.remainder)}
+        return {path[1:] for path, _ in jax.tree.leaves_with_path(self.remainder)}
 
 
 def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that 16-bit parameters keep the digits that they lack.
 
-    The state stores 16 more bits of each parameter. For a bfloat16 parameter they are
-    the lower half of a float32 number, the master. Parameter and remainder together are
-    the master, bit for bit. It trains as under ``master_weights``, and takes 2 bytes a
-    parameter less.
+    The state stores 16 more bits of each parameter. Parameter and remainder together
+    are a float32 number, the master, bit for bit. It trains as under
+    ``master_weights``, and takes 2 bytes a parameter less.
 
-    A float16 parameter keeps its rounding error, which the next update adds again
-    (Kahan summation): 22 mantissa bits, nearly those of float32.
+    A float16 parameter below 6.1e-5 has fewer bits than others. Below 7.6e-6 its master
+    is a multiple of 9.1e-13.
 
     Memory: 2 bytes a parameter, in addition to the parameter's 2 bytes;
     ``master_weights`` takes 4. A parameter stops at the largest finite number, and a
     master just above it.
 
     You may change parameters between two steps: load weights, clip or project them, or
-    apply a mask. The remainder of a bfloat16 parameter stays. It is never more than
-    half a unit in the last place of the new parameter, and vanishes beside a zero. The
-    rounding error of a float16 parameter is dropped if it is larger than that.
+    apply a mask. The remainder stays. It is never more than half a unit in the last
+    place of the new parameter.
 
     Put it inside of ``loss_scaling`` or around it. If it is inside, a ``chain``,
     ``masked``, ``partition`` or ``MultiSteps`` of optax may be between the two. The
@@ -97,14 +95,12 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
 
     Raises:
       TypeError: ``inner`` is not a transformation, or ``update`` gets a pair
-        ``(loss, grads)``, or a state that an older version saved.
+        ``(loss, grads)``, or the state of parameters of other dtypes.
       ValueError: ``update`` gets no parameters; or, in ``init``, no parameter has 16
         bits. (A part that ``optax.masked`` or ``optax.partition`` selects may have
         none.)
 
-    Source: for bfloat16, Megatron-LM's ``store_param_remainders``; for float16, Kahan,
-    "Further remarks on reducing truncation errors", 1965, and Zamirai et al.,
-    "Revisiting BFloat16 Training", 2020.
+    Source: Megatron-LM's ``store_param_remainders``, for bfloat16.
 
     Example:
       >>> import jax
@@ -125,7 +121,7 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
 
     def init(params: Params) -> CompensatedState:
         check_16_bit(params, "compensated")
-        remainder = jax.tree.map(_zero_remainder, params)
+        remainder = by_dtype(jax.tree.map(_zero_remainder, params), params)
         inner_state = initial_state(inner, upcast_tree(params))
         return CompensatedState(remainder, inner_state)
 
@@ -137,8 +133,8 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Updates, CompensatedState]:
         check_state(state, CompensatedState, "compensated")
         check_params(updates, params, "compensated")
-        _check_remainder(state.remainder, params)
-        masters = jax.tree.map(add_remainder, params, state.remainder)
+        before = remainders_of(state, params)
+        masters = jax.tree.map(add_remainder, params, before)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
         )
@@ -151,12 +147,12 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
             return _move_to_master(param, to_float32(master + step))
 
         leaves, treedef = jax.tree.flatten(params)
-        others = map(treedef.flatten_up_to, (state.remainder, steps, masters))
+        others = map(treedef.flatten_up_to, (before, steps, masters))
         pairs = [add(*each) for each in zip(leaves, *others, strict=True)]
         moved, remainder = (
             treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)
         )
-        return moved, CompensatedState(remainder, inner_state)
+        return moved, CompensatedState(by_dtype(remainder, params), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -165,8 +161,12 @@ def _zero_remainder(param: Leaf) -> Array | optax.MaskedNode:
     """Returns the remainder of a parameter that equals its master."""
     if not is_16_bit(param):
         return optax.MaskedNode()
-    is_exact = param.dtype == jnp.bfloat16
-    return jnp.zeros_like(param, jnp.int16 if is_exact else None)
+    return jnp.zeros_like(param, remainder_dtype(param))
+
+
+def remainder_dtype(param: AnyArray) -> Dtype:
+    """Returns the dtype of the remainder of a 16-bit parameter, as ``split`` does."""
+    return np.dtype("int16" if param.dtype == jnp.bfloat16 else "uint16")
 
 
 def add_remainder(param: Leaf, remainder: Leaf) -> Leaf:
@@ -174,49 +174,23 @@ def add_remainder(param: Leaf, remainder: Leaf) -> Leaf:
 
     Args:
       param: the parameter.
-      remainder: the lower half of the bits of its master, or its rounding error.
+      remainder: what it lacks of its master.
     """
     if not is_16_bit(param):
         return param
-    if remainder.dtype == jnp.int16:
-        return straight_through(join(param, remainder), to_float32(param))
-    wide, error = to_float32(param), to_float32(remainder)
-    # Adding a zero would change the sign of a zero.
-    is_added = may_differ_by(error, param) & (error != 0)
-    return jnp.where(is_added, wide + error, wide)
-
-
-def may_differ_by(error: AnyArray, param: AnyArray) -> Array:
-    """Whether a parameter plus an error, in float32, rounds to the parameter."""
-    wide = to_float32(param)
-    # A little less, because a rounding error of half a unit is a tie.
-    less = error * (1 - float(jnp.finfo(param.dtype).epsneg))
-    return round_to_nearest(wide + less, grid_of(param.dtype)) == wide
-
-
-def remainder_of(param: AnyArray, master: AnyArray) -> Array:
-    """Returns the remainder of a 16-bit parameter, which is its master rounded."""
-    if param.dtype == jnp.bfloat16:
-        return split(master)[1]
-    wide = to_float32(param)
-    error = jnp.where(jnp.isfinite(wide), master - wide, 0)
-    return round_to_nearest(error, grid_of(param.dtype)).astype(param.dtype)
+    return straight_through(join(param, remainder), to_float32(param))
 
 
 def _move_to_master(param: AnyArray, master: AnyArray) -> tuple[Array, Array]:
     """Returns the update of a 16-bit parameter to a master, and the new remainder."""
-    if param.dtype == jnp.bfloat16:
-        target, remainder = split(master)
-        update = update_to(straight_through(to_float32(target), master), param)
-        # The sum may miss the target, by a difference near the smallest normal number.
-        # Another number with this remainder would be another master.
-        is_target = _bits(_sum(param, update)) == _bits(target)
-        # Selected as floats: a TPU runs two kernels for a step that selects integers.
-        kept = jnp.where(is_target, remainder.astype(jnp.float32), 0)
-        return update, kept.astype(jnp.int16)
-    target = round_to_nearest(master, grid_of(param.dtype))
-    update = update_to(straight_through(target, master), param)
-    return update, remainder_of(_sum(param, update), master)
+    target, remainder = split(master, param.dtype)
+    update = update_to(straight_through(to_float32(target), master), param)
+    # The sum may miss the target, by a difference near the smallest normal number.
+    # Another number with this remainder would be another master.
+    is_target = _bits(_sum(param, update)) == _bits(target)
+    # Selected as floats: a TPU runs two kernels for a step that selects integers.
+    kept = jnp.where(is_target, remainder.astype(jnp.float32), 0)
+    return update, kept.astype(remainder.dtype)
 
 
 def _sum(param: AnyArray, update: Array) -> AnyArray:
@@ -231,22 +205,48 @@ def _bits(param: AnyArray) -> Array:
     return lax.bitcast_convert_type(param, jnp.uint16)
 
 
-def _check_remainder(remainder: PyTree, params: PyTree) -> None:
-    """Raises a TypeError for remainders of parameters of another dtype."""
+def by_dtype(remainder: PyTree, params: PyTree) -> dict[str, PyTree]:
+    """Returns the remainders of the parameters of each 16-bit dtype, by its name."""
+
+    def part(name: str) -> PyTree:
+        def in_part(param: Leaf, remainder: Leaf) -> Leaf:
+            is_in_part = is_16_bit(param) and param.dtype.name == name
+            return remainder if is_in_part else optax.MaskedNode()
+
+        return jax.tree.map(in_part, params, remainder)
+
+    names = {leaf.dtype.name for leaf in jax.tree.leaves(params) if is_16_bit(leaf)}
+    return {name: part(name) for name in sorted(names)}
+
+
+def remainders_of(state: CompensatedState, params: PyTree) -> PyTree:
+    """Returns the remainders as one tree; an ``optax.MaskedNode`` where there is none.
+
+    Raises:
+      TypeError: they are those of parameters of other dtypes.
+    """
     leaves, treedef = jax.tree.flatten_with_path(params)
-    found = treedef.flatten_up_to(remainder)
-    for (path, param), bits in zip(leaves, found, strict=True):
-        if is_array(bits):
+    parts = {
+        name: treedef.flatten_up_to(part) for name, part in state.remainder.items()
+    }
+
+    def one(number: int, path: Path, param: Leaf) -> PyTree:
+        found = {name: x for name, part in parts.items() if is_array(x := part[number])}
+        if found:
             check_16_bit_as_before(path, param)
-        elif not is_16_bit(param):
-            continue
-        is_exact = param.dtype == jnp.bfloat16
-        expected = jnp.dtype(jnp.int16 if is_exact else param.dtype)
-        if not is_array(bits) or bits.dtype != expected:
-            raise TypeError(
-                f"Expected a remainder of {expected} for {type_of(param)} at "
-                f"{jax.tree_util.keystr(path) or 'the root'}, got {type_of(bits)}. "
-                "Causes: (a) an older version saved the state, with rounding errors: "
-                f"{CONVERT}; (b) the parameters were cast to another dtype after init: "
-                "let jmp_lite.convert_state cast them."
-            )
+        if not is_16_bit(param):
+            return optax.MaskedNode()
+        name, expected = param.dtype.name, remainder_dtype(param)
+        if name in found and found[name].dtype == expected:
+            return found[name]
+        came = [f"{type_of(x)} for {name}" for name, x in found.items()] or ["none"]
+        raise TypeError(
+            f"Expected a remainder of {expected} for {type_of(param)} at "
+            f"{jax.tree_util.keystr(path) or 'the root'}, got {came[0]}. The "
+            "parameters were cast to another dtype after init, or the state after it "
+            "was saved: let jmp_lite.convert_state cast both, and restore a state into "
+            "the structure of its own parameters' dtypes."
+        )
+
+    found = [one(number, *leaf) for number, leaf in enumerate(leaves)]
+    return treedef.unflatten(found)

@@ -27,8 +27,7 @@ from jmp_lite.casting.types import (
 from jmp_lite.optimizers.compensated import (
     CompensatedState,
     add_remainder,
-    may_differ_by,
-    remainder_of,
+    remainder_dtype,
 )
 from jmp_lite.optimizers.inner_state import (
     as_array,
@@ -51,6 +50,7 @@ from jmp_lite.optimizers.master_weights import (
     rounded_to,
 )
 from jmp_lite.optimizers.parameters import check_16_bit_as_before, is_left_out
+from jmp_lite.optimizers.rounding import split
 from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
 from jmp_lite.scaling.find_state import LossScalingState
@@ -123,7 +123,7 @@ def convert_state(
       >>> opt_state = optax.adam(0.1).init(params)
       >>> optimizer = jmp.skip_nonfinite(jmp.compensated(optax.adam(0.1)))
       >>> low, opt_state = jmp.convert_state(opt_state, optimizer, params, "bfloat16")
-      >>> low["w"].dtype, opt_state.inner_state.remainder["w"].dtype
+      >>> low["w"].dtype, opt_state.inner_state.remainder["bfloat16"]["w"].dtype
       (dtype(bfloat16), dtype('int16'))
       >>> again, _ = jmp.convert_state(opt_state, optax.adam(0.1), low, "float32")
       >>> bool(jnp.all(again["w"] == params["w"]))
@@ -139,7 +139,7 @@ def convert_state(
     old_inner, new_inner = remove_wrappers(old_state), remove_wrappers(new_state)
     check_same_optimizer(old_inner, new_inner)
     full = _limit_digits(new_state, full)
-    new_params = _rounded(params, goal, full, new_state)
+    new_params = jax.tree.map(_rounded, goal, full)
     values = map(converted, *map(leaves, (old_inner, new_inner)))
     return new_params, _wrapped(old_state, new_state, values, full, new_params)
 
@@ -164,7 +164,8 @@ def _restore_digits(old_state: PyTree, params: Tree) -> Tree:
             _check_narrower(state.masters, params, advice)
             full = _zipped(_read_master, state.masters, full, params)
         elif isinstance(state, CompensatedState):
-            full = _zipped(_read_remainder, state.remainder, full, params)
+            for part in state.remainder.values():
+                full = _zipped(_read_remainder, part, full, params)
     return full
 
 
@@ -174,8 +175,7 @@ def _read_master(_: Path, master: Leaf, full: Leaf, param: Leaf) -> Leaf:
 
 def _read_remainder(path: Path, remainder: AnyArray, _: Leaf, param: Leaf) -> Leaf:
     check_16_bit_as_before(path, param)
-    is_half_of_bits = remainder.dtype == jnp.int16 and param.dtype == jnp.bfloat16
-    if not is_half_of_bits and remainder.dtype != param.dtype:
+    if remainder.dtype != remainder_dtype(param):
         raise TypeError(
             f"The remainder {type_of(remainder)} at {named(path)} belongs to a "
             f"parameter of another dtype than {type_of(param)}: pass the parameters of "
@@ -193,43 +193,16 @@ def _limit_digits(new_state: PyTree, full: Tree) -> Tree:
                 *(state.masters, full),
             )
         elif isinstance(state, CompensatedState):
-            full = _zipped(
-                lambda _, remainder, x: x.astype(jnp.float32),
-                *(state.remainder, full),
-            )
+            for part in state.remainder.values():
+                full = _zipped(lambda _, __, x: x.astype(jnp.float32), part, full)
     return full
 
 
-def _rounded(params: Tree, goal: Tree, full: Tree, new_state: PyTree) -> Tree:
-    """Returns the new parameters.
-
-    Args:
-      params: the old parameters.
-      goal: arrays of the new dtypes.
-      full: the new parameters with all their digits.
-      new_state: the new state, which decides how a tie is rounded.
-    """
-
-    def rounded(goal: Leaf, full: Leaf) -> Leaf:
-        if not is_floating(goal) or not is_narrower(goal, full):
-            return copied(full, goal)
-        return rounded_to(full, goal.dtype).astype(goal.dtype)
-
-    new_params = jax.tree.map(rounded, goal, full)
-    for state in wrappers(new_state):
-        if isinstance(state, CompensatedState):
-            new_params = _zipped(_keep_tie, state.remainder, new_params, params, full)
-    return new_params
-
-
-def _keep_tie(
-    _: Path, remainder: AnyArray, new: AnyArray, param: AnyArray, full: AnyArray
-) -> AnyArray:
-    """Returns the old parameter if its rounding error is a tie."""
-    if not new.dtype == param.dtype == remainder.dtype:
-        return new  # A tie of a bfloat16 parameter is rounded away from zero.
-    error = full - param.astype(full.dtype)
-    return jnp.where(may_differ_by(error, param), param, new)
+def _rounded(goal: Leaf, full: Leaf) -> Leaf:
+    """Returns a new parameter: all digits of one, rounded to the dtype of another."""
+    if not is_floating(goal) or not is_narrower(goal, full):
+        return copied(full, goal)
+    return rounded_to(full, goal.dtype).astype(goal.dtype)
 
 
 def _check_narrower(masters: Params, params: PyTree, advice: str) -> None:
@@ -273,8 +246,10 @@ def _wrapped(
             masters = _zipped(_new_master, new.masters, new.masters, full)
             return MasterWeightsState(masters, wrap(new.inner_state))
         if isinstance(new, CompensatedState):
-            pairs = new.remainder, params, full
-            remainder = _zipped(_new_remainder, new.remainder, *pairs)
+            remainder = {
+                name: _zipped(_new_remainder, part, part, params, full)
+                for name, part in new.remainder.items()
+            }
             return CompensatedState(remainder, wrap(new.inner_state))
         old = next(former[type(new)])
         inner_state = wrap(inner_state_of(new))
@@ -312,7 +287,7 @@ def _new_master(_: Path, master: Leaf, __: Leaf, full: Leaf) -> Leaf:
 def _new_remainder(
     _: Path, remainder: Array, __: Array, param: AnyArray, full: AnyArray
 ) -> Array:
-    return remainder_of(param, full)
+    return split(full, param.dtype)[1]
 
 
 def _keep_counts(

@@ -22,6 +22,7 @@ from jmp_lite.casting.dtypes import (
     unknown_name,
     upcast_tree,
 )
+from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import (
     Array,
     Dtype,
@@ -37,6 +38,7 @@ from jmp_lite.optimizers.moments import Moment, known_moments
 from jmp_lite.optimizers.parameters import check_key
 from jmp_lite.optimizers.random_bits import Words, draw_words, random_bits
 from jmp_lite.optimizers.storage import (
+    SQUARES,
     Stored,
     is_stored,
     refuse_derivatives,
@@ -47,6 +49,7 @@ from jmp_lite.optimizers.storage import (
 )
 from jmp_lite.scaling.inner_update import params_for_init, params_for_update
 from jmp_lite.scaling.wrapping import (
+    CONVERT,
     check_grads,
     check_same_structure,
     check_state,
@@ -63,8 +66,10 @@ class LowPrecisionState(NamedTuple):
         or 8 bits.
       key: the key of the next update for stochastic rounding; None for rounding to the
         nearest.
-      scales: one entry for each array of ``inner_state``: the scales of its rows, or
-        None for an array without scales. In bfloat16, None.
+      scales: the name of the dtype, and one entry for each array of ``inner_state``:
+        the scales of its rows, or None for an array without scales. In bfloat16, None.
+        The name is a part of the structure, so that no checkpoint is restored into a
+        state of another dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,7 +83,7 @@ class LowPrecisionState(NamedTuple):
 
     inner_state: PyTree
     key: Key | None
-    scales: tuple[Array | None, ...] | Array | None
+    scales: dict[str, tuple[Array | None, ...]] | Array | None
 
 
 def low_precision_state(
@@ -171,8 +176,8 @@ def low_precision_state(
             Stored(x) if form is None else store_nearest(x, form, is_scaled)
             for x, form in zip(leaves, formats, strict=True)
         ]
-        scales = tuple(each.scale for each in stored) if is_scaled else None
-        if scales is not None and not any(map(is_array, jax.tree.leaves(params))):
+        scales = _named(parsed.name, stored) if is_scaled else None
+        if is_scaled and not any(map(is_array, jax.tree.leaves(params))):
             # optax calls init with placeholders instead of the parameters.
             scales = jnp.zeros(0)
         kept = key if key is None else jnp.array(key, copy=True)
@@ -244,15 +249,11 @@ def _stored(state: LowPrecisionState) -> tuple[list[tuple[Leaf, Stored | None]],
     leaves, structure = jax.tree.flatten(state.inner_state)
     moments = jax.tree.leaves(known_moments(state.inner_state))
     in_bfloat16 = state.scales is None
-    # A checkpoint that was restored without its classes has a list.
-    kept: Any = state.scales
     scales: Sequence[Array | None] = [None] * len(leaves)
-    scales = kept if isinstance(kept, tuple | list) else scales
-    if len(scales) != len(leaves):
-        raise TypeError(
-            f"Expected scales of {len(leaves)} arrays, as init makes them, got "
-            f"{len(scales)} entries in state.scales."
-        )
+    if isinstance(state.scales, dict):
+        # A checkpoint that was restored without its classes has a list.
+        ((name, scales),) = state.scales.items()
+        _check_scales(name, scales, leaves)
 
     def is_low(leaf: Leaf, moment: Moment, scale: Array | None) -> bool:
         is_half = in_bfloat16 and is_16_bit(leaf) and is_large(leaf)
@@ -262,6 +263,30 @@ def _stored(state: LowPrecisionState) -> tuple[list[tuple[Leaf, Stored | None]],
         (leaf, Stored(leaf, scale) if is_low(leaf, moment, scale) else None)
         for leaf, moment, scale in zip(leaves, moments, scales, strict=True)
     ], structure
+
+
+def _check_scales(
+    name: str, scales: Sequence[Array | None], leaves: Sequence[Leaf]
+) -> None:
+    """Raises a TypeError for scales that are not those of the leaves of a state."""
+    if len(scales) != len(leaves):
+        raise TypeError(
+            f"Expected scales of {len(leaves)} arrays, as init makes them, got "
+            f"{len(scales)} entries in state.scales."
+        )
+    stored = [x for x, scale in zip(leaves, scales, strict=True) if scale is not None]
+    cast = [x for x in stored if x.dtype not in (name, SQUARES)]
+    if cast:
+        raise TypeError(
+            f"Expected moments in {name}, of which state.scales are, got "
+            f"{type_of(cast[0])}: the state was cast after it was saved. Restore it "
+            "into the structure of the optimizer that made it, jax.eval_shape("
+            f"old_optimizer.init, params); then {CONVERT}."
+        )
+
+
+def _named(name: str, stored: Sequence[Stored]) -> dict[str, tuple[Array | None, ...]]:
+    return {name: tuple(each.scale for each in stored)}
 
 
 def unpacked(state: LowPrecisionState) -> PyTree:
@@ -283,7 +308,7 @@ def packed(
     leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_stored)
     stored = [x if is_stored(x) else Stored(x) for x in leaves]
     scales = like.scales
-    if isinstance(scales, tuple | list):
-        scales = tuple(x.scale for x in stored)
+    if isinstance(scales, dict):
+        scales = _named(next(iter(scales)), stored)
     numbers = structure.unflatten([x.numbers for x in stored])
     return LowPrecisionState(numbers, key, scales)

@@ -183,8 +183,8 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 def rounded_to(master: AnyArray, dtype: Dtype) -> AnyArray:
     """Rounds a master to the numbers of a parameter's dtype, in its own dtype."""
-    if dtype == jnp.bfloat16 and master.dtype == jnp.float32:
-        return to_float32(split(master)[0])
+    if jnp.finfo(dtype).bits == 16 and master.dtype == jnp.float32:
+        return to_float32(split(master, dtype)[0])
     return round_to_nearest(master, grid_of(dtype))
 
 

@@ -42,8 +42,45 @@ def round_to_nearest(x: AnyArray, grid: Grid) -> Array:
     return jnp.where(jnp.isfinite(x), steps * spacing, x)
 
 
-def split(master: AnyArray) -> tuple[Array, Array]:
-    """Splits float32 numbers into bfloat16 numbers and the 16 bits that these lack.
+def split(master: AnyArray, dtype: Dtype) -> tuple[Array, Array]:
+    """Splits float32 numbers into 16-bit numbers and the bits that these lack.
+
+    ``join`` makes the float32 numbers of the pair again, bit for bit. In float16 that
+    is true from 2**-17, about 8e-6; below, a number is rounded to a multiple of 2**-40.
+
+    Args:
+      master: float32 numbers. A finite one that would round to infinity counts as the
+        largest one that does not, about 3.396e38 in bfloat16 and 65,520 in float16. A
+        NaN may lose its payload.
+      dtype: bfloat16 or float16.
+
+    Returns:
+      An array of the dtype, and the remainder, in the shape of ``master``: int16 for
+      bfloat16 and uint16 for float16, so that the two are not mistaken for each other.
+    """
+    if dtype == jnp.bfloat16:
+        return _split_bfloat16(master)
+    number, remainder = _split_float16(master)
+    return number, lax.bitcast_convert_type(remainder, jnp.uint16)
+
+
+def join(param: AnyArray, remainder: AnyArray) -> Array:
+    """Returns the float32 numbers that ``split`` split into a pair.
+
+    Any pair gives a number that ``split`` rounds to ``param``, also a pair that
+    ``split`` never makes, such as zero with a negative remainder.
+
+    Args:
+      param: bfloat16 or float16 numbers.
+      remainder: what they lack, in the shape of ``param``.
+    """
+    if param.dtype == jnp.bfloat16:
+        return _join_bfloat16(param, remainder)
+    return _join_float16(param, lax.bitcast_convert_type(remainder, jnp.int16))
+
+
+def _split_bfloat16(master: AnyArray) -> tuple[Array, Array]:
+    """Splits as ``split``: the remainder is the lower half of the bits.
 
     A number is rounded to the nearest, and a tie away from zero. The remainder is then
     from -2**15 to 2**15 - 1, in units of the last place of float32. After a tie to
@@ -52,14 +89,6 @@ def split(master: AnyArray) -> tuple[Array, Array]:
     For example, 1 + 2**-9 is 0x3F804000. The upper half is 0x3F80, which is 1 in
     bfloat16, and the remainder is 0x4000. 1 + 2**-8 is 0x3F808000, a tie: it is rounded
     up to 0x3F81, and the remainder is -0x8000, half a unit below.
-
-    Args:
-      master: float32 numbers. A finite one that would round to infinity counts as the
-        largest one that does not, about 3.396e38. A NaN may lose its payload.
-
-    Returns:
-      A bfloat16 array and an int16 array, in the shape of ``master``. ``join`` makes
-      ``master`` of them, bit for bit.
     """
     bits = lax.bitcast_convert_type(master, jnp.uint32)
     size = bits & ~_SIGN
@@ -71,22 +100,64 @@ def split(master: AnyArray) -> tuple[Array, Array]:
     return param, lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.int16)
 
 
-def join(param: AnyArray, remainder: AnyArray) -> Array:
-    """Returns the float32 numbers that ``split`` split into a pair.
-
-    Any pair gives a number that ``split`` rounds to ``param``, also a pair that
-    ``split`` never makes, such as zero with a negative remainder.
-
-    Args:
-      param: bfloat16 numbers.
-      remainder: int16 numbers, in the shape of ``param``.
-    """
+def _join_bfloat16(param: AnyArray, remainder: AnyArray) -> Array:
     upper = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32) << 16
     size = upper & ~_SIGN
     is_alone = (size >= _INFINITY) | ((size == 0) & (remainder < 0))
     lower = lax.bitcast_convert_type(remainder.astype(jnp.int32), jnp.uint32)
     bits = jnp.where(is_alone, upper, upper + lower)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _split_float16(master: AnyArray) -> tuple[Array, Array]:
+    """Splits as ``split``: the remainder counts what is above the float16 number.
+
+    A number is rounded to the nearest, and a tie up, so the remainder is from -2**15 to
+    2**15 - 1. Where float16 has normal numbers, it counts eighths of float32's last
+    place, 2**13 of which are float16's. At 2**-14 and below, float16 has one spacing,
+    2**-24, and the remainder counts 2**-40.
+
+    For example, 1 + 2**-13 is an eighth of the spacing above 1, or 2**10 of the last
+    place, and the remainder is 2**13.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    size = bits & ~_SIGN
+    is_negative, is_finite = bits >= _SIGN, size < _INFINITY
+    clipped = jnp.where(is_finite, jnp.minimum(size, _LARGEST_16), size)
+    # A tie goes up, so that of a negative number to the smaller size.
+    half = jnp.where(is_negative, _HALF_16 - 1, _HALF_16)
+    upper = (clipped + half) & ~(2 * _HALF_16 - 1)
+    lacks = lax.bitcast_convert_type(clipped - upper, jnp.int32)
+    number = lax.bitcast_convert_type(bits & _SIGN | upper, jnp.float32)
+    remainder = jnp.where(is_negative, -lacks, lacks) << 3
+
+    # Beside zero: the remainder has a sign of its own.
+    exact = master * _STEPS
+    steps = lax.round(exact, lax.RoundingMethod.TO_NEAREST_EVEN)
+    small = jnp.where(exact - steps == 0.5, steps + 1, steps) / _STEPS
+    rest = lax.round((master - small) * _PARTS, lax.RoundingMethod.TO_NEAREST_EVEN)
+    rest = jnp.minimum(rest, 2.0**15 - 1)
+
+    is_small = size < _NORMAL_16 + _HALF_16
+    number = jnp.where(is_small, small, jnp.where(is_finite, number, master))
+    remainder = jnp.where(is_small, rest.astype(jnp.int32), remainder)
+    remainder = jnp.where(is_finite, remainder, 0)
+    return number.astype(jnp.float16), remainder.astype(jnp.int16)
+
+
+def _join_float16(param: AnyArray, remainder: AnyArray) -> Array:
+    wide = lax.stop_gradient(param).astype(jnp.float32)  # nextafter has no derivative.
+    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    size, above = bits & ~_SIGN, remainder.astype(jnp.int32) >> 3
+    above = jnp.where(bits >= _SIGN, -above, above)
+    normal = bits + lax.bitcast_convert_type(above, jnp.uint32)
+    small = wide + remainder.astype(jnp.float32) / _PARTS
+    # Float32 may lack the digits of a remainder that split does not make.
+    small = jnp.minimum(small, jnp.nextafter(wide + 0.5 / _STEPS, -jnp.inf))
+    joined = lax.bitcast_convert_type(normal, jnp.float32)
+    joined = jnp.where(size <= _NORMAL_16, small, joined)
+    # Adding a zero would change the sign of a zero.
+    return jnp.where((size >= _INFINITY) | (remainder == 0), wide, joined)
 
 
 def round_by_chance(x: AnyArray, grid: Grid, random_bits: Array) -> Array:
@@ -149,3 +220,8 @@ def _clip(x: AnyArray, grid: Grid) -> Array:
 _SIGN, _INFINITY = np.uint32(1 << 31), np.uint32(0x7F80 << 16)
 _LARGEST, _HALF = np.uint32(0x7F7F7FFF), np.uint32(1 << 15)
 _QUIET = np.uint32(0x40)  # A bit of a bfloat16 NaN, so that some bit is set.
+# The same for float16, and its smallest normal number, 2**-14.
+_LARGEST_16, _HALF_16 = np.uint32(0x477FEFFF), np.uint32(1 << 12)
+_NORMAL_16 = np.uint32(0x38800000)
+# What float16 and a remainder count beside zero, in 1.
+_STEPS, _PARTS = np.float32(2.0**24), np.float32(2.0**40)

@@ -1,5 +1,6 @@
 """An optax wrapper that rounds 16-bit parameters stochastically."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -80,6 +81,11 @@ def stochastic_rounding(
       the parameters. Its updates are in float32, for ``jmp_lite.apply_updates`` (see
       ``master_weights``). ``inner`` trains parameters of 32 bits as usual.
 
+    Warns:
+      UserWarning: in ``init``, ``inner`` measures how far parameters are from where
+        they started (``optax.contrib.mechanize``, ``dog``, ``dowg``). It takes the
+        noise for distance: use ``compensated`` or ``master_weights``.
+
     Raises:
       TypeError: ``inner`` is not a transformation, ``key`` is not a key, or ``update``
         gets a pair ``(loss, grads)``.
@@ -109,6 +115,7 @@ def stochastic_rounding(
     def init(params: Params) -> StochasticRoundingState:
         check_16_bit(params, "stochastic_rounding")
         inner_state = initial_state(inner, upcast_tree(params))
+        _warn_of_distances(inner_state)
         return StochasticRoundingState(jnp.array(key, copy=True), inner_state)
 
     def update(
@@ -140,3 +147,31 @@ def stochastic_rounding(
         return moved, StochasticRoundingState(later, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+_MEASURE_DISTANCES = (
+    "DoGState",
+    "DoWGState",
+    "MechanicState",
+    "ScaleByDistanceOverGradientsState",
+)
+"""States of optax's optimizers that measure how far parameters moved.
+
+``prodigy`` and ``dadapt_adamw`` measure it by products with gradients, in which the
+noise averages out.
+"""
+
+
+def _warn_of_distances(state: PyTree) -> None:
+    def measures(node: PyTree) -> bool:
+        return type(node).__name__ in _MEASURE_DISTANCES
+
+    found = filter(measures, jax.tree.leaves(state, is_leaf=measures))
+    for name in sorted({type(node).__name__ for node in found}):
+        warnings.warn(
+            f"The optimizer measures how far parameters are from their start ({name}), "
+            "and takes the noise of stochastic_rounding for distance. Use "
+            "jmp_lite.compensated or jmp_lite.master_weights instead.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -85,7 +85,7 @@ def assert_same_bits(actual, expected):
 def in_float32(state):
     """Returns the inner state as the optimizer is given it, and what is stored."""
     leaves, structure = jax.tree.flatten(state.inner_state)
-    scales = state.scales or [None] * len(leaves)
+    (scales,) = (state.scales or {"": [None] * len(leaves)}).values()
     is_low = [
         scale is not None or (state.scales is None and x.dtype == jnp.bfloat16)
         for x, scale in zip(leaves, scales, strict=True)
@@ -226,7 +226,8 @@ def test_small_gradients_are_not_lost_in_float16(inner, key):
     tiny = jax.tree.map(lambda g: jnp.full_like(g, 2e-7), GRADS)
     assert np.all(round_to_nearest(0.1 * tiny["w"], grid_of(jnp.float16)) == 0)
     _, state = run(low(lenient(inner), key, dtype="float16"), PARAMS, tiny, 40)
-    pairs = zip(jax.tree.leaves(state.inner_state), state.scales, strict=True)
+    scales = state.scales["float16"]
+    pairs = zip(jax.tree.leaves(state.inner_state), scales, strict=True)
     means = [
         float(jnp.mean(restore(Stored(x, scale))))
         for x, scale in pairs
@@ -457,13 +458,14 @@ def test_moments_are_float8_squares_have_no_sign_and_each_row_has_a_scale():
     assert [x.name for x in dtypes(moments.mu)] == ["float32", *["float8_e4m3fn"] * 2]
     assert [x.name for x in dtypes(moments.nu)] == ["float32", "uint8", "uint8"]
     assert moments.nu["w"].shape == PARAMS["w"].shape
-    shapes = [None if x is None else x.shape for x in state.scales]
+    shapes = [None if x is None else x.shape for x in state.scales["float8_e4m3fn"]]
     assert shapes == [None, *[None, (2, 64, 1), (64, 1)] * 2]
     held = sum(x.nbytes for x in jax.tree.leaves(jax.tree.map(jnp.asarray, state[0])))
     small = 2 * 4 * PARAMS["b"].size
     assert held < 2 * (PARAMS["w"].size + PARAMS["deep"].size) + small + 16
     tall = low(adam(), dtype="float8_e4m3fn").init(jnp.ones((5000, 3)))
-    assert tall.scales[1].shape == (1, 3), "along the longest axis"
+    scales = tall.scales["float8_e4m3fn"]
+    assert scales[1].shape == (1, 3), "along the longest axis"
 
 
 @pytest.mark.parametrize("dtype", [E4M3, SQUARES])
@@ -705,7 +707,7 @@ def test_stored_moments_have_the_sharding_of_their_parameters(spec, dtype):
     rtol = spacing_of(stored[0].dtype)
     chex.assert_trees_all_close(full[0].mu, expected[0].mu, rtol=rtol, atol=1e-4)
     if state.scales:  # The scale of a row is on both devices if the row is.
-        chex.assert_trees_all_equal(state.scales[1:], alone.scales[1:])
+        chex.assert_trees_all_equal(state.scales, alone.scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import itertools
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jmp_lite as jmp
@@ -51,14 +54,84 @@ def test_scales_may_be_a_list(dtype):
     restored = state._replace(scales=plain(state.scales))
     actual, after = trained(optimizer, restored)
     np.testing.assert_array_equal(actual, expected)
-    assert isinstance(after.scales, tuple)
+    assert isinstance(after.scales[dtype], tuple)
 
 
 def test_scales_of_another_length_are_an_error():
     state = LOW["float16"].init(PARAMS)
-    short = state._replace(scales=[*state.scales, None])
+    short = state._replace(scales={"float16": [*state.scales["float16"], None]})
     with pytest.raises(TypeError, match=r"scales of 1 arrays, .* got 2 entries"):
         LOW["float16"].update(GRADS, short, PARAMS)
+
+
+MAKERS = {
+    **LOW,
+    "bfloat16 parameters": jmp.compensated(optax.adam(0.1)),
+    "float16 parameters": jmp.compensated(optax.adam(0.1)),
+    "mixed parameters": jmp.compensated(optax.adam(0.1)),
+}
+
+
+def state_of(name):
+    """Returns the state of an optimizer, and its parameters."""
+    params = {"a": PARAMS, "b": PARAMS}
+    if name.endswith("parameters"):
+        dtypes = {"mixed": ("bfloat16", "float16")}
+        dtype = name.removesuffix(" parameters")
+        each = dtypes.get(dtype, (dtype, dtype))
+        params = {
+            key: x.astype(to) for (key, x), to in zip(params.items(), each, strict=True)
+        }
+    return MAKERS[name].init(params), params
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        pair
+        for pair in itertools.permutations(MAKERS, 2)
+        if pair[0].endswith("parameters") == pair[1].endswith("parameters")
+    ],
+)
+def test_no_state_is_restored_into_that_of_another_dtype(name, other, tmp_path):
+    """Orbax casts to the dtypes of its template, without a word."""
+    (state, _), (template, _) = map(state_of, (name, other))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", state)
+        checkpointer.wait_until_finished()
+        again = checkpointer.restore(tmp_path / "saved", jax.eval_shape(lambda: state))
+        chex.assert_trees_all_equal(again, state)
+        with pytest.raises(ValueError, match="structure"):
+            checkpointer.restore(tmp_path / "saved", jax.eval_shape(lambda: template))
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("other", ["bfloat16", "float32", "float8_e5m2"])
+@pytest.mark.parametrize("name", ["float16", "float8_e4m3fn"])
+def test_moments_that_were_cast_after_they_were_saved_are_an_error(
+    name, other, is_jitted
+):
+    optimizer, state = LOW[name], LOW[name].init(PARAMS)
+    moments = jax.tree.map(
+        lambda x: x.astype(other) if x.dtype == name else x, state.inner_state
+    )
+    cast = state._replace(inner_state=moments)
+    update = jax.jit(optimizer.update) if is_jitted else optimizer.update
+    with pytest.raises(TypeError, match=rf"moments in {name}.*eval_shape.*convert_s"):
+        update(GRADS, cast, PARAMS)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_remainder_that_was_cast_after_it_was_saved_is_an_error(is_jitted):
+    state, params = state_of("bfloat16 parameters")
+    errors = jax.tree.map(lambda x: x.astype("bfloat16"), state.remainder)
+    optimizer = MAKERS["bfloat16 parameters"]
+    update = jax.jit(optimizer.update) if is_jitted else optimizer.update
+    for remainder in (errors, {"float16": state.remainder["bfloat16"]}, {}):
+        with pytest.raises(
+            TypeError, match=r"remainder of int16 .* \['a'\], got .*convert_state"
+        ):
+            update(params, state._replace(remainder=remainder), params)
 
 
 STATES = {
