@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_lite.casting.losses import Prepare, set_float32_loss, with_float32_loss
-from jmp_lite.casting.types import LossFn, OptimizerExtraArgs, Params
+from jmp_lite.casting.types import LossFn, OptimizerExtraArgs, Params, Tree
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.types import Eqn, PyTree
@@ -96,11 +96,6 @@ def trained_part(
     """Returns the parameters that are not frozen, and the loss as their function."""
     if not any(frozen):
         return params, loss_fn
-    leaves, treedef = jax.tree.flatten(params)
-    trained = [
-        None if is_frozen else leaf
-        for leaf, is_frozen in zip(leaves, frozen, strict=True)
-    ]
 
     def prepared(prepare: Prepare) -> LossFn:
         loss = with_float32_loss(loss_fn, prepare)
@@ -112,4 +107,11 @@ def trained_part(
 
     loss_of_trained = prepared(lambda fun: fun)
     set_float32_loss(loss_of_trained, prepared)
-    return jax.tree.unflatten(treedef, trained), loss_of_trained
+    return without(params, frozen), loss_of_trained
+
+
+def without(tree: Tree, frozen: Sequence[bool]) -> Tree:
+    """Returns a tree of the parameters with None in place of each frozen one."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is None)
+    kept = zip(leaves, frozen, strict=True)
+    return treedef.unflatten([None if cold else leaf for leaf, cold in kept])

@@ -1,7 +1,7 @@
 """The loss and its gradients for other parameters, as some optimizers compute them."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -64,9 +64,13 @@ def functions_of_parameters(
 
     # optax's line searches refuse extra arguments that value_fn does not name.
     def value_fn(
-        params: Params, obj_fn: PyTree = None, grad_fn: PyTree = None
+        params: Params,
+        obj_fn: PyTree = None,
+        grad_fn: PyTree = None,
+        loss: PyTree = None,
+        grad_norm: PyTree = None,
     ) -> Array:
-        del obj_fn, grad_fn
+        del obj_fn, grad_fn, loss, grad_norm
         return loss_of(params)
 
     def grad_fn(params: Params, i: Array | int = 0) -> Updates:
@@ -77,10 +81,29 @@ def functions_of_parameters(
 
 
 def accepted_arguments(
-    optimizer: OptimizerExtraArgs, extra_args: dict[str, Any]
+    optimizer: OptimizerExtraArgs,
+    given: Mapping[str, Any],
+    extra_args: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the extra arguments that an optimizer's update accepts."""
+    """Returns the extra arguments for an optimizer's update.
+
+    Args:
+      optimizer: the optimizer.
+      given: those of every step. They are left out if its update does not accept them.
+      extra_args: those that the caller of the step adds.
+
+    Raises:
+      TypeError: the update does not accept one of the caller's, or each step has it.
+    """
     accepted = inspect.signature(optimizer.update).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
-        return extra_args
-    return {name: arg for name, arg in extra_args.items() if name in accepted}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    for name in extra_args:
+        if name in given:
+            raise TypeError(f"The step itself passes {name} to the optimizer.")
+        if not takes_all and name not in accepted:
+            raise TypeError(
+                f"The optimizer's update has no argument {name}, which step got. It "
+                f"has {', '.join(accepted)}."
+            )
+    taken = {name: x for name, x in given.items() if takes_all or name in accepted}
+    return {**taken, **extra_args}

@@ -1,7 +1,7 @@
 """The state of a training."""
 
 import math
-from typing import NamedTuple, Protocol, TypedDict, TypeGuard
+from typing import NamedTuple, Protocol, TypedDict, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jmp_lite.casting.dtypes import is_array
 from jmp_lite.casting.types import Array, Key, Leaf, PyTree, Tree
 from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.wrapping import strongly_typed
+
+Batch = TypeVar("Batch", contravariant=True)
 
 
 class TrainingState(NamedTuple):
@@ -63,6 +65,16 @@ class Init(Protocol):
         self, params: PyTree, model_state: PyTree = None, rng: Key | None = None
     ) -> TrainingState:
         """Returns the state for parameters."""
+        ...
+
+
+class Step(Protocol[Batch]):
+    """Returns the state after a step, and its metrics; see ``build_train_step``."""
+
+    def __call__(
+        self, state: TrainingState, batch: Batch, **extra_args: PyTree
+    ) -> tuple[TrainingState, Metrics]:
+        """Trains on a batch."""
         ...
 
 

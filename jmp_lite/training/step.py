@@ -54,9 +54,8 @@ from jmp_lite.training.devices import (
     key_of_this_device,
     localize,
 )
-from jmp_lite.training.frozen import find_frozen, trained_part
+from jmp_lite.training.frozen import find_frozen, trained_part, without
 from jmp_lite.training.loss_at import (
-    Evaluate,
     GradFn,
     WithAux,
     accepted_arguments,
@@ -66,6 +65,7 @@ from jmp_lite.training.start import float16_check, init_optimizer, scale_at_star
 from jmp_lite.training.state import (
     Init,
     Metrics,
+    Step,
     TrainingState,
     check_moves,
     copied,
@@ -90,7 +90,7 @@ def build_train_step(
     ema: float | None = None,
     axis_name: AxisName | None = None,
     grad_dtype: DTypeLike = "float32",
-) -> tuple[Init, Callable[[TrainingState, Batch], tuple[TrainingState, Metrics]]]:
+) -> tuple[Init, Step[Batch]]:
     """Builds ``init`` and ``step`` for a training loop in mixed precision.
 
     A step whose loss or gradients are not finite is skipped. Some optimizers compute
@@ -113,11 +113,12 @@ def build_train_step(
         to ``optax.set_to_zero``, have no gradient: none is computed, and
         ``grad_norm`` is that of the others.
 
-        Its ``update`` also receives the extra arguments that some optimizers of optax
-        need: the loss as ``value``, its gradients as ``grad``, and two functions,
-        ``value_fn(params)`` (also as ``obj_fn``) and ``grad_fn(params, i)``. These
-        compute the loss and its gradients for other parameters, with the same batch,
-        model state and key. An ``update`` without ``**extra_args`` (that of
+        Its ``update`` also receives the extra arguments that some optimizers need: the
+        loss as ``value`` and ``loss``, its gradients as ``grad``, their norm as
+        ``grad_norm``, and two functions, ``value_fn(params)`` (also as ``obj_fn``) and
+        ``grad_fn(params, i)``. These compute the loss and its gradients for other
+        parameters, with the same batch, model state and key. Further arguments are
+        those of ``step``. An ``update`` without ``**extra_args`` (that of
         ``optax.contrib.sam``) receives the arguments that it names; such an optimizer
         has to be the outermost one.
       rules: the precision of the loss, as for ``autocast``: the name of a preset
@@ -155,7 +156,8 @@ def build_train_step(
       ``init(params, model_state=None, rng=None)`` returns a ``TrainingState``. Its
       arrays are copies, because the state may be donated.
 
-      ``step(state, batch)`` returns ``(state, metrics)``. ``metrics`` is a dictionary:
+      ``step(state, batch, **extra_args)`` returns ``(state, metrics)``; ``extra_args``
+      are for the optimizer's ``update``. ``metrics`` is a dictionary:
       ``loss``, ``grad_norm``, ``grads_finite`` (whether loss and gradients are finite),
       ``loss_scale`` (the scale of this step), ``skipped`` (the number of skipped
       steps), and ``aux`` (stacked along a new first axis if there are several
@@ -172,7 +174,7 @@ def build_train_step(
         something other than axes. In ``init``: a parameter is not a floating-point
         array, or ``rng`` is not a key. In ``step``: ``loss_fn`` does not return what is
         described above, or changes the structure, a shape or a dtype of the model
-        state.
+        state; or an extra argument has a name of those above.
       NameError: in ``step``, ``axis_name`` is not a mapped axis.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2017; the seven steps of
@@ -283,7 +285,7 @@ class _Training:
         )
 
     def step(
-        self, state: TrainingState, batch: PyTree
+        self, state: TrainingState, batch: PyTree, **extra_args: PyTree
     ) -> tuple[TrainingState, Metrics]:
         """Returns the state after a step, and its metrics."""
         if not isinstance(state, TrainingState):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -300,8 +302,21 @@ class _Training:
             return self._evaluate(params, state, batch, rng, frozen)
 
         loss, model_state, aux, grads = evaluate(params)
-        updates, new_opt_state = self._update(evaluate, loss, grads, opt_state, params)
-        new_params = apply_updates(params, updates)
+        grad_norm = optax.tree.norm(upcast_tree(grads))
+        value_fn, grad_fn = functions_of_parameters(evaluate, params)
+        given = {
+            "value": upcast_tree(loss),
+            "loss": upcast_tree(loss),
+            "grad": grads,
+            "grad_norm": grad_norm,
+            "value_fn": value_fn,
+            "obj_fn": value_fn,
+            "grad_fn": grad_fn,
+        }
+        accepted = accepted_arguments(self.inner, given, extra_args)
+        updates, new_opt_state = self._update(loss, grads, opt_state, params, accepted)
+        # A sum with zero would change the bits of a negative zero.
+        new_params = apply_updates(params, without(updates, frozen))
         average = None
         if self.ema is not None:
             moved, n = steps_that_move(opt_state, new_opt_state, state.step + 1)
@@ -319,7 +334,7 @@ class _Training:
         finite = new_opt_state.grads_finite
         metrics: Metrics = {
             "loss": upcast_tree(loss),
-            "grad_norm": optax.tree.norm(upcast_tree(grads)),
+            "grad_norm": grad_norm,
             "grads_finite": finite,
             "loss_scale": jnp.asarray(opt_state.loss_scale.loss_scale),
             "skipped": new_opt_state.skipped,
@@ -369,29 +384,22 @@ class _Training:
 
     def _update(
         self,
-        evaluate: Evaluate,
         loss: Array,
         grads: Updates,
         opt_state: LossScalingState,
         params: Params,
+        extra_args: dict[str, PyTree],
     ) -> tuple[Updates, LossScalingState]:
         """Returns the updates, and the optimizer's state after them.
 
         ``grads_finite`` of the state decides whether the step is skipped. It covers the
         loss, the gradients, and the gradients that the optimizer computes by itself.
         """
-        value_fn, grad_fn = functions_of_parameters(evaluate, params)
-        extra_args = {
-            "value": upcast_tree(loss),
-            "grad": grads,
-            "value_fn": value_fn,
-            "obj_fn": value_fn,
-            "grad_fn": grad_fn,
-        }
-        accepted = accepted_arguments(self.inner, extra_args)
         found = judged(grads)
         found = found._replace(finite=found.finite & all_finite(loss))
-        updates, new = update_if(found, self.inner, grads, opt_state, params, accepted)
+        updates, new = update_if(
+            found, self.inner, grads, opt_state, params, extra_args
+        )
         # The scale multiplies the loss later, so it does not cause a non-finite loss.
         scale = select_tree(all_finite(loss), new.loss_scale, opt_state.loss_scale)
         return updates, new._replace(loss_scale=scale)

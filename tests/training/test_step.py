@@ -1073,6 +1073,59 @@ def test_frozen_parameters_have_no_gradient_and_no_warning(
     assert all((8, 8) not in [v.aval.shape for v in eqn.outvars] for eqn in sums)
 
 
+@pytest.mark.parametrize("name", FREEZING)
+def test_frozen_parameters_keep_the_sign_of_a_zero(name, standard_promotion):
+    init, step = jmp.build_train_step(adapted_loss, FREEZING[name], ema=0.9)
+    params = {**ADAPTED, "base": {**BASE, "w": BASE["w"].at[0].set(-0.0)}}
+    state, _ = jax.jit(step)(init(params), jnp.ones((4, 8)))
+    assert jnp.all(jnp.signbit(state.params["base"]["w"][0]))
+
+
+def spikes(**seen):
+    """Returns an optimizer that records the extra arguments of its steps."""
+
+    def update(grads, state, params=None, *, loss, grad_norm, limit, **others):
+        seen.update(others)
+        is_spike = loss > limit * jnp.ones([])
+        updates = jax.tree.map(lambda g: jnp.where(is_spike, 0.0, -g), grads)
+        return updates, (loss, grad_norm)
+
+    zeros = jnp.zeros([]), jnp.zeros([])
+    return optax.GradientTransformationExtraArgs(lambda params: zeros, update)
+
+
+@pytest.mark.parametrize("wrap", [lambda opt: opt, lambda opt: optax.chain(opt)])
+def test_the_optimizer_receives_the_loss_the_norm_and_the_caller_s_arguments(wrap):
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean((params["w"] - batch) ** 2), (model_state, None)
+
+    init, step = jmp.build_train_step(loss_fn, wrap(spikes()), "mixed")
+    start = init({"w": jnp.zeros(4)})
+    step = jax.jit(step)
+    state, metrics = step(start, jnp.ones(4), limit=2.0)
+    inner = jax.tree.leaves(state.opt_state.inner_state)
+    np.testing.assert_allclose(inner, [metrics["loss"], metrics["grad_norm"]])
+    assert jnp.all(state.params["w"] != 0)
+    state, _ = step(start, jnp.ones(4), limit=0.5)
+    assert jnp.all(state.params["w"] == 0)
+
+
+def test_arguments_that_an_optimizer_does_not_take_are_errors():
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean(params["w"] ** 2), (model_state, None)
+
+    def update(updates, state, params=None, *, limit=None):
+        return updates, state
+
+    named = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    init, step = jmp.build_train_step(loss_fn, named)
+    step(init({"w": jnp.ones(4)}), None, limit=1.0)
+    with pytest.raises(TypeError, match=r"no argument limits.* has .*limit"):
+        step(init({"w": jnp.ones(4)}), None, limits=1.0)
+    with pytest.raises(TypeError, match="The step itself passes loss"):
+        step(init({"w": jnp.ones(4)}), None, loss=1.0)
+
+
 def test_parameters_whose_updates_are_their_gradients_are_not_frozen(
     standard_promotion,
 ):
