@@ -121,8 +121,7 @@ def sizes_of(array: Any) -> Array | np.ndarray:
 def counted(array: ArrayLike, dtype: DTypeLike) -> Counts:
     """Returns the counts of some numbers.
 
-    JAX arrays are counted in the graph, where subnormal numbers may be zeros. NumPy
-    arrays and Python numbers are counted on the host.
+    JAX arrays are counted in the graph, NumPy arrays and Python numbers on the host.
 
     For an 8-bit format the numbers are first divided by a scale, as for float8
     products: that of the largest finite number. An array that already has this format
@@ -234,19 +233,33 @@ def _ends_for(
 def _classify(
     sizes: Array | np.ndarray, ends: np.ndarray | Sequence[Array | np.ndarray]
 ) -> dict[str, Array | np.ndarray]:
-    """Returns a flag of each element for each count, and the absolute values."""
-    xp = jnp if isinstance(sizes, jax.Array) else np
+    """Returns a flag of each element for each count, and the absolute values.
+
+    In the graph these are their bits, which are in the order of the values: compared as
+    floats, subnormal numbers may be zeros.
+    """
+    xp, infinity = np, np.asarray(np.inf, sizes.dtype)
+    if isinstance(sizes, jax.Array):
+        xp = jnp
+        sizes, infinity, *ends = map(_bits, (sizes, infinity, *ends))
     overflow, underflow, normal = ends
-    is_finite, is_zero = xp.isfinite(sizes), sizes == 0
+    is_finite, is_zero = sizes < infinity, sizes == 0
     return {
-        "nan": xp.isnan(sizes),
-        "inf": xp.isinf(sizes),
+        "nan": ~is_finite & (sizes != infinity),
+        "inf": sizes == infinity,
         "overflow": is_finite & (sizes >= overflow),
         "underflow": ~is_zero & (sizes <= underflow),
         "subnormal": (sizes > underflow) & (sizes < normal),
         "max_abs": xp.where(is_finite, sizes, 0),
-        "min_abs": xp.where(is_finite & ~is_zero, sizes, np.inf),
+        "min_abs": xp.where(is_finite & ~is_zero, sizes, infinity),
     }
+
+
+def _bits(sizes: Array | np.ndarray | np.floating[Any]) -> Array | np.ndarray:
+    unsigned = np.dtype(f"uint{8 * sizes.dtype.itemsize}")
+    if isinstance(sizes, jax.Array):
+        return lax.bitcast_convert_type(sizes, unsigned)
+    return np.asarray(sizes).view(unsigned)
 
 
 def _reduce_counts(each: Mapping[str, Any], axes: Sequence[int]) -> Counts:
@@ -263,8 +276,10 @@ def _reduce_counts(each: Mapping[str, Any], axes: Sequence[int]) -> Counts:
     # minutes on folding the reductions of constants.
     zero, start = lax.optimization_barrier((np.uint32(0), each[largest].dtype.type(0)))
     operands = [each[name].astype(np.uint32) for name in counted_names]
-    operands += [each[largest], each[smallest]]
-    starts = [zero] * len(counted_names) + [start, start + np.inf]
+    operands += [each[largest], each[smallest]]  # Their bits.
+    dtype = np.dtype(f"float{8 * start.dtype.itemsize}")
+    infinity = start + _bits(np.asarray(np.inf, dtype))
+    starts = [zero] * len(counted_names) + [start, infinity]
     varying = sharding.mapped_axes_of(each[largest])
     starts = [sharding.as_varying(x, varying) for x in starts]
 
@@ -279,8 +294,8 @@ def _reduce_counts(each: Mapping[str, Any], axes: Sequence[int]) -> Counts:
             name: Count(x, jnp.zeros_like(x))
             for name, x in zip(counted_names, sums, strict=True)
         },
-        largest: most.astype(_widest()),
-        smallest: least.astype(_widest()),
+        largest: lax.bitcast_convert_type(most, dtype).astype(_widest()),
+        smallest: lax.bitcast_convert_type(least, dtype).astype(_widest()),
     }
 
 

@@ -244,6 +244,21 @@ def test_numpy_arrays_are_counted_on_the_host_and_lose_nothing(wrap):
     assert (c.subnormal, c.underflow) == (0.5, 0.5), "no number is flushed"
 
 
+@pytest.mark.parametrize("wrap", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_subnormal_numbers_are_counted_alike_on_the_host_and_in_the_graph(dtype, wrap):
+    """A CPU takes them for zeros in a comparison of floats."""
+    tiny = float(jnp.finfo(dtype).tiny)
+    small = [tiny / 4, tiny / 2, -tiny / 4]
+    x = np.array([*small, 0.0, -0.0, tiny, 1.0, np.inf, np.nan]).astype(dtype)
+    report = numerics_report({"x": wrap(x), "more": [wrap(x[:3]), wrap(x[3:])]})
+    rows = {row.path: row for row in report.rows}
+    assert [row.subnormal * row.elements for row in rows.values()] == [3, 0, 3]
+    (row,) = (row for path, row in rows.items() if "['x']" in path)
+    assert (row.nan, row.inf, row.max_abs, row.min_abs) == (1, 1, 1.0, tiny / 4)
+    assert (row.overflow, row.underflow) == (0, 0)
+
+
 def test_sizes_stay_in_float64_where_jax_has_it():
     with jax.enable_x64(True):
         x = jnp.array([1e300, 1e-300])
