@@ -4,6 +4,7 @@ Code that was written for jmp 0.0.4 also runs with ``import jmp_lite as jmp``.
 """
 
 # ``serialization`` registers pytrees with jax.export when it is imported.
+from jmp_lite import formats as formats
 from jmp_lite import numerics as numerics
 from jmp_lite import ops as ops
 from jmp_lite import results as results

@@ -24,7 +24,14 @@ import jmp_lite.states
 FROZEN = pathlib.Path(__file__).parent / "public_api.txt"
 BUILT_IN = (tuple, str, dict, ValueError)
 MODULES = (
-    *(jmp_lite, jmp_lite.numerics, jmp_lite.ops, jmp_lite.results, jmp_lite.states),
+    *(
+        jmp_lite,
+        jmp_lite.formats,
+        jmp_lite.numerics,
+        jmp_lite.ops,
+        jmp_lite.results,
+        jmp_lite.states,
+    ),
     *(jmp_lite.linen, jmp_lite.nnx, jmp_lite.plots),
 )
 

@@ -195,7 +195,9 @@ def cast_tree(
         arrays, tracers, or ``ShapeDtypeStruct`` objects, of any shape. Each leaf keeps
         its type. All other leaves are returned unchanged.
       dtype: a floating-point dtype or its name (``"bfloat16"``, ``"bf16"``,
-        ``"half"``, ...).
+        ``"half"``, ...). A number beyond a float8 dtype becomes infinity where the
+        dtype has one, and else NaN (in ``float8_e4m3fn`` beyond 464):
+        ``jmp_lite.formats.quantize`` has a scale.
       where: a function ``where(path, leaf) -> bool``. A leaf for which it returns False
         is not cast. ``path`` is a JAX key path: ``jax.tree_util.keystr(path)`` is its
         text. None casts every floating-point leaf.

@@ -1,5 +1,6 @@
 """Quantizes arrays to 8 bits: division by a power of two, then rounding to float8."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,17 @@ class Quantized(NamedTuple):
 
     Attributes:
       numbers: the array divided by the scale and rounded, in the float8 dtype.
-      scale: a float32 scalar, a power of two; NaN if an element is not finite.
+      scale: what multiplies the numbers: a float32 scalar, or an array with one scale
+        for each block. ``quantize`` makes powers of two; a scale is NaN if an element
+        is not finite.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> weight = jnp.ones((4, 4), "float8_e4m3fn")  # Of a model that others saved.
+      >>> stored = jmp.formats.Quantized(weight, jnp.array([[0.5], [1], [2], [4]]))
+      >>> jmp.formats.dequantize(stored, "bfloat16")[:, 0]
+      Array([0.5, 1, 2, 4], dtype=bfloat16)
     """
 
     numbers: jax.Array
@@ -75,27 +86,70 @@ def power_of_two_for(largest: jax.Array, limit: float) -> jax.Array:
 _MANTISSA = np.uint32(0x007FFFFF)
 
 
-def quantize(array: jax.Array, dtype: DTypeLike) -> Quantized:
-    """Quantizes an array to a float8 format, with one scale for the whole array.
+def quantize(
+    array: jax.Array,
+    dtype: DTypeLike = "float8_e4m3fn",
+    block: Sequence[int] | None = None,
+) -> Quantized:
+    """Quantizes an array to a float8 format, with one scale for it or for each block.
 
     Args:
       array: a floating-point array of any shape.
       dtype: a float8 dtype.
+      block: the sizes of a block along each axis, such as ``(128, 128)``. The last
+        blocks of an axis may be smaller. None takes one scale for the whole array.
+
+    Returns:
+      A ``Quantized``, whose scale is a scalar or has one element for each block. Its
+      numbers are at most the format's largest number, so that none overflows.
+
+    Raises:
+      ValueError: ``block`` does not have one positive size for each axis.
 
     Source: TransformerEngine's "current scaling", with powers of two as scales, which
     add no rounding error.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> quantized = quantize(jnp.array([0.0, 1.0, 896.0]), "float8_e4m3fn")
-      >>> quantized.numbers.astype(jnp.float32), float(quantized.scale)
+      >>> import jmp_lite as jmp
+      >>> numbers, scale = jmp.formats.quantize(jnp.array([0.0, 1.0, 896.0]))
+      >>> numbers.astype(jnp.float32), float(scale)
       (Array([  0. ,   0.5, 448. ], dtype=float32), 2.0)
+      >>> jmp.formats.quantize(jnp.ones((256, 300)), block=(128, 128)).scale.shape
+      (2, 3)
     """
-    largest = jnp.max(jnp.abs(array), initial=0)
-    scale = checkpoint_name(scale_for(largest, dtype), SCALE_NAME)
+    sizes = jnp.abs(array)
+    if block is None:
+        scale = checkpoint_name(scale_for(jnp.max(sizes, initial=0), dtype), SCALE_NAME)
+        spread = scale
+    else:
+        scale = scale_for(_largest_of_blocks(sizes, block), dtype)
+        spread = _spread(scale, array.shape, block)
     # Not a product with the inverse, which would be a kernel of its own.
-    numbers = array / scale.astype(array.dtype)
+    numbers = array / spread.astype(array.dtype)
     return Quantized(to_float8(numbers, dtype), scale)
+
+
+def _largest_of_blocks(sizes: jax.Array, block: Sequence[int]) -> jax.Array:
+    if len(block) != sizes.ndim or min(block, default=1) < 1:
+        raise ValueError(
+            f"Expected a positive size of a block for each of {sizes.ndim} axes, got "
+            f"block={tuple(block)}."
+        )
+    pads = [(0, -n % size) for n, size in zip(sizes.shape, block, strict=True)]
+    padded = jnp.pad(sizes, pads)
+    pairs = zip(padded.shape, block, strict=True)
+    parts = padded.reshape([x for n, size in pairs for x in (n // size, size)])
+    return jnp.max(parts, axis=tuple(range(1, parts.ndim, 2)), initial=0)
+
+
+def _spread(scale: jax.Array, shape: Sequence[int], block: Sequence[int]) -> jax.Array:
+    """Returns the scale of each number; an axis of one block stays of size 1."""
+    for axis, (n, size) in enumerate(zip(shape, block, strict=True)):
+        if scale.shape[axis] > 1 and size > 1:
+            scale = jnp.repeat(scale, size, axis)
+            scale = lax.slice_in_dim(scale, 0, n, axis=axis)
+    return scale
 
 
 def to_float8(array: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -112,7 +166,62 @@ def to_float8(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     return array.astype(dtype)
 
 
-def dequantize(quantized: Quantized, dtype: DTypeLike) -> jax.Array:
-    """Returns the numbers of a quantized array in a dtype."""
-    scale = quantized.scale.astype(dtype)
-    return quantized.numbers.astype(dtype) * scale
+def dequantize(
+    quantized: Quantized, dtype: DTypeLike, block: Sequence[int] | None = None
+) -> jax.Array:
+    """Returns the numbers of a quantized array, times their scale.
+
+    Args:
+      quantized: the array. Its scale is a scalar, or has one element for each block.
+      dtype: the dtype of the result, in which the product is computed.
+      block: the sizes of a block along each axis, as for ``quantize``. None if each
+        axis has one scale, or one for each index.
+
+    Returns:
+      An array of the dtype, in the shape of the numbers.
+
+    Raises:
+      ValueError: the scale does not fit the numbers: ``block`` makes another number of
+        blocks, or is missing.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> w = jnp.arange(6.0).reshape(2, 3)
+      >>> stored = jmp.formats.quantize(w, block=(1, 2))
+      >>> stored.scale.shape
+      (2, 2)
+      >>> bool(jnp.all(jmp.formats.dequantize(stored, "float32", block=(1, 2)) == w))
+      True
+    """
+    numbers, scale = quantized
+    scale = jnp.asarray(scale)
+    if scale.ndim:
+        scale = _spread(scale, numbers.shape, _checked_block(numbers, scale, block))
+    return numbers.astype(dtype) * scale.astype(dtype)
+
+
+def _checked_block(
+    numbers: jax.Array, scale: jax.Array, block: Sequence[int] | None
+) -> Sequence[int]:
+    """Returns the sizes of a block along each axis."""
+    shapes = f"numbers of shape {numbers.shape} and a scale of shape {scale.shape}"
+    if scale.ndim != numbers.ndim:
+        raise ValueError(f"Expected a scale with {numbers.ndim} axes, got {shapes}.")
+    if block is None:
+        pairs = [*zip(numbers.shape, scale.shape, strict=True)]
+        if any(blocks not in (1, n) for n, blocks in pairs):
+            raise ValueError(
+                f"Blocks of several sizes fit {shapes}: pass the sizes of a block, "
+                "such as block=(128, 128)."
+            )
+        return [n if blocks == 1 else 1 for n, blocks in pairs]
+    expected = tuple(
+        -(-n // size) for n, size in zip(numbers.shape, block, strict=True)
+    )
+    if expected != scale.shape:
+        raise ValueError(
+            f"Expected a scale of shape {expected} for block={tuple(block)}, got "
+            f"{shapes}."
+        )
+    return block

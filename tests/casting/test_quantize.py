@@ -1,5 +1,8 @@
 """Arrays in float8: scales, and what comes back."""
 
+import itertools
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+import jmp_lite as jmp
 from jmp_lite.casting.quantize import dequantize, quantize, scale_for
 
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
@@ -100,3 +104,71 @@ def test_small_negative_numbers_are_no_nan_in_a_loop(dtype):
 def test_an_array_may_be_empty_or_a_scalar():
     assert quantize(jnp.zeros((0, 4)), FORMATS[0]).numbers.shape == (0, 4)
     assert float(quantize(jnp.float32(3), FORMATS[0]).scale) == 2.0**-7
+
+
+BLOCKS = [((256, 256), (128, 128)), ((256, 300), (128, 128)), ((5, 7, 4), (2, 7, 3))]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("shape", "block"), BLOCKS)
+def test_each_block_is_quantized_as_an_array_of_its_own(shape, block, dtype):
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** rng.uniform(-6, 6, shape[:1] + (1,) * (len(shape) - 1))
+    array = np.float32(rng.normal(size=shape) * sizes)
+    numbers, scale = jmp.formats.quantize(jnp.asarray(array), dtype, block)
+    stored = jmp.formats.Quantized(numbers, scale)
+    again = jmp.formats.dequantize(stored, "float32", block)
+    numbers = np.asarray(numbers)
+    starts = [range(0, n, size) for n, size in zip(shape, block, strict=True)]
+    assert scale.shape == tuple(map(len, starts))
+    for corner in itertools.product(*starts):
+        part = tuple(slice(i, i + size) for i, size in zip(corner, block, strict=True))
+        one = quantize(jnp.asarray(array[part]), dtype)
+        np.testing.assert_array_equal(*map(np.float32, (numbers[part], one.numbers)))
+        expected = dequantize(one, "float32")
+        np.testing.assert_array_equal(again[part], expected)
+
+
+@pytest.mark.parametrize("rows", [(), (1, 1), (256, 1), (1, 300), (2, 3)], ids=str)
+def test_arrays_that_others_stored_are_their_numbers_times_their_scales(rows):
+    """One scale, one for each row, or one for each block; no powers of two."""
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(256, 300)).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.float32(rng.uniform(0.1, 2, rows))
+    block = (128, 128) if rows == (2, 3) else None
+    each = np.kron(scale, np.ones(block))[:, :300] if block else scale
+    exact = np.float32(weight) * np.float32(each)
+    stored = jmp.formats.Quantized(jnp.asarray(weight), scale)
+    full = jmp.formats.dequantize(stored, "float32", block)
+    np.testing.assert_array_equal(full, exact)
+    low = jmp.formats.dequantize(stored, "bfloat16", block)
+    assert low.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(low), exact, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "message"),
+    [
+        ((2, 3), None, r"pass the sizes .* block=\(128, 128\)"),
+        ((2, 3), (64, 128), r"Expected a scale of shape \(4, 3\)"),
+        ((3,), None, "Expected a scale with 2 axes"),
+    ],
+)
+def test_scales_that_do_not_fit_are_errors(shape, block, message):
+    numbers = jnp.ones((256, 300), "float8_e4m3fn")
+    stored = jmp.formats.Quantized(numbers, jnp.ones(shape))
+    with pytest.raises(ValueError, match=message):
+        jmp.formats.dequantize(stored, "float32", block)
+
+
+@pytest.mark.parametrize("block", [(128,), (0, 128), (128, 128, 1)])
+def test_blocks_that_are_none_are_an_error(block):
+    with pytest.raises(ValueError, match=re.escape(f"got block={block}")):
+        jmp.formats.quantize(jnp.ones((256, 256)), block=block)
+
+
+def test_a_cast_beyond_the_range_is_what_the_docs_say():
+    x = jnp.float32([464, 465, 61_440, 61_441, 1e-8])
+    cast = [np.float32(jmp.cast_tree(x, f"float8_{f}")) for f in ("e4m3fn", "e5m2")]
+    np.testing.assert_array_equal(cast[0], [448, *[np.nan] * 3, 0])
+    np.testing.assert_array_equal(cast[1], [448, 448, np.inf, np.inf, 0])
