@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks import (
     accuracy,
     autocast,
+    checkpoints,
     clock,
     gpu,
     growth,
@@ -29,6 +30,7 @@ from benchmarks import (
     state_training,
     steps,
     training_steps,
+    wrapped_training,
 )
 from benchmarks.formats import (
     chips,
@@ -51,6 +53,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TEXTS = (
     ROOT / "README.md",
+    ROOT / "docs" / "checkpoints.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "float8.md",
     ROOT / "docs" / "formats.md",
@@ -255,6 +258,12 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "settings.tried": lambda results: thirdparty.settings_table(
         _rows(results, "tried", settings.Tried)
+    ),
+    "checkpoints": lambda results: checkpoints.table(
+        _rows(results, "rows", checkpoints.Row)
+    ),
+    "wrapped_training": lambda results: wrapped_training.table(
+        _rows(results, "rows", wrapped_training.Row)
     ),
     "state_training": lambda results: state_training.table(
         _rows(results, "rows", state_training.Row)
