@@ -183,7 +183,7 @@ def table(rows: Sequence[Row]) -> str:
     def line(name: str, cells: Sequence[str]) -> str:
         pairs = zip(ARRAYS, cells, strict=True)
         return f"{name:28}" + "".join(
-            f"{cell:>{len(kind) + 1}}" for kind, cell in pairs
+            f"{cell:>{max(len(kind), 7) + 1}}" for kind, cell in pairs
         )
 
     lines = [line("", [*ARRAYS])]
