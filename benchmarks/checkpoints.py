@@ -182,7 +182,7 @@ def table(rows: Sequence[Row]) -> str:
 
     def line(name: str, cells: Sequence[str]) -> str:
         pairs = zip(ARRAYS, cells, strict=True)
-        return f"{name:28}" + "".join(
+        return f"{name:25}" + "".join(
             f"{cell:>{max(len(kind), 7) + 1}}" for kind, cell in pairs
         )
 
