@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import (
     accuracy,
     autocast,
-    checkpoints,
     clock,
     gpu,
     growth,
@@ -27,6 +26,7 @@ from benchmarks import (
     loss_scaling,
     moments,
     optimizer_peers,
+    saved_arrays,
     state_training,
     steps,
     training_steps,
@@ -259,8 +259,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "settings.tried": lambda results: thirdparty.settings_table(
         _rows(results, "tried", settings.Tried)
     ),
-    "checkpoints": lambda results: checkpoints.table(
-        _rows(results, "rows", checkpoints.Row)
+    "saved_arrays": lambda results: saved_arrays.table(
+        _rows(results, "rows", saved_arrays.Row)
     ),
     "wrapped_training": lambda results: wrapped_training.table(
         _rows(results, "rows", wrapped_training.Row)

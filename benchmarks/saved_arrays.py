@@ -4,7 +4,7 @@ Each kind of array is saved and loaded again by each library, alone and on the C
 table has what comes back. Beside the test packages it needs those of a group:
 
     pip install --group checkpoints
-    python -m benchmarks.checkpoints --json benchmarks/results
+    python -m benchmarks.saved_arrays --json benchmarks/results
 """
 
 import argparse
@@ -194,7 +194,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Saves and loads, prints the table, and writes it as JSON where asked."""
-    parser = argparse.ArgumentParser("python -m benchmarks.checkpoints")
+    parser = argparse.ArgumentParser("python -m benchmarks.saved_arrays")
     parser.add_argument(
         "--libraries", nargs="*", choices=LIBRARIES, default=[*LIBRARIES]
     )
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     rows = [measure(name) for name in options.libraries]
     print(table(rows))
-    write(options.json, "checkpoints", stamp(), rows=rows)
+    write(options.json, "saved_arrays", stamp(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks.checkpoints import ARRAYS, LIBRARIES, judged, main, measure
+from benchmarks.saved_arrays import ARRAYS, LIBRARIES, judged, main, measure
 from benchmarks.tables import RESULTS
 
 TESTED = ("pickle", "orbax", "flax.serialization", "equinox", "np.savez")
@@ -18,13 +18,13 @@ TESTED = ("pickle", "orbax", "flax.serialization", "equinox", "np.savez")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TESTED)
 def test_the_table_is_what_this_version_does(name):
-    results = json.loads((RESULTS / "checkpoints.json").read_text())
+    results = json.loads((RESULTS / "saved_arrays.json").read_text())
     rows = {row["library"].split(" ")[0]: row["comes_back"] for row in results["rows"]}
     assert measure(name).comes_back == rows[name]
 
 
 def test_all_libraries_are_in_the_table():
-    results = json.loads((RESULTS / "checkpoints.json").read_text())
+    results = json.loads((RESULTS / "saved_arrays.json").read_text())
     assert len(results["rows"]) == len(LIBRARIES)
     for row, name in zip(results["rows"], LIBRARIES, strict=True):
         assert row["library"].startswith(name)
@@ -54,6 +54,6 @@ def test_bits_without_a_dtype_get_it_back_as_the_docs_say(tmp_path):
 
 def test_rows_are_written_and_shown(tmp_path, capsys):
     main(["--libraries", "pickle", "--json", str(tmp_path)])
-    (row,) = json.loads((tmp_path / "checkpoints.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "saved_arrays.json").read_text())["rows"]
     assert set(row["comes_back"].values()) == {"same"}
     assert "pickle" in capsys.readouterr().out
