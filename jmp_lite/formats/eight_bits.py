@@ -19,7 +19,6 @@ from jmp_lite.formats.number_format import (
     are_floats,
 )
 from jmp_lite.jaxprs import cost, params
-from jmp_lite.jaxprs.axes import Dimensions, Groups
 from jmp_lite.jaxprs.types import Eqn
 
 FORWARD_DTYPES = ("e4m3fn", "e4m3fnuz", "e4m3b11fnuz")
@@ -34,13 +33,9 @@ SUMS = (FAST, PROMOTED)
 """How a GPU's kernel adds float8 products up, see ``Float8``."""
 
 
-def sum_precision(sums: str, axes: Dimensions | Groups) -> lax.Precision | None:
-    """Returns the precision that asks a compiler for these sums.
-
-    XLA for TPUs does not compile a product of groups that asks for more digits.
-    """
-    is_promoted = sums == PROMOTED and isinstance(axes, Dimensions)
-    return lax.Precision.HIGHEST if is_promoted else None
+def sum_precision(sums: str) -> lax.Precision | None:
+    """Returns the precision that asks a compiler for these sums."""
+    return lax.Precision.HIGHEST if sums == PROMOTED else None
 
 
 def parse_smallest(smallest: Any) -> float:
@@ -97,8 +92,8 @@ class EightBits(NumberFormat, abc.ABC):
     def _refusal(self, product: Product) -> str | None:
         if not are_floats(product.eqn):
             return INTEGERS.code
-        if params.are_batches(product.eqn):
-            return "groups_of_batches"
+        if params.op_of(product.eqn) != "dot_general":
+            return "groups"
         if self.needs_bfloat16 and product.dtype != jnp.bfloat16:
             return "compute_dtype"
         if not any(product.weights):
@@ -146,7 +141,7 @@ class EightBits(NumberFormat, abc.ABC):
 _EIGHT_BIT_WORDS = {
     "compute_dtype": "the compute dtype is not bfloat16",
     "no_weight": "no operand is a weight",
-    "groups_of_batches": "its groups consist of whole products of a batch",
+    "groups": "a product of groups",
     "read_in_float32": "read only by float32 ops",
     "though_read_in_float32": "read only by float32 ops",
 }

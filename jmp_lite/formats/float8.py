@@ -41,9 +41,9 @@ from jmp_lite.formats.eight_bits import (
 )
 from jmp_lite.formats.number_format import Product
 from jmp_lite.jaxprs import bilinear, params
-from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
+from jmp_lite.jaxprs.axes import Dimensions, axes_of
 from jmp_lite.jaxprs.bilinear import ProductOperand
-from jmp_lite.jaxprs.types import Array, Dtype, Eqn
+from jmp_lite.jaxprs.types import Array, Dtype
 
 OF_DEVICE = "device"
 """The formats in which the default device multiplies."""
@@ -59,7 +59,7 @@ class Float8:
 
     - The compute dtype is bfloat16.
     - One operand is a weight: an argument, a constant, or a slice of one in a scan.
-    - Its groups, if it has any, consist of rows, not of whole products of a batch.
+    - It is no product of groups (``ragged_dot``).
     - Its sizes are multiples of 16.
     - It is large enough, see ``smallest``.
     - An op that takes 16 bits reads its result. Logits and the result of a router are
@@ -191,10 +191,6 @@ class Float8Format(EightBits):
         """Returns the dtype of operands."""
         return self.options.forward_dtype
 
-    def rounds_before(self, eqn: Eqn) -> bool:
-        """Whether operands are quantized before; not if rows may be in no group."""
-        return params.op_of(eqn) == "dot_general"
-
     def round(self, array: Array) -> ProductOperand:
         """Returns an operand of a product, quantized."""
         return quantize_operand(array, self.options.forward_dtype)
@@ -204,16 +200,10 @@ class Float8Format(EightBits):
     ) -> Array:
         """Returns the product, whose cotangent is quantized too."""
         del bound
-        lhs, rhs, *others = operands
-        axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
-        if not self.rounds_before(product.eqn):
-            # Rows of no group have no part in the scale.
-            lhs, rhs = (
-                self.round(axes.mask_unread(array, side))
-                for side, array in enumerate((lhs, rhs))
-            )
+        axes, sharding = axes_of(product.eqn), params.out_sharding(product.eqn)
         forward, backward = self.options.forward_dtype, self.options.backward_dtype
         form = Scaled(forward, forward, backward, self.options.sums)
+        lhs, rhs = operands
         return bilinear.bilinear(lhs, rhs, form, axes, sharding)
 
 
@@ -287,7 +277,7 @@ class Scaled:
         self,
         lhs: ProductOperand,
         rhs: ProductOperand,
-        axes: Dimensions | Groups,
+        axes: Dimensions,
         out_sharding: NamedSharding | None,
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
@@ -299,7 +289,7 @@ class Scaled:
         on_left, on_right = axes.contracted
         left = _with_one_scale(_scaled(lhs, self.lhs), on_left)
         right = _with_one_scale(_scaled(rhs, self.rhs), on_right)
-        precision = sum_precision(self.sums, axes)
+        precision = sum_precision(self.sums)
         result = axes.product(
             left.numbers, right.numbers, precision, dtype, out_sharding
         )

@@ -135,11 +135,6 @@ class NumberFormat:
         del code
         return None
 
-    def rounds_before(self, eqn: Eqn) -> bool:
-        """Whether ``round`` makes the operands of a product, before ``multiply``."""
-        del eqn
-        return True
-
     def round(self, array: Array) -> Array | ProductOperand:
         """Returns an operand of a product, from an array in the compute dtype.
 

@@ -31,7 +31,7 @@ from jmp_lite.formats.eight_bits import (
 )
 from jmp_lite.formats.number_format import Advice, Product
 from jmp_lite.jaxprs import bilinear, params
-from jmp_lite.jaxprs.axes import Dimensions, Groups, axes_of
+from jmp_lite.jaxprs.axes import Dimensions, axes_of
 from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Dtype
 
@@ -101,12 +101,10 @@ class RowsFormat(EightBits):
         """Returns the product; the products of its derivative are quantized too."""
         del bound
         forward, backward = np.dtype(self.forward), np.dtype(self.backward)
-        lhs, rhs, *others = operands
+        lhs, rhs = map(ProductOperand, operands)
         form = ByRows(forward, forward, backward, self.sums)
-        axes, sharding = axes_of(product.eqn, others), params.out_sharding(product.eqn)
-        return bilinear.bilinear(
-            ProductOperand(lhs), ProductOperand(rhs), form, axes, sharding
-        )
+        axes, sharding = axes_of(product.eqn), params.out_sharding(product.eqn)
+        return bilinear.bilinear(lhs, rhs, form, axes, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +146,7 @@ class ByRows:
         self,
         lhs: ProductOperand,
         rhs: ProductOperand,
-        axes: Dimensions | Groups,
+        axes: Dimensions,
         out_sharding: NamedSharding | None,
     ) -> Array:
         """Returns the product, in the dtype of its operands."""
@@ -159,12 +157,10 @@ class ByRows:
         limit = min(127, math.isqrt(np.iinfo(np.int32).max // max(n_terms, 1)))
         pairs = enumerate([(lhs, self.lhs), (rhs, self.rhs)])
         (left, left_scales), (right, right_scales) = (
-            _quantized(
-                axes.mask_unread(each.array, side), axes.contracted[side], to, limit
-            )
+            _quantized(each.array, axes.contracted[side], to, limit)
             for side, (each, to) in pairs
         )
-        precision = None if is_integer else sum_precision(self.sums, axes)
+        precision = None if is_integer else sum_precision(self.sums)
         # For a GPU a float32 result of float8 numbers would be a pass of its own.
         result_dtype = np.dtype("int32") if is_integer else dtype
         product = axes.product(left, right, precision, result_dtype, out_sharding)

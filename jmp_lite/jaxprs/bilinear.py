@@ -3,7 +3,7 @@
 It is for products of rounded operands. Its derivative with respect to an operand is the
 same kind of product, with the tangent in place of the operand. The transpose of that is
 the same kind of product with the cotangent. So all derivatives, of any order, consist
-of such products. (For groups, JAX has the first derivative, and forward mode over it.)
+of such products.
 
 An operand may be rounded before the product. Then the product saves the rounded numbers
 for the backward pass, and other products can read them too.
@@ -18,13 +18,13 @@ import numpy as np
 from jax import lax
 from jax._src import dispatch
 from jax._src.interpreters import ad, batching, mlir
-from jax._src.lax.lax import dot_general_p, ragged_dot_general_p
+from jax._src.lax.lax import dot_general_p
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
 from jax.sharding import NamedSharding
 
 from jmp_lite.jaxprs import primitives, sharding, structure
-from jmp_lite.jaxprs.axes import Dimensions, Groups
+from jmp_lite.jaxprs.axes import Dimensions
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Tangent
 
 Item = TypeVar("Item")
@@ -102,7 +102,7 @@ class ProductForm(Protocol):
         self,
         lhs: ProductOperand,
         rhs: ProductOperand,
-        axes: Dimensions | Groups,
+        axes: Dimensions,
         out_sharding: NamedSharding | None,
     ) -> Array:
         """Returns the product, in the dtype of its operands.
@@ -137,7 +137,7 @@ def bilinear(
     lhs: ProductOperand,
     rhs: ProductOperand,
     form: ProductForm,
-    axes: Dimensions | Groups,
+    axes: Dimensions,
     out_sharding: NamedSharding | None = None,
 ) -> Array:
     """Returns a product in a form, in the dtype of its operands.
@@ -150,18 +150,17 @@ def bilinear(
       out_sharding: the sharding of the result, as for ``dot_general``.
     """
     parts = *lhs.parts, *rhs.parts
-    params: dict[str, Any] = {
-        "out_sharding": out_sharding,
-        "precision": None,
-        "preferred_element_type": lhs.array.dtype,
-        "form": form,
-        "n_parts": len(lhs.parts),
-    }
-    if isinstance(axes, Dimensions):
-        params["dimension_numbers"] = axes.numbers
-        return _of_matrices.bind(lhs.array, rhs.array, *parts, **params)
-    params.update(ragged_dot_dimension_numbers=axes.numbers, group_offset=None)
-    return _of_groups.bind(lhs.array, rhs.array, axes.sizes, *parts, **params)
+    return _bilinear.bind(
+        lhs.array,
+        rhs.array,
+        *parts,
+        dimension_numbers=tuple(axes),
+        out_sharding=out_sharding,
+        precision=None,
+        preferred_element_type=lhs.array.dtype,
+        form=form,
+        n_parts=len(lhs.parts),
+    )
 
 
 def dtype_of(eqn: Eqn) -> Dtype | None:
@@ -169,7 +168,7 @@ def dtype_of(eqn: Eqn) -> Dtype | None:
 
     None also for a product of 16-bit operands.
     """
-    return eqn.params["form"].dtype if eqn.primitive in _OURS else None
+    return eqn.params["form"].dtype if eqn.primitive is _bilinear else None
 
 
 def sums_of(eqn: Eqn) -> str:
@@ -194,7 +193,7 @@ def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:
     """
     if eqn.primitive is _tangent_of:
         return [*arrays]
-    if eqn.primitive not in _OURS:
+    if eqn.primitive is not _bilinear:
         return None
     lhs, rhs, axes = _unpacked(arrays, eqn.params)
     highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -205,7 +204,7 @@ def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:
 
 def are_tangents(eqn: Eqn) -> list[bool]:
     """Returns for each operand of an equation whether it only carries a tangent."""
-    if eqn.primitive not in _OURS:
+    if eqn.primitive is not _bilinear:
         return [eqn.primitive is _tangent_of] * len(eqn.invars)
     lhs, rhs, _ = _unpacked(eqn.invars, eqn.params)
     others = [False] * (len(eqn.invars) - 2)
@@ -214,19 +213,14 @@ def are_tangents(eqn: Eqn) -> list[bool]:
 
 def _unpacked(
     arrays: Sequence[Any], params: Mapping[str, Any]
-) -> tuple[ProductOperand, ProductOperand, Dimensions | Groups]:
+) -> tuple[ProductOperand, ProductOperand, Dimensions]:
     """Returns the operands and the axes of a product, given all its arrays."""
     lhs, rhs, *parts = arrays
-    if "dimension_numbers" in params:
-        axes = Dimensions(*params["dimension_numbers"])
-    else:
-        sizes, *parts = parts
-        axes = Groups.read(params["ragged_dot_dimension_numbers"], sizes)
     n_parts = params["n_parts"]
     return (
         ProductOperand(lhs, (*parts[:n_parts],)),
         ProductOperand(rhs, (*parts[n_parts:],)),
-        axes,
+        Dimensions(*params["dimension_numbers"]),
     )
 
 
@@ -248,29 +242,22 @@ def _lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     n_devices = getattr(module.axis_context, "num_devices", None)
     is_stated = n_devices == 1 and not module.lowering_parameters.for_export
 
-    def multiply(*arrays: Array) -> Array:
-        n_operands = 2 if "dimension_numbers" in params else 3
-        parts = arrays[n_operands:]
+    def multiply(lhs: Array, rhs: Array, *parts: Array) -> Array:
         if is_stated:
-            parts = (
+            parts = tuple(
                 with_layout_constraint(part, Layout(tuple(range(part.ndim))))
                 for part in parts
             )
-        return _multiply(*arrays[:n_operands], *parts, **params)
+        return _multiply(lhs, rhs, *parts, **params)
 
     return mlir.lower_fun(multiply, multiple_results=False)(ctx, *values)
 
 
 def _type(
-    jax_product: core.Primitive,
-    *avals: Aval,
-    form: ProductForm,
-    n_parts: int,
-    **params: Any,
+    lhs: Aval, rhs: Aval, *parts: Aval, form: ProductForm, n_parts: int, **params: Any
 ):
-    del form, n_parts
-    n_operands = 2 if "dimension_numbers" in params else 3
-    return jax_product.abstract_eval(*avals[:n_operands], **params)
+    del parts, form, n_parts
+    return dot_general_p.abstract_eval(lhs, rhs, **params)
 
 
 def _jvp(
@@ -305,7 +292,7 @@ def _transpose(
         product = axes.transposed(side, ranks if side == 0 else ranks[::-1])
         transposed = form.transposed(side)
         made = bilinear(
-            transposed.cotangent_operand(product.axes.mask_unread(given, 0)),
+            transposed.cotangent_operand(given),
             other,
             transposed,
             product.axes,
@@ -327,21 +314,16 @@ def _map(
         for array, axis in zip(arrays, mapped, strict=True)
         if axis is not None
     )
-    sizes, are_contracted = None, False
-    if isinstance(axes, Groups) and mapped[2] is not None:
-        sizes = batching.bdim_at_front(axes.sizes, mapped[2], length)
-        are_contracted = axes.group is None
-    # Rows have the axis if the sizes of their groups have it.
-    lhs, is_left = _move_axis_first(lhs, of_lhs, length, sizes is not None)
-    rhs, is_right = _move_axis_first(rhs, of_rhs, length, are_contracted)
-    new, at = axes.mapped([is_left, is_right], lhs.array.shape, sizes)
+    lhs, is_left = _move_axis_first(lhs, of_lhs, length)
+    rhs, is_right = _move_axis_first(rhs, of_rhs, length)
+    new, at = axes.mapped([is_left, is_right], lhs.array.shape)
     first = lhs if is_left else rhs
     out_sharding = sharding.insert_axis(params["out_sharding"], at, first.array)
     return bilinear(lhs, rhs, params["form"], new, out_sharding), at
 
 
 def _move_axis_first(
-    operand: ProductOperand, axes: Any, length: int, is_required: bool
+    operand: ProductOperand, axes: Any, length: int
 ) -> tuple[ProductOperand, bool]:
     """Moves the mapped axis of an operand, if any, to the front of all its arrays.
 
@@ -349,35 +331,26 @@ def _move_axis_first(
       operand: the operand.
       axes: the mapped axis of each of its arrays.
       length: of the mapped axis.
-      is_required: whether an operand that is not mapped gets the axis too.
 
     Returns:
       The operand, and whether it has the axis.
     """
     mapped = axes.array, *axes.parts
-    if not is_required and all(axis is None for axis in mapped):
+    if all(axis is None for axis in mapped):
         return operand, False
     pairs = zip((operand.array, *operand.parts), mapped, strict=True)
     array, *parts = (batching.bdim_at_front(*pair, length) for pair in pairs)
     return ProductOperand(array, tuple(parts)), True
 
 
-def _primitive(jax_product: core.Primitive) -> core.Primitive:
-    """Returns the primitive for a product of JAX in another form."""
-    made = core.Primitive(jax_product.name)
-    made.def_impl(functools.partial(dispatch.apply_primitive, made))
-    made.def_effectful_abstract_eval(functools.partial(_type, jax_product))
-    mlir.register_lowering(made, _lower)
-    ad.primitive_jvps[made] = _jvp
-    ad.primitive_transposes[made] = _transpose
-    batching.primitive_batchers[made] = _map
-    primitives.take_for(made, jax_product)
-    return made
-
-
-_of_matrices = _primitive(dot_general_p)
-_of_groups = _primitive(ragged_dot_general_p)
-_OURS = (_of_matrices, _of_groups)
+_bilinear = core.Primitive(dot_general_p.name)
+_bilinear.def_impl(functools.partial(dispatch.apply_primitive, _bilinear))
+_bilinear.def_effectful_abstract_eval(_type)
+mlir.register_lowering(_bilinear, _lower)
+ad.primitive_jvps[_bilinear] = _jvp
+ad.primitive_transposes[_bilinear] = _transpose
+batching.primitive_batchers[_bilinear] = _map
+primitives.take_for(_bilinear, dot_general_p)
 
 TANGENT_OF = "tangent_of"
 """A primitive that does not read the numbers of its operand."""

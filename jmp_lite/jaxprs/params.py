@@ -429,17 +429,6 @@ def ragged_axes(eqn: Eqn) -> lax.RaggedDotDimensionNumbers:
     return eqn.params["ragged_dot_dimension_numbers"]
 
 
-def are_batches(eqn: Eqn) -> bool:
-    """Whether the groups of a product consist of whole products of a batch.
-
-    Such a product does not depend on the sizes of its groups.
-    """
-    if op_of(eqn) != "ragged_dot_general":
-        return False
-    _, (batch, _) = dot_dimensions(eqn)
-    return not {*ragged_axes(eqn).lhs_ragged_dimensions}.isdisjoint(batch)
-
-
 def out_sharding(eqn: Eqn) -> NamedSharding | None:
     """Returns the sharding that a product requests for its result, or None."""
     return eqn.params.get("out_sharding")

@@ -79,7 +79,7 @@ def _map(
     new, at = axes.mapped(is_mapped, in_front[0].shape)
     first = in_front[is_mapped.index(True)]
     changed = {
-        "dimension_numbers": new.numbers,
+        "dimension_numbers": tuple(new),
         "out_sharding": sharding.insert_axis(params["out_sharding"], at, first),
     }
     return _wide_dot.bind(*in_front, **{**params, **changed}), at

@@ -60,15 +60,13 @@ def test_experts_are_relative_to_a_batch_in_16_bits():
     rows = [
         Mixture(chip, 8, 16, variant, cost, 2 * (chip == "v5e" and cost > 4))
         for chip in ("h100", "v5e")
-        for variant, cost in zip(
-            experts.VARIANTS, (2, 1, 3, 4, 5, 6, 7, 8), strict=True
-        )
+        for variant, cost in zip(experts.VARIANTS, (2, 1, 3, 4, 8), strict=True)
     ]
     lines = experts.mixtures_table(rows).splitlines()
     assert lines[0].split() == ["8", "experts", "h100", "v5e"]
     assert lines[1].split() == ["width", "16", "16"]
     assert lines[3].split() == ["batch,", "float8", "0.50", "0.50"]
-    assert lines[-1].split() == ["groups,", "int8", "4.00", "4.00*"]
+    assert lines[-1].split() == ["groups,", "mixed", "4.00", "4.00*"]
 
 
 @pytest.mark.targets

@@ -187,11 +187,7 @@ def _run_product(
     casts: Casts, eqn: Eqn, operands: Sequence[Value], number_format: NumberFormat
 ) -> Array:
     weights = tuple(value.kind is Kind.GIVEN for value in operands)
-    pair = operands[:2]
-    if number_format.rounds_before(eqn):
-        rounded = [casts.rounded(value, number_format) for value in pair]
-    else:
-        rounded = [casts.low(value) for value in pair]
+    rounded = [casts.rounded(value, number_format) for value in operands[:2]]
     others = [value.array for value in operands[2:]]  # The sizes of groups.
     product = Product(eqn, casts.low_dtype, weights)
     return number_format.multiply(product, [*rounded, *others], casts.bound)
