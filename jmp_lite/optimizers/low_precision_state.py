@@ -4,7 +4,7 @@ After autocast and ``master_weights``, the moments of Adam are the largest array
 training: in float32, 8 of 16 bytes a parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +87,11 @@ class LowPrecisionState(NamedTuple):
 
 
 def low_precision_state(
-    inner: Optimizer, dtype: DTypeLike = "bfloat16", *, key: Key | None = None
+    inner: Optimizer,
+    dtype: DTypeLike = "bfloat16",
+    *,
+    key: Key | None = None,
+    fields: Mapping[str, str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its moments are stored in 16 or 8 bits.
 
@@ -116,9 +120,9 @@ def low_precision_state(
 
     A table names the arrays in the states of optax. Arrays that need their digits stay
     in float32: parameters, sums of gradients, the moments of
-    ``optax.rmsprop(centered=True)``, whose difference counts, and others. The arrays of
-    other optimizers are judged by trying the optimizer on small parameters. An array
-    that the trial does not identify stays in float32, and ``init`` warns.
+    ``optax.rmsprop(centered=True)``, whose difference counts, and others. For other
+    optimizers, ``fields`` names the arrays. An array that neither names stays in
+    float32, and ``init`` warns.
 
     Put it directly around the optimizer:
     ``loss_scaling(master_weights(low_precision_state(optax.adam(1e-3), key=key)))``. A
@@ -131,6 +135,10 @@ def low_precision_state(
       dtype: ``"bfloat16"``; ``"float16"``, for first moments only; or
         ``"float8_e4m3fn"``, for first moments, with the format above for squares.
       key: a key of ``jax.random``, such as ``jax.random.key(0)``, or None.
+      fields: for optimizers that are not optax's, what their arrays are, by the name of
+        the field or of the key of a dictionary: ``"average"`` of gradients;
+        ``"squares"``, or other positive arrays that updates are divided by; or
+        ``"exact"`` for float32.
 
     Returns:
       A transformation whose state is a ``LowPrecisionState``.
@@ -140,8 +148,9 @@ def low_precision_state(
         gets a pair ``(loss, grads)`` or a state that ``init`` did not return. Or
         ``inner`` changes the structure of its state, as ``optax.monitor`` does; or a
         state in float16 or 8 bits is differentiated.
-      ValueError: ``dtype`` is another one. Or, in ``init``: without ``key`` a moment
-        would stop too early; or float16 would store squares.
+      ValueError: ``dtype`` is another one, or a kind in ``fields``. Or, in ``init``:
+        without ``key`` a moment would stop too early, or the optimizer needs more than
+        gradients to show that; or float16 would store squares.
 
     Source: for parameters, Gupta et al., "Deep Learning with Limited Numerical
     Precision", 2015, and Zamirai et al., "Revisiting BFloat16 Training", 2020; for
@@ -161,6 +170,7 @@ def low_precision_state(
       (dtype(bfloat16), dtype('float32'))
     """
     inner, parsed = with_extra_args(inner), _parse(dtype)
+    moments = {name: _kind_of(kind) for name, kind in (fields or {}).items()}
     if key is not None:
         check_key(key)
 
@@ -169,7 +179,7 @@ def low_precision_state(
         params = params_for_init(inner, params)
         state = initial_state(inner, params)
         leaves, structure = jax.tree.flatten(state)
-        formats = choose_formats(inner, params, state, parsed, key is not None)
+        formats = choose_formats(inner, params, state, parsed, key is not None, moments)
         is_scaled = parsed != jnp.bfloat16
 
         stored = [
@@ -227,6 +237,19 @@ def _stored_again(
 
     scales = scales_like(leaves, before)
     return [*map(store_one, range(len(leaves)), leaves, before, scales)]
+
+
+_KINDS = {
+    "average": Moment.AVERAGE,
+    "squares": Moment.SQUARES,
+    "exact": Moment.EXACT,
+}
+
+
+def _kind_of(kind: str) -> Moment:
+    if kind not in _KINDS:
+        raise unknown_name("kind of a field", str(kind), [*_KINDS])
+    return _KINDS[kind]
 
 
 _STATE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")

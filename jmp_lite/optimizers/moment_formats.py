@@ -1,18 +1,26 @@
 """Chooses the format in which each array of an optimizer's state is stored."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jmp_lite.casting.dtypes import is_array, is_floating
-from jmp_lite.casting.type_of import type_of
-from jmp_lite.casting.types import Dtype, Leaf, Optimizer, OptState, Params
+from jmp_lite.casting.dtypes import is_array, is_floating, is_number
+from jmp_lite.casting.types import (
+    Array,
+    Dtype,
+    Leaf,
+    Optimizer,
+    OptState,
+    Params,
+    Path,
+)
 from jmp_lite.optimizers.moments import Moment, known_moments
 from jmp_lite.optimizers.storage import SQUARES, spacing_of
-from jmp_lite.optimizers.trial import Tried, try_optimizer
 
 SMALLEST = 4096
 """Arrays with fewer elements stay in float32: they take little memory."""
@@ -29,8 +37,18 @@ def choose_formats(
     state: OptState,
     dtype: Dtype,
     is_by_chance: bool,
+    fields: Mapping[str, Moment],
 ) -> list[Dtype | None]:
     """Returns the format of each array of the inner state; None for float32.
+
+    Args:
+      inner: the optimizer.
+      params: its parameters.
+      state: its state.
+      dtype: the dtype of averages.
+      is_by_chance: whether they are rounded stochastically, so that any decay is
+        accepted.
+      fields: what the user says of fields that the table does not know.
 
     Raises:
       ValueError: the dtype cannot store a moment.
@@ -39,77 +57,96 @@ def choose_formats(
     leaves = jax.tree.leaves_with_path(state)
     known: list[Moment] = jax.tree.leaves(known_moments(state))
 
-    def may_be_stored(x: Leaf, moment: Moment) -> bool:
+    def moment_of(path: Path, x: Leaf, known: Moment) -> Moment:
         is_wider = is_large(x) and dtype.itemsize < x.dtype.itemsize < 8
-        return is_wider and x.shape in shapes and moment != Moment.EXACT
+        if not is_wider or x.shape not in shapes:
+            return Moment.EXACT
+        if known != Moment.UNKNOWN:
+            return known
+        named = (fields[name] for name in map(_name, path) if name in fields)
+        return next(named, Moment.UNKNOWN)
 
-    candidates = {
-        number: moment
-        for number, ((_, x), moment) in enumerate(zip(leaves, known, strict=True))
-        if may_be_stored(x, moment)
-    }
-    judged, error = _judged(inner, params, len(leaves), candidates, is_by_chance)
-    names = {
-        number: f"inner_state{jax.tree_util.keystr(leaves[number][0])}"
-        for number in judged
-    }
-    formats: list[Any] = [None] * len(leaves)
-    unsure: list[str] = []
-    _check_range({names[i]: moment for i, (moment, _) in judged.items()}, dtype)
-    for i, (moment, kept) in judged.items():
-        if moment == Moment.UNKNOWN or (kept is None and not is_by_chance):
-            unsure.append(f"{type_of(leaves[i][1])} at {names[i]}")
-        elif moment != Moment.EXACT:
-            is_8_bit_square = moment != Moment.AVERAGE and dtype.itemsize == 1
-            formats[i] = SQUARES if is_8_bit_square else dtype
-            if not is_by_chance:
-                _check_steps(names[i], kept, formats[i], dtype)
-    if unsure:
-        _warn_of_float32(unsure, error, is_by_chance)
+    moments = [
+        moment_of(*pair, moment) for pair, moment in zip(leaves, known, strict=True)
+    ]
+    names = [f"inner_state{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    kinds = dict(zip(names, moments, strict=True))
+    _check_range(kinds, dtype)
+    _warn_of_unknown([name for name in names if kinds[name] == Moment.UNKNOWN])
+    formats = [_format_of(moment, dtype) for moment in moments]
+    if not is_by_chance and any(one is not None for one in formats):
+        kept = _decays(inner, params)
+        for i, stored_in in enumerate(formats):
+            if stored_in is not None:
+                is_growing = moments[i] == Moment.GROWING_SQUARES
+                part = 1.0 if is_growing else kept[i]
+                _check_steps(names[i], part, stored_in, dtype)
     return formats
 
 
-def _judged(
-    inner: Optimizer,
-    params: Params,
-    count: int,
-    candidates: dict[int, Moment],
-    is_by_chance: bool,
-) -> tuple[dict[int, Tried], Exception | None]:
-    """Returns the ``Tried`` of each candidate, and the error of the trial, if any.
+def _name(key: Any) -> Any:
+    """Returns the name of a field or a key of a dictionary."""
+    return getattr(key, "name", getattr(key, "key", None))
 
-    Args:
-      inner: the optimizer.
-      params: its parameters.
-      count: how many leaves its state has.
-      candidates: the ``Moment`` of each array in the table, by the number of its leaf.
-      is_by_chance: whether they are rounded stochastically, so that any decay is
-        accepted.
+
+def _format_of(moment: Moment, dtype: Dtype) -> Dtype | None:
+    if moment in (Moment.EXACT, Moment.UNKNOWN):
+        return None
+    is_8_bit_square = moment != Moment.AVERAGE and dtype.itemsize == 1
+    return SQUARES if is_8_bit_square else dtype
+
+
+def _decays(inner: Optimizer, params: Params) -> list[float]:
+    """Returns the part of its value that each array of a state keeps at a step.
+
+    It is what a step makes of ones, less what it makes of zeros: at the first step, and
+    at a late one, for decays that depend on the step.
+
+    Raises:
+      ValueError: the optimizer needs more than gradients for a step.
     """
-    tried, error = [Tried(Moment.UNKNOWN, None)] * count, None
-    if any(m == Moment.UNKNOWN or not is_by_chance for m in candidates.values()):
-        tried, error = _try(inner, params, count)
 
-    def judge(number: int, known: Moment) -> Tried:
-        found, kept = tried[number]
-        if known == Moment.UNKNOWN:
-            return Tried(found, kept)
-        return Tried(known, 1.0 if known == Moment.GROWING_SQUARES else kept)
+    def small(leaf: Leaf) -> Array:
+        dtype = leaf.dtype if is_floating(leaf) else jnp.float32
+        return jnp.ones((2,) * jnp.ndim(leaf), dtype)
 
-    return {i: judge(i, moment) for i, moment in candidates.items()}, error
+    def filled(leaf: Leaf, number: ArrayLike, count: ArrayLike) -> Leaf:
+        if is_array(leaf) and is_floating(leaf) and leaf.ndim:
+            return jnp.full_like(leaf, number)
+        is_count = is_number(leaf, jnp.integer) and jnp.ndim(leaf) == 0
+        return jnp.full_like(leaf, count) if is_count else leaf
+
+    @jax.jit
+    def run(number: ArrayLike, count: ArrayLike) -> list[Array]:
+        state = jax.tree.map(lambda x: filled(x, number, count), inner.init(ones))
+        _, state = inner.update(jax.tree.map(jnp.zeros_like, ones), state, ones)
+        return [
+            jnp.float32(jnp.ravel(x)[0] if is_floating(x) else 0)
+            for x in jax.tree.leaves(state)
+        ]
+
+    ones = jax.tree.map(small, params)
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.numpy_dtype_promotion("standard"),
+        jax.debug_nans(False),
+    ):
+        try:
+            each = [
+                np.subtract(run(1.0, count), run(0.0, count)) for count in (0, _LATE)
+            ]
+        except Exception as error:
+            raise ValueError(
+                "Rounding to the nearest is for averages that change fast enough, and "
+                f"a step of this optimizer on small parameters raises "
+                f"{type(error).__name__}: {error}. Use stochastic rounding: "
+                "low_precision_state(..., key=jax.random.key(0))."
+            ) from error
+    return np.maximum(*each).tolist()
 
 
-def _try(
-    inner: Optimizer, params: Params, count: int
-) -> tuple[list[Tried], Exception | None]:
-    """Tries an optimizer; returns the error if it cannot be tried."""
-    unknown = [Tried(Moment.UNKNOWN, None)] * count
-    try:
-        tried = try_optimizer(inner, params)
-    except Exception as error:
-        # Such as a missing extra argument. The arrays then stay in float32.
-        return unknown, error
-    return (tried if len(tried) == count else unknown), None
+_LATE = 1000
+"""A step at which decays that depend on the step are near their final values."""
 
 
 def _check_range(moments: dict[str, Moment], dtype: Dtype) -> None:
@@ -131,7 +168,7 @@ _TOLERATED = 0.1
 """The part of a constant gradient that an average may lose to rounding."""
 
 
-def _check_steps(where: str, kept: Any, stored_in: Dtype, dtype: Dtype) -> None:
+def _check_steps(where: str, kept: float, stored_in: Dtype, dtype: Dtype) -> None:
     """Raises a ValueError for an average that rounding to the nearest stops early."""
     # It stops where a step changes it by less than half of the spacing.
     spacing = spacing_of(stored_in)
@@ -152,17 +189,14 @@ def _check_steps(where: str, kept: Any, stored_in: Dtype, dtype: Dtype) -> None:
     )
 
 
-def _warn_of_float32(
-    unsure: list[str], error: Exception | None, is_by_chance: bool
-) -> None:
-    more = f" and {len(unsure) - 3} more" if len(unsure) > 3 else ""
-    failed = f", which raises {type(error).__name__}: {error}" if error else ""
-    what = "what they are" if is_by_chance else "how much of them each step keeps"
-    cure = "" if is_by_chance else " Or pass a key, which suits all averages."
+def _warn_of_unknown(names: Sequence[str]) -> None:
+    if not names:
+        return
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
-        f"low_precision_state keeps {', '.join(unsure[:3])}{more} in float32. It does "
-        f"not know {what}: neither from the class of the state, nor from a trial of "
-        f"the optimizer on small parameters{failed}. To save their memory, use an "
-        f"optimizer of optax for this part.{cure}",
+        f"low_precision_state keeps {', '.join(names[:3])}{more} in float32: it does "
+        "not know this state. To store it in fewer bits, name its fields, as in "
+        "low_precision_state(..., fields={'m': 'average', 'v': 'squares'}); 'exact' "
+        "keeps float32 without this warning.",
         stacklevel=3,
     )

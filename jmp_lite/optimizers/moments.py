@@ -1,7 +1,7 @@
 """The kinds of the arrays in the states of optimizers, by class and field.
 
-An array that the table does not name has to be tried (``trial``). The names are text,
-because a version of optax may lack some of the classes.
+An array that the table does not name stays in float32, unless the user names its field.
+The names are text, because a version of optax may lack some of the classes.
 """
 
 import enum

@@ -31,7 +31,6 @@ from jmp_lite.optimizers.storage import (
     spacing_of,
     store,
 )
-from jmp_lite.optimizers.trial import try_optimizer
 from jmp_lite.scaling.wrapping import strongly_typed
 
 KEY = jax.random.key(0)
@@ -301,7 +300,6 @@ def penalized(inner):
     return optax.chain(optax.add_decayed_weights(1e-2), inner)
 
 
-alone = lambda inner: inner
 BEFORE = (centralized, clipped, noisy, penalized)
 """Transformations before an optimizer."""
 
@@ -325,49 +323,58 @@ def test_transformations_before_adam_do_not_hide_its_moments(before):
         assert names == ["float8_e4m3fn"] * 2 + ["uint8"] * 2
 
 
-@pytest.mark.parametrize("before", mostly_slow([alone, *BEFORE], (alone, penalized)))
-def test_a_trial_classifies_the_state_of_an_own_optimizer_behind_any_transformation(
-    before,
-):
-    average = own(lambda m, g, p: 0.9 * m + 0.1 * g)
-    squares = own(lambda m, g, p: 0.9 * m + 0.1 * g**2)
-    sizes = own(lambda m, g, p: jnp.maximum(0.9 * m, jnp.abs(g)))
-    sums = own(lambda m, g, p: m + g)
-    copies = own(lambda m, g, p: m, start=jnp.array)
-    expected = [
-        (average, ["float8_e4m3fn"] * 2),
-        (squares, ["uint8"] * 2),
-        (sums, ["float32"] * 2),
-        (copies, ["float32"] * 2),
-    ]
-    for inner, names in expected:
-        assert stored_dtypes(low(before(inner), dtype="float8_e4m3fn")) == names
-    if before in (noisy, penalized):  # A shift may hide their sign.
-        with pytest.warns(UserWarning, match="does not know what they are"):
-            names = stored_dtypes(low(before(sizes), dtype="float8_e4m3fn"))
-        assert names == ["float32"] * 2
-    else:
-        names = stored_dtypes(low(before(sizes), dtype="float8_e4m3fn"))
-        assert names == ["uint8"] * 2
+OWN = {
+    "average": (own(lambda m, g, p: 0.9 * m + 0.1 * g), "float8_e4m3fn"),
+    "squares": (own(lambda m, g, p: 0.9 * m + 0.1 * g**2), "uint8"),
+    "exact": (own(lambda m, g, p: m + g), "float32"),
+}
+
+
+@pytest.mark.parametrize("before", [lambda inner: inner, *BEFORE])
+@pytest.mark.parametrize("kind", OWN)
+def test_arrays_of_an_own_optimizer_are_what_their_field_is_named(kind, before):
+    inner, dtype = OWN[kind]
+    optimizer = low(before(inner), dtype="float8_e4m3fn", fields={"mine": kind})
+    assert stored_dtypes(optimizer) == [dtype] * 2
+    _, state = run(optimizer)
+    assert {dtype} <= {x.dtype.name for x in jax.tree.leaves(state.inner_state)}
+
+
+def test_keys_of_dictionaries_are_named_too_and_what_the_table_knows_stays():
+    def init(params):
+        return {"m": jax.tree.map(jnp.zeros_like, params)}, adam().init(params)
+
+    inner = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+    named = {"m": "average", "mu": "exact", "nu": "average"}
+    names = stored_dtypes(low(inner, dtype="float8_e4m3fn", fields=named))
+    assert names == ["float8_e4m3fn"] * 4 + ["uint8"] * 2
 
 
 def test_an_unknown_array_stays_float32_and_init_warns():
-    signs = own(lambda m, g, p: 0.9 * m + 0.1 * jnp.sign(g), inner=adam())
+    unknown = own(lambda m, g, p: 0.9 * m + 0.1 * g, inner=adam())
     for dtype, others in (("bfloat16", ["bfloat16"] * 4), ("float8_e4m3fn", None)):
-        with pytest.warns(UserWarning, match=r"64, 128\] at inner_state.mine\['w'\]"):
-            names = stored_dtypes(low(signs, dtype=dtype))
+        with pytest.warns(UserWarning, match=r"inner_state.mine\['w'\] in.*fields="):
+            names = stored_dtypes(low(unknown, dtype=dtype))
         others = others or ["float8_e4m3fn"] * 2 + ["uint8"] * 2
         assert names == ["float32"] * 2 + others
-    missing = needs_a_value(own(lambda m, g, p: 0.9 * m + 0.1 * g))
-    with pytest.warns(UserWarning, match=r"trial.*raises TypeError.*'value'"):
-        assert stored_dtypes(low(missing)) == ["float32"] * 2
 
 
-def test_without_a_key_an_unknown_decay_keeps_float32_with_a_warning():
+def test_an_unknown_kind_of_field_is_an_error_with_the_nearest_name():
+    with pytest.raises(ValueError, match=r"kind of a field 'averages'.*'average'"):
+        low(adam(), fields={"m": "averages"})
+
+
+def test_without_a_key_decays_have_to_be_seen():
+    with pytest.raises(ValueError, match=r"raises TypeError.*'value'.*key=jax.random"):
+        low(needs_a_value(adam()), key=None).init(PARAMS)
+    # No step of the first ones moves the moments.
+    with pytest.raises(ValueError, match=r"never change.*key=jax.random"):
+        low(optax.MultiSteps(adam(), 4), key=None).init(PARAMS)
     for hidden in (needs_a_value(adam()), optax.MultiSteps(adam(), 4)):
-        with pytest.warns(UserWarning, match="how much.*Or pass a key"):
-            assert "bfloat16" not in stored_dtypes(low(hidden, key=None))
         assert "bfloat16" in stored_dtypes(low(hidden))
+    decay = own(lambda m, g, p: 0.5 * m + 0.5 * g)
+    average = low(decay, key=None, fields={"mine": "average"})
+    assert stored_dtypes(average) == ["bfloat16"] * 2
 
 
 def test_masters_around_an_optimizer_that_cannot_be_tried_are_float32():
@@ -411,21 +418,6 @@ def test_each_array_of_an_optimizer_is_in_the_table(name):
     """If a new optimizer fails here, add its state to ``moments.MOMENTS``."""
     known = large_arrays(lenient(OPTIMIZERS[name].make()))
     assert Moment.UNKNOWN not in known.values()
-
-
-@pytest.mark.slow
-@each_optimizer
-def test_the_table_agrees_with_a_trial(name):
-    inner, squares = lenient(OPTIMIZERS[name].make()), Moment.GROWING_SQUARES
-    known = large_arrays(inner)
-    if not known or OPTIMIZERS[name].extra_args(PARAMS, GRADS):
-        return
-    tried = try_optimizer(inner, PARAMS)
-    for number, moment in known.items():
-        found = tried[number].moment
-        if found != Moment.UNKNOWN and moment != Moment.EXACT:
-            # A trial of two steps does not always see that squares grow.
-            assert found in (moment, Moment.SQUARES if moment == squares else moment)
 
 
 def test_each_field_of_the_table_is_one_of_the_class():
