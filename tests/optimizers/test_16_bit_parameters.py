@@ -732,8 +732,8 @@ def test_mechanize_trains_float16_parameters():
     optimizer = jmp.compensated(optax.contrib.mechanize(optax.sgd(0.1)))
     params = jnp.full(8, 0.5, "float16")
     carry = params, optimizer.init(params)
-    losses = jax.jit(lambda: jax.lax.scan(step, carry, length=400))()[1]
-    assert losses[-1] < losses[0] / 1000
+    losses = jax.jit(lambda: jax.lax.scan(step, carry, length=600))()[1]
+    assert losses[-1] < losses[0] / 500
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd, momentum", "lion", "contrib.momo"])
