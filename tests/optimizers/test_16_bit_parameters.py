@@ -775,6 +775,7 @@ NARROW = {
 WAYS = [*itertools.product(NARROW, DTYPES)][1:]
 
 
+@pytest.mark.filterwarnings("ignore:The optimizer measures")
 @pytest.mark.parametrize(
     ("name", "wrap", "dtype"),
     [*each_in_turn(*WAYS), *(("sgd, momentum", *way) for way in WAYS)],
