@@ -8,9 +8,8 @@ import optax
 
 from jmp_lite.casting.losses import Prepare, set_float32_loss, with_float32_loss
 from jmp_lite.casting.types import LossFn, OptimizerExtraArgs, Params, Tree
-from jmp_lite.jaxprs import params, structure
-from jmp_lite.jaxprs.dataflow import Forward
-from jmp_lite.jaxprs.types import Eqn, PyTree
+from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.types import PyTree
 from jmp_lite.scaling.value_and_grad import filled_in
 from jmp_lite.training.loss_at import WithAux
 
@@ -56,38 +55,16 @@ def find_frozen(
             jaxpr = jax.make_jaxpr(updates)(grads, state, parameters)
     except Exception:  # It needs the loss, or other arguments.
         return [False] * n_leaves
-    inputs = [True] * len(structure.parts(jaxpr).invars)
-    found = _Depends().outputs(jaxpr, inputs)
-    return [not depends for depends in found]
+    parts = structure.parts(jaxpr)
+    found = {*parts.invars}  # What depends on an input.
+    for eqn in parts.eqns:
+        if any(not structure.is_literal(x) and x in found for x in eqn.invars):
+            found.update(eqn.outvars)
+    return [structure.is_literal(x) or x not in found for x in parts.outvars]
 
 
 def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedState)
-
-
-class _Depends(Forward[bool]):
-    """Finds the values that depend on an input."""
-
-    def nothing(self) -> bool:
-        """A number depends on no input."""
-        return False
-
-    def join(self, one: bool, other: bool) -> bool:
-        """Whether one of two values depends on an input."""
-        return one or other
-
-    def equation_facts(
-        self, eqn: Eqn, operands: Sequence[bool], path: str
-    ) -> Sequence[bool]:
-        """Returns whether results depend on an input, also through control flow."""
-        if params.op_of(eqn) in params.CONTROL:
-            return self.transfer(eqn, operands, path)
-        return super().equation_facts(eqn, operands, path)
-
-    def transfer(self, eqn: Eqn, facts: Sequence[bool], path: str) -> Sequence[bool]:
-        """Returns whether the results of an op depend on an input."""
-        del path
-        return [any(facts)] * len(eqn.outvars)
 
 
 def trained_part(
