@@ -31,7 +31,7 @@ from benchmarks.compiled import TARGETS, Program, compile_for, missing
 from benchmarks.loss_scaling import SHAPE, by_optimizer, compile_step
 from benchmarks.report import stamp, write
 from jmp_lite.optimizers import storage
-from jmp_lite.optimizers.random_bits import draw_words, random_bits
+from jmp_lite.optimizers.rounding import draw_words, random_bits
 from jmp_lite.optimizers.storage import SQUARES, Stored
 
 BLOCK = 256

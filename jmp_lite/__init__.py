@@ -41,16 +41,20 @@ from jmp_lite.optimizers.low_precision_state import (
     low_precision_state,
 )
 from jmp_lite.optimizers.master_weights import master_weights
+from jmp_lite.optimizers.parameters import apply_updates
 from jmp_lite.optimizers.stochastic_rounding import (
     stochastic_rounding,
 )
-from jmp_lite.optimizers.updates import apply_updates
-from jmp_lite.scaling.check import LossScaleError, check_loss_scale
 from jmp_lite.scaling.dynamic import DynamicLossScale, default_loss_scale
-from jmp_lite.scaling.find_state import get_loss_scale, set_loss_scale
 from jmp_lite.scaling.finite import all_finite, select_tree
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite.scaling.skipping import loss_scaling, skip_nonfinite
+from jmp_lite.scaling.state import (
+    LossScaleError,
+    check_loss_scale,
+    get_loss_scale,
+    set_loss_scale,
+)
 from jmp_lite.scaling.value_and_grad import grad, value_and_grad
 from jmp_lite.training.step import build_train_step
 

@@ -6,7 +6,7 @@ traversed as graphs, in Flax's tree mode too, because parts of a model may share
 variables.
 """
 
-from jmp_lite.flax.nnx_autocast import autocast
+from jmp_lite.flax.nnx_autocast import autocast, scoped
 from jmp_lite.flax.nnx_casts import (
     ModelDtypes,
     ModuleDtypes,
@@ -16,7 +16,6 @@ from jmp_lite.flax.nnx_casts import (
 )
 from jmp_lite.flax.nnx_gradients import restore_if_skipped, value_and_grad
 from jmp_lite.flax.nnx_insight import compare, explain, tune, watch
-from jmp_lite.flax.nnx_scopes import scoped
 
 __all__ = [
     "ModelDtypes",

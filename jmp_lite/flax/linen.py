@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import parse_dtype
 from jmp_lite.casting.types import Dtype, Leaf
-from jmp_lite.flax.selectors import (
+from jmp_lite.flax.nnx_casts import (
     Selector,
     as_tuple,
     check_selector,

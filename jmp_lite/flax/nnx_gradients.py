@@ -20,13 +20,17 @@ from jmp_lite.casting.types import (
     PyTree,
     Tree,
 )
-from jmp_lite.flax.nnx_autocast import Args, Result
-from jmp_lite.flax.nnx_scopes import check_model, is_mutable
-from jmp_lite.flax.nnx_write_back import FunctionOfStates
+from jmp_lite.flax.nnx_autocast import (
+    Args,
+    FunctionOfStates,
+    Result,
+    check_model,
+    is_mutable,
+)
 from jmp_lite.scaling import backward_rules
-from jmp_lite.scaling.find_state import LossScalingState
 from jmp_lite.scaling.finite import select_tree
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale
+from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.scaling.value_and_grad import build_value_and_grad, check_argnums
 
 

@@ -10,7 +10,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.flax.nnx_write_back import FunctionOfStates
+from jmp_lite.flax.nnx_autocast import FunctionOfStates
 from jmp_lite.insight.compare import comparison
 from jmp_lite.insight.compare.comparison import Comparison
 from jmp_lite.insight.explain import explanation

@@ -30,12 +30,14 @@ from jmp_lite.optimizers.compensated import (
     remainder_dtype,
 )
 from jmp_lite.optimizers.inner_state import (
+    WrapperState,
     as_array,
     check_same_optimizer,
     converted,
     copied,
     inner_state_of,
     is_node,
+    is_wrapper_state,
     leaves,
     named,
     remove_wrappers,
@@ -52,8 +54,7 @@ from jmp_lite.optimizers.master_weights import (
 from jmp_lite.optimizers.parameters import check_16_bit_as_before, is_left_out
 from jmp_lite.optimizers.rounding import split
 from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
-from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
-from jmp_lite.scaling.find_state import LossScalingState
+from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.scaling.wrapping import strongly_typed, with_extra_args
 
 

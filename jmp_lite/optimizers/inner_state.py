@@ -1,7 +1,11 @@
-"""The state of the optimizer inside of wrappers: found, compared and cast."""
+"""The states of wrappers, which may be nested, and what is inside of them.
+
+All have a field ``inner_state``, the state of the wrapped optimizer. It is found,
+compared and cast.
+"""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +14,25 @@ import numpy as np
 from jmp_lite.casting.dtypes import is_array, is_number
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import Dtype, Leaf, OptState, Path, PyTree
+from jmp_lite.optimizers.compensated import CompensatedState
 from jmp_lite.optimizers.low_precision_state import LowPrecisionState, unpacked
+from jmp_lite.optimizers.master_weights import MasterWeightsState
+from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_lite.optimizers.storage import Stored, is_stored, restore, store_nearest
-from jmp_lite.optimizers.wrappers import WrapperState, is_wrapper_state
+from jmp_lite.scaling.state import LossScalingState
+
+WrapperState: TypeAlias = (
+    LossScalingState
+    | MasterWeightsState
+    | CompensatedState
+    | StochasticRoundingState
+    | LowPrecisionState
+)
+
+
+def is_wrapper_state(node: PyTree) -> TypeGuard[WrapperState]:
+    """Whether a node of a pytree is the state of one of the wrappers."""
+    return isinstance(node, WrapperState)
 
 
 def remove_wrappers(state: PyTree) -> OptState:

@@ -33,10 +33,9 @@ from jmp_lite.casting.types import (
     PyTree,
     Updates,
 )
-from jmp_lite.optimizers.moment_formats import choose_formats, is_large
-from jmp_lite.optimizers.moments import Moment, known_moments
+from jmp_lite.optimizers.moments import Moment, choose_formats, is_large, known_moments
 from jmp_lite.optimizers.parameters import check_key
-from jmp_lite.optimizers.random_bits import Words, draw_words, random_bits
+from jmp_lite.optimizers.rounding import Words, draw_words, random_bits
 from jmp_lite.optimizers.storage import (
     SQUARES,
     Stored,
@@ -47,13 +46,14 @@ from jmp_lite.optimizers.storage import (
     store,
     store_nearest,
 )
-from jmp_lite.scaling.inner_update import params_for_init, params_for_update
 from jmp_lite.scaling.wrapping import (
     CONVERT,
     check_grads,
     check_same_structure,
     check_state,
     initial_state,
+    params_for_init,
+    params_for_update,
     with_extra_args,
 )
 

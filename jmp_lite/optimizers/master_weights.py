@@ -31,6 +31,7 @@ from jmp_lite.casting.types import (
 from jmp_lite.jaxprs.straight_through import straight_through
 from jmp_lite.optimizers.parameters import (
     NOT_ROUNDED,
+    apply_updates,
     check_params,
     to_float32,
     types_of,
@@ -38,7 +39,6 @@ from jmp_lite.optimizers.parameters import (
     whole_or_part,
 )
 from jmp_lite.optimizers.rounding import grid_of, round_to_nearest, split
-from jmp_lite.optimizers.updates import apply_updates
 from jmp_lite.scaling.wrapping import check_state, initial_state, with_extra_args
 
 

@@ -1,15 +1,32 @@
-"""The kinds of the arrays in the states of optimizers, by class and field.
+"""The kinds of the arrays in the states of optimizers, and their formats in fewer bits.
 
-An array that the table does not name stays in float32, unless the user names its field.
-The names are text, because a version of optax may lack some of the classes.
+A table has the kinds by class and field. An array that it does not name stays in
+float32, unless the user names its field. The names are text, because a version of optax
+may lack some of the classes.
 """
 
 import enum
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
-from jmp_lite.casting.types import OptState, PyTree
+from jmp_lite.casting.dtypes import is_array, is_floating, is_number
+from jmp_lite.casting.types import (
+    Array,
+    Dtype,
+    Leaf,
+    Optimizer,
+    OptState,
+    Params,
+    Path,
+    PyTree,
+)
+from jmp_lite.optimizers.storage import SQUARES, spacing_of
 
 
 class Moment(enum.Enum):
@@ -157,3 +174,183 @@ def known_moments(state: OptState) -> PyTree:
 def _is_known(node: PyTree) -> bool:
     package = type(node).__module__.partition(".")[0]
     return type(node).__name__ in MOMENTS and package in ("jmp_lite", "optax")
+
+
+SMALLEST = 4096
+"""Arrays with fewer elements stay in float32: they take little memory."""
+
+
+def is_large(leaf: Leaf) -> bool:
+    """Whether an array is large enough to be stored in fewer bits."""
+    return is_array(leaf) and is_floating(leaf) and leaf.size >= SMALLEST
+
+
+def choose_formats(
+    inner: Optimizer,
+    params: Params,
+    state: OptState,
+    dtype: Dtype,
+    is_by_chance: bool,
+    fields: Mapping[str, Moment],
+) -> list[Dtype | None]:
+    """Returns the format of each array of the inner state; None for float32.
+
+    Args:
+      inner: the optimizer.
+      params: its parameters.
+      state: its state.
+      dtype: the dtype of averages.
+      is_by_chance: whether they are rounded stochastically, so that any decay is
+        accepted.
+      fields: what the user says of fields that the table does not know.
+
+    Raises:
+      ValueError: the dtype cannot store a moment.
+    """
+    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if is_array(leaf)}
+    leaves = jax.tree.leaves_with_path(state)
+    known: list[Moment] = jax.tree.leaves(known_moments(state))
+
+    def moment_of(path: Path, x: Leaf, known: Moment) -> Moment:
+        is_wider = is_large(x) and dtype.itemsize < x.dtype.itemsize < 8
+        if not is_wider or x.shape not in shapes:
+            return Moment.EXACT
+        if known != Moment.UNKNOWN:
+            return known
+        named = (fields[name] for name in map(_name, path) if name in fields)
+        return next(named, Moment.UNKNOWN)
+
+    moments = [
+        moment_of(*pair, moment) for pair, moment in zip(leaves, known, strict=True)
+    ]
+    names = [f"inner_state{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    kinds = dict(zip(names, moments, strict=True))
+    _check_range(kinds, dtype)
+    _warn_of_unknown([name for name in names if kinds[name] == Moment.UNKNOWN])
+    formats = [_format_of(moment, dtype) for moment in moments]
+    if not is_by_chance and any(one is not None for one in formats):
+        kept = _decays(inner, params)
+        for i, stored_in in enumerate(formats):
+            if stored_in is not None:
+                is_growing = moments[i] == Moment.GROWING_SQUARES
+                part = 1.0 if is_growing else kept[i]
+                _check_steps(names[i], part, stored_in, dtype)
+    return formats
+
+
+def _name(key: Any) -> Any:
+    """Returns the name of a field or a key of a dictionary."""
+    return getattr(key, "name", getattr(key, "key", None))
+
+
+def _format_of(moment: Moment, dtype: Dtype) -> Dtype | None:
+    if moment in (Moment.EXACT, Moment.UNKNOWN):
+        return None
+    is_8_bit_square = moment != Moment.AVERAGE and dtype.itemsize == 1
+    return SQUARES if is_8_bit_square else dtype
+
+
+def _decays(inner: Optimizer, params: Params) -> list[float]:
+    """Returns the part of its value that each array of a state keeps at a step.
+
+    It is what a step makes of ones, less what it makes of zeros: at the first step, and
+    at a late one, for decays that depend on the step.
+
+    Raises:
+      ValueError: the optimizer needs more than gradients for a step.
+    """
+
+    def small(leaf: Leaf) -> Array:
+        dtype = leaf.dtype if is_floating(leaf) else jnp.float32
+        return jnp.ones((2,) * jnp.ndim(leaf), dtype)
+
+    def filled(leaf: Leaf, number: ArrayLike, count: ArrayLike) -> Leaf:
+        if is_array(leaf) and is_floating(leaf) and leaf.ndim:
+            return jnp.full_like(leaf, number)
+        is_count = is_number(leaf, jnp.integer) and jnp.ndim(leaf) == 0
+        return jnp.full_like(leaf, count) if is_count else leaf
+
+    @jax.jit
+    def run(number: ArrayLike, count: ArrayLike) -> list[Array]:
+        state = jax.tree.map(lambda x: filled(x, number, count), inner.init(ones))
+        _, state = inner.update(jax.tree.map(jnp.zeros_like, ones), state, ones)
+        return [
+            jnp.float32(jnp.ravel(x)[0] if is_floating(x) else 0)
+            for x in jax.tree.leaves(state)
+        ]
+
+    ones = jax.tree.map(small, params)
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.numpy_dtype_promotion("standard"),
+        jax.debug_nans(False),
+    ):
+        try:
+            each = [
+                np.subtract(run(1.0, count), run(0.0, count)) for count in (0, _LATE)
+            ]
+        except Exception as error:
+            raise ValueError(
+                "Rounding to the nearest is for averages that change fast enough, and "
+                f"a step of this optimizer on small parameters raises "
+                f"{type(error).__name__}: {error}. Use stochastic rounding: "
+                "low_precision_state(..., key=jax.random.key(0))."
+            ) from error
+    return np.maximum(*each).tolist()
+
+
+_LATE = 1000
+"""A step at which decays that depend on the step are near their final values."""
+
+
+def _check_range(moments: dict[str, Moment], dtype: Dtype) -> None:
+    """Raises a ValueError for squares in float16."""
+    squares = [
+        name
+        for name, moment in moments.items()
+        if moment in (Moment.SQUARES, Moment.GROWING_SQUARES)
+    ]
+    if squares and dtype == jnp.float16:
+        raise ValueError(
+            f"float16 cannot store averages of squared gradients, as at {squares[0]}: "
+            "a gradient of 1e-4 has a square of 1e-8, below the smallest number of "
+            "float16. Use dtype='bfloat16'."
+        )
+
+
+_TOLERATED = 0.1
+"""The part of a constant gradient that an average may lose to rounding."""
+
+
+def _check_steps(where: str, kept: float, stored_in: Dtype, dtype: Dtype) -> None:
+    """Raises a ValueError for an average that rounding to the nearest stops early."""
+    # It stops where a step changes it by less than half of the spacing.
+    spacing = spacing_of(stored_in)
+    changed = max(1 - kept, 0)
+    short = spacing / 2 / changed if changed else np.inf
+    if short / (1 + short) <= _TOLERATED:
+        return
+    stops = (
+        "never change"
+        if short >= 1
+        else f"stop up to {short / (1 + short):.0%} short of a constant gradient"
+    )
+    raise ValueError(
+        f"A moment that keeps {kept:.6g} of its value at each step would {stops} in "
+        f"{dtype.name}: smaller changes than half of the spacing are lost, and the "
+        f"spacing is {spacing:.3g} of the value. It is at {where}. Use stochastic "
+        "rounding: low_precision_state(..., key=jax.random.key(0))."
+    )
+
+
+def _warn_of_unknown(names: Sequence[str]) -> None:
+    if not names:
+        return
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    warnings.warn(
+        f"low_precision_state keeps {', '.join(names[:3])}{more} in float32: it does "
+        "not know this state. To store it in fewer bits, name its fields, as in "
+        "low_precision_state(..., fields={'m': 'average', 'v': 'squares'}); 'exact' "
+        "keeps float32 without this warning.",
+        stacklevel=3,
+    )

@@ -25,8 +25,12 @@ from jmp_lite.optimizers.parameters import (
     to_float32,
     update_to,
 )
-from jmp_lite.optimizers.random_bits import draw_words, random_bits
-from jmp_lite.optimizers.rounding import grid_of, round_by_chance
+from jmp_lite.optimizers.rounding import (
+    draw_words,
+    grid_of,
+    random_bits,
+    round_by_chance,
+)
 from jmp_lite.scaling.wrapping import check_state, initial_state, with_extra_args
 
 

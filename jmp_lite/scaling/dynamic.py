@@ -12,18 +12,16 @@ from jax.typing import ArrayLike, DTypeLike
 from jmp_lite.casting.dtypes import needs_loss_scale, parse_dtype, refuse_unknown
 from jmp_lite.casting.types import Array, Leaf, Scalar, TypedScalar
 from jmp_lite.scaling.loss_scale import (
+    LARGEST_SCALE,
     LossScale,
     NoOpLossScale,
     Tree,
-    divided,
-    multiplied,
-)
-from jmp_lite.scaling.numbers import (
-    LARGEST_SCALE,
     as_counter,
     as_number,
     as_whole_number,
     boolean_scalar,
+    divided,
+    multiplied,
     number_on_host,
     warn_if_not_floating,
 )

@@ -20,7 +20,7 @@ from jmp_lite.casting.dtypes import (
 )
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import Array, AxisName, Leaf, Path, PyTree, Tree, Updates
-from jmp_lite.scaling.numbers import boolean_scalar, is_selectable
+from jmp_lite.scaling.loss_scale import boolean_scalar, is_selectable
 
 
 def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> Array:

@@ -21,14 +21,15 @@ from jmp_lite.casting.types import (
     Updates,
 )
 from jmp_lite.scaling.dynamic import DynamicLossScale
-from jmp_lite.scaling.find_state import LossScalingState, copied_scale
 from jmp_lite.scaling.finite import Judged, all_finite, judged, select_tree
-from jmp_lite.scaling.inner_update import params_for_init, update_inner
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, check_is_loss_scale
+from jmp_lite.scaling.state import LossScalingState, copied_scale
 from jmp_lite.scaling.wrapping import (
     check_classes,
     check_state,
     initial_state,
+    params_for_init,
+    update_inner,
     with_extra_args,
 )
 

@@ -1,17 +1,25 @@
-"""Checks and conversions of the wrapped optimizer, which all wrappers share."""
+"""What all wrappers of an optimizer share: checks, and how the wrapped one runs."""
 
 import functools
-from typing import Any, overload
+from typing import Any, Protocol, TypeGuard, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite.casting.dtypes import is_16_bit, is_number, refuse_raw_bytes
+from jmp_lite.casting.dtypes import (
+    is_16_bit,
+    is_array,
+    is_number,
+    refuse_raw_bytes,
+    upcast_tree,
+)
+from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import (
     Leaf,
     OptimizerExtraArgs,
     Params,
+    Path,
     PyTree,
     Tree,
     Updates,
@@ -167,3 +175,158 @@ CONVERT = (
     "convert it once, before the first update, with params, opt_state = "
     "jmp_lite.convert_state(opt_state, optimizer, params)"
 )
+
+
+def update_inner(
+    inner: OptimizerExtraArgs,
+    grads: Updates,
+    inner_state: PyTree,
+    params: Params | None,
+    extra_args: dict[str, Any],
+) -> tuple[Updates, PyTree, PyTree]:
+    """Returns the updates, and the inner state before and after, of the same types."""
+    check_grads(grads, params)
+    # A user may have put a Python number into it, such as a new learning rate.
+    inner_state = strongly_typed(inner_state)
+    try:
+        updates, new_inner_state = inner.update(
+            upcast_tree(grads),
+            inner_state,
+            params_for_update(inner_state, params),
+            **upcast_tree(extra_args),
+        )
+    except (TypeError, ValueError) as error:
+        _check_structure(grads, grads, params, error)
+        error.add_note(
+            "This error comes from the wrapped optimizer. If it needs more than "
+            "gradients, such as the loss, pass that to update: "
+            "optimizer.update(grads, opt_state, params, value=loss)."
+        )
+        raise
+    if jax.tree.structure(grads) != jax.tree.structure(params):
+        _check_structure(updates, grads, params)
+    return updates, inner_state, _cast_like(inner_state, new_inner_state)
+
+
+def _check_structure(
+    updates: Updates,
+    grads: Updates,
+    params: Params | None,
+    cause: Exception | None = None,
+) -> None:
+    """Raises a TypeError for updates that do not match the parameters.
+
+    Either the gradients or the updates match: the gradients of ``optax.lookahead`` are
+    those of half of its parameters, and the update of ``optax.measure_with_ema`` is
+    what it measures.
+    """
+    if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
+        return
+    # A None in one tree may be anything in the other, as in Equinox.
+    update_paths, param_paths = (
+        {
+            jax.tree_util.keystr(path) or "the root"
+            for path, _ in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
+        }
+        for tree in (updates, params)
+    )
+    differ = [
+        f"no {name} at {', '.join(sorted(paths)[:3])}"
+        for name, paths in (
+            ("gradient", param_paths - update_paths),
+            ("parameter", update_paths - param_paths),
+        )
+        if paths
+    ]
+    if differ:
+        raise TypeError(
+            "Expected gradients with the structure of the parameters, but there is "
+            f"{' and '.join(differ)}: differentiate with respect to all "
+            f"parameters.\nGradients: {jax.tree.structure(grads)}\nParameters: "
+            f"{jax.tree.structure(params)}"
+        ) from cause
+
+
+def params_for_init(inner: OptimizerExtraArgs, params: Params) -> Params:
+    """Returns parameters as the inner optimizer sees them.
+
+    It sees 16-bit parameters in float32, except those that a wrapper inside rounds. The
+    wrapper's state names them, also inside of a chain or a mask.
+    """
+    if not any(map(is_16_bit, jax.tree.leaves(params))):
+        return params
+    kept: list[set[Path] | None] = []
+    # Only the structure of the state is needed, so no numbers are computed.
+    jax.eval_shape(lambda: kept.append(kept_in_16_bits(inner.init(params))))
+    return _upcast_others(kept[0], params)
+
+
+def params_for_update(inner_state: PyTree, params: Params | None) -> Params | None:
+    """Returns parameters as ``params_for_init`` does, given the inner state."""
+    return _upcast_others(kept_in_16_bits(inner_state), params)
+
+
+def _upcast_others(kept: set[Path] | None, params: Tree) -> Tree:
+    if kept is None:
+        return params
+    if not kept <= {path for path, _ in jax.tree.leaves_with_path(params)}:
+        return params  # A wrapper in between has changed their structure.
+    return jax.tree.map_with_path(
+        lambda path, leaf: leaf if path in kept else upcast_tree(leaf), params
+    )
+
+
+def _cast_like(old_state: Tree, new_state: PyTree) -> Tree:
+    """Returns the new inner state in the dtypes of the old one."""
+    check_same_structure(old_state, new_state, "a skipped step cannot keep the old one")
+    return jax.tree_util.tree_map_with_path(_cast_leaf_like, old_state, new_state)
+
+
+_INTEGER_HINT = (
+    " If a parameter is an integer, exclude it with optax.masked: it has no gradient."
+)
+
+
+def _cast_leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
+    if not is_array(before) or not (is_array(after) or is_number(after)):
+        return after
+    after = jnp.asarray(after)
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    same_kind = any(is_number(before, k) and is_number(after, k) for k in kinds)
+    same_type = after.dtype == before.dtype or same_kind
+    if not same_type or after.shape != before.shape:
+        raise TypeError(
+            f"The wrapped optimizer changes its state at {jax.tree_util.keystr(path)} "
+            f"from {type_of(before)} to {type_of(after)} in update, so a skipped step "
+            "cannot keep the old state. Its init has to return the types that its "
+            "update returns."
+            + (_INTEGER_HINT if is_number(before, jnp.integer) else "")
+        )
+    return after.astype(before.dtype) if same_kind else after
+
+
+def kept_in_16_bits(state: PyTree) -> set[Path] | None:
+    """Returns the key paths of the parameters that wrappers in a state round.
+
+    None means all of them.
+    """
+
+    def rounds(node: PyTree) -> TypeGuard[Rounding]:
+        return isinstance(node, Rounding)
+
+    found: set[Path] = set()
+    for node in filter(rounds, jax.tree.leaves(state, is_leaf=rounds)):
+        rounded = node._rounded_parameters()  # pyright: ignore[reportPrivateUsage]
+        if rounded is None:
+            return None
+        found |= rounded
+    return found
+
+
+@runtime_checkable
+class Rounding(Protocol):
+    """The state of a wrapper that rounds parameters, and sees them in 16 bits."""
+
+    def _rounded_parameters(self) -> set[Path] | None:
+        """Returns the key paths of the parameters that it rounds; None for all."""
+        ...

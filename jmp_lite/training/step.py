@@ -27,12 +27,11 @@ from jmp_lite.casting.types import (
     Scalar,
     Updates,
 )
-from jmp_lite.optimizers.parameters import check_key
-from jmp_lite.optimizers.updates import apply_updates
-from jmp_lite.scaling.find_state import LossScalingState
+from jmp_lite.optimizers.parameters import apply_updates, check_key
 from jmp_lite.scaling.finite import all_finite, judged, select_tree
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 from jmp_lite.scaling.skipping import loss_scaling, update_if
+from jmp_lite.scaling.state import LossScalingState
 from jmp_lite.scaling.value_and_grad import (
     filled_in,
     parse_grad_dtype,
@@ -40,36 +39,36 @@ from jmp_lite.scaling.value_and_grad import (
     value_and_grad,
 )
 from jmp_lite.scaling.wrapping import check_classes, with_extra_args
-from jmp_lite.training.accumulation import accumulated_gradients
-from jmp_lite.training.checks import (
-    check_accumulation,
-    check_loss_fn,
-    check_result,
-    check_trainable,
-    explain_missing_key,
-)
-from jmp_lite.training.devices import (
-    averaged,
-    check_axes,
-    key_of_this_device,
-    localize,
-)
-from jmp_lite.training.frozen import find_frozen, trained_part, without
-from jmp_lite.training.loss_at import (
+from jmp_lite.training.gradients import (
     GradFn,
     WithAux,
     accepted_arguments,
+    accumulated_gradients,
+    averaged,
+    check_axes,
+    find_frozen,
     functions_of_parameters,
+    key_of_this_device,
+    localize,
+    trained_part,
+    without,
 )
-from jmp_lite.training.start import float16_check, init_optimizer, scale_at_start
 from jmp_lite.training.state import (
     Init,
     Metrics,
     Step,
     TrainingState,
+    check_accumulation,
+    check_loss_fn,
     check_moves,
+    check_result,
+    check_trainable,
     copied,
+    explain_missing_key,
+    float16_check,
+    init_optimizer,
     moving_average,
+    scale_at_start,
     steps_that_move,
 )
 

@@ -153,7 +153,7 @@ FAULTS = (
         "casting/test_policy.py::test_get_policy_reads_jmp_s_grammar_and_keras_s_names",
     ),
     Fault(
-        "flax/selectors.py",
+        "flax/nnx_casts.py",
         "is_selected",
         "return any((is_selected(one, path, item) for one in selector))",
         "return all((is_selected(one, path, item) for one in selector))",
@@ -912,7 +912,7 @@ FAULTS = (
         "insight/test_numerics.py::test_a_nan_on_any_device_is_reported",
     ),
     Fault(
-        "training/accumulation.py",
+        "training/gradients.py",
         "_split",
         "    parts = jnp.reshape(leaf, (*shape[:axis], rows, times, *shape[axis + 1:]))\n"
         "    return jnp.moveaxis(parts, axis + 1, 0)",
@@ -1202,7 +1202,7 @@ FAULTS = (
         "optimizers/test_low_precision_state.py::test_an_average_that_would_stall_needs_a_key_and_moves_with_one",
     ),
     Fault(
-        "optimizers/moment_formats.py",
+        "optimizers/moments.py",
         "choose_formats",
         "if not is_by_chance and any((one is not None for one in formats)):",
         "if False:",
@@ -1210,7 +1210,7 @@ FAULTS = (
         "optimizers/test_low_precision_state.py::test_an_average_that_would_stall_needs_a_key_and_moves_with_one",
     ),
     Fault(
-        "optimizers/moment_formats.py",
+        "optimizers/moments.py",
         "_check_range",
         "if squares and dtype == jnp.float16:",
         "if False:",
@@ -1242,7 +1242,7 @@ FAULTS = (
         "optimizers/test_low_precision_state.py::test_moments_are_float8_squares_have_no_sign_and_each_row_has_a_scale",
     ),
     Fault(
-        "optimizers/moment_formats.py",
+        "optimizers/moments.py",
         "_format_of",
         "is_8_bit_square = moment != Moment.AVERAGE and dtype.itemsize == 1",
         "is_8_bit_square = dtype.itemsize == 1",
@@ -1274,7 +1274,7 @@ FAULTS = (
         "optimizers/test_low_precision_state.py::test_large_moments_are_stored_in_16_bits_and_agree_with_float32",
     ),
     Fault(
-        "optimizers/moment_formats.py",
+        "optimizers/moments.py",
         "is_large",
         "return is_array(leaf) and is_floating(leaf) and (leaf.size >= SMALLEST)",
         "return is_array(leaf)",
@@ -1805,7 +1805,7 @@ FAULTS = (
         "scaling/test_loss_scaling.py::test_in_shard_map_one_shard_s_overflow_makes_all_replicas_skip",
     ),
     Fault(
-        "scaling/check.py",
+        "scaling/state.py",
         "check_loss_scale",
         "if in_a_row > max_consecutive_skips:",
         "if in_a_row >= max_consecutive_skips:",
@@ -1944,7 +1944,7 @@ FAULTS = (
         "optimizers/test_16_bit_parameters.py::test_a_remainder_of_another_number_does_not_change_the_parameter",
     ),
     Fault(
-        "optimizers/random_bits.py",
+        "optimizers/rounding.py",
         "random_bits",
         "x = (x ^ x >> 15) * np.uint32(2221713035)",
         "pass",
@@ -1960,7 +1960,7 @@ FAULTS = (
         "optimizers/test_16_bit_parameters.py::test_stochastic_rounding_is_right_on_average_and_rounds_to_a_neighbour",
     ),
     Fault(
-        "optimizers/updates.py",
+        "optimizers/parameters.py",
         "apply_updates.add",
         "return total.astype(jnp.asarray(param).dtype)",
         "return total",
@@ -1968,7 +1968,7 @@ FAULTS = (
         "test_equinox.py::test_a_module_in_16_bits_stays_in_16_bits",
     ),
     Fault(
-        "optimizers/updates.py",
+        "optimizers/parameters.py",
         "apply_updates",
         "return jax.tree.map(add, updates, params, is_leaf=lambda node: node is None)",
         "return jax.tree.map(add, updates, params, is_leaf=None)",
@@ -2010,7 +2010,7 @@ FAULTS = (
         "optimizers/test_16_bit_parameters.py::test_build_train_step_trains_16_bit_parameters_and_warns_if_no_wrapper_is_given",
     ),
     Fault(
-        "optimizers/random_bits.py",
+        "optimizers/rounding.py",
         "random_bits",
         "mine = np.random.SeedSequence(number).generate_state(2)",
         "mine = np.random.SeedSequence(0).generate_state(2)",
@@ -2018,7 +2018,7 @@ FAULTS = (
         "optimizers/test_16_bit_parameters.py::test_parameters_of_one_shape_are_rounded_by_chances_of_their_own",
     ),
     Fault(
-        "optimizers/updates.py",
+        "optimizers/parameters.py",
         "_promotable",
         "is_small = is_floating(leaf) and leaf.dtype.itemsize == 1",
         "is_small = False",
@@ -2066,7 +2066,7 @@ FAULTS = (
         "scaling/test_gradients.py::test_beside_a_function_the_arrays_alone_have_gradients",
     ),
     Fault(
-        "training/accumulation.py",
+        "training/gradients.py",
         "_split_axes",
         "if axis is None or not is_traceable(leaf) or (not jnp.ndim(leaf)):",
         "if axis is None or not jnp.ndim(leaf):",
@@ -2179,7 +2179,7 @@ FAULTS = (
         "training/test_step.py::test_a_moving_average_starts_with_the_first_step_and_not_with_random_parameters",
     ),
     Fault(
-        "training/accumulation.py",
+        "training/gradients.py",
         "_split_axes",
         "alike = sizes.setdefault(entry, {})",
         "alike = sizes.setdefault(0, {})",
@@ -2187,7 +2187,7 @@ FAULTS = (
         "training/test_step.py::test_arrays_of_several_sizes_are_split_along_an_axis_of_their_own",
     ),
     Fault(
-        "training/start.py",
+        "training/state.py",
         "float16_check.check",
         "if loss_scale is not None or not has_float16_product(jaxpr):",
         "if True:",
@@ -2195,7 +2195,7 @@ FAULTS = (
         "autocasting/test_mistakes.py::test_a_train_step_warns_of_a_float16_loss_that_it_does_not_scale",
     ),
     Fault(
-        "training/devices.py",
+        "training/gradients.py",
         "check_axes",
         "if axis_name is None:",
         "if False:",
@@ -2227,7 +2227,7 @@ FAULTS = (
         "scaling/test_loss_scaling.py::test_gradients_of_every_dtype_are_judged_by_their_largest_number",
     ),
     Fault(
-        "scaling/check.py",
+        "scaling/state.py",
         "_check_apply_if_finite",
         "if (hidden := int(_fetch(node.total_notfinite).max())):",
         "if (hidden := 0):",
@@ -2235,7 +2235,7 @@ FAULTS = (
         "scaling/test_loss_scaling.py::test_check_loss_scale_finds_apply_if_finite_around_it_at_the_first_overflow",
     ),
     Fault(
-        "scaling/find_state.py",
+        "scaling/state.py",
         "get_loss_scale",
         "return values_in(found[0][1].loss_scale)",
         "return found[0][1].loss_scale",
@@ -2243,7 +2243,7 @@ FAULTS = (
         "flax/test_nnx_insight.py::test_the_loss_scale_of_an_nnx_optimizer_is_a_value",
     ),
     Fault(
-        "scaling/find_state.py",
+        "scaling/state.py",
         "set_loss_scale.replace.stored",
         "return stored_like(_stacked(stack, leaf), node.skipped)",
         "return _stacked(stack, leaf)",
@@ -2307,7 +2307,7 @@ FAULTS = (
         "insight/test_lints.py::test_a_mark_that_only_16_bit_products_read_is_pointed_to",
     ),
     Fault(
-        "training/accumulation.py",
+        "training/gradients.py",
         "accumulated_gradients.accumulated",
         "grads = jax.tree.map(lambda x: x / times, total)",
         "grads = total",
@@ -2331,7 +2331,7 @@ FAULTS = (
         "training/test_step.py::test_all_devices_skip_where_one_overflows_and_statistics_are_averaged",
     ),
     Fault(
-        "training/accumulation.py",
+        "training/gradients.py",
         "accumulated_gradients.accumulated.one",
         "key = None if rng is None else jax.random.fold_in(rng, i)",
         "key = rng",
@@ -2348,7 +2348,7 @@ FAULTS = (
     ),
     # ------------------------------------------------------------------ nnx, linen
     Fault(
-        "flax/nnx_write_back.py",
+        "flax/nnx_autocast.py",
         "FunctionOfStates._run",
         "    inputs = jax.tree.map(_keep_mutable, (args, kwargs), is_leaf=is_mutable)\n"
         "    remove_scopes((inputs, out), depth)",
@@ -2365,7 +2365,7 @@ FAULTS = (
         "flax/test_nnx.py::test_parameters_are_cast_and_norms_statistics_counts_and_keys_are_kept",
     ),
     Fault(
-        "flax/nnx_scopes.py",
+        "flax/nnx_autocast.py",
         "add_scopes",
         "name = (type(inner).__name__,) if is_leaf or not path else ()",
         "name = ()",
@@ -2782,7 +2782,7 @@ FAULTS = (
         "training/test_step.py::test_optimizers_that_ask_for_more_than_gradients_get_it",
     ),
     Fault(
-        "scaling/find_state.py",
+        "scaling/state.py",
         "_stacked",
         "return leaf if is_stacked else jnp.broadcast_to(leaf, stack + leaf.shape)",
         "return leaf",
@@ -2790,7 +2790,7 @@ FAULTS = (
         "scaling/test_loss_scaling.py::test_set_loss_scale_reaches_every_state_of_a_stack",
     ),
     Fault(
-        "scaling/inner_update.py",
+        "scaling/wrapping.py",
         "update_inner",
         "    if jax.tree.structure(grads) != jax.tree.structure(params):\n"
         "        _check_structure(updates, grads, params)",
@@ -2808,7 +2808,7 @@ FAULTS = (
         "training/test_step.py::test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step",
     ),
     Fault(
-        "training/loss_at.py",
+        "training/gradients.py",
         "functions_of_parameters.evaluate_like",
         "poison = jnp.where(all_finite(grads), 1.0, jnp.nan)",
         "poison = jnp.asarray(1.0)",
@@ -2968,7 +2968,7 @@ FAULTS = (
         "autocasting/test_functions.py::test_marks_win_over_every_preset_rule_and_special_case",
     ),
     Fault(
-        "training/frozen.py",
+        "training/gradients.py",
         "find_frozen",
         "return [structure.is_literal(x) or x not in found for x in parts.outvars]",
         "return [False] * n_leaves",
@@ -2976,7 +2976,7 @@ FAULTS = (
         "training/test_step.py::test_frozen_parameters_have_no_gradient_and_no_warning",
     ),
     Fault(
-        "training/frozen.py",
+        "training/gradients.py",
         "find_frozen",
         "found.update(eqn.outvars)",
         "pass",
@@ -2984,7 +2984,7 @@ FAULTS = (
         "training/test_step.py::test_frozen_parameters_have_no_gradient_and_no_warning",
     ),
     Fault(
-        "training/start.py",
+        "training/state.py",
         "_warn_of_rounding",
         "is_16_bit(leaf) and (not is_frozen)]",
         "is_16_bit(leaf)]",

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_lite.optimizers.random_bits import draw_words, random_bits
+from jmp_lite.optimizers.rounding import draw_words, random_bits
 
 SHAPES = [(200_000,), (400, 500), (512, 400), (8, 125, 200)]
 """Shapes of 200,000 numbers or a few more."""

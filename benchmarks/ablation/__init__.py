@@ -1,0 +1,1 @@
+"""What is lost without a rule or a feature of the package."""

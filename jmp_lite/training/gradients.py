@@ -1,0 +1,405 @@
+"""The loss of a train step and its gradients: of micro-batches, devices, parameters."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jmp_lite.casting.dtypes import is_inexact, is_traceable, upcast_tree
+from jmp_lite.casting.losses import Prepare, set_float32_loss, with_float32_loss
+from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.types import (
+    Array,
+    AxisName,
+    Key,
+    Leaf,
+    LossFn,
+    OptimizerExtraArgs,
+    Params,
+    PyTree,
+    Tree,
+    Updates,
+)
+from jmp_lite.jaxprs import source, structure
+from jmp_lite.jaxprs.sharding import as_varying, is_sharded
+from jmp_lite.scaling.finite import all_finite
+from jmp_lite.scaling.value_and_grad import filled_in
+from jmp_lite.scaling.wrapping import strongly_typed
+
+WithAux: TypeAlias = tuple[Array, tuple[PyTree, PyTree]]
+"""The result of a loss function: ``(loss, (model_state, aux))``."""
+GradFn: TypeAlias = Callable[
+    [Params, PyTree, PyTree, Key | None], tuple[WithAux, Updates]
+]
+"""A function with the arguments of a loss function: its result, and gradients."""
+Evaluate: TypeAlias = Callable[[Params], tuple[Array, PyTree, PyTree, Updates]]
+"""Returns the loss, the new model state, ``aux`` and the gradients for parameters."""
+
+
+def functions_of_parameters(
+    evaluate: Evaluate, params: Params
+) -> tuple[Callable[..., Array], Callable[..., Updates]]:
+    """Returns the loss and its gradient as functions of the parameters.
+
+    Args:
+      evaluate: ``evaluate(params) -> (loss, model_state, aux, grads)``.
+      params: the parameters of this step; other parameters are cast to their dtypes.
+    """
+
+    def evaluate_like(others: Params) -> tuple[Array, Updates]:
+        cast = jax.tree.map(lambda new, old: new.astype(old.dtype), others, params)
+        loss, _, _, grads = evaluate(cast)
+        # An overflow makes all gradients NaN: clipping would hide an infinity.
+        poison = jnp.where(all_finite(grads), 1.0, jnp.nan)
+        grads = jax.tree.map(lambda g: g * poison.astype(g.dtype), upcast_tree(grads))
+        return upcast_tree(loss), grads
+
+    @jax.custom_jvp
+    def loss_of(others: Params) -> Array:
+        return evaluate_like(others)[0]
+
+    # A caller that differentiates the loss gets these gradients: without a loss scale,
+    # 16-bit ones would become zero.
+    @loss_of.defjvp
+    def _(primals: tuple[Params], tangents: tuple[Updates]) -> tuple[Array, Array]:  # pyright: ignore[reportUnusedFunction]
+        loss, grads = evaluate_like(*primals)
+        terms = jax.tree.map(
+            lambda g, t: jnp.sum(jnp.real(g * t.astype(g.dtype))).astype(loss.dtype),
+            grads,
+            *tangents,
+        )
+        return loss, sum(jax.tree.leaves(terms), jnp.zeros_like(loss))
+
+    # optax's line searches refuse extra arguments that value_fn does not name.
+    def value_fn(
+        params: Params,
+        obj_fn: PyTree = None,
+        grad_fn: PyTree = None,
+        loss: PyTree = None,
+        grad_norm: PyTree = None,
+    ) -> Array:
+        del obj_fn, grad_fn, loss, grad_norm
+        return loss_of(params)
+
+    def grad_fn(params: Params, i: Array | int = 0) -> Updates:
+        del i  # The step number of sam: all steps use this batch.
+        return evaluate_like(params)[1]
+
+    return value_fn, grad_fn
+
+
+def accepted_arguments(
+    optimizer: OptimizerExtraArgs,
+    given: Mapping[str, Any],
+    extra_args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the extra arguments for an optimizer's update.
+
+    Args:
+      optimizer: the optimizer.
+      given: those of every step. They are left out if its update does not accept them.
+      extra_args: those that the caller of the step adds.
+
+    Raises:
+      TypeError: the update does not accept one of the caller's, or each step has it.
+    """
+    accepted = inspect.signature(optimizer.update).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    for name in extra_args:
+        if name in given:
+            raise TypeError(f"The step itself passes {name} to the optimizer.")
+        if not takes_all and name not in accepted:
+            raise TypeError(
+                f"The optimizer's update has no argument {name}, which step got. It "
+                f"has {', '.join(accepted)}."
+            )
+    taken = {name: x for name, x in given.items() if takes_all or name in accepted}
+    return {**taken, **extra_args}
+
+
+def accumulated_gradients(
+    grad_fn: GradFn, times: int, batch_axes: PyTree, axis_name: AxisName | None
+) -> GradFn:
+    """Returns a gradient function that runs its batch in micro-batches."""
+
+    def accumulated(
+        params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
+    ) -> tuple[WithAux, Updates]:
+        leaves, treedef = jax.tree.flatten(batch)
+        axes = _split_axes(batch, batch_axes, times)
+        parts = [
+            _split(leaf, axis, times)
+            for leaf, axis in zip(leaves, axes, strict=True)
+            if axis is not None
+        ]
+
+        def one(
+            carry: tuple[PyTree, Updates], now: tuple[Array, list[Array]]
+        ) -> tuple[tuple[PyTree, Updates], tuple[Array, PyTree]]:
+            model_state, total = carry
+            i, parts = now
+            given = iter(parts)
+            merged = [
+                leaf if axis is None else next(given)
+                for leaf, axis in zip(leaves, axes, strict=True)
+            ]
+            key = None if rng is None else jax.random.fold_in(rng, i)
+            (loss, (new_state, aux)), grads = grad_fn(
+                params, model_state, jax.tree.unflatten(treedef, merged), key
+            )
+            new_state = strongly_typed(new_state)
+            _check_types(model_state, new_state)
+            total = jax.tree.map(jnp.add, total, grads)
+            return (new_state, total), (upcast_tree(loss), aux)
+
+        zeros = upcast_tree(jax.tree.map(jnp.zeros_like, params))
+        # Local to this device, like the results of the micro-batches.
+        carry = localize((model_state, zeros), axis_name)
+        (model_state, total), (losses, aux) = lax.scan(
+            one, carry, (jnp.arange(times), parts)
+        )
+        grads = jax.tree.map(lambda x: x / times, total)
+        return (jnp.mean(losses), (model_state, aux)), grads
+
+    return accumulated
+
+
+def _split_axes(batch: PyTree, batch_axes: PyTree, times: int) -> list[int | None]:
+    """Returns the axis along which each leaf is split; None for a whole leaf."""
+    axes: list[int | None] = []
+    # By entry of ``batch_axes``.
+    sizes: dict[int, dict[str, int]] = {}
+    leaves = jax.tree.leaves_with_path(batch)
+    entries = _broadcast(batch_axes, batch)
+    for (path, leaf), (entry, axis) in zip(leaves, entries, strict=True):
+        if axis is None or not is_traceable(leaf) or not jnp.ndim(leaf):
+            axes.append(None)
+            continue
+        where = f"batch{jax.tree_util.keystr(path)}"
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(
+                f"The array at {where} has the shape {leaf.shape}, and no axis {axis} "
+                "to split: correct batch_axes."
+            )
+        axes.append(axis % leaf.ndim)
+        alike = sizes.setdefault(entry, {})
+        alike[where] = leaf.shape[axis]
+        _check_one_size(alike, times)
+        if alike[where] % times:
+            raise ValueError(
+                f"Expected the size of axis {axis} to be a multiple of "
+                f"accumulate={times} in every array of the batch, got {leaf.shape} at "
+                f"{where}."
+            )
+    return axes
+
+
+def _broadcast(batch_axes: PyTree, batch: PyTree) -> list[tuple[int, int | None]]:
+    """Returns for each leaf the number of its entry in ``batch_axes``, and its axis."""
+    axes: list[tuple[int, int | None]] = []
+    entries = itertools.count()
+
+    def add(axis: int | None, part: PyTree) -> None:
+        axes.extend([(next(entries), axis)] * len(jax.tree.leaves(part)))
+
+    try:
+        jax.tree.map(add, batch_axes, batch, is_leaf=lambda node: node is None)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "Expected batch_axes to be an axis, None, or a pytree of them that is a "
+            f"prefix of the batch, got {batch_axes!r} for a batch of the structure "
+            f"{jax.tree.structure(batch)}."
+        ) from error
+    return axes
+
+
+def _check_one_size(sizes: dict[str, int], times: int) -> None:
+    first, *others = sizes
+    for other in others:
+        if sizes[other] != sizes[first]:
+            raise ValueError(
+                f"accumulate={times} splits the arrays of a batch into micro-batches "
+                f"and expects the same size in all of them, got {sizes[first]} at "
+                f"{first} and {sizes[other]} at {other}. If both are to be split, give "
+                "each its own axis, such as batch_axes={'inner': 0, 'boundary': 0}. If "
+                "every micro-batch needs one of them whole, pass None for it, such as "
+                "batch_axes={'x': 0, 'class_weights': None}, or let loss_fn close over "
+                "it."
+            )
+
+
+def _split(leaf: Array, axis: int, times: int) -> Array:
+    shape, rows = leaf.shape, leaf.shape[axis] // times
+    if is_sharded(leaf):
+        devices = shape[axis] // jax.typeof(leaf).sharding.shard_shape(shape)[axis]
+        if rows % devices:
+            raise ValueError(
+                f"Expected micro-batches that divide evenly among {devices} devices, "
+                f"got {rows} rows: a batch of {shape[axis]} in {times} parts. Use a "
+                "larger batch or a smaller accumulate."
+            )
+    # Strided: neighboring rows stay on one device, which has rows of each part. With
+    # (times, rows), a part would be on few devices and be sent to all.
+    parts = jnp.reshape(leaf, (*shape[:axis], rows, times, *shape[axis + 1 :]))
+    return jnp.moveaxis(parts, axis + 1, 0)
+
+
+def _check_types(before: PyTree, after: PyTree) -> None:
+    pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
+    for (path, old), new in pairs:
+        given, returned = type_of(old), type_of(new)
+        if given != returned:
+            where = f".model_state{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"loss_fn changes the type of the model state: it returns {returned} "
+                f"at {where}, given {given}."
+            )
+
+
+def key_of_this_device(rng: Key, axis_name: AxisName | None) -> Key:
+    """Returns a key that differs from device to device on a mapped axis."""
+    if not axis_name:
+        return rng
+    return jax.random.fold_in(rng, lax.axis_index(axis_name))
+
+
+def localize(tree: Tree, axis_name: AxisName | None) -> Tree:
+    """Returns a tree whose real and complex arrays belong to this device only.
+
+    With type checks, ``shard_map`` would sum a gradient with respect to shared values
+    over all devices, in the dtype that the gradient has at that point.
+    """
+    if not axis_name:
+        return tree
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+
+    def local(x: Leaf) -> Leaf:
+        return as_varying(x, names) if is_inexact(x) else x
+
+    return jax.tree.map(local, tree)
+
+
+def averaged(tree: Tree, axis_name: AxisName | None) -> Tree:
+    """Returns the mean over devices of the floating-point arrays of a tree."""
+    if not axis_name:
+        return tree
+
+    def average(x: Leaf) -> Leaf:
+        return lax.pmean(x, axis_name) if is_inexact(x) else x
+
+    return jax.tree.map(average, tree)
+
+
+def check_axes(axis_name: AxisName | None) -> None:
+    """Raises a NameError for an axis that is not mapped here; warns if none is named.
+
+    Whether ``loss_fn`` averages over devices by itself is not known.
+    """
+    if axis_name is None:
+        _warn_inside_shard_map()
+    if not axis_name:
+        return
+    try:
+        lax.axis_index(axis_name)
+    except NameError as error:
+        raise NameError(
+            f"axis_name={axis_name!r} is not a mapped axis here. Call step inside "
+            "jax.shard_map or jax.vmap with that axis. In a jit with sharded "
+            "arguments, leave axis_name out."
+        ) from error
+
+
+def _warn_inside_shard_map() -> None:
+    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+        names = ", ".join(map(repr, axes))
+        source.warn(
+            f"step runs inside of shard_map over {names} without an axis_name, so "
+            "gradients, loss and statistics are not averaged over devices. Pass "
+            f"axis_name={axes[0]!r} to build_train_step, or axis_name=() if these axes "
+            "split no batch.",
+        )
+
+
+def find_frozen(
+    optimizer: OptimizerExtraArgs, parameters: Params, state: PyTree
+) -> list[bool]:
+    """Returns whether each parameter is frozen, as by ``optax.set_to_zero``.
+
+    The update of such a parameter depends on nothing: on no gradient, parameter or
+    state. A part of the parameters can be frozen by ``optax.masked`` and by
+    transformations that use it, such as ``optax.partition``. Without these, or if a
+    wrapper such as ``compensated`` stands around them, or for an optimizer that
+    computes gradients by itself, no parameter counts as frozen.
+
+    Args:
+      optimizer: the optimizer.
+      parameters: the parameters.
+      state: its state for them.
+
+    Example:
+      >>> import optax
+      >>> labels = {"base": "frozen", "adapter": "trained"}
+      >>> optimizer = optax.partition(
+      ...     {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-3)}, labels
+      ... )
+      >>> params = {"base": jnp.ones(4), "adapter": jnp.ones(2)}
+      >>> find_frozen(optimizer, params, optimizer.init(params))  # adapter, base
+      [False, True]
+    """
+    n_leaves = len(jax.tree.leaves(parameters))
+    if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
+        return [False] * n_leaves
+
+    def updates(grads: PyTree, state: PyTree, current: PyTree) -> PyTree:
+        return optimizer.update(grads, state, current)[0]
+
+    grads = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), parameters
+    )
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # Some optimizers need it.
+            jaxpr = jax.make_jaxpr(updates)(grads, state, parameters)
+    except Exception:  # It needs the loss, or other arguments.
+        return [False] * n_leaves
+    parts = structure.parts(jaxpr)
+    found = {*parts.invars}  # What depends on an input.
+    for eqn in parts.eqns:
+        if any(not structure.is_literal(x) and x in found for x in eqn.invars):
+            found.update(eqn.outvars)
+    return [structure.is_literal(x) or x not in found for x in parts.outvars]
+
+
+def _is_masked(node: object) -> bool:
+    return isinstance(node, optax.MaskedState)
+
+
+def trained_part(
+    loss_fn: LossFn, params: Params, frozen: list[bool]
+) -> tuple[Params, LossFn]:
+    """Returns the parameters that are not frozen, and the loss as their function."""
+    if not any(frozen):
+        return params, loss_fn
+
+    def prepared(prepare: Prepare) -> LossFn:
+        loss = with_float32_loss(loss_fn, prepare)
+
+        def of_trained(trained: Params, *others: PyTree) -> WithAux:
+            return loss(filled_in(trained, params), *others)
+
+        return of_trained
+
+    loss_of_trained = prepared(lambda fun: fun)
+    set_float32_loss(loss_of_trained, prepared)
+    return without(params, frozen), loss_of_trained
+
+
+def without(tree: Tree, frozen: Sequence[bool]) -> Tree:
+    """Returns a tree of the parameters with None in place of each frozen one."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is None)
+    kept = zip(leaves, frozen, strict=True)
+    return treedef.unflatten([None if cold else leaf for leaf, cold in kept])
