@@ -31,10 +31,10 @@ from jmp_lite.casting.policy import Policy, get_policy
 from jmp_lite.formats.float8 import Float8
 from jmp_lite.formats.own import Format
 from jmp_lite.formats.table import get_format
-from jmp_lite.insight.compare.comparison import compare
-from jmp_lite.insight.explain.explanation import explain
-from jmp_lite.insight.tune.search import tune
-from jmp_lite.insight.watch.watch import first_nonfinite, watch
+from jmp_lite.insight.comparison import compare
+from jmp_lite.insight.explanation import explain
+from jmp_lite.insight.tune import tune
+from jmp_lite.insight.watch import first_nonfinite, watch
 from jmp_lite.optimizers.compensated import compensated
 from jmp_lite.optimizers.convert import convert_state
 from jmp_lite.optimizers.low_precision_state import (

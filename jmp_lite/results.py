@@ -4,20 +4,19 @@ Public names only: each is defined beside the function that returns it.
 """
 
 from jmp_lite.casting.dtypes import DtypeSummary, DtypeTotals
-from jmp_lite.insight.compare.comparison import Comparison, OpError
-from jmp_lite.insight.explain.difference import Difference
-from jmp_lite.insight.explain.explanation import Explanation
-from jmp_lite.insight.explain.lints import Lint
-from jmp_lite.insight.explain.rows import Row, Totals
+from jmp_lite.insight.backward import Difference
+from jmp_lite.insight.comparison import Comparison, OpError
+from jmp_lite.insight.explanation import Explanation
+from jmp_lite.insight.lints import Lint
+from jmp_lite.insight.measured import Error, Kept, Step, Tuned, TuningReport
 from jmp_lite.insight.report import (
     LeafNumerics,
     NonfiniteReport,
     NumericsReport,
     SuggestedLossScale,
 )
-from jmp_lite.insight.tune.measure import Error
-from jmp_lite.insight.tune.report import Kept, Step, Tuned, TuningReport
-from jmp_lite.insight.watch.watch import OpNumerics, WatchedNumerics
+from jmp_lite.insight.rows import Row, Totals
+from jmp_lite.insight.watch import OpNumerics, WatchedNumerics
 
 __all__ = [
     "Comparison",

@@ -11,16 +11,15 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.flax.nnx_autocast import FunctionOfStates
-from jmp_lite.insight.compare import comparison
-from jmp_lite.insight.compare.comparison import Comparison
-from jmp_lite.insight.explain import explanation
-from jmp_lite.insight.explain.explanation import Explanation
+from jmp_lite.insight import comparison, explanation
+from jmp_lite.insight import tune as search
+from jmp_lite.insight import watch as watching
+from jmp_lite.insight.comparison import Comparison
+from jmp_lite.insight.explanation import Explanation
 from jmp_lite.insight.gradients import ArgNums
-from jmp_lite.insight.tune import search
-from jmp_lite.insight.tune.report import Tuned
-from jmp_lite.insight.uncalled import Uncalled
-from jmp_lite.insight.watch import watch as watching
-from jmp_lite.insight.watch.watch import WatchedNumerics
+from jmp_lite.insight.measured import Tuned
+from jmp_lite.insight.tables import Uncalled
+from jmp_lite.insight.watch import WatchedNumerics
 from jmp_lite.jaxprs.trace import argument_name
 from jmp_lite.jaxprs.types import Function, PyTree
 

@@ -9,8 +9,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp_lite.insight.places import TOP, Place
 from jmp_lite.insight.statistics import stacked
+from jmp_lite.insight.tables import TOP, Place
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.dataflow import has_lanes
 from jmp_lite.jaxprs.evaluate import Body, CarryForms, Evaluator, Frame

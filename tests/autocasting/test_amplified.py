@@ -20,7 +20,7 @@ from programs import W, X
 
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 from jmp_lite.ops import AMPLIFYING
 
 # ------------------------------------------------------------------- the list of ops

@@ -24,7 +24,7 @@ from benchmarks.compiled import compile_for, missing
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import full_precision, low_precision
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 LOW, FULL = "bfloat16", "float32"
 

@@ -7,7 +7,7 @@ from jax import lax
 from programs import W, X
 
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 
 def ends_by_a_float(goes_on, step, *start, rules="mixed"):

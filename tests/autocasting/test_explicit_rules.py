@@ -17,7 +17,7 @@ from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import full_precision, low_precision
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import equations
 

@@ -39,7 +39,7 @@ from jmp_lite.autocasting.marks import (
 )
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.autocasting.rules.rules import is_identity
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 X = jax.random.normal(jax.random.key(0), (4, 4))
 POSITIVE = X @ X.T + 4 * jnp.eye(4)

@@ -14,7 +14,7 @@ from programs import W, X
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import as_full, full_precision
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 
 # Their names are not those of norms: under jit they are the names of scopes.

@@ -34,7 +34,7 @@ from programs import (
 
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules, warn_of_emulation
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 LOW, FULL = "bfloat16", "float32"
 PRESETS = ["O1", "O2", "O3", "torch"]

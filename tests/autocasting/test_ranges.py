@@ -12,7 +12,7 @@ from programs import W, X
 
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 
 def cubic_gelu(x):

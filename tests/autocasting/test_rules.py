@@ -18,7 +18,7 @@ from jmp_lite.autocasting.rules.match import parse_precision
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.autocasting.rules.rules import Rules, asks_for_low, is_identity
 from jmp_lite.autocasting.rules.serialization import ASCEND_OPS
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 from jmp_lite.ops import Precision
 
 OPS = sorted(op.name for op in ops.OPS)

@@ -12,7 +12,7 @@ from jax import lax
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import as_full, as_low
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 # ------------------------------------------------------------------ the tail of a loss
 

@@ -13,7 +13,7 @@ from programs import LAYERS, MIXED, W, X
 
 from jmp_lite.autocasting.interpreter.api import autocast
 from jmp_lite.autocasting.marks import full_precision
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 OPTIMIZER = lenient(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 

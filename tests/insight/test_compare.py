@@ -15,8 +15,7 @@ from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X, each_program
 
 import jmp_lite as jmp
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
-from jmp_lite.insight.compare.comparer import Comparer
-from jmp_lite.insight.compare.twins import StagedCasts, Twin
+from jmp_lite.insight.comparer import Comparer, StagedCasts, Twin
 from jmp_lite.jaxprs.trace import trace_function
 
 

@@ -33,10 +33,10 @@ from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.formats.number_format import Product
 from jmp_lite.formats.table import FORMATS
-from jmp_lite.insight.explain.explanation import Explanation, explain
-from jmp_lite.insight.explain.reasons import code_of, reason_in_words
-from jmp_lite.insight.explain.rows import Row
-from jmp_lite.insight.places import short
+from jmp_lite.insight.explanation import Explanation, explain
+from jmp_lite.insight.reasons import code_of, reason_in_words
+from jmp_lite.insight.rows import Row
+from jmp_lite.insight.tables import short
 from jmp_lite.jaxprs import cost
 from jmp_lite.ops import HIGHER_ORDER, Precision
 

@@ -17,7 +17,7 @@ from programs import BLOCK, BLOCK_PARAMS, LAYERS, W, X
 import jmp_lite as jmp
 import jmp_lite.nnx
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 LOW, FULL = "bfloat16", "float32"
 

@@ -19,7 +19,7 @@ from programs import BLOCK, BLOCK_PARAMS, LAYERS, W, X
 
 import jmp_lite as jmp
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.explain.explanation import explain
+from jmp_lite.insight.explanation import explain
 
 HERE = "test_lints.py"
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite.insight.tune.candidates import (
+from jmp_lite.insight.candidates import (
     Units,
     ways_to_keep,
     without_numbers,
 )
-from jmp_lite.insight.tune.measure import Error
+from jmp_lite.insight.measured import Error
 
 WEIGHTS = [jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i in range(5)]
 X = jax.random.normal(jax.random.key(9), (8, 16))

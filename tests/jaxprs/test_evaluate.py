@@ -17,9 +17,8 @@ import jmp_lite as jmp
 from jmp_lite.autocasting.decide.decisions import RecordsInside
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.insight.compare.comparer import Comparer
-from jmp_lite.insight.compare.twins import Twin
-from jmp_lite.insight.watch.watcher import FlaggedValue, Watcher
+from jmp_lite.insight.comparer import Comparer, Twin
+from jmp_lite.insight.watcher import FlaggedValue, Watcher
 from jmp_lite.jaxprs import params
 from jmp_lite.ops import HIGHER_ORDER
 

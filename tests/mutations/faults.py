@@ -1362,7 +1362,7 @@ FAULTS = (
         "insight/test_explain_totals.py::test_the_work_of_a_backward_pass_is_that_of_its_products",
     ),
     Fault(
-        "insight/places.py",
+        "insight/tables.py",
         "Place.enter",
         "=self.times and trips and self.times * trips, is_backward",
         "=self.times, is_backward",
@@ -1370,7 +1370,7 @@ FAULTS = (
         "insight/test_explain_totals.py::test_work_is_counted_in_all_trips_and_products_once",
     ),
     Fault(
-        "insight/explain/rows.py",
+        "insight/rows.py",
         "totals_of",
         "flops[row.precision] += row.flops * times_or_once(row.times)",
         "flops[row.precision] += row.flops",
@@ -1378,7 +1378,7 @@ FAULTS = (
         "insight/test_explain_totals.py::test_work_is_counted_in_all_trips_and_products_once",
     ),
     Fault(
-        "insight/explain/lints.py",
+        "insight/lints.py",
         "_off_tensor_cores",
         "(n for n in known if n > 8 and n % 8)",
         "(n for n in known if n > 8 and n % 16)",
@@ -1386,7 +1386,7 @@ FAULTS = (
         "insight/test_lints.py::test_sizes_that_miss_tensor_cores_get_a_lint",
     ),
     Fault(
-        "insight/explain/lints.py",
+        "insight/lints.py",
         "_widened_stream",
         "if name not in is_cast_back or len(rows) == 1:",
         "if False:",
@@ -1394,7 +1394,7 @@ FAULTS = (
         "insight/test_lints.py::test_a_single_float32_op_between_products_has_no_lint",
     ),
     Fault(
-        "insight/explain/backward.py",
+        "insight/backward.py",
         "_passes_of",
         "var))} - there",
         "var))}",
@@ -1402,7 +1402,7 @@ FAULTS = (
         "insight/test_explain_totals.py::test_residuals_are_counted_if_the_backward_pass_is_explained",
     ),
     Fault(
-        "insight/explain/backward.py",
+        "insight/backward.py",
         "_passes_of",
         ") if use is not _ResidualUse.TANGENT and (not structure.is_literal(var))} -",
         ") if not structure.is_literal(var)} -",
@@ -1410,7 +1410,7 @@ FAULTS = (
         "formats/test_float8.py::test_a_loop_keeps_one_byte_for_each_number",
     ),
     Fault(
-        "insight/explain/explanation.py",
+        "insight/explanation.py",
         "explain.explained",
         "added = tuple((n - m for n, m in zip(as_run, as_traced, strict=True)))",
         "added = as_run",
@@ -1418,7 +1418,7 @@ FAULTS = (
         "insight/test_explain_totals.py::test_casts_are_those_that_autocast_adds_with_their_bytes",
     ),
     Fault(
-        "insight/tune/search.py",
+        "insight/tune.py",
         "_Search.kept",
         "return min(map(self._weakened, [*found, everything]), key=self._in_float32)",
         "return max(map(self._weakened, [*found, everything]), key=self._in_float32)",
@@ -1426,7 +1426,7 @@ FAULTS = (
         "insight/test_tune.py::test_the_block_that_loses_digits_is_kept_and_no_other",
     ),
     Fault(
-        "insight/tune/products.py",
+        "insight/trials.py",
         "ProductSearch.__init__",
         "others = [s for s in {**asked, **named} if asked[s] != named[s]]",
         "others = []",
@@ -1434,7 +1434,7 @@ FAULTS = (
         "insight/test_tune.py::test_a_product_that_float32_alone_reads_is_not_put_in_float8",
     ),
     Fault(
-        "insight/tune/products.py",
+        "insight/trials.py",
         "ProductSearch._gave",
         "more = {*self._given, *group}",
         "more = set(group)",
@@ -1442,7 +1442,7 @@ FAULTS = (
         "insight/test_tune.py::test_a_layer_with_outliers_stays_out_of_float8_and_no_other",
     ),
     Fault(
-        "insight/tune/trials.py",
+        "insight/trials.py",
         "Trials.is_enough",
         "return self.error(rules, kept).largest <= self.tolerance",
         "return self.error(rules, kept).outputs <= self.tolerance",
@@ -1450,7 +1450,7 @@ FAULTS = (
         "insight/test_tune.py::test_a_gradient_that_vanishes_is_an_error_though_the_result_is_exact",
     ),
     Fault(
-        "insight/tune/candidates.py",
+        "insight/candidates.py",
         "Units._patterns",
         "if kept.issuperset(self.matched(pattern)):",
         "if True:",
@@ -1458,7 +1458,7 @@ FAULTS = (
         "insight/test_tune.py::test_patterns_for_float8_match_the_given_scopes_and_no_others",
     ),
     Fault(
-        "insight/tune/measure.py",
+        "insight/measured.py",
         "_in_the_last_bit",
         "is_whole = array == jnp.round(array)",
         "is_whole = jnp.zeros_like(array, bool)",
@@ -1466,7 +1466,7 @@ FAULTS = (
         "insight/test_tune.py::test_whole_numbers_among_floats_are_not_perturbed",
     ),
     Fault(
-        "insight/watch/watcher.py",
+        "insight/watcher.py",
         "Watcher._are_first",
         "return ~is_finite & jnp.all(known | ~is_read, axis=1)",
         "return ~is_finite",
@@ -1482,7 +1482,7 @@ FAULTS = (
         "insight/test_numerics.py::test_loops_are_counted_over_all_trips",
     ),
     Fault(
-        "insight/watch/watcher.py",
+        "insight/watcher.py",
         "FlaggedValue.is_finite",
         "self._is_finite = self._finite_steps.all()",
         "self._is_finite = self._finite_steps.any()",
@@ -1490,7 +1490,7 @@ FAULTS = (
         "insight/test_numerics.py::test_a_stack_with_one_step_that_is_not_finite_is_not_finite",
     ),
     Fault(
-        "insight/watch/watcher.py",
+        "insight/watcher.py",
         "_is_cast_in_range",
         "return after.maxexp >= before.maxexp and after.minexp <= before.minexp",
         "return True",
@@ -1498,7 +1498,7 @@ FAULTS = (
         "insight/test_numerics.py::test_ops_that_only_move_numbers_are_not_counted",
     ),
     Fault(
-        "insight/watch/watcher.py",
+        "insight/watcher.py",
         "Watcher.custom",
         "stopped = [FlaggedValue(lax.stop_gradient(x.array), x.is_finite, sources=x.sources) for x in operands]",
         "stopped = operands",
@@ -1506,7 +1506,7 @@ FAULTS = (
         "insight/test_numerics.py::test_an_op_that_is_run_again_to_be_counted_needs_no_derivative",
     ),
     Fault(
-        "insight/watch/watcher.py",
+        "insight/watcher.py",
         "Watcher.custom",
         "if not params.has_only_axis_effects(eqn):",
         "if False:",
@@ -1547,7 +1547,7 @@ FAULTS = (
     ),
     # -------------------------------------------------------------------- compare
     Fault(
-        "insight/compare/twins.py",
+        "insight/comparer.py",
         "_is_exact_cast",
         "return after.nmant >= before.nmant and after.nexp >= before.nexp",
         "return True",
@@ -1555,7 +1555,7 @@ FAULTS = (
         "insight/test_compare.py::test_one_lane_is_the_function_under_autocast_and_the_other_one_is_float32",
     ),
     Fault(
-        "insight/compare/twins.py",
+        "insight/comparer.py",
         "run_twice",
         "if not _differs(eqn, operands) or not params.has_only_axis_effects(eqn):",
         "if not params.has_only_axis_effects(eqn):",
@@ -1563,7 +1563,7 @@ FAULTS = (
         "insight/test_compare.py::test_a_value_before_any_rounding_is_computed_once",
     ),
     Fault(
-        "insight/compare/twins.py",
+        "insight/comparer.py",
         "error",
         "off = jnp.where(jnp.isnan(off), jnp.inf, off)",
         "off = jnp.where(jnp.isnan(off), 0, off)",
@@ -1571,7 +1571,7 @@ FAULTS = (
         "insight/test_compare.py::test_a_nan_on_one_lane_is_an_infinite_error",
     ),
     Fault(
-        "insight/compare/twins.py",
+        "insight/comparer.py",
         "error",
         "is_equal = (low == exact) | jnp.isnan(low) & jnp.isnan(exact)",
         "is_equal = low == exact",
@@ -1579,7 +1579,7 @@ FAULTS = (
         "insight/test_compare.py::test_infinities_and_nans_that_float32_has_too_are_no_errors",
     ),
     Fault(
-        "insight/compare/twins.py",
+        "insight/comparer.py",
         "_run_float32",
         "return [_cast(full[0], dtypes[-1])]",
         "return [full[0].astype(dtypes[-1])]",
@@ -1595,7 +1595,7 @@ FAULTS = (
         "scaling/test_loss_scaling.py::test_one_scale_is_enough",
     ),
     Fault(
-        "insight/compare/comparison.py",
+        "insight/comparison.py",
         "_error_of_result",
         "return found._replace(off=jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off))",
         "return found",
@@ -1603,7 +1603,7 @@ FAULTS = (
         "insight/test_compare.py::test_a_result_that_is_nan_in_float32_has_no_error_of_zero",
     ),
     Fault(
-        "insight/places.py",
+        "insight/tables.py",
         "short",
         "_cell(file) or file",
         "file",
@@ -1611,7 +1611,7 @@ FAULTS = (
         "insight/test_explain.py::test_in_a_notebook_a_source_is_the_number_of_a_cell_and_a_line",
     ),
     Fault(
-        "insight/watch/watcher.py",
+        "insight/watcher.py",
         "Watcher._sample",
         "return statistics.sample(array, self._elements)",
         "return array",
@@ -1643,15 +1643,15 @@ FAULTS = (
         "insight/test_compare.py::test_a_large_result_is_sampled",
     ),
     Fault(
-        "insight/compare/comparer.py",
+        "insight/comparer.py",
         "Comparer.equation",
-        "result.error = operand.measured(self._elements) or twins.NO_ERROR",
+        "result.error = operand.measured(self._elements) or NO_ERROR",
         "pass",
         "a cast counts as an op of its own",
         "insight/test_compare.py::test_errors_are_those_of_the_arrays",
     ),
     Fault(
-        "insight/compare/comparer.py",
+        "insight/comparer.py",
         "Comparer.add",
         "return Sums(*(a + b for a, b in zip(one, other, strict=True)))",
         "return other",
@@ -1675,7 +1675,7 @@ FAULTS = (
         "insight/test_compare.py::test_both_lanes_take_the_branches_and_the_steps_of_the_first",
     ),
     Fault(
-        "insight/compare/comparison.py",
+        "insight/comparison.py",
         "_amplification",
         "return after / max(before, rounding) if math.isfinite(before) else 1.0",
         "return after",
@@ -2138,7 +2138,7 @@ FAULTS = (
         "autocasting/test_arguments.py::test_a_result_of_another_16_bit_dtype_counts_as_another_type",
     ),
     Fault(
-        "insight/watch/watch.py",
+        "insight/watch.py",
         "watch.watched",
         "structure.as_typed(x.array, var.aval)",
         "x.array",
@@ -2283,7 +2283,7 @@ FAULTS = (
         "scaling/test_loss_scale.py::test_numbers_out_of_range_are_an_error_that_names_the_field",
     ),
     Fault(
-        "insight/explain/lints.py",
+        "insight/lints.py",
         "_inner_autocast",
         "sorted(dtypes - {own})",
         "sorted(dtypes)",
@@ -2299,7 +2299,7 @@ FAULTS = (
         "insight/test_explain_totals.py::test_a_rule_behind_one_for_products_has_an_effect_on_other_ops",
     ),
     Fault(
-        "insight/explain/lints.py",
+        "insight/lints.py",
         "_useless_mark",
         "if low[name] and low[name] == reads[name]:",
         "if low[name]:",
@@ -2686,7 +2686,7 @@ FAULTS = (
         "autocasting/test_carries.py::test_weights_that_every_step_reads_are_no_stack_of_layers",
     ),
     Fault(
-        "insight/explain/provenance.py",
+        "insight/provenance.py",
         "ProductReaders._result",
         "if joint.products and is_apart and is_of_both:",
         "if joint.products and is_of_both:",
@@ -2824,7 +2824,7 @@ FAULTS = (
         "training/test_step.py::test_each_state_has_a_name_in_exported_programs",
     ),
     Fault(
-        "insight/tune/search.py",
+        "insight/tune.py",
         "tune",
         "Sample(fun, args, kwargs, argnums)",
         "Sample(fun, args, {}, argnums)",
@@ -2832,7 +2832,7 @@ FAULTS = (
         "insight/test_tune.py::test_keyword_arguments_of_the_function_are_part_of_the_sample",
     ),
     Fault(
-        "insight/tune/search.py",
+        "insight/tune.py",
         "tune",
         "choose_rules(rules, compute_dtype)",
         "choose_rules(rules, None)",
@@ -2840,7 +2840,7 @@ FAULTS = (
         "insight/test_tune.py::test_keyword_arguments_of_the_function_are_part_of_the_sample",
     ),
     Fault(
-        "insight/tune/search.py",
+        "insight/tune.py",
         "_most_trials",
         "    return in_float32\n",
         "    return 0 * in_float32\n",
@@ -3001,7 +3001,7 @@ FAULTS = (
         "autocasting/test_arguments.py::test_the_slices_of_a_stack_of_weights_stay_16_bits",
     ),
     Fault(
-        "insight/explain/rows.py",
+        "insight/rows.py",
         "_precision",
         "if decision.held is not None:",
         "if False:",
@@ -3161,7 +3161,7 @@ FAULTS = (
         "autocasting/test_scan_weight_gradients.py::test_a_loop_without_a_derivative_casts_its_weight_once_before_it",
     ),
     Fault(
-        "insight/explain/lints.py",
+        "insight/lints.py",
         "_captured",
         "if is_narrow(var.aval) and var.aval.shape:",
         "if False:",
@@ -3539,7 +3539,7 @@ FAULTS = (
         "formats/test_wide.py::test_only_operands_with_a_tangent_cost_a_product",
     ),
     Fault(
-        "insight/tune/products.py",
+        "insight/trials.py",
         "_is_searched",
         "return found is not None and found.has_fewer_digits",
         "return found is not None",
@@ -3699,7 +3699,7 @@ FAULTS = (
         "formats/test_rows.py::test_json_keeps_the_name_and_the_options",
     ),
     Fault(
-        "insight/explain/rows.py",
+        "insight/rows.py",
         "precision_as_traced",
         '    """Returns the widest float of an equation; for a product, of its operands."""\n'
         "    if (dtype := bilinear.dtype_of(eqn)) is not None:\n"
@@ -3774,7 +3774,7 @@ FAULTS = (
         "formats/test_rows.py::test_a_product_can_be_mapped_on_a_mesh_that_splits_the_axis_it_contracts",
     ),
     Fault(
-        "insight/compare/twins.py",
+        "insight/comparer.py",
         "_run_float32",
         "if (results := bilinear.unrounded(eqn, full)) is not None:",
         "if (results := None) is not None:",

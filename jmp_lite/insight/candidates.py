@@ -15,7 +15,7 @@ from jmp_lite.autocasting.rules.rules import (
     fields_of,
 )
 from jmp_lite.autocasting.rules.scopes import AS_WRITTEN_SCOPE, LOW_SCOPE
-from jmp_lite.insight.explain.rows import Row, is_low, times_or_once
+from jmp_lite.insight.rows import Row, is_low, times_or_once
 from jmp_lite.ops import EDITABLE, EXACT, Precision, record_of
 
 NUMBER = "\0"

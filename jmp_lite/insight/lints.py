@@ -31,17 +31,16 @@ from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, requested_forma
 from jmp_lite.autocasting.rules.scopes import FULL_SCOPE
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
 from jmp_lite.formats.number_format import LOW, Verdict
-from jmp_lite.insight.explain import provenance
-from jmp_lite.insight.explain.reasons import is_equation, origin_in_words
-from jmp_lite.insight.explain.rows import (
+from jmp_lite.insight import provenance
+from jmp_lite.insight.reasons import is_equation, origin_in_words
+from jmp_lite.insight.rows import (
     DecidedRow,
     bytes_of,
     is_decided_inside,
     placed_equations,
     times_or_once,
 )
-from jmp_lite.insight.places import Place, short
-from jmp_lite.insight.tables import count
+from jmp_lite.insight.tables import Place, count, short
 from jmp_lite.jaxprs import cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import equations, jaxprs
 from jmp_lite.jaxprs.params import PRODUCTS

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from jmp_lite.autocasting.rules.scopes import of_the_user
 from jmp_lite.insight import statistics
 from jmp_lite.insight.counting import CountedBody, CountingEvaluator
-from jmp_lite.insight.places import Place
 from jmp_lite.insight.statistics import Counts
+from jmp_lite.insight.tables import Place
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.evaluate import Evaluator
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Jaxpr, Var

@@ -1,29 +1,100 @@
-"""Explains the backward pass: the equations that the gradient of a program adds.
-
-The rows come from the jaxpr of the gradient, which is traced and never run.
-"""
+"""The rows of a backward pass, of a difference of two explanations, and of scopes."""
 
 import enum
 import functools
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
 from jmp_lite.autocasting.rules.scopes import of_the_user
-from jmp_lite.insight.explain.rows import (
+from jmp_lite.insight.gradients import Arguments, Differentiable
+from jmp_lite.insight.rows import (
     Row,
     bytes_of,
     placed_equations,
     precision_as_traced,
+    runs_in,
 )
-from jmp_lite.insight.gradients import Arguments, Differentiable
-from jmp_lite.insight.places import Place
+from jmp_lite.insight.tables import Place, RowGroups, count, short, text_table
 from jmp_lite.jaxprs import bilinear, cost, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
+
+_HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
+
+_HEADERS_OF_A_SUM = ("times", "op", "runs in", "only in")
+
+_NAMED = 3
+"""The number of blocks that are named if an op runs differently in them."""
+
+_LINES = 60
+"""The number of lines on a terminal."""
+
+
+def depth_that_fits(rows: Sequence[Row]) -> int | None:
+    """Returns the greatest depth whose table fits on a terminal."""
+    deepest = max((row.scope.count("/") + 1 for row in rows), default=0)
+    for depth in (None, *range(deepest, 0, -1)):
+        _, groups = grouped(rows, depth)
+        if sum(1 + len(cells) for _, cells in groups) <= _LINES:
+            return depth
+    return 1
+
+
+def grouped(rows: Sequence[Row], depth: int | None) -> tuple[Sequence[str], RowGroups]:
+    """Returns the headers and the rows of a table, by scope."""
+    counted: dict[tuple[str, ...], list[Row]] = {}
+    of_op: dict[object, list[Row]] = {}
+    for row in rows:
+        cells, scope = _cells(row, depth), _cut(row.scope, depth)
+        counted.setdefault((scope, *cells), []).append(row)
+        of_op.setdefault((scope, row.op), []).append(row)
+    if depth is not None:  # Each scope once.
+        order = list(dict.fromkeys(key[0] for key in counted))
+        by_scope = sorted(counted, key=lambda key: order.index(key[0]))
+        counted = {key: counted[key] for key in by_scope}
+    groups: list[tuple[str, list[Sequence[str]]]] = []
+    above = ""
+    for (scope, *cells), same in counted.items():
+        if not groups or scope != above:
+            above = scope
+            groups.append((scope or ("(no scope)" if groups else ""), []))
+        times = [row.times for row in same]
+        number = "?" if None in times else str(sum(t for t in times if t))
+        if depth is not None:
+            cells.append(_blocks_that_differ(same, of_op[scope, cells[0]], depth))
+        groups[-1][1].append((number, *cells))
+    headers = _HEADERS if depth is None else _HEADERS_OF_A_SUM
+    return headers, groups
+
+
+def _cells(row: Row, depth: int | None) -> Sequence[str]:
+    if depth is not None:
+        return (row.op, runs_in(row))
+    texts = (" ".join(row.shapes), row.reason, short(row.source))
+    return (row.op, runs_in(row), *texts)
+
+
+def _blocks_that_differ(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
+    """Returns the few numbered blocks in which an op runs differently."""
+    ours, all_ = (
+        {_first(row.scope, depth): None for row in some} for some in (rows, among)
+    )
+    is_few = 2 * len(ours) <= len(all_) and len(ours) <= _NAMED
+    return ", ".join(ours) if is_few else ""
+
+
+def _first(scope: str, depth: int) -> str:
+    return "/".join(scope.split("/")[:depth])
+
+
+def _cut(scope: str, depth: int | None) -> str:
+    """Returns the start of a path, with numbered blocks as one."""
+    return scope if depth is None else re.sub(r"\d+", "*", _first(scope, depth))
 
 
 class ProgramGradient(NamedTuple):
@@ -198,3 +269,76 @@ def _row_as_it_runs(eqn: Eqn) -> Row:
         is_backward=True,
         sums=bilinear.sums_of(eqn),
     )
+
+
+class Difference:
+    """The differences between two explanations of a function; ``print`` shows a table.
+
+    Attributes:
+      changed: pairs of rows of the same equation that run in different dtypes or hold
+        different numbers of bytes.
+      only_left: the equations of the first explanation only.
+      only_right: the equations of the second explanation only.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> fun, x = lambda x: x @ x, jnp.ones((2, 2))
+      >>> difference = jmp.explain(fun, "O0")(x).diff(jmp.explain(fun)(x))
+      >>> [(a.precision, b.precision) for a, b in difference.changed]
+      [('float32', 'bfloat16')]
+    """
+
+    def __init__(self, left: Sequence[Row], right: Sequence[Row]) -> None:
+        ours, theirs = _index_by_place(left), _index_by_place(right)
+        both = [(row, theirs[key]) for key, row in ours.items() if key in theirs]
+        self.changed = tuple(
+            (a, b)
+            for a, b in both
+            if (a.precision, a.bytes_run) != (b.precision, b.bytes_run)
+        )
+        self.only_left = tuple(row for key, row in ours.items() if key not in theirs)
+        self.only_right = tuple(row for key, row in theirs.items() if key not in ours)
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.only_left or self.only_right)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no difference"
+        rows = [(a, *_precisions_of(a, b), b.reason) for a, b in self.changed]
+        rows += [(row, row.precision, "-", "") for row in self.only_left]
+        rows += [(row, "-", row.precision, row.reason) for row in self.only_right]
+        like: dict[str, Counter[Sequence[str]]] = {}
+        for row, *cells in rows:
+            line = (_times(row), row.op, *cells, short(row.source))
+            like.setdefault(row.scope, Counter())[line] += 1
+        groups = [
+            (scope, [(f"{n}" if n > 1 else "", *cells) for cells, n in counted.items()])
+            for scope, counted in like.items()
+        ]
+        headers = ("", "times", "op", "before", "after", "why", "where")
+        return text_table(headers, groups, right=(0, 1))
+
+
+def _precisions_of(a: Row, b: Row) -> tuple[str, str]:
+    """Returns the dtypes of two rows, with their bytes if the dtypes are equal."""
+    if a.precision != b.precision:
+        return a.precision, b.precision
+    first, second = (f"{r.precision}, {count(r.bytes_run)}B" for r in (a, b))
+    return first, second
+
+
+def _index_by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
+    """Returns rows by keys that are the same in each explanation of a function."""
+    seen: Counter[object] = Counter()
+    found: dict[object, Row] = {}
+    for row in rows:
+        key = (row.scope, row.op, row.source, row.is_backward)
+        found[*key, seen[key]] = row
+        seen[key] += 1
+    return found
+
+
+def _times(row: Row) -> str:
+    return "?" if row.times is None else str(row.times)

@@ -15,18 +15,23 @@ from jmp_lite.autocasting.interpreter.arguments import read_function
 from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.insight.compare.comparer import ComparedOp, Comparer, Sums
-from jmp_lite.insight.compare.twins import StagedCasts, Twin, TwinError, error
+from jmp_lite.insight.comparer import (
+    ComparedOp,
+    Comparer,
+    StagedCasts,
+    Sums,
+    Twin,
+    TwinError,
+    error,
+)
 from jmp_lite.insight.gradients import (
     ArgNums,
     Arguments,
     Differentiable,
     check_argnums,
 )
-from jmp_lite.insight.places import short
 from jmp_lite.insight.statistics import check_elements, fetched
-from jmp_lite.insight.tables import text_table
-from jmp_lite.insight.uncalled import Uncalled
+from jmp_lite.insight.tables import Uncalled, short, text_table
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.types import Array, PyTree
 

@@ -14,19 +14,18 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.insight.explain.explanation import explain
-from jmp_lite.insight.explain.rows import is_decided_inside, times_or_once
+from jmp_lite.insight.candidates import Rule, Units, rules_with, ways_to_keep
+from jmp_lite.insight.explanation import explain
 from jmp_lite.insight.gradients import ArgNums, check_argnums
-from jmp_lite.insight.tune.candidates import Rule, Units, rules_with, ways_to_keep
-from jmp_lite.insight.tune.measure import Sample, in_words
-from jmp_lite.insight.tune.products import (
+from jmp_lite.insight.measured import Kept, Sample, Tuned, TuningReport, in_words
+from jmp_lite.insight.rows import is_decided_inside, times_or_once
+from jmp_lite.insight.tables import Uncalled
+from jmp_lite.insight.trials import (
     ProductSearch,
+    Trials,
     searched_format,
     without_formats,
 )
-from jmp_lite.insight.tune.report import Kept, Tuned, TuningReport
-from jmp_lite.insight.tune.trials import Trials
-from jmp_lite.insight.uncalled import Uncalled
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import PyTree
 from jmp_lite.mutables import check_function

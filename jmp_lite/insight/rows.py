@@ -27,8 +27,8 @@ from jmp_lite.autocasting.rules.rules import (
 from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.formats.number_format import LOW
 from jmp_lite.formats.table import options_of
-from jmp_lite.insight.explain import reasons
-from jmp_lite.insight.places import Place, short
+from jmp_lite.insight import reasons
+from jmp_lite.insight.tables import Place, short
 from jmp_lite.jaxprs import bilinear, cost, params, source, structure
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr, Var

@@ -30,11 +30,16 @@ from jmp_lite.autocasting.rules.scopes import unused_scopes
 from jmp_lite.autocasting.rules.serialization import fields_for_json
 from jmp_lite.casting.dtypes import default_device, hint_for, unknown_name
 from jmp_lite.formats.float8 import Float8Format, describe_formats
-from jmp_lite.insight.explain.backward import backward_of, rows_of_backward
-from jmp_lite.insight.explain.difference import Difference
-from jmp_lite.insight.explain.grouping import depth_that_fits, grouped
-from jmp_lite.insight.explain.lints import Lint, LintInput, find_lints
-from jmp_lite.insight.explain.rows import (
+from jmp_lite.insight.backward import (
+    Difference,
+    backward_of,
+    depth_that_fits,
+    grouped,
+    rows_of_backward,
+)
+from jmp_lite.insight.gradients import ArgNums, Arguments, check_argnums
+from jmp_lite.insight.lints import Lint, LintInput, find_lints
+from jmp_lite.insight.rows import (
     Row,
     Totals,
     casts_in,
@@ -42,9 +47,7 @@ from jmp_lite.insight.explain.rows import (
     is_low,
     totals_of,
 )
-from jmp_lite.insight.gradients import ArgNums, Arguments, check_argnums
-from jmp_lite.insight.tables import count, html_table, text_table
-from jmp_lite.insight.uncalled import Uncalled
+from jmp_lite.insight.tables import Uncalled, count, html_table, text_table
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import argument_names, arrays_in

@@ -10,11 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.insight import statistics
-from jmp_lite.insight.places import short
 from jmp_lite.insight.report import dtype_that_overflows
-from jmp_lite.insight.tables import text_table
-from jmp_lite.insight.uncalled import Uncalled
-from jmp_lite.insight.watch.watcher import (
+from jmp_lite.insight.tables import Uncalled, short, text_table
+from jmp_lite.insight.watcher import (
     FlaggedValue,
     Slot,
     Source,

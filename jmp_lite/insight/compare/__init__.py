@@ -1,1 +1,0 @@
-"""Compares mixed precision with float32, op by op."""

@@ -1,1 +1,0 @@
-"""Explains what autocast does with a function."""
