@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 
+import budget
 import pytest
 
 import jmp_lite
@@ -338,3 +339,35 @@ def test_contributing_contains_no_heading_or_row_twice():
     rows = [row for row in rows if "`" in row]
     assert len(set(headings)) == len(headings)
     assert len(set(rows)) == len(rows)
+
+
+def test_no_room_grows():
+    assert budget.broken(budget.measure()) == []
+
+
+def test_a_room_that_grows_loses_comments_or_shrinks_is_found():
+    sizes = {room: size._replace() for room, size in budget.BUDGET.items()}
+    assert budget.broken(sizes) == []
+    room, size = next(iter(sizes.items()))
+    for changed, words in (
+        (size._replace(lines=size.lines + 1), "lines, and may have"),
+        (size._replace(files=size.files + 1), "files, and may have"),
+        (size._replace(used_once=size.used_once + 1), "used_once, and may have"),
+        (size._replace(comments=size.comments - 1), "comments in 100 lines"),
+        (size._replace(lines=size.lines // 2), "lower its budget"),
+    ):
+        (found,) = budget.broken({**sizes, room: changed})
+        assert found.startswith(room)
+        assert words in found
+
+
+def test_code_is_counted_without_comments_docstrings_and_blank_lines(tmp_path):
+    text = '\n'.join(
+        [
+            '"""Text', 'of two lines."""', "", "import os  # One.", "# Two.", "",
+            "def f(x):", '    """Text."""', "    return (", "        x", "    )",
+        ]
+    )  # fmt: skip
+    tokens = budget._tokens(text)
+    lines = {*budget._docstrings(ast.parse(text))}
+    assert budget._lines(tokens, without=lines) == 5
