@@ -36,7 +36,7 @@ BUDGET = {
     "casting": Size(407, 6, 7, 3),
     "flax": Size(719, 5, 16, 3),
     "formats": Size(637, 8, 3, 3),
-    "insight": Size(4012, 19, 77, 2),
+    "insight": Size(3966, 19, 74, 2),
     "jaxprs": Size(2091, 18, 42, 2),
     "optimizers": Size(1396, 10, 36, 3),
     "scaling": Size(1375, 8, 24, 3),

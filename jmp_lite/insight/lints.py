@@ -27,7 +27,7 @@ from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.interpreter.arguments import Program, is_narrow
 from jmp_lite.autocasting.passes import homogeneity
 from jmp_lite.autocasting.rules.match import RuleSource
-from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules, requested_formats
+from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
 from jmp_lite.autocasting.rules.scopes import FULL_SCOPE
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
 from jmp_lite.formats.number_format import LOW, Verdict
@@ -560,20 +560,6 @@ def _misfit(number: NumberOrigin, dtype: Dtype) -> tuple[str, str]:
     return f"does not fit {dtype.name}", remedy
 
 
-def _low_result(inputs: LintInput) -> Iterator[Lint]:
-    for i, result in enumerate(inputs.results):
-        if result.state is not State.LOW or result.shape:
-            continue
-        made_by = (s for s in inputs.decided if s.record.eqn is result.origin)
-        source = next((s.row.source for s in made_by), "")
-        yield Lint(
-            "low result",
-            f"result {i} is a scalar, such as a loss, computed in 16 bits",
-            "Compute it under jmp_lite.full_precision",
-            source=source,
-        )
-
-
 def _no_loss_scale(inputs: LintInput) -> Iterator[Lint]:
     is_float16 = any(decided.row.precision == "float16" for decided in inputs.decided)
     is_scaled = any(LOSS_SCALE_SCOPE in one.row.scope for one in inputs.decided)
@@ -605,23 +591,6 @@ def _rule_of_scaled_cotangents(inputs: LintInput) -> Iterator[Lint]:
             )
 
 
-def _scaled_gradients(inputs: LintInput) -> Iterator[Lint]:
-    """The function differentiates a scaled loss, and divides nothing by the scale."""
-    ops = set[str]()
-    differentiates = False
-    for eqn, path in equations(inputs.program.jaxpr):
-        is_transposed = source.is_transposed(eqn)
-        differentiates |= is_transposed
-        if LOSS_SCALE_SCOPE in path.split("/") and not is_transposed:
-            ops.add(params.op_of(eqn))
-    if differentiates and "mul" in ops and "div" not in ops:
-        yield Lint(
-            "scaled gradients",
-            "the loss is multiplied by a loss scale, and nothing is divided by it",
-            "Use jmp_lite.value_and_grad, which unscales, or scale.unscale(grads)",
-        )
-
-
 def _useless_mark(inputs: LintInput) -> Iterator[Lint]:
     """Only low products read a value that as_full marks."""
     marked: dict[int, DecidedRow] = {}
@@ -644,29 +613,6 @@ def _useless_mark(inputs: LintInput) -> Iterator[Lint]:
                 "useless mark",
                 "as_full marks a value that only 16-bit products read, which round it",
                 "Compute the product under jmp_lite.full_precision",
-            )
-
-
-def _dropped_float32_result(inputs: LintInput) -> Iterator[Lint]:
-    """A product of 16-bit arguments requests a float32 result, which its rule ignores.
-
-    JAX writes a float32 result for each product of float32 arguments.
-    """
-    formats = {one.name for one in requested_formats(inputs.rules)}
-    if not inputs.program.held or "wide" in formats:
-        return
-    for eqn, path in equations(inputs.program.as_written):
-        if params.op_of(eqn) not in PRODUCTS or source.is_transposed(eqn):
-            continue
-        is_narrow_product = all(is_narrow(var.aval) for var in eqn.invars[:2])
-        if is_narrow_product and structure.is_float32(eqn.outvars[0]):
-            yield Lint(
-                "float32 result",
-                "a product of 16-bit arguments requests a float32 result, and its rule "
-                "decides instead",
-                'Use the format "wide", by rules.product or rules.scope',
-                path,
-                source.source(eqn),
             )
 
 
@@ -718,12 +664,9 @@ _CHECKS: Sequence[Callable[[LintInput], Iterator[Lint]]] = (
     _amplified_rounding,
     _opaque,
     _literal,
-    _low_result,
     _no_loss_scale,
     _rule_of_scaled_cotangents,
-    _scaled_gradients,
     _useless_mark,
-    _dropped_float32_result,
     _low_norm,
     _inner_autocast,
     _captured,
