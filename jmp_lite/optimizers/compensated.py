@@ -69,8 +69,8 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     are a float32 number, the master, bit for bit. It trains as under
     ``master_weights``, and takes 2 bytes a parameter less.
 
-    A float16 parameter below 6.1e-5 has fewer bits than others. Below 7.6e-6 its master
-    is a multiple of 9.1e-13.
+    The master of a float16 parameter below 7.6e-6 is a multiple of 9.1e-13: float16 has
+    few bits there.
 
     Memory: 2 bytes a parameter, in addition to the parameter's 2 bytes;
     ``master_weights`` takes 4. A parameter stops at the largest finite number, and a
@@ -206,7 +206,7 @@ def _bits(param: AnyArray) -> Array:
 
 
 def by_dtype(remainder: PyTree, params: PyTree) -> dict[str, PyTree]:
-    """Returns the remainders of the parameters of each 16-bit dtype, by its name."""
+    """Returns a tree of remainders for each 16-bit dtype, by the name of the dtype."""
 
     def part(name: str) -> PyTree:
         def in_part(param: Leaf, remainder: Leaf) -> Leaf:
@@ -220,10 +220,12 @@ def by_dtype(remainder: PyTree, params: PyTree) -> dict[str, PyTree]:
 
 
 def remainders_of(state: CompensatedState, params: PyTree) -> PyTree:
-    """Returns the remainders as one tree; an ``optax.MaskedNode`` where there is none.
+    """Returns the remainders in one tree of the structure of the parameters.
+
+    A parameter that has no remainder has an ``optax.MaskedNode``.
 
     Raises:
-      TypeError: they are those of parameters of other dtypes.
+      TypeError: the state belongs to parameters of other dtypes.
     """
     leaves, treedef = jax.tree.flatten_with_path(params)
     parts = {
@@ -239,13 +241,13 @@ def remainders_of(state: CompensatedState, params: PyTree) -> PyTree:
         name, expected = param.dtype.name, remainder_dtype(param)
         if name in found and found[name].dtype == expected:
             return found[name]
-        came = [f"{type_of(x)} for {name}" for name, x in found.items()] or ["none"]
+        came = [f"{type_of(x)} for {dtype}" for dtype, x in found.items()] or ["none"]
         raise TypeError(
             f"Expected a remainder of {expected} for {type_of(param)} at "
-            f"{jax.tree_util.keystr(path) or 'the root'}, got {came[0]}. The "
-            "parameters were cast to another dtype after init, or the state after it "
-            "was saved: let jmp_lite.convert_state cast both, and restore a state into "
-            "the structure of its own parameters' dtypes."
+            f"{jax.tree_util.keystr(path) or 'the root'}, got {came[0]}. "
+            "Causes: (a) the parameters were cast after init: let "
+            "jmp_lite.convert_state cast them; (b) a checkpoint was restored into the "
+            "state of parameters of other dtypes: restore it into that of its own."
         )
 
     found = [one(number, *leaf) for number, leaf in enumerate(leaves)]

@@ -332,9 +332,11 @@ def find_frozen(
 
     The update of such a parameter depends on nothing: on no gradient, parameter or
     state. A part of the parameters can be frozen by ``optax.masked`` and by
-    transformations that use it, such as ``optax.partition``. Without these, or if a
-    wrapper such as ``compensated`` stands around them, or for an optimizer that
-    computes gradients by itself, no parameter counts as frozen.
+    transformations that use it, such as ``optax.partition``.
+
+    No parameter counts as frozen without these, if a wrapper such as ``compensated``
+    stands around them, for an optimizer that computes gradients by itself, and for one
+    whose ``update`` is jit-compiled: a call counts as one op.
 
     Args:
       optimizer: the optimizer.

@@ -916,8 +916,10 @@ def test_in_shard_map_each_device_has_its_own_scale(is_split):
     ("size", "bounds"),
     [
         ({"depth": 24}, (0.83, 0.96, 0.90, 1.64)),
-        # 1.0 of the bytes with jax 0.10.
-        ({"depth": 24, "layout": "scan + remat"}, (0.82, 1.01, 1.1, 1.57)),
+        (
+            {"depth": 24, "layout": "scan + remat"},
+            (0.82, 1.0 if jax.__version__.startswith("0.10.") else 1.01, 1.1, 1.57),
+        ),
         ({"width": 4096}, (0.79, 0.97, 0.94, 1.65)),
         ({"width": 768}, (1.0, 1.0, 1.0, 1.0)),
         ({"target": "b200"}, (0.87, 0.98, 0.92, 1.6)),

@@ -1,6 +1,6 @@
 """Decisions as data: how an equation runs, and why.
 
-A reason is a code. Only ``explain/reasons.py`` has its text.
+A reason is a code. Only ``insight/reasons.py`` has its text.
 """
 
 import dataclasses
