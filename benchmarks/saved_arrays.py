@@ -43,12 +43,15 @@ ARRAYS: Mapping[str, Callable[[], Any]] = {
     "bfloat16": lambda: _numbers("bfloat16"),
     "e4m3fn": lambda: _numbers("float8_e4m3fn"),
     "e5m2": lambda: _numbers("float8_e5m2"),
-    "integers": lambda: _numbers("int16"),
-    "raw key": lambda: jax.random.PRNGKey(123_456_789),
-    "typed key": lambda: jax.random.key(123_456_789),
-    "by columns": lambda: _column_by_column(_numbers("float32")),
+    "int16": lambda: _numbers("int16"),
+    "key": lambda: jax.random.PRNGKey(123_456_789),
+    "typed": lambda: jax.random.key(123_456_789),
+    "columns": lambda: _column_by_column(_numbers("float32")),
 }
-"""The kinds of arrays; the last one lies column by column in the device's memory."""
+"""The kinds of arrays.
+
+Keys are raw ones and typed ones; ``columns`` lies column by column in the memory.
+"""
 
 
 def _of_pickle(array: Any, path: pathlib.Path) -> Any:
@@ -118,11 +121,11 @@ def _of_parquet(array: Any, path: pathlib.Path) -> Any:
 LIBRARIES: Mapping[str, tuple[str | None, Callable[[Any, pathlib.Path], Any]]] = {
     "pickle": (None, _of_pickle),
     "orbax": ("orbax-checkpoint", _of_orbax),
-    "orbax, in bfloat16": (
+    "orbax-bfloat16": (
         "orbax-checkpoint",
         lambda array, path: _of_orbax(array, path, "bfloat16"),
     ),
-    "flax.serialization": ("flax", _of_flax),
+    "flax": ("flax", _of_flax),
     "equinox": ("equinox", _of_equinox),
     "np.savez": ("numpy", _of_savez),
     "safetensors.numpy": ("safetensors", _of_safetensors("numpy")),
@@ -150,7 +153,7 @@ def judged(before: Any, after: Any) -> str:
     """Says in a word what became of an array."""
     if jnp.issubdtype(before.dtype, jax.dtypes.prng_key):
         if not jnp.issubdtype(after.dtype, jax.dtypes.prng_key):
-            return "raw key"
+            return "raw"
         before, after = map(jax.random.key_data, (before, after))
     before, after = map(np.asarray, (before, after))
     if after.dtype.type is np.void:
@@ -158,7 +161,7 @@ def judged(before: Any, after: Any) -> str:
     if before.dtype != after.dtype:
         return after.dtype.name
     same = before.shape == after.shape and before.tobytes() == after.tobytes()
-    return "same" if same else "changed"
+    return "same" if same else "other"
 
 
 def measure(name: str) -> Row:
@@ -182,8 +185,8 @@ def table(rows: Sequence[Row]) -> str:
 
     def line(name: str, cells: Sequence[str]) -> str:
         pairs = zip(ARRAYS, cells, strict=True)
-        return f"{name:25}" + "".join(
-            f"{cell:>{max(len(kind), 7) + 1}}" for kind, cell in pairs
+        return f"{name:23}" + "".join(
+            f"{cell:>{max(len(kind), 5) + 1}}" for kind, cell in pairs
         )
 
     lines = [line("", [*ARRAYS])]

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.saved_arrays import ARRAYS, LIBRARIES, judged, main, measure
 from benchmarks.tables import RESULTS
 
-TESTED = ("pickle", "orbax", "flax.serialization", "equinox", "np.savez")
+TESTED = ("pickle", "orbax", "flax", "equinox", "np.savez")
 """Those of which the test packages have the library."""
 
 
@@ -34,15 +34,15 @@ def test_all_libraries_are_in_the_table():
 def test_what_comes_back_is_judged_by_dtype_shape_and_bits():
     x = jnp.linspace(0, 1, 8).astype("bfloat16")
     assert judged(x, np.asarray(x)) == "same"
-    assert judged(x, np.asarray(x)[::-1]) == "changed"
-    assert judged(x, x.reshape(2, 4)) == "changed"
+    assert judged(x, np.asarray(x)[::-1]) == "other"
+    assert judged(x, x.reshape(2, 4)) == "other"
     assert judged(x, np.asarray(x).view("V2")) == "bytes"
     assert judged(x, x.astype("float32")) == "float32"
-    assert judged(-0.0 * x, 0.0 * x) == "changed"
+    assert judged(-0.0 * x, 0.0 * x) == "other"
     key = jax.random.key(0)
     assert judged(key, jax.random.key(0)) == "same"
-    assert judged(key, jax.random.key(1)) == "changed"
-    assert judged(key, jax.random.key_data(key)) == "raw key"
+    assert judged(key, jax.random.key(1)) == "other"
+    assert judged(key, jax.random.key_data(key)) == "raw"
 
 
 def test_bits_without_a_dtype_get_it_back_as_the_docs_say(tmp_path):
