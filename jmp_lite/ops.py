@@ -27,8 +27,6 @@ class Precision(enum.Enum):
     - ``WIDEST``: like ``FOLLOW``, but any float32 operand makes the op float32, as in
       ordinary type promotion.
     - ``KEEP``: the op runs in the dtypes of the trace.
-    - ``FULL_INSIDE``: for scopes, such as norm layers. All ops run in float32. A result
-      is low again if a low value entered the scope.
     - ``FLOAT8``: for matrix products. Operands are quantized to 8 bits, and the result
       is in the compute dtype. A product that does not qualify is ``LOW``; see
       ``Float8``.
@@ -45,7 +43,6 @@ class Precision(enum.Enum):
     FOLLOW = "follow"
     WIDEST = "widest"
     KEEP = "keep"
-    FULL_INSIDE = "full_inside"
     FLOAT8 = "float8"
 
     @property
@@ -106,7 +103,7 @@ class Op(NamedTuple):
       is_power: it multiplies a number by itself, a fixed number of times.
       solves: it is a factorization or a solver, in which digits cancel.
       holds_solver: a function inside it may be a solver, which needs float32.
-      is_in_norms: norms consist of such ops and sums: scales, shifts, reshapes.
+      is_in_norms: norms consist of such ops: sums, roots, scales, shifts, reshapes.
       is_linear: its derivative does not need its operands.
       is_cheap: it is one pass over memory, and cheap to recompute.
       adds_up_backward: JAX's derivative of it contains a sum, an exp, a square or a
@@ -189,8 +186,8 @@ amplifying | FULL | amplifies errors, or overflows
     expm1: amplifies_large bends is_cheap
     cosh sinh: amplifies_large bends
     log log1p log2: bends is_cheap
-    rsqrt: is_root is_cheap
-    pow: is_root broadcasts bends
+    rsqrt: is_root is_in_norms is_cheap
+    pow: is_root is_in_norms broadcasts bends
     erf_inv acos asin atanh tan: bends
     reciprocal
 
@@ -201,7 +198,7 @@ special | FULL | special function of sums and exponentials
 
 sum | FULL | rounding errors add up in a sum
     all: sums
-    reduce_sum: scales keeps_digits is_linear is_cheap
+    reduce_sum: scales keeps_digits is_linear is_in_norms is_cheap
     cumsum: scales keeps_digits
     cumlogsumexp: bends
     reduce_window_sum scatter-add scatter-sub select_and_scatter_add
@@ -212,7 +209,8 @@ factors | FULL | a product of many factors overflows
     reduce_prod cumprod scatter-mul
 
 device_sum | FULL | rounding errors add up in a sum over devices
-    psum psum_start psum_done psum_invariant psum_invariant_start unreduced_psum
+    psum psum_invariant: is_in_norms
+    psum_start psum_done psum_invariant_start unreduced_psum
     unreduced_psum_start reduce_scatter reduce_scatter_start reduce_scatter_done
     unreduced_reduce_scatter unreduced_reduce_scatter_start
 

@@ -209,8 +209,6 @@ for reason, rows in sorted(by_reason.items(), key=lambda item: -len(item[1])):
 #   float32 on purpose.
 # - `FOLLOW`: all other arithmetic. It follows its operands.
 # - `KEEP`: random bits, kernels, callbacks, unknown operations. They run as written.
-# - `FULL_INSIDE`: for scopes. Everything in such a scope runs in float32, and its
-#   result is 16-bit again if its input is. The preset gives this class to norm layers.
 #
 # Operations without a float32 operand or result also run as written. Here they compute
 # indices and the mask.
@@ -353,11 +351,10 @@ print(explained.diff(jmp.explain(loss_fn, mixed.full("tanh"))(params, tokens)))
 
 # %% [markdown]
 # A rule for an operation applies everywhere. A rule for a scope applies where its
-# pattern is found in a path. With `"full_inside"` the scope returns 16 bits, as a norm
-# does.
+# pattern is found in a path.
 
 # %%
-rules = mixed.scope("block_0/mlp", "full_inside")
+rules = mixed.scope("block_0/mlp", "full")
 print(explained.diff(jmp.explain(loss_fn, rules)(params, tokens)))
 
 # %% [markdown]

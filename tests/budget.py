@@ -32,16 +32,16 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "autocasting": Size(4659, 43, 87, 3),
+    "autocasting": Size(4592, 41, 84, 3),
     "casting": Size(407, 6, 7, 3),
-    "flax": Size(719, 5, 16, 3),
+    "flax": Size(718, 5, 16, 3),
     "formats": Size(637, 8, 3, 3),
-    "insight": Size(3966, 19, 74, 2),
+    "insight": Size(3936, 19, 73, 2),
     "jaxprs": Size(2091, 18, 42, 2),
     "optimizers": Size(1396, 10, 36, 3),
     "scaling": Size(1375, 8, 24, 3),
     "top": Size(786, 11, 12, 1),
-    "training": Size(762, 3, 7, 3),
+    "training": Size(728, 3, 7, 3),
 }
 """The most that a room may have, and the fewest comments."""
 

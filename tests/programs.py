@@ -395,7 +395,6 @@ MIXED = jmp.get_rules("mixed")
 RULES_WITH_PATHS = {
     "a full scope": MIXED.scope("last|solver", "full"),
     "a low scope": MIXED.scope("last|solver", "low"),
-    "a norm": MIXED.scope("last|layers", "full_inside"),
     "a full carry": MIXED.carry("solver", "full"),
     "a carry that follows": MIXED.carry("layers", "follow"),
     "no pass": jmp.Rules(passes=()),

@@ -96,7 +96,7 @@ def test_each_recipe_does_what_its_text_promises(standard_promotion, capsys):
     )
     if jax.__version__ == "0.10.2":  # Another version may measure other errors.
         assert shown in report
-    assert ["scope", "^block_1$", "FULL_INSIDE"] in [
+    assert ["scope", "^block_1$", "FULL"] in [
         line.split()[:3] for line in report.splitlines()
     ]
     assert len(names["products"]) > 20

@@ -229,7 +229,7 @@ MEMBERS = {
     "POWERS": ("square integer_pow", "pow mul"),
     "SOLVING": ("cholesky triangular_solve custom_linear_solve", "fft linear_call"),
     "HOLDING_SOLVERS": ("custom_linear_solve linear_call", "cholesky scan"),
-    "INSIDE_OF_FUNCTIONS": ("add sqrt reshape", "reduce_sum max all_gather"),
+    "INSIDE_OF_FUNCTIONS": ("add sqrt reshape reduce_sum rsqrt", "exp max all_gather"),
     "LINEAR": ("add neg reshape reduce_sum convert_element_type", "mul max cumsum"),
     "RANDOM": ("random_bits threefry2x32", "iota bitcast_convert_type"),
     "CHEAP": ("exp tanh add max reduce_sum reshape", "gather sort all_gather pow"),

@@ -88,8 +88,7 @@ def measure(field: str, entry: Entry, dtypes: Sequence[str] = DTYPES) -> list[Ro
     program = entry.program()
     inputs = [program.make(Random(seed)) for seed in SEEDS]
     full = functools.partial(program.loss, Products())
-    run = _gradient(full)
-    expected = [run(*one, np.float32(1)) for one in inputs]
+    expected = in_float32(full, inputs)
     if not all(map(_is_finite, expected)):
         raise ValueError(f"{entry.name} is not finite in float32.")
     wide = _in_float64(full, inputs)
@@ -113,6 +112,26 @@ def measure(field: str, entry: Entry, dtypes: Sequence[str] = DTYPES) -> list[Ro
             )
         )
     return rows
+
+
+def in_float32(loss: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+    """Returns values and gradients."""
+    run = _gradient(loss)
+    return [run(*one, np.float32(1)) for one in inputs]
+
+
+def errors_of(
+    low: Callable[..., Any], inputs: Sequence[Any], dtype: str, expected: Sequence[Any]
+) -> Errors:
+    """Returns the errors of a program in 16 bits.
+
+    Args:
+      low: its loss.
+      inputs: its inputs, one for each seed.
+      dtype: the 16-bit dtype.
+      expected: what ``in_float32`` returns.
+    """
+    return _errors(_scaled(_gradient(low), inputs, dtype)[0], expected)
 
 
 def _gradient(loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple, TypeAlias
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules.rules import NORM_LAYERS
 from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, parse_dtype
 from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
 from jmp_lite.casting.types import PyTree
 from jmp_lite.flax.nnx_autocast import Model, check_model, modules_of
+
+# It does not match a block or a cell that is named after its norm.
+_NORM = re.compile(r"(?i)(layer|rms|group|batch|instance)_?norm(s|alization)?(?![a-z])")
 
 Selector: TypeAlias = type | str | tuple[type | str | None, ...] | None
 """None for all, a class, a regular expression, or a tuple of these."""
@@ -174,11 +176,10 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = None) -> Model:
     keep = () if keep is None else keep
     check_selector(keep)
     parsed, changed = parse_dtype(dtype), nnx.clone(model, graph=True)
-    is_norm = re.compile(NORM_LAYERS[0])
     modules = _paths(changed)
     classes = tuple(one for one in as_tuple(keep) if isinstance(one, type))
     selected = [module for _, module in modules if isinstance(module, classes)]
-    norms = [m for path, m in modules if is_norm.search(f"{path}/{type(m).__name__}")]
+    norms = [m for path, m in modules if _NORM.search(f"{path}/{type(m).__name__}")]
     of_norms, named = (
         {id(v) for m in parts for v in _variables(m)} for parts in (norms, selected)
     )

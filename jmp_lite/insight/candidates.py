@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     Attributes:
       kind: ``"scope"`` or ``"op"``.
       name: the pattern of the scope, or the op.
-      precision: ``FULL``, ``FULL_INSIDE`` or a number format such as ``FLOAT8``.
+      precision: ``FULL`` or a number format such as ``FLOAT8``.
     """
 
     kind: str
@@ -164,9 +164,8 @@ def ways_to_keep(rows: Iterable[Row], rules: Rules) -> list[Units]:
     ops, scopes = _costs(rounding, "op"), _costs(rows, "scope")
     return [
         Units("op", Precision.FULL, ops, _kind_of_op),
-        # Single blocks, with low results; and kinds of layers, with float32 between
-        # them.
-        Units("scope", Precision.FULL_INSIDE, scopes, _place_of_scope),
+        # Single blocks, and kinds of layers.
+        Units("scope", Precision.FULL, scopes, _place_of_scope),
         Units("scope", Precision.FULL, scopes, _kind_of_scope),
     ]
 

@@ -20,7 +20,6 @@ from jmp_lite.autocasting.interpreter.interpreter import Interpreter
 from jmp_lite.autocasting.rules.match import AnyPrecision, in_json_or_name
 from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import (
-    NORM_LAYERS,
     Rules,
     check_pattern,
     fields_of,
@@ -382,8 +381,8 @@ def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
 
 def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
     """Yields a message for each rule of the user that decides nothing."""
-    scopes = [scope for scope in rules.scopes if scope[0] != NORM_LAYERS[0]]
-    yield from _unused_scopes("scope", scopes, [(row.scope, row.op) for row in rows])
+    places = [(row.scope, row.op) for row in rows]
+    yield from _unused_scopes("scope", rules.scopes, places)
     if rules.carries:
         # As rules of a precision that applies to every op: a carry has no format.
         carries = [(pattern, Precision.FULL) for pattern, _ in rules.carries]

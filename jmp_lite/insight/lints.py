@@ -6,7 +6,6 @@ lints, and one table lists all checks.
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,18 +20,19 @@ from jmp_lite.autocasting.decide.facts import (
     NumberOrigin,
     Origin,
     State,
+    is_equation,
     is_from_16_bits,
 )
 from jmp_lite.autocasting.decide.function import roots_of
 from jmp_lite.autocasting.interpreter.arguments import Program, is_narrow
 from jmp_lite.autocasting.passes import homogeneity
 from jmp_lite.autocasting.rules.match import RuleSource
-from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
+from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.rules.scopes import FULL_SCOPE
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
 from jmp_lite.formats.number_format import LOW, Verdict
 from jmp_lite.insight import provenance
-from jmp_lite.insight.reasons import is_equation, origin_in_words
+from jmp_lite.insight.reasons import origin_in_words
 from jmp_lite.insight.rows import (
     DecidedRow,
     bytes_of,
@@ -166,10 +166,7 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
                 first.setdefault(name, decided)
             if name in first:
                 after.setdefault(name, []).append(decided)
-        # The result of a norm is 16-bit too.
-        match = record.decision.match
-        is_norm = match is not None and match.precision is Precision.FULL_INSIDE
-        if record.decision.run is Run.LOW or is_norm:
+        if record.decision.run is Run.LOW:
             for operand in record.operands:
                 if operand.state is State.HARD:
                     is_cast_back.add(id(operand.origin))
@@ -616,20 +613,6 @@ def _useless_mark(inputs: LintInput) -> Iterator[Lint]:
             )
 
 
-def _low_norm(inputs: LintInput) -> Iterator[Lint]:
-    """A norm that adds up in 16 bits."""
-    for decided in inputs.decided:
-        is_sum = decided.row.op in ("reduce_sum", "rsqrt")
-        is_low = decided.record.decision.run is Run.LOW
-        if is_sum and is_low and re.search(NORM_LAYERS[0], decided.row.scope):
-            yield _make_lint(
-                decided,
-                "low norm",
-                f"{decided.row.scope} computes its statistics in 16 bits",
-                "Use the preset 'mixed' or 'O2', or rules.scope(..., \"full\")",
-            )
-
-
 def _inner_autocast(inputs: LintInput) -> Iterator[Lint]:
     """The function is already autocast, so its decisions cannot be explained."""
     inside = [
@@ -667,7 +650,6 @@ _CHECKS: Sequence[Callable[[LintInput], Iterator[Lint]]] = (
     _no_loss_scale,
     _rule_of_scaled_cotangents,
     _useless_mark,
-    _low_norm,
     _inner_autocast,
     _captured,
     _traced_in_16_bits,

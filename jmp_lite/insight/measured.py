@@ -235,7 +235,7 @@ class Kept(NamedTuple):
     Attributes:
       kind: ``"scope"`` or ``"op"``.
       name: the pattern of the scope, or the op.
-      precision: ``FULL`` or ``FULL_INSIDE`` for a rule that keeps it in float32.
+      precision: ``FULL`` for a rule that keeps it in float32.
         ``LOW`` for products that stay in 16 bits instead of float8, or of another
         number format. They have no rule of their own: the rules name the products in
         float8.

@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeGuard
 
 from jmp_lite.autocasting.decide import facts
 from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
 from jmp_lite.autocasting.decide.product import has_raised_precision
 from jmp_lite.autocasting.rules import scopes
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
-from jmp_lite.autocasting.rules.rules import NORM_LAYERS
 from jmp_lite.jaxprs.params import PRODUCTS, op_of
-from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import OPS
 
 _WORDS: Mapping[Reason, str] = MappingProxyType(
@@ -135,8 +132,6 @@ def _rule_in_words(match: RuleMatch) -> str:
 
 
 def _source_in_words(match: RuleMatch) -> str:
-    if match.source is RuleSource.SCOPE and match.name == NORM_LAYERS[0]:
-        return "a norm layer"
     by_source = {
         RuleSource.TABLE: _GROUP_REASONS.get(match.name, ""),
         RuleSource.UNKNOWN: f"unknown op {match.name!r}",
@@ -160,14 +155,3 @@ def origin_in_words(origin: facts.Origin) -> str:
         number = f"the number {origin.value}"
         return "a constant too large for 16 bits" if origin.is_element else number
     return ""
-
-
-def is_equation(origin: facts.Origin) -> TypeGuard[Eqn]:
-    """Whether an origin is an equation."""
-    return origin is not None and not isinstance(origin, _OTHER_ORIGINS)
-
-
-_OTHER_ORIGINS = (
-    *(facts.Argument, facts.Input),
-    *(facts.Constant, facts.NumberOrigin, facts.RangeEnd),
-)

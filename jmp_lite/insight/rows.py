@@ -20,7 +20,7 @@ from jmp_lite.autocasting.decide.decisions import (
     RecordsInside,
     Run,
 )
-from jmp_lite.autocasting.decide.facts import Input, Origin, State
+from jmp_lite.autocasting.decide.facts import Input, Origin, State, is_equation
 from jmp_lite.autocasting.rules.rules import (
     Rules,
 )
@@ -231,7 +231,7 @@ class _RowMaker:
 
     def _describe_origin(self, origin: Origin) -> str:
         """Returns the origin of a value in words."""
-        if not reasons.is_equation(origin):
+        if not is_equation(origin):
             return reasons.origin_in_words(origin)
         # It has a row already, unless a loop carries it from step to step.
         line = self._sources.get(id(origin)) or source.source(origin)

@@ -11,7 +11,6 @@ from jmp_lite.autocasting.rules.match import (
     name_of,
 )
 from jmp_lite.autocasting.rules.rules import (
-    NORM_LAYERS,
     Rules,
     Scope,
     requested_formats,
@@ -250,7 +249,7 @@ class ProductSearch:
         """
         before = 0
         for scope in self._start.scopes:
-            if scope == NORM_LAYERS or _is_searched(scope[1]):
+            if _is_searched(scope[1]):
                 break
             before += 1
         rules = without_formats(self._start)

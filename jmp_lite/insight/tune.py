@@ -58,11 +58,10 @@ def tune(
 
     The search starts with everything in float32. It lowers the more expensive half of
     the ops, then the more expensive half of the rest, and so on, as long as it
-    tolerates the error. It does this with ops, with blocks (``FULL_INSIDE``) and with
-    kinds of layers (``FULL``), and returns the rules with the fewest float32 equations.
-    Each trial compiles and runs the function and its gradient; after the first one,
-    ``progress`` says how many may follow. On the same machine, the search is
-    deterministic.
+    tolerates the error. It does this with ops, with blocks and with kinds of layers,
+    and returns the rules with the fewest float32 equations. Each trial compiles and
+    runs the function and its gradient; after the first one, ``progress`` says how many
+    may follow. On the same machine, the search is deterministic.
 
     From ``"float8"``, it first finds the float32 ops, with all products in 16 bits.
     Then it tries products in float8, the more expensive half first. The other products
@@ -172,8 +171,8 @@ def _most_trials(trials: Trials, start: Rules, from_low: Rules) -> int:
     rows = trials.rows(from_low)
     sizes = [len(units.costs) for units in ways_to_keep(rows, from_low)]
     # Halves of halves are a binary tree over the units, after a start that doubles.
-    # Then each rule may be dropped or weakened, and is measured once without it.
-    in_float32 = sum(2 * n + n.bit_length() + 2 * n for n in sizes) + max(sizes) + 4
+    # Then each rule may be dropped, and is measured once without it.
+    in_float32 = sum(2 * n + n.bit_length() + n for n in sizes) + max(sizes) + 4
     if start == from_low:
         return in_float32
     scopes = {row.scope for row in trials.rows(start) if row.op in PRODUCTS}
@@ -232,7 +231,7 @@ class _Search:
             )
         ways = ways_to_keep(self._trials.rows(self._start), self._start)
         found = [rules for way in ways if (rules := self._smallest(way)) is not None]
-        return min(map(self._weakened, [*found, everything]), key=self._in_float32)
+        return min(map(self._needed, [*found, everything]), key=self._in_float32)
 
     def _smallest(self, units: Units) -> list[Rule] | None:
         """Returns rules for the units to keep; None if all units do not suffice."""
@@ -262,15 +261,12 @@ class _Search:
         kept = set(ordered[:n])
         return kept if self.is_enough(units.rules(kept)) else None
 
-    def _weakened(self, kept: list[Rule]) -> list[Rule]:
-        """Drops rules that are not needed, and weakens others to ``FULL_INSIDE``."""
+    def _needed(self, kept: list[Rule]) -> list[Rule]:
+        """Drops rules that are not needed."""
         for rule in list(kept):
-            weaker = [_without(kept, rule)]
-            if rule.kind == "scope":
-                inside = rule._replace(precision=Precision.FULL_INSIDE)
-                weaker.append([inside if one == rule else one for one in kept])
-            fits = (w for w in weaker if self._in_float32(w) < self._in_float32(kept))
-            kept = next(filter(self.is_enough, fits), kept)
+            fewer = _without(kept, rule)
+            is_less = self._in_float32(fewer) < self._in_float32(kept)
+            kept = fewer if is_less and self.is_enough(fewer) else kept
         return kept
 
     def _in_float32(self, kept: Sequence[Rule]) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ from jmp_lite.casting.types import (
 )
 from jmp_lite.jaxprs import source, structure
 from jmp_lite.jaxprs.sharding import as_varying, is_sharded
-from jmp_lite.scaling.finite import all_finite
 from jmp_lite.scaling.value_and_grad import filled_in
 from jmp_lite.scaling.wrapping import strongly_typed
 
@@ -37,60 +36,6 @@ GradFn: TypeAlias = Callable[
     [Params, PyTree, PyTree, Key | None], tuple[WithAux, Updates]
 ]
 """A function with the arguments of a loss function: its result, and gradients."""
-Evaluate: TypeAlias = Callable[[Params], tuple[Array, PyTree, PyTree, Updates]]
-"""Returns the loss, the new model state, ``aux`` and the gradients for parameters."""
-
-
-def functions_of_parameters(
-    evaluate: Evaluate, params: Params
-) -> tuple[Callable[..., Array], Callable[..., Updates]]:
-    """Returns the loss and its gradient as functions of the parameters.
-
-    Args:
-      evaluate: ``evaluate(params) -> (loss, model_state, aux, grads)``.
-      params: the parameters of this step; other parameters are cast to their dtypes.
-    """
-
-    def evaluate_like(others: Params) -> tuple[Array, Updates]:
-        cast = jax.tree.map(lambda new, old: new.astype(old.dtype), others, params)
-        loss, _, _, grads = evaluate(cast)
-        # An overflow makes all gradients NaN: clipping would hide an infinity.
-        poison = jnp.where(all_finite(grads), 1.0, jnp.nan)
-        grads = jax.tree.map(lambda g: g * poison.astype(g.dtype), upcast_tree(grads))
-        return upcast_tree(loss), grads
-
-    @jax.custom_jvp
-    def loss_of(others: Params) -> Array:
-        return evaluate_like(others)[0]
-
-    # A caller that differentiates the loss gets these gradients: without a loss scale,
-    # 16-bit ones would become zero.
-    @loss_of.defjvp
-    def _(primals: tuple[Params], tangents: tuple[Updates]) -> tuple[Array, Array]:  # pyright: ignore[reportUnusedFunction]
-        loss, grads = evaluate_like(*primals)
-        terms = jax.tree.map(
-            lambda g, t: jnp.sum(jnp.real(g * t.astype(g.dtype))).astype(loss.dtype),
-            grads,
-            *tangents,
-        )
-        return loss, sum(jax.tree.leaves(terms), jnp.zeros_like(loss))
-
-    # optax's line searches refuse extra arguments that value_fn does not name.
-    def value_fn(
-        params: Params,
-        obj_fn: PyTree = None,
-        grad_fn: PyTree = None,
-        loss: PyTree = None,
-        grad_norm: PyTree = None,
-    ) -> Array:
-        del obj_fn, grad_fn, loss, grad_norm
-        return loss_of(params)
-
-    def grad_fn(params: Params, i: Array | int = 0) -> Updates:
-        del i  # The step number of sam: all steps use this batch.
-        return evaluate_like(params)[1]
-
-    return value_fn, grad_fn
 
 
 def accepted_arguments(
@@ -111,6 +56,7 @@ def accepted_arguments(
     accepted = inspect.signature(optimizer.update).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
     for name in extra_args:
+        # An optimizer that monitors another loss would silently get this step's.
         if name in given:
             raise TypeError(f"The step itself passes {name} to the optimizer.")
         if not takes_all and name not in accepted:
@@ -148,6 +94,7 @@ def accumulated_gradients(
                 leaf if axis is None else next(given)
                 for leaf, axis in zip(leaves, axes, strict=True)
             ]
+            # Or dropout would draw the same mask in each micro-batch.
             key = None if rng is None else jax.random.fold_in(rng, i)
             (loss, (new_state, aux)), grads = grad_fn(
                 params, model_state, jax.tree.unflatten(treedef, merged), key

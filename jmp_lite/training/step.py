@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -47,7 +48,6 @@ from jmp_lite.training.gradients import (
     averaged,
     check_axes,
     find_frozen,
-    functions_of_parameters,
     key_of_this_device,
     localize,
     trained_part,
@@ -92,9 +92,7 @@ def build_train_step(
 ) -> tuple[Init, Step[Batch]]:
     """Builds ``init`` and ``step`` for a training loop in mixed precision.
 
-    A step whose loss or gradients are not finite is skipped. Some optimizers compute
-    gradients by themselves, such as ``optax.contrib.sophia``. With them, a step is also
-    skipped if its updates or the new optimizer state are not finite. A skipped step
+    A step whose loss or gradients are not finite is skipped. A skipped step
     changes only the loss scale and the counts of skipped steps. Parameters, optimizer
     state, schedules, model state, EMA and step count stay unchanged, bit for bit.
 
@@ -113,13 +111,10 @@ def build_train_step(
         ``grad_norm`` is that of the others.
 
         Its ``update`` also receives the extra arguments that some optimizers need: the
-        loss as ``value`` and ``loss``, its gradients as ``grad``, their norm as
-        ``grad_norm``, and two functions, ``value_fn(params)`` (also as ``obj_fn``) and
-        ``grad_fn(params, i)``. These compute the loss and its gradients for other
-        parameters, with the same batch, model state and key. Further arguments are
-        those of ``step``. An ``update`` without ``**extra_args`` (that of
-        ``optax.contrib.sam``) receives the arguments that it names; such an optimizer
-        has to be the outermost one.
+        loss as ``value`` and ``loss``, its gradients as ``grad``, and their norm as
+        ``grad_norm``. Further arguments are those of ``step``. An ``update`` without
+        ``**extra_args`` receives the arguments that it names. An optimizer that
+        evaluates the loss by itself, such as ``optax.lbfgs``, is refused.
       rules: the precision of the loss, as for ``autocast``: the name of a preset
         (``"mixed"``, MindSpore's ``"O0"`` to ``"O3"``, ...) or a ``Rules``.
       compute_dtype: the dtype of low ops; None uses the dtype of the rules.
@@ -297,20 +292,13 @@ class _Training:
         frozen = find_frozen(self.inner, params, opt_state.inner_state)
         rng = self._key(state)
 
-        def evaluate(params: Params) -> tuple[Array, PyTree, PyTree, Updates]:
-            return self._evaluate(params, state, batch, rng, frozen)
-
-        loss, model_state, aux, grads = evaluate(params)
+        loss, model_state, aux, grads = self._evaluate(state, batch, rng, frozen)
         grad_norm = optax.tree.norm(upcast_tree(grads))
-        value_fn, grad_fn = functions_of_parameters(evaluate, params)
         given = {
             "value": upcast_tree(loss),
             "loss": upcast_tree(loss),
             "grad": grads,
             "grad_norm": grad_norm,
-            "value_fn": value_fn,
-            "obj_fn": value_fn,
-            "grad_fn": grad_fn,
         }
         accepted = accepted_arguments(self.inner, given, extra_args)
         updates, new_opt_state = self._update(loss, grads, opt_state, params, accepted)
@@ -353,15 +341,10 @@ class _Training:
         return key_of_this_device(rng, self.axis_name)
 
     def _evaluate(
-        self,
-        params: Params,
-        state: TrainingState,
-        batch: PyTree,
-        rng: Key | None,
-        frozen: list[bool],
+        self, state: TrainingState, batch: PyTree, rng: Key | None, frozen: list[bool]
     ) -> tuple[Array, PyTree, PyTree, Updates]:
         """Returns the loss, the new model state, ``aux``, and the gradients."""
-        local = localize(params, self.axis_name)
+        local = localize(state.params, self.axis_name)
         trained, loss_of_trained = trained_part(self.loss_fn, local, frozen)
         # The loss is scaled in float32, and the gradients are unscaled in float32.
         scale = state.opt_state.loss_scale
@@ -378,7 +361,7 @@ class _Training:
         on_device = loss, model_state, grads
         loss, model_state, grads = averaged(on_device, self.axis_name)
         if any(frozen):
-            grads = filled_in(grads, jax.tree.map(jnp.zeros_like, params))
+            grads = filled_in(grads, jax.tree.map(jnp.zeros_like, state.params))
         return loss, model_state, aux, rounded_gradients(grads, self.grad_dtype)
 
     def _update(
@@ -392,13 +375,29 @@ class _Training:
         """Returns the updates, and the optimizer's state after them.
 
         ``grads_finite`` of the state decides whether the step is skipped. It covers the
-        loss, the gradients, and the gradients that the optimizer computes by itself.
+        loss and the gradients.
         """
         found = judged(grads)
         found = found._replace(finite=found.finite & all_finite(loss))
-        updates, new = update_if(
-            found, self.inner, grads, opt_state, params, extra_args
-        )
+        try:
+            updates, new = update_if(
+                found, self.inner, grads, opt_state, params, extra_args
+            )
+        except (TypeError, ValueError) as error:
+            # optax's line searches, sophia and sam name the function that is missing.
+            if re.search("value_fn|grad_fn|obj_fn", str(error)):
+                raise TypeError(_EVALUATES) from error
+            raise
         # The scale multiplies the loss later, so it does not cause a non-finite loss.
         scale = select_tree(all_finite(loss), new.loss_scale, opt_state.loss_scale)
         return updates, new._replace(loss_scale=scale)
+
+
+_EVALUATES = """\
+This optimizer evaluates the loss or its gradient by itself, and a step computes them \
+once, for its parameters. Write the step, for tx = jmp_lite.loss_scaling(optimizer):
+  fun = jmp_lite.autocast(lambda params: loss(params, batch))
+  value, grads = jmp_lite.value_and_grad(fun, loss_scale=state.loss_scale)(params)
+  updates, state = tx.update(
+      grads, state, params, value=value, grad=grads, value_fn=fun)
+grad_fn is lambda params, i: jmp_lite.grad(fun, loss_scale=state.loss_scale)(params)."""

@@ -245,6 +245,16 @@ def test_a_loop_with_more_than_one_matrix_in_it_stays_low(name):
     assert are_low(fun, jnp.zeros((16, 16)), xs) == {"bfloat16"}
 
 
+@pytest.mark.parametrize("start", [jnp.zeros, jnp.ones])
+def test_a_carry_that_starts_as_zeros_or_ones_is_no_table_index(start):
+    def fun(xs):
+        step = lambda h, x: (jnp.tanh(h @ W + x), None)
+        return lax.scan(step, start((12, 16)), xs)[0]
+
+    assert codes(fun, jnp.stack([X] * 3), rules="O1") == ["product"]
+    assert codes(jax.jit(fun), jnp.stack([X] * 3)) == ["product"]
+
+
 # ------------------------------------------------------------- exponentials in float16
 
 PEAKS = 4.0 * jnp.arange(8.0)

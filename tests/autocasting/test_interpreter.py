@@ -395,7 +395,7 @@ def test_autocast_is_a_decorator_with_and_without_arguments():
 
     assert (plain.__name__, plain.__doc__) == ("plain", "Doc.")
     assert products(live_equations(plain, W)) == {("bfloat16",) * 3: 1}
-    assert ops(chosen, W)["add"] == {"float16"}
+    assert ops(chosen, W)["tanh"] == {"float16"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -673,24 +673,6 @@ def test_two_layers_of_one_name_are_decided_separately():
         compiled(autocast(lambda x, f=f: fun(x, f)), X) for f in (norm, jax.jit(norm))
     )
     chex.assert_trees_all_equal(plain, wrapped)
-
-
-def test_a_block_that_is_named_after_its_norm_is_no_norm():
-    def fun(x, name):
-        with jax.named_scope(name):
-            return jnp.tanh(x @ W)
-
-    for name in ("PreLayerNormBlock_0", "LayerNormLSTMCell_0", "normal"):
-        found = products(live_equations(autocast(lambda x, n=name: fun(x, n)), X))
-        assert found == {("bfloat16",) * 3: 1}, name
-    for name in (
-        "LayerNorm_0",
-        "layernorm_before",
-        "LayerNormalization_1",
-        "BatchNorm",
-    ):
-        found = products(live_equations(autocast(lambda x, n=name: fun(x, n)), X))
-        assert found == {("float32",) * 3: 1}, name
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from jmp_lite.ops import Precision
 
 OPS = sorted(op.name for op in ops.OPS)
 LOWERABLE = sorted(ops.LOWERABLE)
-NORMS = ["LayerNorm_0", "RMSNorm_1", "layer_norm", "BatchNorm", "groupnorm"]
 
 
 # -------------------------------------------------------------------------- presets
@@ -44,8 +43,7 @@ def test_o0_keeps_every_op_and_is_the_only_identity():
 
 def is_identity_by_every_op(rules):
     of_rules = {precision for _, precision in (*rules.ops, *rules.scopes)}
-    changing = {Precision.LOW, Precision.FLOAT8, Precision.FULL_INSIDE}
-    return not changing & (of_rules | set(count(rules)))
+    return not {Precision.LOW, Precision.FLOAT8} & (of_rules | set(count(rules)))
 
 
 def asks_for_low_by_every_op(rules, op, path):
@@ -75,7 +73,6 @@ ALMOST = {
     "low everywhere": get_rules("O3").low("exp"),
     "full by default": get_rules("O0").full("exp"),
     "a scope": get_rules("O0").scope("head", "low"),
-    "a norm": get_rules("O0").scope("head", "full_inside"),
     "a full scope": get_rules("O0").scope("head", "full"),
     "float8": get_rules("O0").float8("dot_general"),
 }
@@ -99,11 +96,10 @@ def test_o1_is_low_for_matmuls_and_float32_for_all_else():
     assert Precision.FOLLOW not in count(rules)
 
 
-def test_o2_is_low_but_for_the_full_table_and_norms():
+def test_o2_is_low_but_for_the_full_table():
     rules = get_rules("O2")
     assert rules.precision_of("add") is Precision.LOW
     assert rules.precision_of("exp") is Precision.FULL
-    assert rules.precision_in("M/LayerNorm_0") is Precision.FULL_INSIDE
 
 
 def test_o3_is_low_wherever_there_is_a_low_form():
@@ -156,14 +152,6 @@ def test_a_preset_takes_another_compute_dtype(name):
     )
 
 
-@pytest.mark.parametrize("path", NORMS)
-def test_norm_layers_are_float32_inside_whatever_their_spelling(path):
-    rules = get_rules("mixed")
-    assert rules.precision_in(f"LM/Block_0/{path}/Dense") is Precision.FULL_INSIDE
-    assert rules.precision_in("LM/Block_0/Dense_0") is None
-    assert rules.precision_in("norm") is None
-
-
 # ----------------------------------------------------------------------------- edits
 
 
@@ -207,21 +195,11 @@ def test_rules_are_equal_by_value_whatever_the_order_of_edits():
         a.default = Precision.LOW
 
 
-def test_user_s_scopes_come_in_order_and_before_the_preset_s():
+def test_the_first_scope_that_matches_decides():
     rules = get_rules("mixed").scope("head", "full").scope("head|LayerNorm", "low")
     assert rules.precision_in("M/head") is Precision.FULL
     assert rules.precision_in("M/LayerNorm_0") is Precision.LOW
-    assert rules.precision_in("M/RMSNorm_0") is Precision.FULL_INSIDE
-
-
-@pytest.mark.parametrize("pattern", ["Block_1", "Block_1/", "^LM/Block_1(/|$)", "1"])
-@pytest.mark.parametrize("path", ["LM/Block_1", "LM/Block_1/in", "LM/Block_1/a/b"])
-def test_a_region_is_the_whole_block_that_a_pattern_finds(pattern, path):
-    rules = get_rules("O0").scope(pattern, "full_inside")
-    assert RuleLookup(rules).region("LM/Block_2/in") is None
-    # No slash follows the end of a path.
-    is_found = not path.endswith(pattern.removesuffix("/")) or not pattern.endswith("/")
-    assert RuleLookup(rules).region(path) == ("LM/Block_1" if is_found else None)
+    assert rules.precision_in("M/RMSNorm_0") is None
 
 
 def test_carries_are_found_by_path():
@@ -248,9 +226,9 @@ BAD_EDITS = {
     "a kept op, full": (lambda r: r.full("random_bits"), "cannot be FULL.*random bits"),
     "no 16-bit form": (lambda r: r.low("cholesky"), "cannot be LOW.*stays FULL"),
     "a loop": (lambda r: r.low("scan"), "'scan' contains other ops.*those ops"),
-    "inside an op": (
-        lambda r: dataclasses.replace(r, ops=(("exp", "full_inside"),)),
-        "FULL_INSIDE is for scopes",
+    "a precision of old": (
+        lambda r: r.scope("norm", "full_inside"),
+        "'full_inside' is gone.*use 'full'",
     ),
     "a precision": (lambda r: r.scope("x", "hgih"), "Unknown precision 'hgih'"),
     "a pattern": (lambda r: r.scope("(", "low"), r"regular expression, got '\('"),
@@ -293,13 +271,12 @@ def test_a_list_of_ops_is_answered_with_how_to_name_them():
 
 # ----------------------------------------------------------------------------- JSON
 
-FOR_FEW_OPS = (Precision.FULL_INSIDE, Precision.FLOAT8)
 RULES = st.builds(
     Rules,
     compute_dtype=st.sampled_from(["bfloat16", "float16"]),
     ops=st.dictionaries(
         st.sampled_from(LOWERABLE),
-        st.sampled_from([p for p in Precision if p not in FOR_FEW_OPS]),
+        st.sampled_from([p for p in Precision if p is not Precision.FLOAT8]),
         max_size=4,
     ).map(lambda ops: tuple(ops.items())),
     default=st.sampled_from([Precision.FOLLOW, Precision.LOW, Precision.WIDEST]),

@@ -136,7 +136,7 @@ def test_product_takes_every_precision_of_an_op():
     assert mixed.product("float8") == mixed.float8("dot_general", "ragged_dot_general")
     named = ("conv_general_dilated", "dot_general", "ragged_dot_general")
     assert mixed.product(jmp.ops.Precision.FULL) == mixed.full(*named)
-    with pytest.raises(ValueError, match="FULL_INSIDE is for scopes only"):
+    with pytest.raises(ValueError, match=r"'full_inside' is gone.*use 'full'"):
         mixed.product("full_inside")
 
 

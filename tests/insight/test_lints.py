@@ -410,32 +410,6 @@ def test_a_mark_that_only_16_bit_products_read_is_pointed_to():
     assert lints(lambda x, w: jmp.as_full(x) @ w, X, W, name=name, rules="O0") == []
 
 
-class Norms(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(4):
-            x = nn.LayerNorm()(nn.Dense(8)(x))
-        return x
-
-
-def test_a_norm_that_is_low_is_named_once_and_counted():
-    params = Norms().init(jax.random.key(0), X)
-    found = [
-        lint
-        for lint in explain(Norms().apply, "O3")(params, X).lints
-        if lint.name == "low norm"
-    ]
-    assert "Norms/LayerNorm_0 computes its statistics in 16 bits" in found[0].message
-    assert "(and 3 like it)" in found[0].message
-    assert lints(Norms().apply, params, X, name="low norm") == []
-    # A norm that a rule for a scope lowers is named by its path.
-    rules = get_rules("mixed").scope("LayerNorm_2", "low")
-    forced = explain(Norms().apply, rules)(params, X).lints
-    assert {lint.scope for lint in forced if lint.name == "low norm"} == {
-        "Norms/LayerNorm_2"
-    }
-
-
 def test_an_inner_autocast_function_gets_a_lint_with_a_remedy():
     @jax.named_scope("block")
     def model(x):

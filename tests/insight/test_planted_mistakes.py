@@ -128,20 +128,14 @@ def test_an_op_that_widens_the_stream_is_named_by_explain():
     assert [lint.name for lint in lints] == []
 
 
-def test_a_norm_forced_low_and_a_misspelt_pattern_are_named_by_explain():
+def test_a_misspelt_pattern_is_named_by_explain():
     loss, params = loss_of("")
-    rules = jmp.get_rules("mixed").scope("Block_2/LayerNorm_0", "low")
-    rules = rules.scope("Blokc_1", "full")
+    rules = jmp.get_rules("mixed").scope("Blokc_1", "full")
     explanation = jmp.explain(loss, rules)(params, TOKENS)
-    lows = {lint.scope for lint in explanation.lints if lint.name == "low norm"}
-    assert lows == {"Model/Block_2/LayerNorm_0"}
     (unused,) = explanation.unused
     assert unused.startswith("scope 'Blokc_1' matches nothing. Did you mean 'Block_1'")
     assert explanation.dtype_of("Block_1/LayerNorm", "reduce_sum") == "float32"
-    assert explanation.dtype_of("Block_2/LayerNorm", "reduce_sum") == "bfloat16"
-    changed = jmp.explain(loss)(params, TOKENS).diff(explanation).changed
-    assert {row.scope.split("/")[1] for row, _ in changed} <= {"Block_2"}
-    assert changed
+    assert jmp.explain(loss)(params, TOKENS).diff(explanation).changed == ()
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def errors_of(fun, rules, *args):
 
 
 def test_the_block_that_loses_digits_is_kept_and_no_other(found):
-    assert kept(found) == [("scope", "^block_1$", jmp.ops.Precision.FULL_INSIDE)]
+    assert kept(found) == [("scope", "^block_1$", jmp.ops.Precision.FULL)]
     explained = jmp.explain(blocks, found.rules)(X, WEIGHTS[:3])
     assert explained.dtype_of("block_1", "dot_general") == "float32"
     assert explained.share_low("dot_general") == pytest.approx(2 / 3)
@@ -357,7 +357,7 @@ def test_float32_is_found_first_and_float8_is_given_to_the_rest():
     in_8 = "float8_e4m3fn"
     assert [p == in_8 for p in products(fun, found.rules, *args)] == [0, 0, 1, 1, 0]
     (*_, precision), last = kept(found)
-    assert precision in (jmp.ops.Precision.FULL, jmp.ops.Precision.FULL_INSIDE)
+    assert precision is jmp.ops.Precision.FULL
     assert last == ("scope", "^layer_0$", jmp.ops.Precision.LOW)
     assert all(one.without.largest > 0.15 for one in found.report.kept)
     assert max(errors_of(fun, found.rules, *args)) <= 0.15
@@ -372,7 +372,7 @@ def test_where_no_product_qualifies_the_search_is_that_without_float8(found):
 
 def test_from_rules_without_float8_the_rules_are_the_same_to_the_byte(found):
     mixed = jmp.get_rules("mixed")
-    scopes = (("^block_1$", "full_inside"), *mixed.scopes)
+    scopes = (("^block_1$", "full"),)
     assert found.rules.to_json() == dataclasses.replace(mixed, scopes=scopes).to_json()
     assert {step.precision for step in found.report.steps} == {jmp.ops.Precision.LOW}
 
@@ -434,7 +434,7 @@ def test_the_report_prints_and_is_json(found):
     lines = str(report).splitlines()
     assert lines[0].endswith("tolerance 0.05")
     (shown,) = (line.split() for line in lines if "^block_1$" in line)
-    assert shown[:3] == ["scope", "^block_1$", "FULL_INSIDE"]
+    assert shown[:3] == ["scope", "^block_1$", "FULL"]
     steps = report.table().splitlines()
     assert len(steps) == 1 + len(report.steps)
     assert sum("too large" in line for line in steps) == sum(
@@ -442,7 +442,7 @@ def test_the_report_prints_and_is_json(found):
     )
     data = json.loads(report.to_json())
     assert data["kept"][0]["name"] == "^block_1$"
-    assert data["kept"][0]["precision"] == "full_inside"
+    assert data["kept"][0]["precision"] == "full"
     assert data["error"]["gradients"] == report.error.gradients
     assert set(data) == {field.name for field in dataclasses.fields(report)}
 

@@ -178,14 +178,6 @@ FAULTS = (
     ),
     # ---------------------------------------------------------------- autocasting
     Fault(
-        "autocasting/rules/rules.py",
-        "Rules.scope",
-        "return self._with(scopes=(*mine, new, *preset))",
-        "return self._with(scopes=(*preset, *mine, new))",
-        "a user's scope stands behind the preset's norms",
-        "autocasting/test_rules.py::test_user_s_scopes_come_in_order_and_before_the_preset_s",
-    ),
-    Fault(
         "autocasting/rules/scopes.py",
         "match_scope",
         "for name in reversed(path.split('/')):",
@@ -240,14 +232,6 @@ FAULTS = (
         "gather: takes_slices\\n    slice",
         "the gradient of a gather adds up in 16 bits",
         "autocasting/test_presets.py::test_every_preset_keeps_the_types_of_every_program_and_lowers_products",
-    ),
-    Fault(
-        "autocasting/rules/presets.py",
-        "",
-        "=Precision.LOW, scopes=(NORM_LAYERS,)), '",
-        "=Precision.LOW), '",
-        "O2 lowers norm layers",
-        "autocasting/test_rules.py::test_o2_is_low_but_for_the_full_table_and_norms",
     ),
     Fault(
         "autocasting/decide/collective.py",
@@ -355,8 +339,8 @@ FAULTS = (
     ),
     Fault(
         "autocasting/decide/contents.py",
-        "ContentAnalysis._is_random",
-        "id(eqn) not in self._not_random",
+        "ContentAnalysis._mark_if",
+        "mark not in self._not.get(eqn, Mark.NONE)",
         "True",
         "a function that is called with random numbers once runs as traced always",
         "autocasting/test_contents.py::test_a_function_of_random_numbers_and_of_others_follows_the_rules",
@@ -444,7 +428,7 @@ FAULTS = (
     Fault(
         "autocasting/interpreter/interpreter.py",
         "_InterpreterFrame._raised",
-        "if not is_low or self._n_readers[var] < 2:",
+        "if value.state is not State.LOW or self._n_readers[var] < 2:",
         "if True:",
         "two upcasts of one value round their gradients before they are added",
         "autocasting/test_law_seven.py::test_so_they_are_as_users_run_them",
@@ -498,14 +482,6 @@ FAULTS = (
         "        return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)",
         "a mark does not reach a cast",
         "insight/test_explain.py::test_casts_of_the_user_have_rows",
-    ),
-    Fault(
-        "autocasting/decide/readers.py",
-        "UseAnalysis._match",
-        "match = self._rules.match(op, path)",
-        "match = self._rules.match(op, '')",
-        "the demand pass does not know scope rules",
-        "autocasting/test_uses.py::test_a_scope_rule_holds_in_the_demand_pass",
     ),
     Fault(
         "autocasting/decide/readers.py",
@@ -940,16 +916,16 @@ FAULTS = (
     Fault(
         "autocasting/interpreter/conversion.py",
         "Converter.body",
-        "key = (id(jaxpr), readers, rules, *places, tuple(required))",
-        "key = (id(jaxpr), rules, *places, tuple(required))",
+        "key = (id(jaxpr), readers, rules, self.is_in_rule, tuple(required))",
+        "key = (id(jaxpr), rules, self.is_in_rule, tuple(required))",
         "a converted call forgets who reads its results",
         "autocasting/test_uses.py::test_each_call_of_a_block_is_demanded_by_its_own_readers",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
         "Converter.body",
-        "key = (id(jaxpr), readers, rules, *places, tuple(required))",
-        "key = (id(jaxpr), readers, is_outside, tuple(required))",
+        "key = (id(jaxpr), readers, rules, self.is_in_rule, tuple(required))",
+        "key = (id(jaxpr), readers, self.is_in_rule, tuple(required))",
         "a converted call forgets the scope rules",
         "autocasting/test_higher_order.py::test_a_block_that_is_called_in_two_scopes_is_decided_in_each",
     ),
@@ -968,14 +944,6 @@ FAULTS = (
         "if False:",
         "a root is sought in 16 bits",
         "autocasting/test_higher_order.py::test_a_root_is_found_to_as_many_digits_as_in_float32",
-    ),
-    Fault(
-        "autocasting/decide/leaving.py",
-        "spec_in_loop",
-        "return Spec(State.SOFT, Kind.GIVEN) if spec.state is State.LOW else spec",
-        "return spec",
-        "the gradient of a loop's constant adds up in 16 bits",
-        "autocasting/test_carries.py::test_the_gradient_of_a_value_that_every_step_scales_with_adds_up_in_float32",
     ),
     Fault(
         "autocasting/interpreter/conversion.py",
@@ -1298,22 +1266,6 @@ FAULTS = (
         "autocasting/test_lowering.py::test_a_dot_without_a_matrix_product_is_lowered_without_an_algorithm",
     ),
     Fault(
-        "autocasting/decide/leaving.py",
-        "state_after_scope",
-        "if readers.demand_float32:",
-        "if False:",
-        "running statistics leave a norm in 16 bits",
-        "flax/test_nnx.py::test_statistics_and_counts_are_those_of_float32",
-    ),
-    Fault(
-        "autocasting/decide/leaving.py",
-        "state_after_scope",
-        "return state_after_function(readers) if is_from_low else State.SOFT",
-        "return State.SOFT",
-        "a norm's result is float32",
-        "flax/test_nnx.py::test_all_products_are_low_and_norms_are_found_by_their_class",
-    ),
-    Fault(
         "autocasting/passes/scan_weight_gradients.py",
         "_is_worth_it",
         "return cost.is_at_most(1, stacked) and cost.is_at_most(stacked, use.weight.aval.size)",
@@ -1420,7 +1372,7 @@ FAULTS = (
     Fault(
         "insight/tune.py",
         "_Search.kept",
-        "return min(map(self._weakened, [*found, everything]), key=self._in_float32)",
+        "return min(map(self._needed, [*found, everything]), key=self._in_float32)",
         "return max(map(self._weakened, [*found, everything]), key=self._in_float32)",
         "tune keeps the most ops in float32",
         "insight/test_tune.py::test_the_block_that_loses_digits_is_kept_and_no_other",
@@ -2421,14 +2373,6 @@ FAULTS = (
         "autocasting/test_amplified.py::test_a_value_that_enters_or_leaves_a_function_keeps_its_digits",
     ),
     Fault(
-        "autocasting/decide/leaving.py",
-        "state_after_function",
-        "return State.SOFT if readers.amplify else State.LOW",
-        "return State.LOW",
-        "a norm leaves a branch in 16 bits for an amplifying reader",
-        "autocasting/test_amplified.py::test_a_function_of_one_value_leaves_with_its_digits_for_an_amplifying_reader",
-    ),
-    Fault(
         "autocasting/interpreter/lineages.py",
         "enter_others",
         "return tuple((_own_root(i) if value.state is State.SOFT and value.has_lineage else None for i",
@@ -2624,7 +2568,7 @@ FAULTS = (
     Fault(
         "autocasting/decide/equation.py",
         "_join_states",
-        "leaves = not (stays_inside and is_one_function(operands))",
+        "leaves = not is_inside_function(op, operands)",
         "leaves = False",
         "a function of one value never ends",
         "autocasting/test_functions_of_one_value.py::test_the_result_of_a_function_of_one_value_is_16_bit",
@@ -2704,8 +2648,8 @@ FAULTS = (
     Fault(
         "autocasting/decide/equation.py",
         "_rounds_nothing",
-        "return one.state is State.LOW and is_scale and _is_power_of_two(other.origin)",
-        "return one.state is State.LOW and is_scale",
+        "return one.state is State.LOW and is_power_of_two",
+        "return one.state is State.LOW",
         "any scale is taken for one that rounds nothing",
         "autocasting/test_tails.py::test_a_scale_by_a_power_of_two_rounds_nothing",
     ),
@@ -2779,7 +2723,7 @@ FAULTS = (
         "if called:",
         "if False:",
         "what an optimizer computes by itself is not checked",
-        "training/test_step.py::test_optimizers_that_ask_for_more_than_gradients_get_it",
+        "scaling/test_loss_scaling.py::test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step",
     ),
     Fault(
         "scaling/state.py",
@@ -2797,23 +2741,6 @@ FAULTS = (
         "    _check_structure(updates, grads, params)",
         "updates that measure are refused",
         "scaling/test_loss_scaling.py::test_around_a_measurement_loss_scaling_returns_the_measured_number",
-    ),
-    Fault(
-        "training/step.py",
-        "_Training.step",
-        "    new_state = TrainingState(params=new_params, model_state=model_state, opt_state=new_opt_state, ema=average, rng=state.rng, step=state.step + 1)\n"
-        "    finite = new_opt_state.grads_finite",
-        "    new_state = TrainingState(params=new_params, model_state=model_state, opt_state=new_opt_state, ema=average, rng=state.rng, step=state.step + 1)",
-        "a step that the optimizer skips changes model state",
-        "training/test_step.py::test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step",
-    ),
-    Fault(
-        "training/gradients.py",
-        "functions_of_parameters.evaluate_like",
-        "poison = jnp.where(all_finite(grads), 1.0, jnp.nan)",
-        "poison = jnp.asarray(1.0)",
-        "clipping hides an overflow of an optimizer's own gradients",
-        "training/test_step.py::test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step",
     ),
     Fault(
         "serialization.py",

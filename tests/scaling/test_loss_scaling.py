@@ -882,3 +882,38 @@ def test_in_shard_map_gradients_are_zero_if_those_of_all_devices_are(check_vma):
     params = {"w": jnp.ones(2)}
     assert int(count(params, jnp.array([[0.0, 0.0], [0.0, 1.0]]))) == 0
     assert int(count(params, jnp.zeros((2, 2)))) == 1
+
+
+# ------------------------- what an optimizer computes by itself overflows by itself
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step():
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    sam = optax.contrib.sam(optax.sgd(1e-6), adversary, opaque_mode=True)
+    tx = jmp.loss_scaling(sam, jmp.DynamicLossScale())
+    params = {"w": jnp.full((2, 3), 0.1)}
+    # The gradient is 0.15 * batch, or 0.27 after SAM's step.
+    fine, bad = jnp.full(2, 0.5), jnp.full(2, 10.0)
+
+    @jax.jit
+    def step(params, state, batch):
+        @functools.partial(jmp.autocast, compute_dtype="float16")
+        def fun(params):
+            y = (params["w"] - 0.05) @ jnp.full(3, 2.0) / 2
+            return 0.5 * jnp.sum(batch * y**2)
+
+        def gradient(params, i=0):
+            return jmp.grad(fun, loss_scale=state.loss_scale)(params)
+
+        grads = gradient(params)
+        updates, state = tx.update(grads, state, params, grad_fn=gradient)
+        return optax.apply_updates(params, updates), state, grads
+
+    state = tx.init(params)
+    for batch, is_fine in ((fine, True), (bad, False), (fine, True)):
+        before = params
+        params, state, grads = step(params, state, batch)
+        assert jmp.all_finite((params, state, grads))
+        assert bool(state.grads_finite) is is_fine
+        assert jnp.array_equal(params["w"], before["w"]) is not is_fine

@@ -102,7 +102,7 @@ class ContentAnalysis(Forward[Content]):
         # Jaxprs are stored, so that the ids of their equations are not reused.
         self._jaxprs: dict[int, Jaxpr] = {}
         self._operands_of: dict[int, frozenset[int]] = {}
-        self._not_random: set[int] = set()
+        self._not: dict[int, Mark] = {}
         self._known: dict[object, list[Content]] = {}
 
     def read(self, jaxpr: Jaxpr, path: str) -> None:
@@ -215,22 +215,16 @@ class ContentAnalysis(Forward[Content]):
             return not any(structure.is_float(eqn.invars[i]) for i in others)
         is_random = not others and any(fact.is_random for fact in facts)
         # Numbers such as the limits of a draw become parts of it.
-        if is_random or (not others and all(map(_has_size_1, eqn.outvars))):
-            if id(eqn) not in self._not_random:
-                self._mark(id(eqn), Mark.RANDOM)
-        else:
-            # A function may be called with random numbers and with others.
-            self._not_random.add(id(eqn))
-            if id(eqn) in self._marks:
-                self._marks[id(eqn)] &= ~Mark.RANDOM
+        is_number = not others and all(map(_has_size_1, eqn.outvars))
+        self._mark_if(is_random or is_number, id(eqn), Mark.RANDOM)
         return is_random
 
     def _product(self, eqn: Eqn, facts: Sequence[Content]) -> Content:
         """Returns the content of the result of a product, and marks it."""
         pair = facts[:2]
         for fact, mark in zip(pair, (Mark.BINARY_LEFT, Mark.BINARY_RIGHT), strict=True):
-            if fact.is_binary and params.op_of(eqn) == "dot_general":
-                self._mark(id(eqn), mark)
+            is_binary = fact.is_binary and params.op_of(eqn) == "dot_general"
+            self._mark_if(is_binary, id(eqn), mark)
         before = pair[0].products | pair[1].products
         n_spread = sum(_N_SPREAD.get(fact.spread, 0) for fact in pair)
         is_spread = bool(before) or n_spread > 1
@@ -253,6 +247,19 @@ class ContentAnalysis(Forward[Content]):
             if Mark.SPREAD not in self._marks.get(product, Mark.NONE):
                 self._mark(product, Mark.SPREAD)
                 self._mark_spread(self._operands_of[product])
+
+    def _mark_if(self, holds: bool, eqn: int, mark: Mark) -> None:
+        """Marks an op unless the mark does not hold for one of its uses.
+
+        A function may be called with random numbers and with others, and a carry may
+        start as zeros.
+        """
+        if holds and mark not in self._not.get(eqn, Mark.NONE):
+            self._mark(eqn, mark)
+        elif not holds:
+            self._not[eqn] = self._not.get(eqn, Mark.NONE) | mark
+            if eqn in self._marks:
+                self._marks[eqn] &= ~mark
 
     def _mark(self, eqn: int, mark: Mark) -> None:
         self._marks[eqn] = self._marks.get(eqn, Mark.NONE) | mark

@@ -202,8 +202,9 @@ def run_alike(
         if isinstance(item, RecordsInside):
             return id(item.eqn)
         decision = item.decision
-        how = decision.run, decision.state, decision.number_format, decision.held
-        return id(item.eqn), item.result, *how
+        # Undecided and deliberate float32 are one dtype.
+        how = decision.run, decision.state is State.LOW, decision.held
+        return id(item.eqn), item.result, *how, decision.number_format
 
     if list(map(key, some)) != list(map(key, others)):
         return False

@@ -24,11 +24,15 @@ from jmp_lite.autocasting.decide.facts import (
     Kind,
     Mark,
     NumberOrigin,
-    Origin,
     Readers,
     State,
+    is_equation,
 )
-from jmp_lite.autocasting.decide.function import is_one_function, roots_of
+from jmp_lite.autocasting.decide.function import (
+    is_inside_function,
+    is_one_function,
+    roots_of,
+)
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.product import decide_format, decide_product
 from jmp_lite.autocasting.rules.match import AnyPrecision, RuleMatch, RuleSource
@@ -144,16 +148,18 @@ def _decide_by_class(
     precision = match.precision
     if precision is Precision.KEEP:
         return Decision(Run.AS_TRACED, State.HARD, Reason.RULE, match=match)
+    if precision is Precision.LOW and follows(match) and op in MOVING:
+        precision = Precision.FOLLOW  # Nothing is computed.
     if precision is Precision.LOW:
         if match.is_explicit:
             return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)
-        if follows(match) and readers.demand_float32:
-            return Decision(Run.FULL, State.HARD, Reason.READ_IN_FLOAT32)
-        if follows(match) and _is_amplified(op, operands, readers.without_shifts):
-            return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
-        return _decide_low(op, operands, Reason.RULE, match=match)
-    if precision in (Precision.FULL, Precision.FULL_INSIDE):
-        return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
+        of_default = follows(match) and _decide_full_by_default(op, operands, readers)
+        return of_default or _decide_low(op, operands, Reason.RULE, match=match)
+    if precision is Precision.FULL:
+        of_table = match.source is RuleSource.TABLE
+        is_undecided = of_table and _is_undecided(op, operands)
+        kept = State.SOFT if is_undecided else State.HARD
+        return Decision(Run.FULL, kept, Reason.RULE, match=match)
     state, leader = _join_states(op, precision, operands)
     if op in POSITIONAL and not match.is_explicit:
         # The operand (a position) needs its digits, the result does not.
@@ -170,7 +176,8 @@ def _decide_by_class(
         kept = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, kept, Reason.READ_IN_FLOAT32)
     if state is State.LOW:
-        is_narrow = _is_narrow(low_dtype)
+        # The square of an ordinary number leaves its range.
+        is_narrow = jnp.finfo(low_dtype).maxexp < jnp.finfo("float32").maxexp
         return (
             precision is Precision.FOLLOW
             and _decide_full(op, operands, readers, is_narrow)
@@ -180,6 +187,38 @@ def _decide_by_class(
     if state is State.HARD:
         return Decision(Run.FULL, state, Reason.FOLLOWS_FLOAT32, leader)
     return Decision(Run.FULL, state, Reason.UNDECIDED)
+
+
+def _decide_full_by_default(
+    op: str, operands: Sequence[Operand], readers: Readers
+) -> Decision | None:
+    """Decides that an op, low by default, runs in float32; else returns None."""
+    if readers.demand_float32:
+        return Decision(Run.FULL, State.HARD, Reason.READ_IN_FLOAT32)
+    if _is_amplified(op, operands, readers.without_shifts):
+        return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
+    if _is_undecided(op, operands):
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED)
+    # The mean that a norm of ``x`` subtracts is ``sum(x) / n``.
+    full = [o for o in operands if o.state is State.HARD]
+    origins = [params.op_of(o.origin) for o in full if is_equation(o.origin)]
+    is_of_norm = bool(origins) and INSIDE_OF_FUNCTIONS.issuperset([op, *origins])
+    if is_of_norm and roots_of(operands):
+        return Decision(Run.FULL, State.HARD, Reason.FOLLOWS_FLOAT32, full[0])
+    if is_one_function(operands):
+        return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
+    return None
+
+
+def _is_undecided(op: str, operands: Sequence[Operand]) -> bool:
+    """Whether an op is a part of a norm of undecided values alone.
+
+    The norm of an embedding is as undecided as the embedding, and so is the scale that
+    a batch norm makes of its running variance: they must not widen a stream.
+    """
+    return op in INSIDE_OF_FUNCTIONS and all(
+        o.state is State.SOFT and o.lineage.roots == frozenset() for o in operands
+    )
 
 
 def _dtype_of_all(operands: Sequence[Operand], low_dtype: Dtype) -> Dtype | None:
@@ -244,11 +283,6 @@ def _is_power(op: str, operands: Sequence[Operand]) -> bool:
     return is_power and bool(roots_of(operands))
 
 
-def _is_narrow(dtype: Dtype) -> bool:
-    """Whether the square of an ordinary number leaves the range of a dtype."""
-    return jnp.finfo(dtype).maxexp < jnp.finfo("float32").maxexp
-
-
 def _decide_low(
     op: str,
     operands: Sequence[Operand],
@@ -304,10 +338,7 @@ def _join_states(
     # A branch that is the largest or smallest float32 takes the dtype of the other
     # branch, and becomes the largest or smallest number of that dtype.
     ends = op == "select_n" and any(o.state is State.LOW for o in operands)
-    stays_inside = op in INSIDE_OF_FUNCTIONS or any(
-        o.state is State.LOW for o in operands
-    )
-    leaves = not (stays_inside and is_one_function(operands))
+    leaves = not is_inside_function(op, operands)
     for operand in operands:
         state, kind = operand.state or State.SOFT, operand.kind
         if kind is Kind.END and ends:
@@ -337,12 +368,10 @@ def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> b
     one, other = operands
     if op == "mul" and isinstance(one.origin, NumberOrigin):
         one, other = other, one
-    is_scale = isinstance(other.origin, NumberOrigin) and other.kind is Kind.EXACT
-    return one.state is State.LOW and is_scale and _is_power_of_two(other.origin)
-
-
-def _is_power_of_two(number: Origin) -> bool:
-    return isinstance(number, NumberOrigin) and abs(np.frexp(number.value)[0]) == 0.5
+    if not isinstance(other.origin, NumberOrigin) or other.kind is not Kind.EXACT:
+        return False
+    is_power_of_two = abs(np.frexp(other.origin.value)[0]) == 0.5
+    return one.state is State.LOW and is_power_of_two
 
 
 def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:

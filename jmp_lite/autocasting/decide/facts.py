@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -211,6 +211,14 @@ class Input(NamedTuple):
 
 Origin: TypeAlias = Eqn | Argument | Constant | NumberOrigin | RangeEnd | Input | None
 """The origin of a value's state; for the carry of a loop it is the loop."""
+
+
+def is_equation(origin: Origin) -> TypeGuard[Eqn]:
+    """Whether an origin is an equation."""
+    return origin is not None and not isinstance(origin, _OTHER_ORIGINS)
+
+
+_OTHER_ORIGINS = (Argument, Input, Constant, NumberOrigin, RangeEnd)
 
 
 class Lineage(NamedTuple):

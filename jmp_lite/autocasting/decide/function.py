@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
 from jmp_lite.autocasting.decide.facts import Kind, Lineage, State
 from jmp_lite.autocasting.rules.match import RuleSource
+from jmp_lite.ops import INSIDE_OF_FUNCTIONS
 
 
 def is_one_function(operands: Sequence[Operand]) -> bool:
@@ -49,6 +50,20 @@ def is_one_function(operands: Sequence[Operand]) -> bool:
     return is_joined and bool(roots_of(computed))
 
 
+def is_inside_function(op: str, operands: Sequence[Operand]) -> bool:
+    """Whether an op that reads parts of a function is a part of it, too.
+
+    Its arithmetic is, and what reads the 16-bit value again. An activation that reads
+    the result of a norm is not.
+
+    Args:
+      op: the name of the op.
+      operands: the operands that were traced in float32.
+    """
+    may_be = op in INSIDE_OF_FUNCTIONS or any(o.state is State.LOW for o in operands)
+    return may_be and is_one_function(operands)
+
+
 def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
     """Returns the only 16-bit value that operands are functions of, or an empty set.
 
@@ -78,9 +93,9 @@ def lineage_of(decision: Decision, floats: Sequence[Operand]) -> Lineage | None:
         return None
     if decision.reason in (Reason.ONE_FUNCTION, Reason.POWER):
         return Lineage(roots, is_rejoined=True)
-    of_table = match is not None and match.source is RuleSource.TABLE
     is_tracked = decision.reason in _TRACKED or (
-        decision.reason is Reason.RULE and of_table and decision.run is Run.FULL
+        decision.reason is Reason.RULE
+        and (match and match.source, decision.run) in _TRACKED_RULES
     )
     return Lineage(roots) if is_tracked else None
 
@@ -93,3 +108,5 @@ _TRACKED = (
     Reason.AMPLIFIED,
     Reason.UNDECIDED,
 )
+
+_TRACKED_RULES = ((RuleSource.TABLE, Run.FULL), (RuleSource.DEFAULT, Run.LOW))

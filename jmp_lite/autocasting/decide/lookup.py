@@ -28,7 +28,6 @@ class RuleLookup:
       low_dtype: their compute dtype.
       match: ``match(op, path)`` returns the rule that decides an op at a path.
       scope: ``scope(path, op="")`` returns the mark or the scope rule, or None.
-      region: ``region(path)`` returns the path of the ``FULL_INSIDE`` scope, or None.
       carry: ``carry(path)`` returns the rule for the carries of a loop, or None.
       marks: the marks of the ops that were analysed, by the id of their equation.
     """
@@ -43,7 +42,6 @@ class RuleLookup:
         named = frozenset(op for op, _ in rules.ops)
         self.scope = scope
         self.match = functools.cache(functools.partial(_match, rules, named, scope))
-        self.region = functools.cache(functools.partial(_region, scope))
         self.carry = functools.cache(functools.partial(_carry, rules.carries))
         self._rules_inside: dict[tuple[int, str], tuple[Jaxpr, tuple[object, ...]]] = {}
         self._paths: dict[int, tuple[Jaxpr, tuple[str, ...]]] = {}
@@ -123,17 +121,6 @@ def _match(
     if precision is not known.precision:
         return RuleMatch(precision, RuleSource.DEFAULT, op)
     return of_table
-
-
-def _region(scope: _MatchScope, path: str) -> str | None:
-    """Returns the path of the ``FULL_INSIDE`` scope around a path, or None."""
-    match = scope(path)
-    if match is None or match.precision is not Precision.FULL_INSIDE:
-        return None
-    found = re.search(match.name, path)
-    # A pattern may end with the slash after a name, or with the end of the path.
-    end = path.find("/", max(found.end() - 1, 0)) if found else -1
-    return path if end < 0 else path[:end]
 
 
 def _carry(carries: Iterable[tuple[str, str]], path: str) -> str | None:

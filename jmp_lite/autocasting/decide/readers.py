@@ -133,7 +133,7 @@ class UseAnalysis(Backward[Readers]):
             kind |= Readers.EARLIER
         if Mark.NUMBER not in marks:
             kind &= ~_ended_by(eqn, op)
-        if _demands(self._match(op, path)):
+        if _demands(self._rules.match(op, path)):
             for mark in _OF_MARKS.keys() & marks:
                 kind |= _OF_MARKS[mark]
             kind |= Readers.SHIFTER if op in SATURATING else Readers.NOBODY
@@ -146,22 +146,14 @@ class UseAnalysis(Backward[Readers]):
         """Returns the operands whose rounding errors an op amplifies."""
         if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
             return [0]
-        if _orders(eqn, op) and _demands(self._match(op, path)):
+        if _orders(eqn, op) and _demands(self._rules.match(op, path)):
             return range(len(eqn.invars))
-        if op not in AMPLIFYING or not _demands(self._match(op, path)):
+        if op not in AMPLIFYING or not _demands(self._rules.match(op, path)):
             return []
         return range(op in AMPLIFYING_DIVISORS, len(eqn.invars))
 
-    def _match(self, op: str, path: str) -> RuleMatch:
-        """Returns the rule that decides what an op demands of its operands."""
-        match = self._rules.match(op, path)
-        if match.precision is Precision.FULL_INSIDE:
-            # A value that enters such a scope may be low, like the scope's result.
-            return self._rules.match(op, "")
-        return match
-
     def _reader(self, eqn: Eqn, op: str, readers: Readers, path: str) -> Readers:
-        match = self._match(op, path)
+        match = self._rules.match(op, path)
         if op in SOLVING:
             return Readers.SOLVER
         if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
@@ -219,7 +211,8 @@ class UseAnalysis(Backward[Readers]):
           results: the readers of the last values of its carries.
           path: its path.
         """
-        is_read = are_read(results)
+        # By anything but outputs and float32 ops.
+        is_read = [not readers.demand_float32 for readers in results]
         key = (id(eqn), tuple(is_read), path)
         if key not in self._carries:
             # The loop is stored with the result, so that its id is not reused.
@@ -313,11 +306,6 @@ def readers_of_results(eqn: Eqn, readers: Sequence[Readers]) -> list[Readers]:
         kinds or (Readers.OTHER if i < n_carry else Readers.OUTPUT)
         for i, kinds in enumerate(readers)
     ]
-
-
-def are_read(result_readers: Sequence[Readers]) -> list[bool]:
-    """Returns whether anything but outputs and float32 ops reads each value."""
-    return [not readers.demand_float32 for readers in result_readers]
 
 
 def readers_of_carries(carries: Sequence[CarryDecision]) -> list[Readers]:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from jmp_lite.autocasting.decide import leaving
 from jmp_lite.autocasting.decide.decisions import (
     DecisionRecord,
     RecordsInside,
@@ -51,12 +50,10 @@ class Site(NamedTuple):
     Attributes:
       path: its path.
       readers: the readers of its results.
-      region: the ``FULL_INSIDE`` scope around it, or None.
     """
 
     path: str
     readers: Sequence[Readers]
-    region: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,16 +195,14 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
         """
         path, is_call = source.join(site.path, name or ""), name is not None
         readers = tuple(self.uses.readers_of_outputs(jaxpr, site.readers))
-        rules, is_outside = self.lookup.rules_inside(jaxpr, path), site.region is None
-        places = is_outside, self.is_in_rule
-        key = (id(jaxpr), readers, rules, *places, tuple(required))
+        rules = self.lookup.rules_inside(jaxpr, path)
+        key = (id(jaxpr), readers, rules, self.is_in_rule, tuple(required))
         # The jaxpr is stored with the result, so that its id is not reused.
         _, known = self._memo.setdefault(key, (jaxpr, {}))
         inside = lineages.enter_call if is_call else lineages.enter_others
         given = tuple(map(self.form, operands)), inside(operands)
         if given not in known:
-            inner = Site(path, readers, site.region)
-            new = self._convert(jaxpr, given, inner, required, is_call)
+            new = self._convert(jaxpr, given, Site(path, readers), required, is_call)
             if name and "upcasts" in self.rules.passes:
                 new = self._upcast_outside(new)
                 # A checkpoint would save an upcast input in float32.
@@ -295,13 +290,15 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     ) -> list[Value]:
         """Casts the results of functions of one 16-bit value to 16 bits.
 
-        A value that its readers demand in float32 stays float32.
+        A value that its readers demand in float32 stays float32. It also does if one of
+        them amplifies a rounding error, but it is no longer deliberate.
         """
+        states = [State.SOFT if each.amplify else State.LOW for each in readers]
         return [
-            self.casts.cast_to_state(value, leaving.state_after_function(each))
+            self.casts.cast_to_state(value, state)
             if value.is_rejoined and not each.demand_float32
             else value
-            for value, each in zip(values, readers, strict=True)
+            for value, state, each in zip(values, states, readers, strict=True)
         ]
 
     # --------------------------------------------------------------------- results

@@ -15,19 +15,19 @@ from jmp_lite.autocasting.decide.decisions import (
 )
 from jmp_lite.autocasting.decide.equation import decide, decide_to_keep
 from jmp_lite.autocasting.decide.facts import Argument, Lineage, Readers, State
-from jmp_lite.autocasting.decide.function import lineage_of
+from jmp_lite.autocasting.decide.function import is_inside_function, lineage_of
 from jmp_lite.autocasting.decide.readers import readers_of_floats, readers_of_results
 from jmp_lite.autocasting.interpreter import custom_rules
 from jmp_lite.autocasting.interpreter.conversion import Converted, Site
 from jmp_lite.autocasting.interpreter.evaluate import evaluate
 from jmp_lite.autocasting.interpreter.loops import LoopConverter
-from jmp_lite.autocasting.interpreter.scopes import Regions
 from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.autocasting.rules.rules import requested_formats
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.evaluate import Frame
+from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Var
-from jmp_lite.ops import Precision
+from jmp_lite.ops import HIGHER_ORDER, PASSING, Precision
 
 
 class Interpreter(LoopConverter):
@@ -185,17 +185,8 @@ class _InterpreterFrame(Frame[Value, Site]):
         self._readers: Mapping[Var, Readers] = converter.uses.variables(
             jaxpr, site.readers, site.path
         )
-        self._regions = Regions(converter, self.parts, site, self._readers)
-        self._region = site.region
-        self._is_from_low = False
+        self._left: dict[Var, Value] = {}
         self._count_readers(self.parts.invars, operands)
-
-    def read(self, atom: Var) -> Value:
-        """Returns the value of a variable for an equation in the current scope."""
-        value = super().read(atom)
-        if value.region not in (None, self._region):
-            value = self.env[atom] = self._regions.leave(atom, value)
-        return value
 
     def _replace_label_gathers(self) -> structure.Parts:
         at, labels = self._converter.lookup, self._converter.labels
@@ -226,8 +217,7 @@ class _InterpreterFrame(Frame[Value, Site]):
         The gradients of the upcasts would be rounded before they are added. Where they
         cancel, little would be left.
         """
-        is_low = value.state is State.LOW and value.region is None
-        if not is_low or self._n_readers[var] < 2:
+        if value.state is not State.LOW or self._n_readers[var] < 2:
             return value
         if not self._readers[var].demand_float32:
             return value
@@ -243,37 +233,52 @@ class _InterpreterFrame(Frame[Value, Site]):
     def enter(self, eqn: Eqn) -> tuple[Sequence[Value], Site]:
         """Returns the operands of an equation, and its site."""
         path = source.join(self.site.path, *source.scopes(eqn))
-        self._region = self._converter.lookup.region(path)
         operands = list(map(self.read, eqn.invars))
-        if self._region:
-            operands = self._regions.enter(operands)
         of_results = [self._readers[var] for var in eqn.outvars]
         readers = readers_of_results(eqn, of_results)
-        is_entered = params.op_of(eqn) in _CUSTOM_OR_CONTROL
-        if is_entered and any(value.is_rejoined for value in operands):
+        if any(value.is_rejoined for value in operands):
+            operands = self._leave_functions(eqn, operands, readers)
+        return operands, Site(path, readers)
+
+    def _leave_functions(
+        self, eqn: Eqn, operands: Sequence[Value], readers: Sequence[Readers]
+    ) -> Sequence[Value]:
+        """Returns operands, results of functions of one 16-bit value as 16-bit.
+
+        Float32 ops read them so, too. Otherwise the result of a norm that a product and
+        a loss read would be stored in 16 bits and in float32.
+        """
+        op = params.op_of(eqn)
+        if op in _CUSTOM_OR_CONTROL:
             of_operands = self._converter.uses.equation_facts(
                 eqn, readers, self.site.path
             )
-            operands = self._converter.leave_functions(operands, of_operands)
-        self._is_from_low = any(value.is_from_low for value in operands)
-        return operands, Site(path, readers, self._region)
+            return self._converter.leave_functions(operands, of_operands)
+        floats = [_operand(value) for value in operands if value.state is not None]
+        is_low = not readers_of_floats(eqn, readers).demand_float32
+        if is_low or op in _READ_AS_THEY_ARE or is_inside_function(op, floats):
+            return operands
+        found = list(operands)
+        for i, (atom, value) in enumerate(zip(eqn.invars, operands, strict=True)):
+            if value.is_rejoined:
+                if atom not in self._left:
+                    of_value = [self._readers[atom]]
+                    (left,) = self._converter.leave_functions([value], of_value)
+                    self._left[atom] = left
+                found[i] = self._left[atom]
+        return found
 
     def write(self, eqn: Eqn, results: Sequence[Value]) -> None:
         """Stores the results of an equation."""
         results = list(map(self._raised, eqn.outvars, results))
         super().write(eqn, results)
         self._count_readers(eqn.outvars, results)
-        for result in results if self._region else ():
-            if result.state is not None:
-                result.region, result.is_from_low = self._region, self._is_from_low
-
-    def results(self) -> list[Value]:
-        """Returns the values of the jaxpr's outputs."""
-        self._region = self.site.region
-        return super().results()
 
 
 _CUSTOM_OR_CONTROL = frozenset([*params.CUSTOM, *params.CONTROL])
+
+_READ_AS_THEY_ARE = HIGHER_ORDER | PASSING | PRODUCTS | {"convert_element_type"}
+"""Ops that do not end a function: calls, and what casts its operands itself."""
 
 
 def _operand(value: Value) -> Operand:

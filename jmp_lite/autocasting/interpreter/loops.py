@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jmp_lite.autocasting.decide import carry, leaving
+from jmp_lite.autocasting.decide import carry
 from jmp_lite.autocasting.decide.carry import Slot
 from jmp_lite.autocasting.decide.decisions import DecisionRecord
-from jmp_lite.autocasting.decide.facts import Origin, Readers, Spec
+from jmp_lite.autocasting.decide.facts import Kind, Origin, Readers, Spec, State
 from jmp_lite.autocasting.decide.loop import Loop
 from jmp_lite.autocasting.decide.readers import readers_of_carries
 from jmp_lite.autocasting.interpreter import held_constants
@@ -31,11 +31,12 @@ class LoopConverter(Converter, abc.ABC):
     def scan(self, eqn: Eqn, operands: Sequence[Value], site: Site) -> Sequence[Value]:
         """Runs a scan, with the passes over its body."""
         n_consts, _ = params.scan_counts(eqn)
-        consts = operands[:n_consts]
-        specs = [leaving.spec_in_loop(value.spec) for value in consts]
+        # A 16-bit value that every step reads is cast at each use, as a parameter is:
+        # its gradient would add up in 16 bits over the steps.
+        given = Spec(State.SOFT, Kind.GIVEN)
         consts = [
-            value if value.spec == spec else self.cast_to_spec(value, spec)
-            for value, spec in zip(consts, specs, strict=True)
+            self.cast_to_spec(value, given) if value.state is State.LOW else value
+            for value in operands[:n_consts]
         ]
         return super().scan(eqn, [*consts, *operands[n_consts:]], site)
 

@@ -1,6 +1,6 @@
 """Warns of mistakes that a traced function shows, and that change its results."""
 
-from jmp_lite.autocasting.rules.rules import NORM_LAYERS, Rules
+from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.rules.scopes import unused_scopes
 from jmp_lite.casting.dtypes import hint_for
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
@@ -11,12 +11,11 @@ from jmp_lite.jaxprs.types import Jaxpr
 
 def warn_of_unmatched_scopes(rules: Rules, jaxpr: Jaxpr, name: str) -> None:
     """Warns of each scope rule of the user that matches no path of a function."""
-    scopes = [scope for scope in rules.scopes if scope[0] != NORM_LAYERS[0]]
-    if not scopes:
+    if not rules.scopes:
         return
     ops = [(path, params.op_of(eqn)) for eqn, path in equations(jaxpr)]
     names = sorted({part for path, _ in ops for part in path.split("/")})
-    for pattern, earlier in unused_scopes(scopes, ops):
+    for pattern, earlier in unused_scopes(rules.scopes, ops):
         if earlier is None:
             source.warn(
                 f"The scope rule {pattern!r} matches nothing in {name}, so it has no "

@@ -18,8 +18,6 @@ class Value:
       kind: its kind.
       held: the dtype of the array, of 16 bits or fewer, although ``state`` is not LOW,
         or None; see ``Spec``.
-      region: the ``FULL_INSIDE`` scope that computed it, or None.
-      is_from_low: whether it depends on a low value that entered that scope.
       cast: the array in the compute dtype, after the first use that needs it.
       upcast: an array of 16 bits in float32, after the first use that needs it.
       is_shared: whether more than two equations read a held value, or several one of 8
@@ -36,8 +34,6 @@ class Value:
     state: State | None = None
     kind: Kind = Kind.COMPUTED
     held: Dtype | None = None
-    region: str | None = None
-    is_from_low: bool = False
     cast: Array | None = None
     upcast: Array | None = None
     is_shared: bool = False

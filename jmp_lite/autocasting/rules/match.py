@@ -131,6 +131,12 @@ def parse_precision(
             f"Expected a precision, got the dtype {precision!r}. Did you mean "
             f"{meant!r}? The precision 'low' is the compute dtype, 'full' is float32."
         )
+    if name == "full_inside":
+        raise ValueError(
+            "The precision 'full_inside' is gone: norms are found by what they "
+            "compute, so they need no rule. For other scopes use 'full', and "
+            "jmp_lite.as_low(result) where 16 bits should leave."
+        )
     if name not in names:
         raise unknown_name("precision", str(precision), names)
     return names[name]

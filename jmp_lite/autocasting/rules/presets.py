@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.rules.rules import (
     HALF_OF_DEVICE,
-    NORM_LAYERS,
     Rules,
 )
 from jmp_lite.casting.dtypes import (
@@ -131,7 +130,7 @@ def warn_of_emulation(device: Device) -> None:
         )
 
 
-_MIXED = Rules(scopes=(NORM_LAYERS,))
+_MIXED = Rules()
 _O0 = Rules(default=Precision.KEEP).keep(*ops_of(Precision.LOW, Precision.FULL))
 
 # By name: with the default alone, values that only float32 ops read stay in float32.
@@ -145,7 +144,7 @@ PRESETS: Mapping[str, Rules] = MappingProxyType(
         "int8": _MIXED.product("int8"),
         "O0": _O0,
         "O1": Rules(default=Precision.FULL),
-        "O2": Rules(default=Precision.LOW, scopes=(NORM_LAYERS,)),
+        "O2": Rules(default=Precision.LOW),
         "O3": _O3,
         # PyTorch's pow is integer_pow in JAX if the exponent is an integer.
         "torch": Rules(default=Precision.WIDEST).full(*POWERS),

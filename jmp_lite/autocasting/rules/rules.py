@@ -50,12 +50,6 @@ Scope = tuple[str, AnyPrecision]
 Carry = tuple[str, str]
 PASSES = ("labels", "rematerialize", "scan_weight_gradients", "upcasts")
 
-NORM_LAYERS: Scope = (
-    # It does not match a block or a cell that is named after its norm.
-    r"(?i)(layer|rms|group|batch|instance)_?norm(s|alization)?(?![a-z])",
-    Precision.FULL_INSIDE,
-)
-
 _FLOAT8 = Float8()
 
 
@@ -204,7 +198,7 @@ class Rules:
             format such as ``"float8"`` applies to the products that have it.
 
         Raises:
-          ValueError: the precision is unknown, or for scopes only.
+          ValueError: the precision is unknown.
 
         Example:
           >>> import jmp_lite as jmp
@@ -218,7 +212,7 @@ class Rules:
     def scope(
         self, pattern: str, precision: AnyPrecision | Float8 | Format | str
     ) -> "Rules":
-        """Returns rules with one more scope, after your scopes and before the preset's.
+        """Returns rules with one more scope, after the others.
 
         Args:
           pattern: a regular expression. ``re.search`` looks for it in the path of an
@@ -231,10 +225,7 @@ class Rules:
           ValueError: the pattern is not a regular expression, or the precision is
             unknown.
         """
-        mine = [scope for scope in self.scopes if scope != NORM_LAYERS]
-        preset = [scope for scope in self.scopes if scope == NORM_LAYERS]
-        new = (pattern, parse_precision(precision))
-        return self._with(scopes=(*mine, new, *preset))
+        return self._with(scopes=(*self.scopes, (pattern, parse_precision(precision))))
 
     def carry(self, pattern: str, precision: str) -> "Rules":
         """Returns rules with one more carry rule, after the others.
@@ -345,8 +336,7 @@ class Rules:
 def is_identity(rules: Rules) -> bool:
     """Whether every op keeps its own precision."""
     of_user = {precision for _, precision in (*rules.ops, *rules.scopes)}
-    is_lowered = any(p.lowers or p is Precision.FULL_INSIDE for p in of_user)
-    return not is_lowered and not _leaves_ops(rules, Precision.LOW)
+    return not any(p.lowers for p in of_user) and not _leaves_ops(rules, Precision.LOW)
 
 
 def asks_for_low(rules: Rules, op: str, path: str) -> bool:
@@ -398,10 +388,6 @@ def _check_op(op: str, precision: AnyPrecision) -> AnyPrecision:
             f"{op!r} contains other ops, which are decided one by one: give a "
             "precision to those ops, or to a scope."
         )
-    if precision is Precision.FULL_INSIDE:
-        raise ValueError(
-            f"FULL_INSIDE is for scopes only, got it for the op {op!r}: use FULL."
-        )
     if requested is not None and op not in requested.ops:
         accepted = " or ".join(map(repr, requested.ops))
         message = f"{op!r} cannot be {name}: expected {accepted}. "
@@ -415,12 +401,10 @@ def _check_op(op: str, precision: AnyPrecision) -> AnyPrecision:
 
 
 def _check_default(precision: AnyPrecision) -> AnyPrecision:
-    is_of_products = format_of(precision) is not None
-    if is_of_products or precision is Precision.FULL_INSIDE:
-        only = "matrix products only, see Rules.product"
+    if format_of(precision) is not None:
         raise ValueError(
-            f"{name_of(precision).upper()} is for "
-            f"{only if is_of_products else 'scopes only'}: choose another default."
+            f"{name_of(precision).upper()} is for matrix products only, see "
+            "Rules.product: choose another default."
         )
     return precision
 
