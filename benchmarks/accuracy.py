@@ -14,7 +14,6 @@ Python.
 """
 
 import argparse
-import dataclasses
 import functools
 import pathlib
 import sysconfig
@@ -67,11 +66,7 @@ VARIANTS: Mapping[str, Variant] = {
         for preset in PRESETS
     },
     # Of every product, however small: the networks here are.
-    "float8": Variant(
-        dataclasses.replace(
-            jmp.get_rules("float8"), float8_format=jmp.Float8(smallest=0)
-        )
-    ),
+    "float8": Variant(jmp.get_rules("mixed").product(jmp.Float8(smallest=0))),
     # Of bfloat16, mixed.
     "16-bit gradients": Variant(jmp.get_rules("mixed"), "bfloat16"),
     "16-bit moments": Variant(jmp.get_rules("mixed"), moments="bfloat16"),

@@ -27,9 +27,6 @@ class Precision(enum.Enum):
     - ``WIDEST``: like ``FOLLOW``, but any float32 operand makes the op float32, as in
       ordinary type promotion.
     - ``KEEP``: the op runs in the dtypes of the trace.
-    - ``FLOAT8``: for matrix products. Operands are quantized to 8 bits, and the result
-      is in the compute dtype. A product that does not qualify is ``LOW``; see
-      ``Float8``.
 
     Example:
       >>> import jmp_lite as jmp
@@ -43,12 +40,11 @@ class Precision(enum.Enum):
     FOLLOW = "follow"
     WIDEST = "widest"
     KEEP = "keep"
-    FLOAT8 = "float8"
 
     @property
     def lowers(self) -> bool:
         """Whether results are always in the compute dtype."""
-        return self in (Precision.LOW, Precision.FLOAT8)
+        return self is Precision.LOW
 
     def __repr__(self) -> str:
         return f"Precision.{self.name}"

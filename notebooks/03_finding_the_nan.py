@@ -305,8 +305,8 @@ assert state.skipped[0] > 10
 # %% [markdown]
 # ## By hand
 #
-# We know the block. A rule keeps it in float32. The gradients of the failed step are then
-# finite:
+# We know the block. A rule keeps it in float32. Then the gradients of the failed step
+# are finite:
 
 # %%
 float16 = jmp.get_rules("mixed", "float16")

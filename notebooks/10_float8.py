@@ -12,7 +12,6 @@
 # Nothing here needs a GPU: a CPU computes the same numbers, without the gain in speed.
 
 # %%
-import dataclasses
 import functools
 
 import jax
@@ -97,9 +96,7 @@ assert explanation.totals.products == {"bfloat16": 10}
 # of 16, and only float32 operations read its result.
 
 # %%
-rules = dataclasses.replace(
-    jmp.get_rules("float8"), float8_format=jmp.Float8(smallest=0)
-)
+rules = jmp.get_rules("mixed").product(jmp.Float8(smallest=0))
 explanation = jmp.explain(loss_fn, rules)(start, x, y)
 for row in explanation.rows:
     if row.op == "dot_general":

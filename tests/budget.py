@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "autocasting": Size(4592, 41, 84, 3),
+    "autocasting": Size(4567, 41, 83, 3),
     "casting": Size(407, 6, 7, 3),
     "flax": Size(718, 5, 16, 3),
     "formats": Size(637, 8, 3, 3),

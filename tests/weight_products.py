@@ -1,7 +1,5 @@
 """Programs of products with weights, and derivatives, for tests of number formats."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from helpers import one_of_each
@@ -123,9 +121,8 @@ def not_defined(program, transform):
 
 def in_float8(fun):
     """Returns a function with products of every size in float8."""
-    rules = jmp.get_rules("float8")
-    every_size = jmp.Float8(smallest=0)
-    return jmp.autocast(fun, dataclasses.replace(rules, float8_format=every_size))
+    rules = jmp.get_rules("mixed").product(jmp.Float8(smallest=0))
+    return jmp.autocast(fun, rules)
 
 
 def mlp_blocks(weights, x):

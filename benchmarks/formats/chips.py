@@ -6,7 +6,6 @@ TPUs the cycles that the compiler estimates. An H100 stands here twice: with XLA
 default flags, and with the products of cuBLAS.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,12 +22,9 @@ TOKENS = 8192
 MIXED = jmp.get_rules("mixed")
 FORMATS = {
     "mixed": MIXED,
-    "float8": dataclasses.replace(
-        MIXED.product("float8"), float8_format=jmp.Float8(smallest=0)
-    ),
     **{
         name: MIXED.product(jmp.get_format(name, smallest=0))
-        for name in ("float8_rows", "int8")
+        for name in ("float8", "float8_rows", "int8")
     },
 }
 
@@ -83,8 +79,8 @@ def compile_gradient(
     head = jax.ShapeDtypeStruct((width, 256), jnp.float32)
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
     # Compiled for another device than the one that is here, so the device is named.
-    formats = FORMATS[name].float8_format.on(KINDS.get(chip, KINDS["h100"]))
-    rules = dataclasses.replace(FORMATS[name], float8_format=formats)
+    formats = jmp.Float8(smallest=0).on(KINDS.get(chip, KINDS["h100"]))
+    rules = MIXED.product(formats) if name == "float8" else FORMATS[name]
     loss = jmp.autocast(mlp(jnp.dot), rules)
     return compile_for(chip, jax.grad(loss, (0, 1)), [block] * blocks, head, x)
 

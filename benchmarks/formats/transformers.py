@@ -88,6 +88,7 @@ def compare(
 ) -> Compared:
     """Returns what float8 changes in the gradient of a transformer."""
     rules = rules or jmp.get_rules("float8")
+    requested: Any = rules.precision_of("dot_general")
     size = (layout, depth, width, length, target)
     ours, mixed = (compile_model(each, *size) for each in (rules, "mixed"))
     return Compared(
@@ -95,7 +96,7 @@ def compare(
         target,
         width,
         length,
-        rules.float8_format.smallest,
+        requested.options.smallest,
         ours.roofline_seconds / mixed.roofline_seconds,
         ours.bytes_moved / mixed.bytes_moved,
         ours.peak_memory / mixed.peak_memory,

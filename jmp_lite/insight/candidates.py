@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     Attributes:
       kind: ``"scope"`` or ``"op"``.
       name: the pattern of the scope, or the op.
-      precision: ``FULL`` or a number format such as ``FLOAT8``.
+      precision: ``FULL`` or a number format such as ``float8``.
     """
 
     kind: str

@@ -257,7 +257,7 @@ class Step(NamedTuple):
       lowered: the scopes or ops.
       error: the error with these, and all that were lowered before.
       is_tolerated: whether they stay low.
-      precision: ``LOW`` for a step from float32, the number format (``FLOAT8``) for one
+      precision: ``LOW`` for a step from float32, the number format (``float8``) for one
         from 16 bits.
     """
 

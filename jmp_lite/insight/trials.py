@@ -137,7 +137,7 @@ def searched_format(trials: Trials, rules: Rules) -> AnyPrecision | None:
     Raises:
       ValueError: the rules request several.
     """
-    requested = list(filter(_is_searched, requested_formats(rules).values()))
+    requested = list(filter(_is_searched, requested_formats(rules)))
     if len(requested) > 1:
         names = ", ".join(str(in_json_or_name(one)) for one in requested)
         raise ValueError(

@@ -45,7 +45,8 @@ from jmp_lite.formats.float8 import Scaled, describe_formats, quantize_operand
 from jmp_lite.jaxprs.axes import Dimensions
 
 EVERY_SIZE = jmp.Float8(smallest=0)
-RULES = dataclasses.replace(jmp.get_rules("float8"), float8_format=EVERY_SIZE)
+MIXED = jmp.get_rules("mixed")
+RULES = MIXED.product(EVERY_SIZE)
 E4, E5 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
@@ -68,7 +69,7 @@ def precisions(fun, *args, rules=RULES):
 
 def test_float8_is_for_matrix_products_alone():
     rules = jmp.get_rules("mixed").float8("dot_general", "ragged_dot_general")
-    assert rules.precision_of("dot_general") is jmp.ops.Precision.FLOAT8
+    assert rules.precision_of("dot_general") == jmp.get_format("float8")
     assert rules == jmp.get_rules("float8")
     with pytest.raises(ValueError, match="'conv_general_dilated' cannot be FLOAT8"):
         jmp.Rules().float8("conv_general_dilated")
@@ -78,10 +79,8 @@ def test_float8_is_for_matrix_products_alone():
 
 def test_a_float8_scope_decides_matrix_products_and_nothing_else():
     rules = jmp.get_rules("mixed").scope("mlp", "float8").scope("mlp/out", "full")
-    assert (
-        RuleLookup(rules).match("dot_general", "mlp").precision
-        is jmp.ops.Precision.FLOAT8
-    )
+    match = RuleLookup(rules).match("dot_general", "mlp")
+    assert match.precision == jmp.get_format("float8")
     assert RuleLookup(rules).match("exp", "mlp").precision is jmp.ops.Precision.FULL
     assert (
         RuleLookup(rules).match("conv_general_dilated", "mlp").precision
@@ -94,16 +93,13 @@ def test_a_float8_scope_decides_matrix_products_and_nothing_else():
 
 
 def test_rules_with_float8_travel_as_json():
-    rules = dataclasses.replace(
-        jmp.Rules().float8("dot_general").scope("a", "float8"),
-        float8_format=jmp.Float8(backward="e4m3fn", smallest=100.5),
-    )
+    rules = jmp.Rules().float8("dot_general")
+    rules = rules.scope("a", jmp.Float8(backward="e4m3fn", smallest=100.5))
     assert jmp.Rules.from_json(rules.to_json()) == rules
     assert hash(rules) == hash(jmp.Rules.from_json(rules.to_json()))
-    old = '{"compute_dtype": "bfloat16", "ops": {"tanh": "low"}}'
-    assert jmp.Rules.from_json(old).float8_format == jmp.Float8()
-    with pytest.raises(ValueError, match=r"float8_format 'forwards'\. Did you mean"):
-        jmp.Rules.from_json('{"float8_format": {"forwards": "e4m3fn"}}')
+    wrong = '{"scopes": [["a", {"format": "float8", "forwards": "e4m3fn"}]]}'
+    with pytest.raises(ValueError, match=r"of float8 'forwards'\. Did you mean"):
+        jmp.Rules.from_json(wrong)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +120,7 @@ def test_formats_that_matrix_units_do_not_have_are_an_error(options, message):
         jmp.Float8(**options)
 
 
-def test_rules_take_their_formats_as_a_value():
-    with pytest.raises(ValueError, match=r"as jmp_lite.Float8\(...\), got 'e4m3fn'"):
-        jmp.Rules(float8_format="e4m3fn")
+def test_float8_is_no_default():
     with pytest.raises(ValueError, match="FLOAT8 is for matrix products"):
         jmp.Rules(default="float8")
     assert not is_identity(jmp.Rules().keep("dot_general").float8("dot_general"))
@@ -213,9 +207,9 @@ def test_a_batch_of_weights_is_float8():
 
 
 def test_a_product_that_is_too_small_to_gain_is_16_bit():
-    rules = dataclasses.replace(RULES, float8_format=jmp.Float8(smallest=45))
+    rules = MIXED.product(jmp.Float8(smallest=45))
     assert codes(net, X, W, V, rules=rules)[0] == "float8_small"
-    rules = dataclasses.replace(RULES, float8_format=jmp.Float8(smallest=44))
+    rules = MIXED.product(jmp.Float8(smallest=44))
     assert codes(net, X, W, V, rules=rules)[0] == "op"
     assert codes(net, X, W, V, rules="float8")[0] == "float8_small"
 
@@ -265,8 +259,7 @@ def test_the_last_product_of_a_float8_scope_is_float8_and_gets_a_lint():
         with jax.named_scope("mlp"):
             return net(x, w, v)
 
-    rules = jmp.get_rules("mixed").scope("mlp", "float8")
-    rules = dataclasses.replace(rules, float8_format=EVERY_SIZE)
+    rules = MIXED.scope("mlp", EVERY_SIZE)
     explanation = jmp.explain(scoped, rules)(X, W, V)
     assert explanation.dtype_of(op="dot_general") == "float8_e4m3fn"
     (lint,) = explanation.lints
@@ -292,8 +285,7 @@ def test_a_function_called_in_and_out_of_a_float8_scope_is_converted_for_each():
                 x = dense(x, w)
         return x @ w
 
-    rules = jmp.get_rules("mixed").scope("mlp", "float8")
-    rules = dataclasses.replace(rules, float8_format=EVERY_SIZE)
+    rules = MIXED.scope("mlp", EVERY_SIZE)
     found = precisions(fun, SMALL, LAYERS[0], rules=rules)
     assert found == ["bfloat16", "float8_e4m3fn", "bfloat16", "bfloat16"]
 
@@ -445,9 +437,8 @@ def test_a_scope_has_formats_of_its_own():
     of_8_bits = [line for line in lines if line.count("f8E") == 2]
     assert sum("f8E5M2" in line for line in of_8_bits) == 1
     assert jmp.Rules.from_json(rules.to_json()) == rules
-    # All of its options are its own, those of the rules' field too.
     usual = RULES.scope("out", jmp.Float8())
-    assert jmp.Rules.from_json(usual.to_json()) == usual != RULES.scope("out", "float8")
+    assert jmp.Rules.from_json(usual.to_json()) == usual == RULES.scope("out", "float8")
     assert [r.sums for r in jmp.explain(fun, usual)(X, SQUARE).rows if r.sums] == [
         "fast"
     ]
@@ -576,10 +567,8 @@ def test_an_operand_of_several_products_is_quantized_once():
 
 
 def test_other_formats_may_be_chosen():
-    rules = dataclasses.replace(
-        RULES,
-        float8_format=jmp.Float8(forward="e4m3fnuz", backward="e4m3fnuz", smallest=0),
-    )
+    formats = jmp.Float8(forward="e4m3fnuz", backward="e4m3fnuz", smallest=0)
+    rules = MIXED.product(formats)
     found = str(jax.make_jaxpr(jax.grad(autocast(block, rules)))(X, W, V))
     assert "f8_e4m3fnuz" in found
     assert "f8_e5m2" not in found
@@ -620,7 +609,7 @@ def test_the_formats_are_those_in_which_the_device_multiplies(kind):
 
 def test_rules_ask_the_device_at_each_use_and_explain_says_what_it_answered():
     rules = jmp.get_rules("float8")
-    assert rules.float8_format.forward == "device"
+    assert jmp.Float8().forward == "device"
     assert jmp.Rules.from_json(rules.to_json()) == rules
     assert jmp.Float8().forward_dtype == jnp.float8_e4m3fn
     assert jmp.Float8().backward_dtype == jnp.float8_e5m2
@@ -632,9 +621,7 @@ def test_rules_ask_the_device_at_each_use_and_explain_says_what_it_answered():
 
 
 def test_numbers_that_are_not_finite_reach_the_loss_in_the_format_of_a_v5e():
-    rules = dataclasses.replace(
-        RULES, float8_format=jmp.Float8(smallest=0).on(device("TPU v5e"))
-    )
+    rules = MIXED.product(jmp.Float8(smallest=0).on(device("TPU v5e")))
     low = autocast(block, rules)
     for bad in (jnp.inf, jnp.nan, -jnp.inf):
         assert jnp.isnan(low(X.at[0, 0].set(bad), W, V))

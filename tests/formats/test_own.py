@@ -318,7 +318,7 @@ def test_an_explanation_with_your_own_format_is_written_in_json_by_name():
 
 
 def test_the_smallest_size_may_be_a_number_of_numpy():
-    rules = jmp.Rules(float8_format=jmp.Float8(smallest=np.float32(0)))
+    rules = jmp.Rules().product(jmp.Float8(smallest=np.float32(0)))
     rules = rules.scope("mlp", jmp.get_format("int8", smallest=np.int64(3)))
     assert jmp.Rules.from_json(rules.to_json()) == rules
     with pytest.raises(

@@ -134,7 +134,6 @@ def by_rows(array, axis, name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_checkpoint_policies_recognize_products_by_rows(name, policy):
     rules = jmp.get_rules("mixed").scope("", FORMATS[name])
-    rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))
     if name in RULES:
         rules = RULES[name]
 
@@ -387,7 +386,6 @@ def test_a_sharded_gradient_is_that_of_one_device(name, kind, split):
 def test_a_product_can_be_mapped_on_a_mesh_that_splits_the_axis_it_contracts(name):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,))
     rules = jmp.get_rules("mixed").scope("", EVERY_SIZE.get(name, name))
-    rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))
 
     def product(x, w):
         return jnp.exp(jnp.dot(x, w, out_sharding=P(None, None)) / 50)

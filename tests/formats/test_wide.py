@@ -198,13 +198,7 @@ def test_only_operands_with_a_tangent_cost_a_product():
 
 
 def test_tune_keeps_wide_beside_the_format_that_it_searches_for():
-    rules = jmp.get_rules("float8").scope("head", "wide")
-    rules = jmp.Rules(
-        **{
-            **{name: getattr(rules, name) for name in ("ops", "scopes")},
-            "float8_format": jmp.Float8(smallest=0),
-        }
-    )
+    rules = jmp.Rules().product(jmp.Float8(smallest=0)).scope("head", "wide")
     x, w, head = jnp.tile(X, (1, 2)), jnp.tile(W, (2, 2)), jnp.tile(HEAD, (2, 2))
 
     def fun(x, w, head):

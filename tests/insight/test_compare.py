@@ -1,6 +1,5 @@
 """Mixed precision beside float32, op by op."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -83,9 +82,7 @@ def test_one_lane_of_a_gradient_is_autocast_and_the_other_one_is_float32(name, r
 
 @pytest.mark.parametrize("name", ["float8", "float8_rows", "int8"])
 def test_a_format_of_8_bits_is_undone_on_the_lane_of_float32(name):
-    every_size = name if name == "float8" else jmp.get_format(name, smallest=0)
-    rules = jmp.Rules().scope("", every_size)
-    rules = dataclasses.replace(rules, float8_format=jmp.Float8(smallest=0))
+    rules = jmp.Rules().scope("", jmp.get_format(name, smallest=0))
     w = jax.random.normal(jax.random.key(3), (64, 64))
     weights = jnp.stack([w / 8, w.T / 8])
 

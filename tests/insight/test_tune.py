@@ -222,10 +222,8 @@ def test_a_tighter_tolerance_keeps_more():
 
 # ------------------------------------------------------------------------------ float8
 
-MIXED_8 = dataclasses.replace(
-    jmp.get_rules("mixed"), float8_format=jmp.Float8(smallest=0)
-)
-FLOAT8 = MIXED_8.float8("dot_general")
+EVERY_SIZE = jmp.get_format("float8", smallest=0)
+FLOAT8 = jmp.Rules(ops=(("dot_general", EVERY_SIZE),))
 ROWS = jax.random.normal(jax.random.key(8), (32, 16))
 LAYERS = (ROWS, WEIGHTS[:4])
 
@@ -264,7 +262,9 @@ def test_a_layer_with_outliers_stays_out_of_float8_and_no_other(found_8):
     in_8, low = "float8_e4m3fn", "bfloat16"
     assert products(layers, FLOAT8, *LAYERS) == [in_8, in_8, in_8, low]
     assert products(layers, found_8.rules, *LAYERS) == [in_8, low, in_8, low]
-    assert found_8.rules == MIXED_8.scope(r"^(?!layer_1$)layer_\d+(/|$)", "float8")
+    assert found_8.rules == jmp.Rules().scope(
+        r"^(?!layer_1$)layer_\d+(/|$)", EVERY_SIZE
+    )
     assert jmp.explain(layers, found_8.rules)(*LAYERS).unused == ()
 
 
@@ -306,7 +306,7 @@ def test_a_tolerance_that_float8_keeps_leaves_the_rules_as_they_are():
 def test_a_tolerance_that_16_bits_just_keep_leaves_no_product_in_float8():
     args = (ROWS, WEIGHTS[:3])
     found = tune(lambda *args: layers(*args, outliers=None), args, 0.02, FLOAT8)
-    assert found.rules == MIXED_8
+    assert found.rules == jmp.Rules()
     ((kind, _, precision),) = kept(found)
     assert (kind, precision) == ("scope", jmp.ops.Precision.LOW)
     assert found.report.kept[0].without.largest > 0.02
@@ -318,7 +318,7 @@ def test_products_in_no_scope_are_all_in_float8_or_none_is():
 
     args = (ROWS, *WEIGHTS[:2])
     found = tune(fun, args, 0.02, FLOAT8)
-    assert found.rules == MIXED_8
+    assert found.rules == jmp.Rules()
     assert kept(found) == [("op", "dot_general", jmp.ops.Precision.LOW)]
     assert found.report.kept[0].without == found.report.error_before
 
@@ -382,7 +382,7 @@ def test_patterns_for_float8_match_the_given_scopes_and_no_others():
     costs = dict.fromkeys(names, (1, 1))
     units = Units(
         "scope",
-        jmp.ops.Precision.FLOAT8,
+        EVERY_SIZE,
         costs,
         lambda name: without_numbers(name).split("/"),
         ("head", "b_3/out/last", ""),

@@ -13,8 +13,8 @@ from jax import lax
 from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
 from jmp_lite.autocasting.decide.facts import Kind, Mark, Readers, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
-from jmp_lite.autocasting.rules.rules import asks_for_low, format_in
+from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, format_of
+from jmp_lite.autocasting.rules.rules import asks_for_low
 from jmp_lite.formats.number_format import Product
 from jmp_lite.formats.table import FORMATS
 from jmp_lite.jaxprs import cost, params
@@ -209,7 +209,7 @@ def decide_format(
       readers: the readers of its result.
       match: the rule that decides it.
     """
-    requested = format_in(rules.rules, match.precision)
+    requested = format_of(match.precision)
     if requested is None:
         return None
     weights = tuple(o.state is not None and o.kind is Kind.GIVEN for o in operands)

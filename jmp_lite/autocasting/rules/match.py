@@ -56,9 +56,7 @@ class RuleMatch(NamedTuple):
 
 def format_of(precision: AnyPrecision) -> NumberFormat | None:
     """Returns the number format of products that a precision is, or None."""
-    if isinstance(precision, NumberFormat):
-        return precision
-    return FORMATS.get(precision.value)
+    return precision if isinstance(precision, NumberFormat) else None
 
 
 def name_of(precision: AnyPrecision) -> str:
@@ -81,9 +79,8 @@ def in_json(precision: AnyPrecision) -> str | dict[str, Any]:
             "those that you read: rules.scope(pattern, format)."
         )
     options = options_of(precision)
-    if not isinstance(precision, Float8Format):  # Its name takes the rules' options.
-        usual = options_of(FORMATS[precision.name])
-        options = {name: one for name, one in options.items() if one != usual[name]}
+    usual = options_of(FORMATS[precision.name])
+    options = {name: one for name, one in options.items() if one != usual[name]}
     return {"format": precision.name, **options} if options else precision.name
 
 

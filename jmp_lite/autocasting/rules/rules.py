@@ -24,7 +24,7 @@ from jmp_lite.autocasting.rules.match import (
 from jmp_lite.autocasting.rules.scopes import match_scope
 from jmp_lite.autocasting.rules.serialization import fields_for_json, fields_in_json
 from jmp_lite.casting.dtypes import hint_for, parse_dtype, unknown_name
-from jmp_lite.formats.float8 import Float8, Float8Format
+from jmp_lite.formats.float8 import Float8
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.formats.own import Format
 from jmp_lite.formats.table import FORMATS
@@ -49,8 +49,6 @@ _BY_TABLE = {
 Scope = tuple[str, AnyPrecision]
 Carry = tuple[str, str]
 PASSES = ("labels", "rematerialize", "scan_weight_gradients", "upcasts")
-
-_FLOAT8 = Float8()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,6 @@ class Rules:
         - ``"upcasts"``: an input that a jit-compiled call only casts to float32 is cast
           outside of the call. A call that decides alike for float32 and 16-bit inputs
           is lowered once.
-      float8_format: the formats of ``FLOAT8`` products, and which products qualify.
 
     Raises:
       ValueError: an op, a precision, a dtype, a pattern or a pass is unknown.
@@ -102,7 +99,6 @@ class Rules:
     scopes: tuple[Scope, ...] = ()
     carries: tuple[Carry, ...] = ()
     passes: tuple[str, ...] = PASSES
-    float8_format: Float8 = _FLOAT8
 
     def __post_init__(self) -> None:
         pairs = _check_pairs(self.ops, "ops", ("exp", "low"))
@@ -116,7 +112,6 @@ class Rules:
             "scopes": tuple(map(_check_scope, scopes)),
             "carries": tuple(map(_check_carry, carries)),
             "passes": _check_passes(self.passes),
-            "float8_format": _check_float8(self.float8_format),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
@@ -162,12 +157,14 @@ class Rules:
         return self._with_ops(ops, Precision.KEEP)
 
     def float8(self, *ops: str) -> "Rules":
-        """Returns rules in which these matrix products are ``FLOAT8``.
+        """Returns rules in which these matrix products are in ``"float8"``.
+
+        For other options, see ``product``.
 
         Args:
           *ops: ``"dot_general"``, or ``"ragged_dot_general"``, the products of groups.
         """
-        return self._with_ops(ops, Precision.FLOAT8)
+        return self._with_ops(ops, FORMATS["float8"])
 
     def wide(self, *ops: str) -> "Rules":
         """Returns rules in which these matrix products have a float32 result.
@@ -195,7 +192,8 @@ class Rules:
 
         Args:
           precision: a ``Precision``, a number format, or the name of one. A number
-            format such as ``"float8"`` applies to the products that have it.
+            format, ``"float8"`` or ``Float8(smallest=1000)``, applies to the products
+            that have it.
 
         Raises:
           ValueError: the precision is unknown.
@@ -359,18 +357,10 @@ def _leaves_ops(rules: Rules, precision: Precision) -> bool:
     return follow or not _BY_TABLE[precision] <= named
 
 
-def format_in(rules: Rules, precision: AnyPrecision) -> NumberFormat | None:
-    """Returns the number format that a precision is, with the options of the rules."""
-    if precision is Precision.FLOAT8:
-        return Float8Format("float8", rules.float8_format)
-    return format_of(precision)
-
-
-def requested_formats(rules: Rules) -> Mapping[NumberFormat, AnyPrecision]:
-    """Returns the number formats that rules request, and how the rules name them."""
+def requested_formats(rules: Rules) -> list[NumberFormat]:
+    """Returns the number formats that rules request, each once."""
     precisions = [precision for _, precision in (*rules.ops, *rules.scopes)]
-    found = ((format_in(rules, precision), precision) for precision in precisions)
-    return {one: precision for one, precision in found if one is not None}
+    return [*dict.fromkeys(filter(None, map(format_of, precisions)))]
 
 
 def fields_of(rules: Rules) -> dict[str, Any]:
@@ -469,20 +459,6 @@ def _check_compute_dtype(dtype: DTypeLike) -> "Dtype | str":
             + (hint if parsed.itemsize == 1 else "")
         )
     return parsed
-
-
-def _check_float8(given: object) -> Float8:
-    if isinstance(given, Mapping):  # From JSON.
-        names = [field.name for field in dataclasses.fields(Float8)]
-        for name in cast("Mapping[str, Any]", given):
-            if name not in names:
-                raise unknown_name("field of float8_format", str(name), names)
-        return Float8(**given)
-    if not isinstance(given, Float8):
-        raise ValueError(
-            f"Expected float8_format as jmp_lite.Float8(...), got {given!r}."
-        )
-    return given
 
 
 def _check_pairs(pairs: Any, field: str, example: tuple[str, str]) -> Any:

@@ -3,7 +3,6 @@
 ``Rules`` checks the fields.
 """
 
-import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +91,6 @@ def fields_for_json(
         "scopes": [[pattern, write(p)] for pattern, p in fields["scopes"]],
         "carries": [list(carry) for carry in fields["carries"]],
         "passes": list(fields["passes"]),
-        "float8_format": dataclasses.asdict(fields["float8_format"]),
     }
 
 
