@@ -49,8 +49,9 @@ slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow and not targets" -q \
 	  --numprocesses auto --dist worksteal $(ARGS)
 
-mutants: $(VENV)/.test
-	$(BIN)/python tests/mutations/run.py $(ARGS)
+mutants:
+	$(MAKE) PYTHON=$(NEWEST) VENV=.venv-newest .venv-newest/.test
+	.venv-newest/bin/python tests/mutations/run.py $(ARGS)
 
 N ?= 1000
 search: $(VENV)/.test

@@ -305,17 +305,27 @@ def test_importing_loads_no_flax_and_initializes_no_backend(statement, complaint
 
 TESTS = pathlib.Path(__file__).parent
 CONTRIBUTING = (TESTS.parent / "CONTRIBUTING.md").read_text()
-FAULTS = runpy.run_path(str(TESTS / "mutations" / "faults.py"))["FAULTS"]
+MUTATIONS = runpy.run_path(str(TESTS / "mutations" / "run.py"))
 
 
 def test_each_fault_can_be_planted():
-    package = TESTS.parent / "jmp_lite"
-    for fault in FAULTS:
-        code = (package / fault.path).read_text()
-        planted = ast.parse(fault.planted(code))
-        assert ast.dump(planted) != ast.dump(ast.parse(code)), fault.does
-        file, _, name = fault.caught_by.partition("::")
-        assert f"\ndef {name}" in (TESTS / file).read_text(), fault.does
+    faults = MUTATIONS["choose"](300, 0, "")
+    assert len(set(faults)) == 300
+    assert {fault.room for fault in faults} > {"autocasting", "insight", "scaling"}
+    assert faults == MUTATIONS["choose"](300, 0, "")
+    for fault in faults:
+        code = (PACKAGE / fault.path).read_text()
+        planted = ast.parse(MUTATIONS["planted"](fault, code))
+        assert ast.dump(planted) != ast.dump(ast.parse(code)), fault
+
+
+def test_the_faults_that_survive_are_of_this_code():
+    every = {str(fault) for fault in MUTATIONS["choose"](10**9, 0, "")}
+    lines = (TESTS / "mutations" / "survivors.txt").read_text().splitlines()
+    for line in lines:
+        fault, _, reason = line.partition(" | ")
+        assert fault in every
+        assert reason
 
 
 def missing_files(text):
