@@ -32,11 +32,11 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "autocasting": Size(4567, 41, 83, 3),
+    "autocasting": Size(4536, 41, 83, 3),
     "casting": Size(407, 6, 7, 3),
     "flax": Size(718, 5, 16, 3),
     "formats": Size(637, 8, 3, 3),
-    "insight": Size(3936, 19, 73, 2),
+    "insight": Size(3921, 19, 73, 2),
     "jaxprs": Size(2091, 18, 42, 2),
     "optimizers": Size(1396, 10, 36, 3),
     "scaling": Size(1375, 8, 24, 3),

@@ -13,49 +13,31 @@ from jmp_lite.ops import OPS
 
 _WORDS: Mapping[Reason, str] = MappingProxyType(
     {
+        Reason.RULE: "set by a carry rule or a mark",
         Reason.HIGHEST_PRECISION: "FULL: requests a specific precision",
-        Reason.CAST_TO_INTEGERS: "FULL: read by a cast to integers",
-        Reason.SOLVED: "FULL: read by a factorization or a solver",
+        Reason.DIGITS: "FULL: for an index, a solver, or a power of one matrix",
         Reason.PHASE: "FULL: read by sin or cos, and its operands are given",
-        Reason.LOOKUP: "FULL: looks numbers up, by zeros and ones, for float32 ops",
-        Reason.COUNT: "WIDE: counts zeros and ones",
-        Reason.POWER_OF_A_MATRIX: "FULL: a loop multiplies by one matrix, as a solver",
+        Reason.LOOKUP: "FULL: zeros and ones look up or count, for float32 ops",
         Reason.SPREAD: "FULL: exponentials, read by a logarithm or a quotient",
         Reason.SMALL: "FULL: a batch of products of small matrices",
         Reason.RANDOM: "as traced: computed from random bits alone",
-        Reason.NOT_FLOAT32: "no float32 operand or result",
-        Reason.INTEGER_PRODUCT: "KEEP: a product without a float operand",
-        Reason.EFFECTS: "KEEP: has side effects",
+        Reason.NOT_FLOAT32: "as traced: not from float32 to float32",
+        Reason.OPAQUE: "KEEP: has side effects, or applies a function to elements",
         Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
-        Reason.APPLIES_FUNCTION: "KEEP: it applies a function to elements",
         Reason.PASSES_ON: "returns its operands",
         Reason.POSITION: "the operand may be a position or a phase",
-        Reason.MOVES_16_BITS: "moves a 16-bit argument",
-        Reason.SENDS_16_BITS: "sends 16 bits: what reads the result takes 16 bits",
+        Reason.MOVES_16_BITS: "moves 16 bits or fewer: an argument, or between devices",
         Reason.ROUNDS_NOTHING: "exact in 16 bits",
         Reason.READ_IN_FLOAT32: "read only by float32 ops, or returned",
         Reason.AMPLIFIED: "read by an op that amplifies rounding errors",
-        Reason.POWER: "a power, which may leave the range of float16",
         Reason.ONE_FUNCTION: "part of a function of one 16-bit value",
-        Reason.FOLLOWS_LOW: "follows a 16-bit operand",
-        Reason.FOLLOWS_FLOAT32: "follows a float32 operand",
         Reason.UNDECIDED: "undecided: no operand is 16-bit or deliberate float32",
-        Reason.CAST_TO_OTHER: "existing cast to another dtype",
-        Reason.CAST_OF_FLOAT32: "existing cast of float32: changes nothing",
-        Reason.CAST_OF_GIVEN: "existing cast of an argument: undecided",
-        Reason.CAST_OF_NUMBER: "existing cast of a number: undecided",
-        Reason.CAST_OF_COMPUTED: "existing cast to float32: deliberate",
-        Reason.ENDS_BY_A_FLOAT: "KEEP: the loop condition depends on a float",
-        Reason.ROOT: "KEEP: a root finder iterates to a tolerance",
-        Reason.CARRY_RULE: "set by a carry rule",
-        Reason.CARRY_MARK: "marked by low_precision",
+        Reason.CAST: "existing cast to float32: deliberate",
+        Reason.ITERATES: "KEEP: iterates until a float tells it to end",
         Reason.CARRY_PRODUCTS: "read only by 16-bit matrix products",
-        Reason.CARRY_STATE: "a state: the loop is not a stack of layers",
-        Reason.CARRY_SUM: "a sum: each step adds another value to it",
+        Reason.CARRY_STATE: "a state or a sum: not one of a stack of layers",
         Reason.CARRY_RESULT: "a result: only an output reads its last value",
         Reason.CARRY_LAYERS: "a stack of layers: follows its start and its steps",
-        Reason.CARRY_CACHE: "read only by 16-bit matrix products, now or later",
-        Reason.CARRY_WHILE: "a state of a while loop",
     }
 )
 
@@ -87,6 +69,9 @@ def reason_in_words(record: DecisionRecord) -> str:
         words = _rule_in_words(decision.match)
     elif decision.reason is Reason.FORMAT and decision.match is not None:
         words = _verdict_in_words(record, decision.match)
+    elif decision.reason is Reason.FOLLOWS:
+        is_low = decision.state is facts.State.LOW
+        words = f"follows a {'16-bit' if is_low else 'float32'} operand"
     else:
         words = _WORDS[decision.reason]
     if record.result is not None:

@@ -14,7 +14,7 @@ def ends_by_a_float(goes_on, step, *start, rules="mixed"):
     """Whether a loop runs as traced that starts from ``(*start, X)``."""
     loop = jax.named_scope("loop")(lax.while_loop)
     fun = lambda x: loop(goes_on, step, (*start, x))
-    return any(row.code == "ends_by_a_float" for row in explain(fun, rules)(X).rows)
+    return any(row.code == "iterates" for row in explain(fun, rules)(X).rows)
 
 
 def layer(h):

@@ -187,7 +187,7 @@ def test_a_normalisation_is_right_for_large_and_small_numbers_in_float16(fun, si
 def test_a_quotient_is_float32_inside_and_16_bit_outside(dtype):
     fun = lambda x, w: ((x @ w) / (x @ w.T)) @ w
     (row,) = (r for r in explain(fun, compute_dtype=dtype)(X, W).rows if r.op == "div")
-    assert (row.precision, row.code) == ("float32", "follows_low")
+    assert (row.precision, row.code) == ("float32", "follows")
     made = jax.make_jaxpr(autocast(fun, compute_dtype=dtype))(X, W)
     assert str(made.eqns[-1].invars[0].aval.dtype) == dtype
     # A division by a number is a scaling.

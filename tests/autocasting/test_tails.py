@@ -202,7 +202,7 @@ def test_factorizations_and_solvers_read_float32_products(read, nest):
     expected = jax.jit(fun)(x)
     assert jnp.isfinite(expected).all()
     np.testing.assert_allclose(jax.jit(autocast(fun))(x), expected, rtol=1e-3)
-    rows = [row for row in explain(fun)(x).rows if row.code == "solved"]
+    rows = [row for row in explain(fun)(x).rows if row.code == "digits"]
     assert {(r.op, r.precision) for r in rows} == {("dot_general", "float32")}
 
 

@@ -1,35 +1,54 @@
-"""What is lost without a rule or a feature: the lints."""
+"""What is lost without each rule of the decisions."""
 
-import json
-
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks.ablation import lints
-from benchmarks.tables import RESULTS
+import jmp_lite as jmp
+from benchmarks.ablation import rules
+
+X = jnp.full((8, 8), 0.3)
 
 
-def test_the_counts_are_of_all_programs():
-    results = json.loads((RESULTS / "lints.json").read_text())
-    assert results["read"] > 200
-    assert results["failed"] == 0
-    hits = [lints.Hits(**row) for row in results["hits"]]
-    assert all(hit.programs for hit in hits)
-    counts = [hit.programs for hit in hits]
-    assert counts == sorted(counts, reverse=True)
-    assert lints.table(hits).splitlines()[1].split()[:4] == [
-        "no",
-        "loss",
-        "scale",
-        "232",
-    ]
+def traced(fun, rule):
+    """Returns the gradient of a function without a rule, as text."""
+    with rule.off():
+        low = jmp.autocast(fun, rule.rules, compute_dtype="float16")
+        return str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(low(x))))(X))
 
 
-@pytest.mark.slow
-def test_programs_are_read_and_their_lints_counted(monkeypatch):
-    every = [*lints._programs()]
-    assert len(every) == 238
-    few = [pair for pair in every if pair[0] in ("InfoNCE", "ArcFace")]
-    monkeypatch.setattr(lints, "_programs", lambda: iter(few))
-    hits, read, failed = lints.measure()
-    assert (read, failed) == (2, 0)
-    assert lints.Hits("no loss scale", 2, "InfoNCE") in hits
+def everything(x):
+    """Has something for most rules."""
+    h = jnp.tanh(x @ x + 1)
+    normed = (h - h.mean()) * jax.lax.rsqrt(h.var() + 1e-6)
+    gate = jax.nn.sigmoid(normed @ x)
+    y = jnp.log(1 - gate) @ x + gate @ x / (normed @ x)
+    return (jnp.sin(y) @ x - 100) ** 2
+
+
+@pytest.mark.parametrize("name", rules.RULES)
+def test_a_rule_is_switched_off_and_on_again(name):
+    on = rules.Rule("")
+    before = traced(everything, on)
+    traced(everything, rules.RULES[name])
+    assert traced(everything, on) == before
+
+
+@pytest.mark.parametrize("name", ["amplify", "slope", "tail"])
+def test_without_a_rule_programs_change(name):
+    is_equal = traced(everything, rules.RULES[name]) == traced(
+        everything, rules.Rule("")
+    )
+    assert not is_equal
+
+
+def test_rows_are_written_read_and_shown(tmp_path, capsys):
+    options = ["--rules", "demanded product", "power", "--programs", "siren"]
+    options += ["--drawn", "3", "--models", "--json", str(tmp_path)]
+    rules.main(options)
+    shown = capsys.readouterr().out
+    (last,) = [line for line in shown.splitlines()[-3:] if line.startswith("rule")]
+    assert "the sweep" in last
+    rules.main([*options, "--rules", "power"])
+    again = capsys.readouterr().out
+    assert "demanded product" in again  # It is there, and not measured again.

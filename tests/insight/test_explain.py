@@ -128,10 +128,10 @@ def test_casts_of_the_user_have_rows():
         if row.op == "convert_element_type"
     ]
     assert rows == [
-        ("float32", "existing cast to another dtype"),
+        ("float32", "not from float32 to float32"),
         ("float32", "deliberate"),
-        ("float32", "existing cast to another dtype"),
-        ("float32", "undecided"),
+        ("float32", "not from float32 to float32"),
+        ("float32", "no operand is 16-bit or deliberate float32"),
     ]
     marked = full_precision(lambda x: x.astype("bfloat16").astype(jnp.float32))
     *_, row = explain(marked)(X).rows

@@ -60,22 +60,22 @@ def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> CarryDecisi
     """
     match, rule = rules.scope(path), rules.carry(path)
     if match and match.source is RuleSource.MARK and match.precision is Precision.LOW:
-        return CarryDecision(Slot.FOLLOW, Reason.CARRY_MARK)
+        return CarryDecision(Slot.FOLLOW, Reason.RULE)
     if rule is not None:
-        return CarryDecision(Slot(rule), Reason.CARRY_RULE)
+        return CarryDecision(Slot(rule), Reason.RULE)
     if not facts.has_gradient:
         # Each step writes some rows into a cache of keys, and products read all. (In a
         # backward pass the gradients of all steps would add up in 16 bits.)
         if facts.is_multiplied_later and not facts.is_multiplied:
-            return CarryDecision(Slot.WRITTEN, Reason.CARRY_CACHE)
-        return CarryDecision(Slot.FULL, Reason.CARRY_WHILE)
+            return CarryDecision(Slot.WRITTEN, Reason.CARRY_PRODUCTS)
+        return CarryDecision(Slot.FULL, Reason.CARRY_STATE)
     # Low products would cast it anyway, as the hidden state of an LSTM.
     if facts.is_multiplied:
         return CarryDecision(Slot.LOW, Reason.CARRY_PRODUCTS)
     if not facts.is_of_layers:
         return CarryDecision(Slot.FULL, Reason.CARRY_STATE)
     if facts.is_added_to:
-        return CarryDecision(Slot.FULL, Reason.CARRY_SUM)
+        return CarryDecision(Slot.FULL, Reason.CARRY_STATE)
     if not facts.last_is_read:
         return CarryDecision(Slot.FULL, Reason.CARRY_RESULT)
     return CarryDecision(Slot.FOLLOW, Reason.CARRY_LAYERS)

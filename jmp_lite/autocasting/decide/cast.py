@@ -18,9 +18,7 @@ def decide_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Dec
     """Decides an existing cast, which the user or JAX has written."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     if not structure.is_float32(var):
-        is_float32 = structure.is_float32(atom)
-        reason = Reason.CAST_TO_OTHER if is_float32 else Reason.NOT_FLOAT32
-        return Decision(Run.AS_TRACED, None, reason)
+        return Decision(Run.AS_TRACED, None, Reason.NOT_FLOAT32)
     match, dtype = rules.scope(path), structure.dtype_of(atom)
     precision = match.precision if match else None
     if precision is Precision.LOW:
@@ -30,14 +28,14 @@ def decide_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Dec
     # An array that is stored in few bits stays so until an op reads its numbers.
     held = dtype if is_exact_in(dtype, rules.low_dtype) else None
     if operand.state is not None:
-        return Decision(Run.PASS, operand.state, Reason.CAST_OF_FLOAT32, leader=operand)
+        return Decision(Run.PASS, operand.state, Reason.PASSES_ON, leader=operand)
     if dtype == np.bool_:
-        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER, held=held)
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED, held=held)
     if operand.kind in (Kind.LITERAL, Kind.EXACT) and not operand.shape:
-        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_NUMBER)
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED)
     if operand.kind is Kind.GIVEN and jnp.issubdtype(dtype, jnp.floating):
-        return Decision(Run.FULL, State.SOFT, Reason.CAST_OF_GIVEN, held=held)
-    return Decision(Run.FULL, State.HARD, Reason.CAST_OF_COMPUTED, held=held)
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED, held=held)
+    return Decision(Run.FULL, State.HARD, Reason.CAST, held=held)
 
 
 @functools.cache

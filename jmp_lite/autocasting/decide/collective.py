@@ -62,7 +62,7 @@ def decide_collective(
     return Decision(
         Run.FULL if is_soft else Run.LOW,
         State.SOFT if is_soft else State.LOW,
-        Reason.SENDS_16_BITS,
+        Reason.MOVES_16_BITS,
         held=rules.low_dtype,
         lowers_sum=lowers_sum,
     )

@@ -32,57 +32,38 @@ class Reason(enum.Enum):
 
     # The rules alone decide; the decision's ``match`` is the rule.
     RULE = enum.auto()
+    # What a product is, or who reads it; FORMAT: see the decision's verdict.
     HIGHEST_PRECISION = enum.auto()
-    CAST_TO_INTEGERS = enum.auto()
-    SOLVED = enum.auto()
+    DIGITS = enum.auto()
     PHASE = enum.auto()
     LOOKUP = enum.auto()
-    COUNT = enum.auto()
-    POWER_OF_A_MATRIX = enum.auto()
     SPREAD = enum.auto()
     SMALL = enum.auto()
-    RANDOM = enum.auto()
-    # The requested number format of a product decides; see the decision's verdict.
     FORMAT = enum.auto()
     # The equation itself decides.
     NOT_FLOAT32 = enum.auto()
-    INTEGER_PRODUCT = enum.auto()
-    EFFECTS = enum.auto()
+    OPAQUE = enum.auto()
     OTHER_FLOATS = enum.auto()
-    APPLIES_FUNCTION = enum.auto()
+    RANDOM = enum.auto()
     PASSES_ON = enum.auto()
     POSITION = enum.auto()
+    CAST = enum.auto()
     # Its operands and its readers decide.
     MOVES_16_BITS = enum.auto()
-    SENDS_16_BITS = enum.auto()
     ROUNDS_NOTHING = enum.auto()
     READ_IN_FLOAT32 = enum.auto()
     AMPLIFIED = enum.auto()
-    POWER = enum.auto()
     ONE_FUNCTION = enum.auto()
-    FOLLOWS_LOW = enum.auto()
-    FOLLOWS_FLOAT32 = enum.auto()
+    FOLLOWS = enum.auto()
     UNDECIDED = enum.auto()
-    # Existing casts in the function.
-    CAST_TO_OTHER = enum.auto()
-    CAST_OF_FLOAT32 = enum.auto()
-    CAST_OF_GIVEN = enum.auto()
-    CAST_OF_NUMBER = enum.auto()
-    CAST_OF_COMPUTED = enum.auto()
     # Equations that run as traced, with everything inside of them.
     INSIDE = enum.auto()
-    ENDS_BY_A_FLOAT = enum.auto()
-    ROOT = enum.auto()
+    ITERATES = enum.auto()
     # Carries of loops.
-    CARRY_RULE = enum.auto()
-    CARRY_MARK = enum.auto()
     CARRY_PRODUCTS = enum.auto()
-    CARRY_STATE = enum.auto()
-    CARRY_SUM = enum.auto()
-    CARRY_RESULT = enum.auto()
     CARRY_LAYERS = enum.auto()
-    CARRY_CACHE = enum.auto()
-    CARRY_WHILE = enum.auto()
+    CARRY_STATE = enum.auto()
+    CARRY_RESULT = enum.auto()
 
 
 class Operand(NamedTuple):

@@ -84,13 +84,13 @@ def decide(
     if Mark.RANDOM in rules.mark(eqn) and not (match.is_explicit and is_marked):
         return Decision(Run.AS_TRACED, State.SOFT, Reason.RANDOM)
     if not params.has_only_axis_effects(eqn):
-        return Decision(Run.AS_TRACED, State.HARD, Reason.EFFECTS)
+        return Decision(Run.AS_TRACED, State.HARD, Reason.OPAQUE)
     if params.applies_function(eqn):
-        return Decision(Run.AS_TRACED, State.HARD, Reason.APPLIES_FUNCTION)
+        return Decision(Run.AS_TRACED, State.HARD, Reason.OPAQUE)
     if _has_other_floats(eqn, rules.low_dtype):
         return Decision(Run.AS_TRACED, State.HARD, Reason.OTHER_FLOATS)
     if op in PRODUCTS and not any(map(structure.is_float, eqn.invars)):
-        return Decision(Run.AS_TRACED, State.HARD, Reason.INTEGER_PRODUCT)
+        return Decision(Run.AS_TRACED, State.HARD, Reason.NOT_FLOAT32)
     if not has_float32_results:
         readers |= Readers.OTHER
     floats, held = operands.floats, None
@@ -165,7 +165,7 @@ def _decide_by_class(
         # The operand (a position) needs its digits, the result does not.
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
     if match.is_explicit and state is State.LOW and not readers.demand_float32:
-        return Decision(Run.LOW, state, Reason.FOLLOWS_LOW, leader)
+        return Decision(Run.LOW, state, Reason.FOLLOWS, leader)
     if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
         return _decide_low(op, operands, Reason.ROUNDS_NOTHING, leader)
     if state is State.LOW and held is not None:
@@ -181,11 +181,11 @@ def _decide_by_class(
         return (
             precision is Precision.FOLLOW
             and _decide_full(op, operands, readers, is_narrow)
-        ) or _decide_low(op, operands, Reason.FOLLOWS_LOW, leader, is_narrow=is_narrow)
+        ) or _decide_low(op, operands, Reason.FOLLOWS, leader, is_narrow=is_narrow)
     if precision is Precision.FOLLOW and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     if state is State.HARD:
-        return Decision(Run.FULL, state, Reason.FOLLOWS_FLOAT32, leader)
+        return Decision(Run.FULL, state, Reason.FOLLOWS, leader)
     return Decision(Run.FULL, state, Reason.UNDECIDED)
 
 
@@ -204,7 +204,7 @@ def _decide_full_by_default(
     origins = [params.op_of(o.origin) for o in full if is_equation(o.origin)]
     is_of_norm = bool(origins) and INSIDE_OF_FUNCTIONS.issuperset([op, *origins])
     if is_of_norm and roots_of(operands):
-        return Decision(Run.FULL, State.HARD, Reason.FOLLOWS_FLOAT32, full[0])
+        return Decision(Run.FULL, State.HARD, Reason.FOLLOWS, full[0])
     if is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     return None
@@ -240,7 +240,7 @@ def _decide_full(
     if _is_amplified(op, operands, readers):
         return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
     if is_narrow and _is_power(op, operands):
-        return Decision(Run.FULL, State.HARD, Reason.POWER)
+        return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     states = {o.state for o in operands}
     # A factor that is float32 for its own digits alone is read in 16 bits: XLA would
     # save it in float32.
@@ -407,7 +407,7 @@ def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:
     op, reason = params.op_of(eqn), None
     if op == "while" and rules.carry(path) != "follow":
         is_low = functools.partial(runs_low, rules)
-        reason = Reason.ENDS_BY_A_FLOAT if ends_by_a_float(eqn, path, is_low) else None
+        reason = Reason.ITERATES if ends_by_a_float(eqn, path, is_low) else None
     if op == "custom_jvp_call" and params.is_custom_root(eqn):
-        reason = Reason.ROOT
+        reason = Reason.ITERATES
     return Decision(Run.AS_TRACED, State.HARD, reason) if reason else None

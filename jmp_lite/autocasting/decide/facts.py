@@ -53,8 +53,8 @@ class Readers(enum.IntFlag):
     ``FULL``: ops that run in float32, and ops that follow if their own results are
     demanded in float32. ``OUTPUT``: outputs of the function. ``OTHER``: ops that take
     16 bits, such as matrix products. The other kinds need digits that a product loses
-    in 16 bits. ``INTEGER_CAST``: casts to integers. ``SOLVER``: factorizations and
-    solvers. ``PHASE``: sin and cos. ``LOW_PHASE``: sin or cos whose result is not
+    in 16 bits. ``DIGITS``: casts to integers, factorizations and solvers. ``PHASE``:
+    sin and cos. ``LOW_PHASE``: sin or cos whose result is not
     demanded in float32. ``AMPLIFIER``: ops that amplify a rounding error of the value,
     directly or through ops that follow. One such reader is enough: the value is then
     computed in float32, whatever else reads it. The others are weaker, and end at a sum
@@ -72,8 +72,7 @@ class Readers(enum.IntFlag):
     FULL = 1
     OUTPUT = 2
     OTHER = 4
-    INTEGER_CAST = 8
-    SOLVER = 16
+    DIGITS = 8
     PHASE = 32
     LOW_PHASE = 64
     AMPLIFIER = 128
@@ -91,7 +90,7 @@ class Readers(enum.IntFlag):
     @property
     def need_digits(self) -> bool:
         """Whether a reader needs all digits of a count."""
-        needing = Readers.FULL | Readers.AMPLIFIER | Readers.INTEGER_CAST
+        needing = Readers.FULL | Readers.AMPLIFIER | Readers.DIGITS
         return self.demand_float32 or bool(self & needing)
 
     @property
@@ -141,7 +140,7 @@ class Readers(enum.IntFlag):
 _SHIFTS = Readers.SHIFTER | Readers.COMPLEMENT
 _AMPLIFIERS = Readers.AMPLIFIER | Readers.FACTOR | _SHIFTS
 _LOW_READERS = Readers.OTHER | Readers.LOW_PHASE
-_DIGIT_READERS = Readers.INTEGER_CAST | Readers.SOLVER | Readers.PHASE
+_DIGIT_READERS = Readers.DIGITS | Readers.PHASE
 
 
 class Mark(enum.Flag):

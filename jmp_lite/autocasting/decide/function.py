@@ -84,14 +84,14 @@ def lineage_of(decision: Decision, floats: Sequence[Operand]) -> Lineage | None:
       decision: the decision for the equation.
       floats: its operands that were traced in float32.
     """
-    if decision.reason is Reason.CAST_OF_FLOAT32:
-        return floats[0].lineage
+    if decision.run is Run.PASS:  # A cast to float32, or a barrier of several values.
+        return floats[0].lineage if decision.leader else None
     roots, match = roots_of(floats), decision.match
     if decision.state is State.SOFT:
         return Lineage(roots) if decision.reason in _TRACKED else None
     if roots is None:
         return None
-    if decision.reason in (Reason.ONE_FUNCTION, Reason.POWER):
+    if decision.reason is Reason.ONE_FUNCTION:
         return Lineage(roots, is_rejoined=True)
     is_tracked = decision.reason in _TRACKED or (
         decision.reason is Reason.RULE
@@ -101,9 +101,8 @@ def lineage_of(decision: Decision, floats: Sequence[Operand]) -> Lineage | None:
 
 
 _TRACKED = (
-    Reason.FOLLOWS_LOW,
+    Reason.FOLLOWS,
     Reason.ROUNDS_NOTHING,
-    Reason.FOLLOWS_FLOAT32,
     Reason.READ_IN_FLOAT32,
     Reason.AMPLIFIED,
     Reason.UNDECIDED,

@@ -51,14 +51,11 @@ def decide_product(
     reason = _reason_of(rules, eqn, operands, readers, path) or demanded_by(readers)
     if reason is None or asks_for_low(rules.rules, op, path):
         return None
-    if reason is Reason.COUNT:
-        # Zeros and ones have 16 bits, and fewer.
+    are_binary = (Mark.BINARY_LEFT | Mark.BINARY_RIGHT) in rules.mark(eqn)
+    if reason is Reason.LOOKUP and are_binary:
+        # It counts. Zeros and ones have 16 bits, and fewer.
         return Decision(
-            Run.LOW,
-            _state_of(readers),
-            Reason.COUNT,
-            match=match,
-            requested=FORMATS["wide"],
+            Run.LOW, _state_of(readers), reason, match=match, requested=FORMATS["wide"]
         )
     # The phases of given coordinates need their digits. Those of a hidden layer have
     # the error of its inputs anyway.
@@ -86,13 +83,13 @@ def _reason_of(
     marks = rules.mark(eqn)
     is_binary = [mark in marks for mark in (Mark.BINARY_LEFT, Mark.BINARY_RIGHT)]
     if all(is_binary) and readers.need_digits:
-        return Reason.COUNT
+        return Reason.LOOKUP
     if any(is_binary) and readers.demand_float32:
         tables = [o for o, yes in zip(operands, is_binary, strict=False) if not yes]
         if all(map(_is_table, tables)):
             return Reason.LOOKUP
     if Mark.POWER in marks:
-        return Reason.POWER_OF_A_MATRIX
+        return Reason.DIGITS
     if _is_small(eqn) and not rules.match(params.op_of(eqn), path).is_explicit:
         return Reason.SMALL
     is_narrow = jnp.finfo(rules.low_dtype).maxexp < jnp.finfo("float32").maxexp
@@ -153,11 +150,9 @@ def raises_precision(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
 
 _FOR_DIGITS = frozenset(
     {
-        Reason.CAST_TO_INTEGERS,
-        Reason.SOLVED,
+        Reason.DIGITS,
         Reason.PHASE,
         Reason.LOOKUP,
-        Reason.POWER_OF_A_MATRIX,
         Reason.SPREAD,
     }
 )
@@ -168,10 +163,8 @@ def demanded_by(readers: Readers) -> Reason | None:
     is_phase = readers & (Readers.PHASE | Readers.LOW_PHASE)
     if readers & Readers.OTHER:
         return Reason.PHASE if is_phase else None
-    if readers & Readers.INTEGER_CAST:
-        return Reason.CAST_TO_INTEGERS
-    if readers & Readers.SOLVER:
-        return Reason.SOLVED
+    if readers & Readers.DIGITS:
+        return Reason.DIGITS
     return Reason.PHASE if is_phase else None
 
 

@@ -155,9 +155,9 @@ class UseAnalysis(Backward[Readers]):
     def _reader(self, eqn: Eqn, op: str, readers: Readers, path: str) -> Readers:
         match = self._rules.match(op, path)
         if op in SOLVING:
-            return Readers.SOLVER
+            return Readers.DIGITS
         if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
-            return Readers.INTEGER_CAST
+            return Readers.DIGITS
         # A sort of several arrays compares the first and moves the others.
         discerns = op in DISCERNING or (op == "sort" and len(eqn.invars) > 1)
         if discerns and _demands(match):
@@ -278,9 +278,7 @@ _OF_PRODUCTS: Mapping[Reason, Readers] = MappingProxyType(
     {
         # A product that is float32 for its digits needs those of its operands, and so
         # on: the last of two cameras, and the first.
-        Reason.CAST_TO_INTEGERS: Readers.INTEGER_CAST,
-        Reason.SOLVED: Readers.SOLVER,
-        Reason.POWER_OF_A_MATRIX: Readers.SOLVER,
+        Reason.DIGITS: Readers.DIGITS,
         # It is float32 only for given operands. Here they are not known.
         Reason.PHASE: Readers.OTHER,
         Reason.LOOKUP: Readers.OTHER,
