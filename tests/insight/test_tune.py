@@ -356,9 +356,10 @@ def test_float32_is_found_first_and_float8_is_given_to_the_rest():
     found, again = (tune(fun, args, 0.15, FLOAT8) for _ in range(2))
     in_8 = "float8_e4m3fn"
     assert [p == in_8 for p in products(fun, found.rules, *args)] == [0, 0, 1, 1, 0]
-    (*_, precision), last = kept(found)
+    (*_, precision), *others = kept(found)
     assert precision is jmp.ops.Precision.FULL
-    assert last == ("scope", "^layer_0$", jmp.ops.Precision.LOW)
+    # It may stay in float32 with the other, or in 16 bits.
+    assert others in ([], [("scope", "^layer_0$", jmp.ops.Precision.LOW)])
     assert all(one.without.largest > 0.15 for one in found.report.kept)
     assert max(errors_of(fun, found.rules, *args)) <= 0.15
     assert (found, found.report) == (again, again.report)
