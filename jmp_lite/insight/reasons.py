@@ -26,7 +26,7 @@ _WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
         Reason.PASSES_ON: "returns its operands",
         Reason.POSITION: "the operand may be a position or a phase",
-        Reason.MOVES_16_BITS: "moves 16 bits or fewer: an argument, or between devices",
+        Reason.MOVES_16_BITS: "moves or sends what has 16 bits or fewer",
         Reason.ROUNDS_NOTHING: "exact in 16 bits",
         Reason.READ_IN_FLOAT32: "read only by float32 ops, or returned",
         Reason.AMPLIFIED: "read by an op that amplifies rounding errors",

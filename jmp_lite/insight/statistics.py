@@ -235,19 +235,21 @@ def _classify(
 ) -> dict[str, Array | np.ndarray]:
     """Returns a flag of each element for each count, and the absolute values.
 
-    In the graph these are their bits, which are in the order of the values: compared as
-    floats, subnormal numbers may be zeros.
+    In the graph the numbers are compared, and returned, as their bits, which are in the
+    same order: compared as floats, subnormal numbers may be zeros.
     """
-    xp, infinity = np, np.asarray(np.inf, sizes.dtype)
-    if isinstance(sizes, jax.Array):
-        xp = jnp
+    xp = jnp if isinstance(sizes, jax.Array) else np
+    # By the floats: where the bits decide these, too, XLA fuses less.
+    is_finite, is_nan = xp.isfinite(sizes), xp.isnan(sizes)
+    infinity = np.asarray(np.inf, sizes.dtype)
+    if xp is jnp:
         sizes, infinity, *ends = map(_bits, (sizes, infinity, *ends))
     overflow, underflow, normal = ends
-    is_finite, is_zero = sizes < infinity, sizes == 0
+    is_zero = sizes == 0
     return {
-        "nan": ~is_finite & (sizes != infinity),
+        "nan": is_nan,
         "inf": sizes == infinity,
-        "overflow": is_finite & (sizes >= overflow),
+        "overflow": (sizes < infinity) & (sizes >= overflow),
         "underflow": ~is_zero & (sizes <= underflow),
         "subnormal": (sizes > underflow) & (sizes < normal),
         "max_abs": xp.where(is_finite, sizes, 0),

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Never, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -299,6 +298,8 @@ class _Training:
             "loss": upcast_tree(loss),
             "grad": grads,
             "grad_norm": grad_norm,
+            # Line searches, sophia and sam call one of them, and are refused.
+            **dict.fromkeys(("value_fn", "obj_fn", "grad_fn"), _refuse_to_evaluate),
         }
         accepted = accepted_arguments(self.inner, given, extra_args)
         updates, new_opt_state = self._update(loss, grads, opt_state, params, accepted)
@@ -379,18 +380,24 @@ class _Training:
         """
         found = judged(grads)
         found = found._replace(finite=found.finite & all_finite(loss))
-        try:
-            updates, new = update_if(
-                found, self.inner, grads, opt_state, params, extra_args
-            )
-        except (TypeError, ValueError) as error:
-            # optax's line searches, sophia and sam name the function that is missing.
-            if re.search("value_fn|grad_fn|obj_fn", str(error)):
-                raise TypeError(_EVALUATES) from error
-            raise
+        updates, new = update_if(
+            found, self.inner, grads, opt_state, params, extra_args
+        )
         # The scale multiplies the loss later, so it does not cause a non-finite loss.
         scale = select_tree(all_finite(loss), new.loss_scale, opt_state.loss_scale)
         return updates, new._replace(loss_scale=scale)
+
+
+def _refuse_to_evaluate(
+    params: Params,
+    value_fn: PyTree = None,
+    obj_fn: PyTree = None,
+    grad_fn: PyTree = None,
+    loss: PyTree = None,
+    grad_norm: PyTree = None,
+) -> Never:
+    """Raises a TypeError. optax's line searches ask for the names of all arguments."""
+    raise TypeError(_EVALUATES)
 
 
 _EVALUATES = """\

@@ -181,7 +181,7 @@ def test_a_move_of_a_16_bit_argument_runs_in_16_bits_and_changes_no_bit(name):
 
     rows = [r for r in jmp.explain(product)(w).rows if r.code == "moves_16_bits"]
     assert {(r.precision, r.reason) for r in rows} == {
-        ("bfloat16", "moves 16 bits or fewer: an argument, or between devices")
+        ("bfloat16", "moves or sends what has 16 bits or fewer")
     }
     eqns = live_equations(autocast(product), w)
     assert products(eqns) == {("bfloat16",) * 3: 1}

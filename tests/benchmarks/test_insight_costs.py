@@ -61,8 +61,7 @@ def test_watching_costs_more_kernels_and_little_memory(tmp_path):
     assert sampled["kernels"] < 4
     assert row["ops"] > 30
     assert 1 < row["moved"] < 1.3
-    # Bits are compared, not floats, which costs a kernel in ten: subnormals count.
-    assert 1 < row["kernels"] < 4.1
+    assert 1 < row["kernels"] < 4
     assert 1 < row["roofline"] < 1.3
     assert row["peak"] < 1.2
     assert 1 + both["float32"] < both["moved"] < 4
@@ -77,4 +76,4 @@ def test_the_small_arrays_of_a_loop_are_counted_in_few_kernels():
     for row in rows:
         assert row.ops > 50
         assert 1 < row.moved < 1.5
-        assert 1 < row.kernels < 4.1
+        assert 1 < row.kernels < 4

@@ -221,7 +221,9 @@ def main() -> int:
     options = parser.parse_args()
     faults = choose(options.n, options.seed, options.room)
     lines = SURVIVORS.read_text().splitlines()
-    known = dict(line.split(" | ", 1) for line in lines if " | " in line)
+    known = dict(line.split(" | ", 1) for line in lines)
+    if gone := known.keys() - set(map(str, choose(10**9, 0, ""))):
+        parser.error(f"{SURVIVORS.name} lists faults of older code: {sorted(gone)}")
     with tempfile.TemporaryDirectory() as scratch:
         folders: queue.Queue[pathlib.Path] = queue.Queue()
         for i in range(os.cpu_count() or 1):

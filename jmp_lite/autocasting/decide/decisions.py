@@ -30,7 +30,7 @@ class Run(enum.Enum):
 class Reason(enum.Enum):
     """The reason of a decision for an equation or for a carry."""
 
-    # The rules alone decide; the decision's ``match`` is the rule.
+    # The rules alone decide; for an equation, the decision's ``match`` is the rule.
     RULE = enum.auto()
     # What a product is, or who reads it; FORMAT: see the decision's verdict.
     HIGHEST_PRECISION = enum.auto()

@@ -290,8 +290,8 @@ class Converter(Evaluator[Value, Spec, Site, Converted], abc.ABC):
     ) -> list[Value]:
         """Casts the results of functions of one 16-bit value to 16 bits.
 
-        A value that its readers demand in float32 stays float32. It also does if one of
-        them amplifies a rounding error, but it is no longer deliberate.
+        A value that its readers demand in float32 stays float32. So does one that a
+        reader amplifies an error of, but it is no longer deliberate.
         """
         states = [State.SOFT if each.amplify else State.LOW for each in readers]
         return [

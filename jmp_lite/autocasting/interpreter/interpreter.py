@@ -243,10 +243,11 @@ class _InterpreterFrame(Frame[Value, Site]):
     def _leave_functions(
         self, eqn: Eqn, operands: Sequence[Value], readers: Sequence[Readers]
     ) -> Sequence[Value]:
-        """Returns operands, results of functions of one 16-bit value as 16-bit.
+        """Returns the operands of an op that ends functions of one 16-bit value.
 
-        Float32 ops read them so, too. Otherwise the result of a norm that a product and
-        a loss read would be stored in 16 bits and in float32.
+        The results of such functions have 16 bits there, even if the op is float32.
+        Otherwise the result of a norm that a product and a loss read would be stored
+        twice, in 16 bits and in float32.
         """
         op = params.op_of(eqn)
         if op in _CUSTOM_OR_CONTROL:
@@ -278,7 +279,7 @@ class _InterpreterFrame(Frame[Value, Site]):
 _CUSTOM_OR_CONTROL = frozenset([*params.CUSTOM, *params.CONTROL])
 
 _READ_AS_THEY_ARE = HIGHER_ORDER | PASSING | PRODUCTS | {"convert_element_type"}
-"""Ops that do not end a function: calls, and what casts its operands itself."""
+"""Ops that end no function: calls, and ops that cast their operands themselves."""
 
 
 def _operand(value: Value) -> Operand:
