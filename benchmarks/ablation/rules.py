@@ -286,10 +286,11 @@ class Row(NamedTuple):
 # ---------------------------------------------------------------------------- errors
 
 
-def _traced(fun: Callable[..., Any], *args: Any) -> str:
+def _traced(fun: Callable[..., Any], *args: Any) -> int:
+    """Returns the hash of a traced function as text."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fun)(*args)))
+        return hash(re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fun)(*args))))
 
 
 class _Tally:
@@ -329,16 +330,28 @@ def _of_sweep(rule: Rule, names: Sequence[str]) -> Lost:
         for dtype in DTYPES:
             mixed = jmp.autocast(loss, compute_dtype=dtype)
             without = jmp.autocast(loss, rule.rules, compute_dtype=dtype)
+            key = entry.name, dtype
             with rule.off():
                 changed = _traced(jax.value_and_grad(without), *inputs[0])
-            if changed == _traced(jax.value_and_grad(mixed), *inputs[0]):
+            traced = functools.partial(_traced, jax.value_and_grad(mixed), *inputs[0])
+            if changed == _once("trace", *key, make=traced):
                 continue
             expected = in_float32(loss, inputs)
             with rule.off():
                 after = errors_of(without, inputs, dtype, expected).all
-            before = errors_of(mixed, inputs, dtype, expected).all
-            tally.add(entry.name, dtype, before, after)
+            error = functools.partial(errors_of, mixed, inputs, dtype, expected)
+            tally.add(*key, _once("error", *key, make=error).all, after)
     return tally.lost()
+
+
+_with_all_rules: dict[object, Any] = {}
+
+
+def _once(*key: object, make: Callable[[], Any]) -> Any:
+    """Returns what ``make`` returned for a key at first: with all rules, it is one."""
+    if key not in _with_all_rules:
+        _with_all_rules[key] = make()
+    return _with_all_rules[key]
 
 
 @functools.cache
@@ -370,13 +383,16 @@ def _of_search(rule: Rule, n: int) -> Lost:
         for dtype in DTYPES:
             mixed = jmp.autocast(program, compute_dtype=dtype)
             without = jmp.autocast(program, rule.rules, compute_dtype=dtype)
+            key = f"program {i}", dtype
             with rule.off():
                 changed = _traced(jax.value_and_grad(without), args)
-            if changed == _traced(jax.value_and_grad(mixed), args):
+            traced = functools.partial(_traced, jax.value_and_grad(mixed), args)
+            if changed == _once("trace", *key, make=traced):
                 continue
             with rule.off():
                 after = _error(program, rule.rules, dtype)
-            tally.add(f"program {i}", dtype, _error(program, _MIXED, dtype), after)
+            error = functools.partial(_error, program, _MIXED, dtype)
+            tally.add(*key, _once("error", *key, make=error), after)
     return tally.lost()
 
 
@@ -398,17 +414,19 @@ def _of_models(rule: Rule, names: Sequence[str]) -> list[Cost]:
 
         with rule.off():
             after = _traced(gradient(rule.rules), *args)
-        if after == _traced(gradient(_MIXED), *args):
+        traced = functools.partial(_traced, gradient(_MIXED), *args)
+        if after == _once("trace", name, make=traced):
             continue
         with rule.off():
             without = compile_for("h100", gradient(rule.rules), *args)
-        whole = compile_for("h100", gradient(_MIXED), *args)
+        compiled = functools.partial(compile_for, "h100", gradient(_MIXED), *args)
+        whole = _once("compiled", name, make=compiled)
         found.append(
             Cost(
                 name,
                 without.bytes_moved / whole.bytes_moved,
                 without.peak_memory / whole.peak_memory,
-                without.roofline / whole.roofline,
+                without.roofline_seconds / whole.roofline_seconds,
             )
         )
     return found
