@@ -10,7 +10,7 @@ from jmp_lite import ops as ops
 from jmp_lite import results as results
 from jmp_lite import serialization as serialization
 from jmp_lite import states as states
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import (
     as_full,
     as_low,

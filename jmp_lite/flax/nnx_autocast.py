@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter import api
+from jmp_lite.autocasting import api
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.losses import set_float32_loss, with_float32_loss

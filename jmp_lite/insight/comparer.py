@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp_lite.autocasting.interpreter.casts import Casts
 from jmp_lite.autocasting.rules.scopes import of_the_user
+from jmp_lite.autocasting.values import Casts
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.statistics import sample
 from jmp_lite.insight.tables import Place

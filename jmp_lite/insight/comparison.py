@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.arguments import read_function
-from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.arguments import read_function
+from jmp_lite.autocasting.interpret import Interpreter
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.insight.comparer import (

@@ -15,8 +15,8 @@ from typing import ParamSpec
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.arguments import read_function
-from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.arguments import read_function
+from jmp_lite.autocasting.interpret import Interpreter
 from jmp_lite.autocasting.rules.match import AnyPrecision, in_json_or_name
 from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import (

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite.autocasting.arguments import Program, is_narrow
 from jmp_lite.autocasting.decide.contents import ContentAnalysis
-from jmp_lite.autocasting.decide.decisions import Operand, Reason, Run
+from jmp_lite.autocasting.decide.decisions import Reason, Run
 from jmp_lite.autocasting.decide.facts import (
+    Facts,
     Mark,
     NumberOrigin,
     Origin,
@@ -24,7 +26,6 @@ from jmp_lite.autocasting.decide.facts import (
     is_from_16_bits,
 )
 from jmp_lite.autocasting.decide.function import roots_of
-from jmp_lite.autocasting.interpreter.arguments import Program, is_narrow
 from jmp_lite.autocasting.passes import homogeneity
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import Rules
@@ -106,7 +107,7 @@ class LintInput(NamedTuple):
     """
 
     decided: Sequence[DecidedRow]
-    results: Sequence[Operand]
+    results: Sequence[Facts]
     rules: Rules
     has_gradients: bool
     program: Program

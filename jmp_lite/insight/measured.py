@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.autocasting.interpreter.arguments import read_function
-from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.arguments import read_function
+from jmp_lite.autocasting.interpret import Interpreter
 from jmp_lite.autocasting.rules.match import AnyPrecision, name_of
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.api import build_autocast
+from jmp_lite.autocasting.api import build_autocast
 from jmp_lite.autocasting.rules.presets import choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_number, upcast_tree

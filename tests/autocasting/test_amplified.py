@@ -18,7 +18,7 @@ from helpers import (
 from jax import lax
 from programs import W, X
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.explanation import explain
 from jmp_lite.ops import AMPLIFYING

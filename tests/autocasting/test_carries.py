@@ -21,7 +21,7 @@ from programs import LAYERS, LSTM, LSTM_PARAMS, W, X
 
 import jmp_lite
 from benchmarks.compiled import compile_for, missing
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import full_precision, low_precision
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.explanation import explain

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from test_ops import installed_primitives
 
 from jmp_lite import ops
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import full_precision, low_precision
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules

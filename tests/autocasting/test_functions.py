@@ -28,8 +28,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite.autocasting.decide.facts import State
-from jmp_lite.autocasting.interpreter.api import autocast
-from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.api import autocast
+from jmp_lite.autocasting.interpret import Interpreter
 from jmp_lite.autocasting.marks import (
     as_full,
     as_low,

@@ -43,7 +43,7 @@ from programs import (
 )
 
 import jmp_lite.nnx
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.explanation import explain
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from programs import PROGRAMS, total
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 
 PRODUCT = re.compile(
     r"stablehlo\.(?:dot_general|convolution).*: "

@@ -32,7 +32,7 @@ from programs import (
     traced,
 )
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules, warn_of_emulation
 from jmp_lite.insight.explanation import explain
 

@@ -10,7 +10,7 @@ from helpers import DTYPES, compiled, mostly_slow, one_of_each, relative_error
 from jax import lax
 from programs import W, X
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.explanation import explain
 

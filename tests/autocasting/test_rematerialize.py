@@ -10,7 +10,7 @@ from helpers import compiled, equations, live_equations, relative_error
 from jax import lax
 from programs import LAYERS, W, X
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 
 
 def norm(x):

@@ -20,7 +20,7 @@ from jax import export, lax
 from jax.sharding import PartitionSpec as P
 from programs import LSTM, LSTM_PARAMS, B, W, X
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
 
 H = X[:2]  # Fewer numbers than the weight has.

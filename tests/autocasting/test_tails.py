@@ -9,7 +9,7 @@ import pytest
 from helpers import compiled, mostly_slow, one_of_each, relative_error
 from jax import lax
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import as_full, as_low
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.explanation import explain

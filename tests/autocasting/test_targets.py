@@ -15,7 +15,7 @@ from benchmarks import models
 from benchmarks.collectives import mesh_of
 from benchmarks.compiled import TARGETS, compile_for, missing
 from benchmarks.models import transformer
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
 
 pytestmark = pytest.mark.targets

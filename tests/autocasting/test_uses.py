@@ -11,7 +11,7 @@ from helpers import compiled, live_equations, ops, products, relative_error
 from jax import lax
 from programs import LAYERS, MIXED, W, X
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import full_precision
 from jmp_lite.insight.explanation import explain
 

@@ -15,7 +15,7 @@ from helpers import live_equations, products, relative_error
 
 import jmp_lite
 import jmp_lite.nnx
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.mutables import noting_captures, refusing_modules
 

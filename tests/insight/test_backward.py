@@ -8,7 +8,7 @@ from helpers import NEVER_LOW, compiled, live_equations, mostly_slow, relative_e
 from jax import lax
 from programs import KEY, W, X
 
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 
 ROWS = jnp.array([0, 0, 1])
 

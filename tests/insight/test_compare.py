@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X, each_program
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.interpret import Interpreter
 from jmp_lite.insight.comparer import Comparer, StagedCasts, Twin
 from jmp_lite.jaxprs.trace import trace_function
 

@@ -27,7 +27,7 @@ from jmp_lite.autocasting.decide.decisions import (
     Run,
 )
 from jmp_lite.autocasting.decide.facts import State
-from jmp_lite.autocasting.interpreter.api import autocast
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import as_full, as_low, full_precision
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules

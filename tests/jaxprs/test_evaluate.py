@@ -15,7 +15,7 @@ from programs import PROGRAMS, W, X
 
 import jmp_lite as jmp
 from jmp_lite.autocasting.decide.decisions import RecordsInside
-from jmp_lite.autocasting.interpreter.interpreter import Interpreter
+from jmp_lite.autocasting.interpret import Interpreter
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.comparer import Comparer, Twin
 from jmp_lite.insight.watcher import FlaggedValue, Watcher

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
-from jmp_lite.autocasting.decide.facts import Kind, State
+from jmp_lite.autocasting.decide.decisions import Decision, Reason, Run
+from jmp_lite.autocasting.decide.facts import Facts, Kind, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import Precision
 
 
-def decide_cast(rules: RuleLookup, eqn: Eqn, operand: Operand, path: str) -> Decision:
+def decide_cast(rules: RuleLookup, eqn: Eqn, operand: Facts, path: str) -> Decision:
     """Decides an existing cast, which the user or JAX has written."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     if not structure.is_float32(var):

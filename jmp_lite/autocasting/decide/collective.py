@@ -7,8 +7,8 @@ devices. It is float32, unless a rule lowers the op that adds up.
 
 from collections.abc import Sequence
 
-from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
-from jmp_lite.autocasting.decide.facts import Readers, State
+from jmp_lite.autocasting.decide.decisions import Decision, Reason, Run
+from jmp_lite.autocasting.decide.facts import Facts, Readers, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.ops import (
@@ -24,7 +24,7 @@ def decide_collective(
     rules: RuleLookup,
     op: str,
     match: RuleMatch,
-    operands: Sequence[Operand],
+    operands: Sequence[Facts],
     readers: Readers,
     path: str,
 ) -> Decision | None:

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jmp_lite.autocasting.decide.facts import Kind, Lineage, Origin, State
+from jmp_lite.autocasting.decide.facts import Facts, Origin, State
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.formats.number_format import LOW, QUALIFIES, NumberFormat, Verdict
 from jmp_lite.jaxprs.types import Dtype, Eqn
@@ -66,26 +66,6 @@ class Reason(enum.Enum):
     CARRY_RESULT = enum.auto()
 
 
-class Operand(NamedTuple):
-    """An operand or a result, without its numbers.
-
-    Attributes:
-      state: its state; None if it was not traced in float32.
-      kind: its kind.
-      origin: the origin of its state.
-      shape: its shape.
-      lineage: its lineage.
-      held: the 16-bit dtype that it has although its state is not LOW; see ``Spec``.
-    """
-
-    state: State | None
-    kind: Kind
-    origin: Origin
-    shape: tuple[int, ...]
-    lineage: Lineage = Lineage()
-    held: Dtype | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """How one equation runs, the state of its float32 results, and the reason.
@@ -103,18 +83,21 @@ class Decision:
       held: the 16-bit dtype that a move runs in, and its result has, although it was
         traced in float32. Its derivative is float32, even if the result is LOW.
       lowers_sum: whether its derivative, a sum over devices, runs in ``held``, too.
+      keeps_slope: whether its derivative is computed from its operand; see
+        ``passes/slopes.py``.
     """
 
     run: Run
     state: State | None
     reason: Reason
-    leader: Operand | None = None
+    leader: Facts | None = None
     match: RuleMatch | None = None
     within: str = ""
     requested: NumberFormat = LOW
     verdict: Verdict = QUALIFIES
     held: Dtype | None = None
     lowers_sum: bool = False
+    keeps_slope: bool = False
 
     @property
     def number_format(self) -> NumberFormat:
@@ -130,11 +113,11 @@ class Operands(NamedTuple):
       floats: those that were traced in float32.
     """
 
-    every: Sequence[Operand]
-    floats: tuple[Operand, ...]
+    every: Sequence[Facts]
+    floats: tuple[Facts, ...]
 
     @classmethod
-    def collect(cls, operands: Sequence[Operand]) -> "Operands":
+    def collect(cls, operands: Sequence[Facts]) -> "Operands":
         """Selects the operands that were traced in float32."""
         return cls(operands, tuple(o for o in operands if o.state is not None))
 
@@ -154,7 +137,7 @@ class DecisionRecord(NamedTuple):
     decision: Decision
     origin: Origin = None
     result: int | None = None
-    operands: tuple[Operand, ...] = ()
+    operands: tuple[Facts, ...] = ()
 
 
 class RecordsInside(NamedTuple):

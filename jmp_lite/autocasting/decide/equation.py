@@ -4,6 +4,7 @@ Each function here is pure. It reads the rules, an equation, the states of its o
 the readers of its results, and its path.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -14,13 +15,13 @@ from jmp_lite.autocasting.decide.cast import decide_cast
 from jmp_lite.autocasting.decide.collective import decide_collective
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
-    Operand,
     Operands,
     Reason,
     Run,
 )
 from jmp_lite.autocasting.decide.ending import ends_by_a_float
 from jmp_lite.autocasting.decide.facts import (
+    Facts,
     Kind,
     Mark,
     NumberOrigin,
@@ -96,12 +97,22 @@ def decide(
     floats, held = operands.floats, None
     if op in MOVING and not gathers.fills_with_number(eqn):
         held = _dtype_of_all(floats, rules.low_dtype)
-    return (
+    decision = (
         decide_product(rules, eqn, floats, readers, path)
         or decide_format(rules, eqn, operands.every, readers, match)
         or decide_collective(rules, op, match, floats, readers, path)
         or _decide_by_class(op, match, floats, readers, rules.low_dtype, held)
     )
+    if _loses_slope(op, floats, decision.run):
+        return dataclasses.replace(decision, keeps_slope=True)
+    return decision
+
+
+def _loses_slope(op: str, operands: Sequence[Facts], run: Run) -> bool:
+    """Whether JAX's derivative of an op would lose digits, or save a float32 result."""
+    if op == "logistic":  # XLA saves a float32 result in place of the operand.
+        return run is Run.LOW
+    return op == "tanh" and (run is Run.LOW or bool(operands[0].roots))
 
 
 def runs_low(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
@@ -130,7 +141,7 @@ _NOT_FLOAT32 = Decision(Run.AS_TRACED, None, Reason.NOT_FLOAT32)
 def _decide_by_class(
     op: str,
     match: RuleMatch,
-    operands: Sequence[Operand],
+    operands: Sequence[Facts],
     readers: Readers,
     low_dtype: Dtype,
     held: Dtype | None,
@@ -190,7 +201,7 @@ def _decide_by_class(
 
 
 def _decide_full_by_default(
-    op: str, operands: Sequence[Operand], readers: Readers
+    op: str, operands: Sequence[Facts], readers: Readers
 ) -> Decision | None:
     """Decides that an op, low by default, runs in float32; else returns None."""
     if readers.demand_float32:
@@ -210,7 +221,7 @@ def _decide_full_by_default(
     return None
 
 
-def _is_undecided(op: str, operands: Sequence[Operand]) -> bool:
+def _is_undecided(op: str, operands: Sequence[Facts]) -> bool:
     """Whether an op is a part of a norm of undecided values alone.
 
     The norm of an embedding is as undecided as the embedding, and so is the scale that
@@ -221,7 +232,7 @@ def _is_undecided(op: str, operands: Sequence[Operand]) -> bool:
     )
 
 
-def _dtype_of_all(operands: Sequence[Operand], low_dtype: Dtype) -> Dtype | None:
+def _dtype_of_all(operands: Sequence[Facts], low_dtype: Dtype) -> Dtype | None:
     """Returns the dtype of 16 bits or fewer that all operands have, or None.
 
     At least one of them is held in it. Numbers that the compute dtype represents count
@@ -234,7 +245,7 @@ def _dtype_of_all(operands: Sequence[Operand], low_dtype: Dtype) -> Dtype | None
 
 
 def _decide_full(
-    op: str, operands: Sequence[Operand], readers: Readers, is_narrow: bool
+    op: str, operands: Sequence[Facts], readers: Readers, is_narrow: bool
 ) -> Decision | None:
     """Decides that an op with 16-bit operands runs in float32; else returns None."""
     if _is_amplified(op, operands, readers):
@@ -250,7 +261,7 @@ def _decide_full(
     return None
 
 
-def _is_amplified(op: str, operands: Sequence[Operand], readers: Readers) -> bool:
+def _is_amplified(op: str, operands: Sequence[Facts], readers: Readers) -> bool:
     """Whether a reader amplifies the rounding error that 16 bits make in a result.
 
     A move or a choice of 16-bit numbers makes none. The weaker demands end at a sum of
@@ -268,11 +279,11 @@ def _is_amplified(op: str, operands: Sequence[Operand], readers: Readers) -> boo
     return bool(readers & Readers.FACTOR) or is_near_bound
 
 
-def _has_16_bits(operand: Operand) -> bool:
+def _has_16_bits(operand: Facts) -> bool:
     return operand.state is State.LOW or operand.kind in (Kind.EXACT, Kind.END)
 
 
-def _is_power(op: str, operands: Sequence[Operand]) -> bool:
+def _is_power(op: str, operands: Sequence[Facts]) -> bool:
     """Whether an op multiplies functions of one 16-bit value.
 
     In ``tanh(x * x * x)`` the products leave float16's range for numbers above 255,
@@ -285,9 +296,9 @@ def _is_power(op: str, operands: Sequence[Operand]) -> bool:
 
 def _decide_low(
     op: str,
-    operands: Sequence[Operand],
+    operands: Sequence[Facts],
     reason: Reason,
-    leader: Operand | None = None,
+    leader: Facts | None = None,
     match: RuleMatch | None = None,
     is_narrow: bool = False,
 ) -> Decision:
@@ -306,8 +317,8 @@ def _decide_low(
 
 
 def _join_states(
-    op: str, precision: AnyPrecision, operands: Sequence[Operand]
-) -> tuple[State, Operand | None]:
+    op: str, precision: AnyPrecision, operands: Sequence[Facts]
+) -> tuple[State, Facts | None]:
     """Returns the state of an op that follows, and the operand that it follows.
 
     The largest state wins: HARD over LOW, LOW over SOFT. Some operands count as less,
@@ -353,7 +364,7 @@ def _join_states(
     return joined, leader
 
 
-def _rounds_nothing(op: str, operands: Sequence[Operand], low_dtype: Dtype) -> bool:
+def _rounds_nothing(op: str, operands: Sequence[Facts], low_dtype: Dtype) -> bool:
     """Whether an op on 16-bit operands has the same result as in float32.
 
     This is the case for a choice among 16-bit numbers. In bfloat16, which has float32's

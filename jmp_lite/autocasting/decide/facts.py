@@ -252,7 +252,7 @@ def is_from_16_bits(state: State | None, roots: frozenset[object] | None) -> boo
 
 
 class Spec(NamedTuple):
-    """What is known of a value when it enters a jaxpr or leaves it.
+    """The facts of a value on which a jaxpr that it enters depends.
 
     Attributes:
       state: its state; None if it was not traced in float32.
@@ -274,3 +274,83 @@ class Spec(NamedTuple):
         """
         is_low = self.state is State.LOW
         return low_dtype if is_low else self.held or np.dtype("float32")
+
+
+class Facts(NamedTuple):
+    """All that is known of a value before the program runs.
+
+    Attributes:
+      state: its state; None if it was not traced in float32.
+      kind: its kind.
+      held: the dtype that it has although its state is not LOW; see ``Spec``.
+      origin: the origin of its state.
+      shape: its shape.
+      lineage: its lineage.
+      is_shared: whether more than two equations read a held value, or several one of 8
+        bits that has gradients. Then they add up in float32.
+    """
+
+    state: State | None
+    kind: Kind = Kind.COMPUTED
+    held: Dtype | None = None
+    origin: Origin = None
+    shape: tuple[int, ...] = ()
+    lineage: Lineage = Lineage()
+    is_shared: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        origin: Origin = None,
+        shape: tuple[int, ...] = (),
+        lineage: Lineage | None = None,
+    ) -> "Facts":
+        """Returns the facts of a value; without a lineage, the state determines it."""
+        return cls(
+            *spec, origin, shape, lineage or _OF_STATES.get(spec.state) or _new()
+        )
+
+    @property
+    def spec(self) -> Spec:
+        """What a jaxpr that it enters depends on."""
+        return Spec(*self[:3])
+
+    @property
+    def roots(self) -> frozenset[object] | None:
+        """The roots of its lineage."""
+        return self.lineage.roots
+
+    @property
+    def has_lineage(self) -> bool:
+        """Whether it may be a function of 16-bit values, unlike a parameter."""
+        if self.state is State.SOFT:
+            return self.roots != frozenset()
+        return self.state is not None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it was traced in float32, and its array has 16 bits or fewer."""
+        return self.state is State.LOW or self.held is not None
+
+    @property
+    def saturates(self) -> bool:
+        """Whether it is a number of the program that may be out of range in 16 bits.
+
+        In 16 bits it becomes the largest finite number, not an infinity.
+        """
+        is_large = self.state is State.HARD and self.kind is Kind.LITERAL
+        return is_large or self.kind in (Kind.END, Kind.INTEGER)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number of the program."""
+        return self.kind in (Kind.LITERAL, Kind.EXACT)
+
+
+_OF_STATES = {None: Lineage(), State.HARD: Lineage(), State.SOFT: Lineage(frozenset())}
+
+
+def _new() -> Lineage:
+    """Returns the lineage of a new 16-bit value, which is a root itself."""
+    return Lineage(frozenset([object()]))

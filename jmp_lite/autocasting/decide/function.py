@@ -6,13 +6,13 @@ again. Its result is 16 bits, as the value is; what it computes inside is float3
 
 from collections.abc import Iterable, Sequence
 
-from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
-from jmp_lite.autocasting.decide.facts import Kind, Lineage, State
+from jmp_lite.autocasting.decide.decisions import Decision, Reason, Run
+from jmp_lite.autocasting.decide.facts import Facts, Kind, Lineage, State
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.ops import INSIDE_OF_FUNCTIONS
 
 
-def is_one_function(operands: Sequence[Operand]) -> bool:
+def is_one_function(operands: Sequence[Facts]) -> bool:
     """Whether an op with these operands is part of a function of one 16-bit value.
 
     In a norm or a softplus, a float32 value is computed from a 16-bit one, and an op
@@ -50,7 +50,7 @@ def is_one_function(operands: Sequence[Operand]) -> bool:
     return is_joined and bool(roots_of(computed))
 
 
-def is_inside_function(op: str, operands: Sequence[Operand]) -> bool:
+def is_inside_function(op: str, operands: Sequence[Facts]) -> bool:
     """Whether an op that reads parts of a function is a part of it, too.
 
     Its arithmetic is, and what reads the 16-bit value again. An activation that reads
@@ -64,7 +64,7 @@ def is_inside_function(op: str, operands: Sequence[Operand]) -> bool:
     return may_be and is_one_function(operands)
 
 
-def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
+def roots_of(operands: Iterable[Facts]) -> frozenset[object] | None:
     """Returns the only 16-bit value that operands are functions of, or an empty set.
 
     None if there are several, or if an operand is float32 for other reasons.
@@ -77,7 +77,7 @@ def roots_of(operands: Iterable[Operand]) -> frozenset[object] | None:
     return found if len(found) <= 1 else None
 
 
-def lineage_of(decision: Decision, floats: Sequence[Operand]) -> Lineage | None:
+def lineage_of(decision: Decision, floats: Sequence[Facts]) -> Lineage | None:
     """Returns the lineage of the float32 results of an equation.
 
     Args:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_lite.autocasting.decide.decisions import Decision, Operand, Reason, Run
-from jmp_lite.autocasting.decide.facts import Kind, Mark, Readers, State
+from jmp_lite.autocasting.decide.decisions import Decision, Reason, Run
+from jmp_lite.autocasting.decide.facts import Facts, Kind, Mark, Readers, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, format_of
 from jmp_lite.autocasting.rules.rules import asks_for_low
@@ -26,7 +26,7 @@ from jmp_lite.ops import Precision
 def decide_product(
     rules: RuleLookup,
     eqn: Eqn,
-    operands: Sequence[Operand],
+    operands: Sequence[Facts],
     readers: Readers,
     path: str,
 ) -> Decision | None:
@@ -75,7 +75,7 @@ def _state_of(readers: Readers) -> State:
 def _reason_of(
     rules: RuleLookup,
     eqn: Eqn,
-    operands: Sequence[Operand],
+    operands: Sequence[Facts],
     readers: Readers,
     path: str,
 ) -> Reason | None:
@@ -112,7 +112,7 @@ def _is_small(eqn: Eqn) -> bool:
     return is_known and 1 not in sizes and math.prod(sizes) <= 7**3
 
 
-def _is_table(operand: Operand) -> bool:
+def _is_table(operand: Facts) -> bool:
     """Whether an operand is given, or float32 on purpose; not one that 16 bits hold."""
     kinds = (Kind.GIVEN, Kind.SCALED, Kind.INTEGER)
     is_given = operand.state is State.SOFT and operand.kind in kinds
@@ -189,7 +189,7 @@ _IN_16_BITS = (
 def decide_format(
     rules: RuleLookup,
     eqn: Eqn,
-    operands: Sequence[Operand],
+    operands: Sequence[Facts],
     readers: Readers,
     match: RuleMatch,
 ) -> Decision | None:

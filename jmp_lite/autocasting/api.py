@@ -7,9 +7,9 @@ from typing import Never, ParamSpec, TypeAlias, TypeVar, overload
 import jax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.interpreter.arguments import read_function
-from jmp_lite.autocasting.interpreter.interpreter import Interpreter
-from jmp_lite.autocasting.interpreter.mistakes import (
+from jmp_lite.autocasting.arguments import read_function
+from jmp_lite.autocasting.interpret import Interpreter
+from jmp_lite.autocasting.mistakes import (
     warn_of_second_scale,
     warn_of_unmatched_scopes,
 )

@@ -1,32 +1,31 @@
 """Lineages of values that enter a jaxpr inside of an equation, or leave it.
 
-A lineage names 16-bit values. Inside of a jaxpr they have numbers, so that a converted
-jaxpr does not depend on the values of one call.
+A lineage names 16-bit values. Inside of a jaxpr they have numbers, so that its plan
+does not depend on the values of one call.
 """
 
 from collections.abc import Sequence
 
-from jmp_lite.autocasting.decide.facts import InputRoot, Lineage, Spec, State
-from jmp_lite.autocasting.interpreter.values import Value
+from jmp_lite.autocasting.decide.facts import Facts, InputRoot, Lineage, State
 
 
-def enter_call(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
+def enter_call(operands: Sequence[Facts]) -> tuple[Lineage | None, ...]:
     """Returns the lineages of operands inside of a call, with ``InputRoot`` roots."""
     numbers: dict[object, InputRoot] = {}
     found: list[Lineage | None] = []
     for value in operands:
-        roots = value.roots
         if not value.has_lineage:
             found.append(None)
             continue
-        for root in roots or ():
+        for root in value.roots or ():
             numbers.setdefault(root, InputRoot(len(numbers)))
+        roots = value.roots
         inside = roots and frozenset[object](numbers[root] for root in roots)
-        found.append(Lineage(inside, value.is_rejoined))
+        found.append(Lineage(inside, value.lineage.is_rejoined))
     return tuple(found)
 
 
-def enter_others(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
+def enter_others(operands: Sequence[Facts]) -> tuple[Lineage | None, ...]:
     """Returns the lineages of operands inside of an equation that is not a mere call.
 
     Each 16-bit value is a root of its own there, and so is an undecided value that is
@@ -38,14 +37,12 @@ def enter_others(operands: Sequence[Value]) -> tuple[Lineage | None, ...]:
     )
 
 
-def leave_others(
-    specs: Sequence[Spec], lineages: Sequence[Lineage | None]
-) -> list[Lineage | None]:
+def leave_others(results: Sequence[Facts]) -> list[Lineage | None]:
     """Returns the lineages of results of an equation that is not a mere call."""
     # Inputs have the numbers from 0, so these are negative.
     return [
-        _own_root(~i) if spec.state is State.SOFT and lineage else None
-        for i, (spec, lineage) in enumerate(zip(specs, lineages, strict=True))
+        _own_root(~i) if value.state is State.SOFT and value.has_lineage else None
+        for i, value in enumerate(results)
     ]
 
 
@@ -54,7 +51,7 @@ def _own_root(number: int) -> Lineage:
 
 
 def leave_call(
-    lineages: Sequence[Lineage | None], operands: Sequence[Value]
+    lineages: Sequence[Lineage | None], operands: Sequence[Facts]
 ) -> list[Lineage | None]:
     """Returns the lineages of a call's results outside of it."""
     known: dict[object, object] = {}

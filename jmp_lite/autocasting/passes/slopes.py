@@ -5,29 +5,12 @@ close to 1 has lost the digits of ``1 - y``. A float32 result would be saved for
 backward pass, beside the 16-bit value that the operand is computed from.
 """
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 from jax import lax
 
-from jmp_lite.autocasting.decide.decisions import Run
-from jmp_lite.autocasting.interpreter.values import Value
 from jmp_lite.jaxprs import params, sharding
 from jmp_lite.jaxprs.types import Array, Eqn
-
-
-def are_lost(op: str, operands: Sequence[Value], run: Run) -> bool:
-    """Whether JAX's derivative of an op would lose digits, or save a float32 result.
-
-    Args:
-      op: the name of the op.
-      operands: its operands.
-      run: the dtype that it runs in.
-    """
-    if op == "logistic":  # XLA saves a float32 result in place of the operand.
-        return run is Run.LOW
-    return op == "tanh" and (run is Run.LOW or bool(operands[0].roots))
 
 
 def bind(eqn: Eqn, operand: Array, bound: set[object] | None) -> Array:

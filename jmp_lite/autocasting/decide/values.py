@@ -1,0 +1,217 @@
+"""Finds the facts of values: of arguments, constants and numbers, and of results."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite.autocasting.decide.decisions import Decision, Run
+from jmp_lite.autocasting.decide.facts import (
+    Argument,
+    Constant,
+    Facts,
+    Kind,
+    Lineage,
+    NumberOrigin,
+    Origin,
+    RangeEnd,
+    Spec,
+    State,
+)
+from jmp_lite.autocasting.decide.function import lineage_of
+from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Literal, Var
+from jmp_lite.ops import MOVING, SCALING, TAKING_SLICES
+
+# --------------------------------------------------- what a program is given
+
+
+def of_argument(var: Var, dtype: Dtype | None, path: str = "") -> Facts:
+    """Returns the facts of an argument.
+
+    Args:
+      var: its variable.
+      dtype: the dtype that it has.
+      path: its path in the tree of arguments.
+    """
+    is_float32 = structure.is_float32(var)
+    held = dtype if is_float32 and dtype != structure.dtype_of(var) else None
+    spec = Spec(State.SOFT if is_float32 else None, Kind.GIVEN, held)
+    return Facts.of(spec, Argument(path), structure.shape_of(var.aval))
+
+
+def of_constant(var: Var, array: Array, low_dtype: Dtype) -> Facts:
+    """Returns the facts of a constant; HARD if an element is too large for 16 bits.
+
+    Like a number of the program, such a constant saturates if everything is low.
+    """
+    shape = structure.shape_of(var.aval)
+    if not structure.is_float32(var):
+        return Facts.of(Spec(None, Kind.GIVEN), Constant(), shape)
+    if not structure.is_tracer(array):
+        numbers = np.asarray(array)
+        with np.errstate(over="ignore"):
+            low = numbers.astype(low_dtype).astype(np.float32)
+        too_large = numbers[np.isfinite(numbers) & ~np.isfinite(low)]
+        if too_large.size:
+            element = NumberOrigin(float(too_large.flat[0]), is_element=True)
+            return Facts.of(Spec(State.HARD, Kind.LITERAL), element, shape)
+    return Facts.of(Spec(State.SOFT, Kind.GIVEN), Constant(), shape)
+
+
+def of_literal(atom: Literal, low_dtype: Dtype) -> Facts:
+    """Returns the facts of a number; HARD if 16 bits cannot represent it."""
+    shape = structure.shape_of(atom.aval)
+    is_real = jnp.issubdtype(structure.dtype_of(atom), jnp.floating)
+    is_real |= structure.is_integer(atom)
+    number: Any = as_float32(atom.val) if is_real else None
+    fits = not is_real or _fits(number, low_dtype)
+    is_exact = is_real and fits and np.float32(number.astype(low_dtype)) == number
+    kind = Kind.EXACT if is_exact else Kind.LITERAL
+    if not structure.is_float32(atom):
+        # A number that does not fit the compute dtype is HARD.
+        return Facts.of(Spec(None, kind if fits else Kind.COMPUTED), None, shape)
+    if number in _RANGE_ENDS:
+        return Facts.of(Spec(State.HARD, Kind.END), RangeEnd(), shape)
+    spec = Spec(State.SOFT if fits else State.HARD, kind)
+    return Facts.of(spec, NumberOrigin(float(number)), shape)
+
+
+_RANGE_ENDS = frozenset(
+    map(np.float32, (jnp.finfo("float32").min, jnp.finfo("float32").max))
+)
+
+
+def as_float32(number: float) -> np.float32:
+    """Returns a number of the program in float32."""
+    with np.errstate(over="ignore"):  # One of 64 bits may be infinite then.
+        return np.float32(number)
+
+
+def _fits(number: np.float32, dtype: Dtype) -> bool:
+    """Whether a number does not become infinite, zero or one in a dtype."""
+    with np.errstate(over="ignore"):
+        low = np.float32(number.astype(dtype))
+    if not np.isfinite(number):
+        return True
+    return bool(
+        np.isfinite(low) and (low != 0 or number == 0) and (low != 1 or number == 1)
+    )
+
+
+# --------------------------------------------------------------------- results
+
+
+def of_results(
+    eqn: Eqn, operands: Sequence[Facts], decision: Decision, low_dtype: Dtype
+) -> list[Facts]:
+    """Returns the facts of the results of an equation without a jaxpr to convert.
+
+    Args:
+      eqn: the equation.
+      operands: the facts of its operands.
+      decision: how it runs.
+      low_dtype: the compute dtype.
+    """
+    leader = decision.leader
+    origin = eqn if leader is None else leader.origin
+    lineage = lineage_of(decision, [o for o in operands if o.state is not None])
+    if params.op_of(eqn) == "convert_element_type":
+        return [_of_cast(eqn, operands[0], decision, low_dtype, origin, lineage)]
+    if decision.run is Run.PASS:
+        return list(params.returned_items(eqn, operands))
+    kind = kind_of_results(eqn, [operand.kind for operand in operands])
+
+    def of(var: Var) -> Facts:
+        shape = structure.shape_of(var.aval)
+        if decision.held is not None:
+            held = None if decision.state is State.LOW else decision.held
+            spec = Spec(decision.state, kind, held)
+        elif structure.is_float32(var):
+            spec = Spec(_state_of_result(eqn, operands, decision), kind)
+        else:
+            return Facts.of(Spec(None, kind), None, shape)
+        return Facts.of(spec, origin, shape, lineage)
+
+    return list(map(of, eqn.outvars))
+
+
+def _state_of_result(
+    eqn: Eqn, operands: Sequence[Facts], decision: Decision
+) -> State | None:
+    """Returns the state of a float32 result.
+
+    An op without operands of float32, such as a ``bitcast_convert_type``, has the dtype
+    of its parameters, whatever was decided.
+    """
+    is_cast = decision.run is Run.FULL or params.op_of(eqn) in PRODUCTS
+    if decision.state is not State.LOW or is_cast:
+        return decision.state
+    has_floats = any(operand.state is not None for operand in operands)
+    return State.LOW if has_floats else State.HARD
+
+
+def _of_cast(
+    eqn: Eqn,
+    operand: Facts,
+    decision: Decision,
+    low_dtype: Dtype,
+    origin: Origin,
+    lineage: Lineage | None,
+) -> Facts:
+    """Returns the facts of the result of an existing cast."""
+    (var,), (atom,) = eqn.outvars, eqn.invars
+    shape = structure.shape_of(var.aval)
+    if not structure.is_float32(var):
+        is_low = operand.state is State.LOW and structure.dtype_of(var) == low_dtype
+        kind = Kind.COMPUTED if is_low else operand.kind
+        return Facts.of(Spec(None, kind), None, shape)
+    if decision.run is Run.PASS and operand.is_narrow:
+        return operand
+    if decision.run is Run.LOW:
+        return Facts.of(Spec(State.LOW), eqn, shape, lineage)
+    is_wide = structure.is_integer(atom) and decision.held is None
+    is_counted = is_wide and decision.state is State.HARD
+    kind = Kind.INTEGER if is_counted else operand.kind
+    return Facts.of(Spec(decision.state, kind, decision.held), origin, shape, lineage)
+
+
+def kind_of_results(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
+    """Returns the kind of an equation's results.
+
+    Args:
+      eqn: the equation.
+      kinds: the kinds of its operands.
+    """
+    op, found = params.op_of(eqn), set(kinds)
+    if _takes_one_slice(op, eqn) or _takes_rows_of_16_bits(op, eqn):
+        # One layer's weights of a stack; many rows of a table are activations, but
+        # rows of 16 bits are as exact as the table.
+        found = {kinds[0]}
+    if op == "iota":
+        return Kind.INTEGER
+    if Kind.COMPUTED in found or not found:
+        return Kind.COMPUTED
+    if op in SCALING:
+        return Kind.INTEGER if Kind.INTEGER in found else Kind.SCALED
+    if op not in MOVING:
+        are_numbers = found.isdisjoint([Kind.GIVEN, Kind.SCALED])
+        is_table = are_numbers and op not in PRODUCTS
+        return Kind.SCALED if is_table else Kind.COMPUTED
+    order = (Kind.INTEGER, Kind.SCALED, Kind.GIVEN, Kind.END, Kind.LITERAL)
+    return next((kind for kind in order if kind in found), Kind.EXACT)
+
+
+def _takes_rows_of_16_bits(op: str, eqn: Eqn) -> bool:
+    if op not in TAKING_SLICES:
+        return False
+    (var,) = eqn.outvars
+    return structure.is_float(var) and not structure.is_float32(var)
+
+
+def _takes_one_slice(op: str, eqn: Eqn) -> bool:
+    """Whether an op takes one slice of its first operand, at any position."""
+    is_one = op == "gather" and len(eqn.invars[1].aval.shape) == 1
+    return op == "dynamic_slice" or is_one

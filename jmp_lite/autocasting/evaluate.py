@@ -1,0 +1,195 @@
+"""Runs one equation in the dtype that its ``Decision`` names."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite.autocasting.decide.decisions import Decision, Run
+from jmp_lite.autocasting.decide.facts import Kind, State
+from jmp_lite.autocasting.decide.product import decided_precision
+from jmp_lite.autocasting.passes import slopes
+from jmp_lite.autocasting.values import Casts, Value
+from jmp_lite.formats.number_format import NumberFormat, Product
+from jmp_lite.jaxprs import params, sharding, structure
+from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.types import Array, Dtype, Eqn
+from jmp_lite.ops import ADDED_UP, BROADCASTING, KEEPING_NUMBERS, MOVING
+
+
+def evaluate(
+    casts: Casts, eqn: Eqn, decision: Decision, operands: Sequence[Value]
+) -> list[Array]:
+    """Returns the results of an equation that contains no jaxpr with a plan.
+
+    Args:
+      casts: casts values.
+      eqn: the equation.
+      decision: how it runs.
+      operands: its operands.
+    """
+    op, run = params.op_of(eqn), decision.run
+    if op == "convert_element_type":
+        return [_run_cast(casts, eqn, operands[0], decision)]
+    if run is Run.PASS:
+        return params.bind(eqn, [value.array for value in operands], casts.bound)
+    if decision.held is not None:
+        lowers_sum = decision.lowers_sum
+        return _run_move(casts, eqn, operands, decision.held, lowers_sum)
+    if decision.keeps_slope:
+        read = casts.low if run is Run.LOW else casts.full
+        return [slopes.bind(eqn, read(operands[0]), casts.bound)]
+    if run is Run.LOW and op in PRODUCTS:
+        return [_run_product(casts, eqn, operands, decision.number_format)]
+    if run is Run.LOW:
+        return _run_low(casts, eqn, operands)
+    if run is Run.FULL and decision.state is State.LOW:
+        return _run_full_then_cast(casts, eqn, operands)
+    full = [casts.full(value) for value in operands]
+    if op in PRODUCTS and run is Run.FULL:
+        precision = decided_precision(eqn, decision)
+        return params.bind_in(eqn, full, None, precision, casts.bound)
+    return params.bind(eqn, full, casts.bound)
+
+
+def _run_move(
+    casts: Casts, eqn: Eqn, operands: Sequence[Value], held: Dtype, lowers_sum: bool
+) -> list[Array]:
+    """Returns moves in 16 bits.
+
+    Args:
+      casts: casts values.
+      eqn: the equation.
+      operands: the values of its operands.
+      held: the dtype.
+      lowers_sum: whether the derivative is in 16 bits, although it is a sum.
+    """
+    op = params.op_of(eqn)
+    has_sum, is_spread = op in ADDED_UP and not lowers_sum, op in KEEPING_NUMBERS
+    has_sum &= jnp.issubdtype(held, jnp.floating)
+    # Numbers of 8 bits would be rounded to them again.
+    if has_sum and is_spread and held.itemsize > 1:
+        # Broadcast in float32, then cast: JAX's transpose of it is a sum.
+        full = params.bind(eqn, [casts.full(value) for value in operands], casts.bound)
+        return [sharding.cast(array, held) for array in full]
+    if has_sum:
+        arrays = [
+            casts.narrowed(value, held) if value.facts.is_narrow else value.array
+            for value in operands
+        ]
+        return _run_linear_move(casts, eqn, arrays, held)
+    arrays = [
+        value.array if value.facts.state is None else casts.narrowed(value, held)
+        for value in operands
+    ]
+    return params.bind_in(eqn, arrays, held, bound=casts.bound)
+
+
+def _run_linear_move(
+    casts: Casts, eqn: Eqn, arrays: Sequence[Array], held: Dtype
+) -> list[Array]:
+    """Returns a move in 16 bits whose transpose, a sum, is float32."""
+    numbers = [i for i, atom in enumerate(eqn.invars) if structure.is_float32(atom)]
+
+    @jax.custom_jvp
+    def move(*arrays: Array) -> list[Array]:
+        low = list(arrays)
+        for i in numbers:
+            low[i] = sharding.cast(low[i], held)
+        return params.bind_in(eqn, low, held, bound=casts.bound)
+
+    @move.defjvp
+    def jvp(  # pyright: ignore[reportUnusedFunction]
+        primals: Sequence[Array], tangents: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        along = list(primals)
+        for i in numbers:
+            along[i] = sharding.cast(tangents[i], np.float32)
+        moved = params.bind(eqn, along)  # A move is its own derivative.
+        return move(*primals), [sharding.cast(tangent, held) for tangent in moved]
+
+    return move(*arrays)
+
+
+def _run_full_then_cast(
+    casts: Casts, eqn: Eqn, operands: Sequence[Value]
+) -> list[Array]:
+    saturates = any(value.facts.saturates for value in operands)
+
+    def run_full(*full: Array) -> list[Array]:
+        return [
+            casts.cast(array, saturates) if structure.is_float32(var) else array
+            for var, array in zip(
+                eqn.outvars, params.bind(eqn, full, casts.bound), strict=True
+            )
+        ]
+
+    if params.op_of(eqn) in MOVING:
+        return run_full(*map(casts.full, operands))
+
+    def run_arrays(*arrays: Array) -> list[Array]:
+        return run_full(
+            *(
+                casts.full(Value(array, value.facts))
+                for array, value in zip(arrays, operands, strict=True)
+            )
+        )
+
+    # The residuals are its operands in 16 bits.
+    again = jax.checkpoint(run_arrays, prevent_cse=False)
+    return again(*(value.array for value in operands))
+
+
+def _run_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
+    op, shape = params.op_of(eqn), eqn.outvars[0].aval.shape
+    arrays: list[Array] = []
+    for value in operands:
+        facts = value.facts
+        is_spread = op in BROADCASTING and not facts.is_number
+        if facts.state is not None and is_spread and value.array.shape != shape:
+            # Broadcast in float32, then cast: JAX's transpose of it is a sum.
+            full = _broadcast(casts.full(value), shape)
+            arrays.append(casts.cast(full, facts.saturates))
+        else:
+            arrays.append(casts.low(value))
+    if op in params.SCATTERS:
+        return [params.bind_scatter(eqn, arrays)]
+    return params.bind_in(eqn, arrays, casts.low_dtype, bound=casts.bound)
+
+
+def _run_product(
+    casts: Casts, eqn: Eqn, operands: Sequence[Value], number_format: NumberFormat
+) -> Array:
+    weights = tuple(value.facts.kind is Kind.GIVEN for value in operands)
+    rounded = [casts.rounded(value, number_format) for value in operands[:2]]
+    others = [value.array for value in operands[2:]]  # The sizes of groups.
+    product = Product(eqn, casts.low_dtype, weights)
+    return number_format.multiply(product, [*rounded, *others], casts.bound)
+
+
+def _run_cast(casts: Casts, eqn: Eqn, value: Value, decision: Decision) -> Array:
+    """Returns the result of an existing cast, which changes no 16-bit value."""
+    (var,), (atom,), facts = eqn.outvars, eqn.invars, value.facts
+    dtype, is_low = structure.dtype_of(var), facts.state is State.LOW
+    if not structure.is_float32(var):
+        if is_low and dtype == casts.low_dtype:
+            return value.array
+        if facts.held is not None and dtype == facts.held:
+            return casts.narrowed(value, facts.held)
+    elif decision.run is Run.LOW:
+        if is_low or structure.dtype_of(atom) == casts.low_dtype:
+            return value.array
+        (array,) = params.bind(eqn, [value.array], casts.bound)
+        return casts.cast(array, facts.saturates or structure.is_integer(atom))
+    elif decision.held is not None:
+        return value.array
+    (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
+    return array
+
+
+def _broadcast(array: Array, shape: tuple[int, ...]) -> Array:
+    """Broadcasts a scalar, or axes of size 1, to a shape."""
+    dims = range(len(shape)) if jnp.ndim(array) else ()
+    return lax.broadcast_in_dim(array, shape, tuple(dims))

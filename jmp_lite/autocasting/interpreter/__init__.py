@@ -1,1 +1,0 @@
-"""Decides the precision of each equation, and evaluates it."""
