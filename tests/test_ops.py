@@ -13,7 +13,7 @@ import pytest
 import jmp_lite
 from jmp_lite import ops
 from jmp_lite.autocasting.rules.presets import get_rules
-from jmp_lite.jaxprs import params
+from jmp_lite.jaxprs import params, products
 from jmp_lite.ops import Precision
 
 PACKAGE = pathlib.Path(jmp_lite.__file__).parent
@@ -260,7 +260,7 @@ def test_the_higher_order_ops_are_those_that_every_tool_enters():
 
 
 def test_the_ops_that_are_low_are_the_matrix_products():
-    assert ops.ops_of(Precision.LOW) == params.PRODUCTS
+    assert ops.ops_of(Precision.LOW) == products.PRODUCTS
     assert not ops.HIGHER_ORDER - ops.ops_of(Precision.KEEP)
 
 

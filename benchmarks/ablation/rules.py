@@ -35,10 +35,10 @@ from benchmarks.report import stamp, write
 from benchmarks.sweep.collection import chosen
 from benchmarks.sweep.measure import DTYPES, SEEDS, errors_of, in_float32
 from benchmarks.sweep.program import Products, Random
-from jmp_lite.autocasting.decide import equation, function, product, readers
+from jmp_lite.autocasting import evaluate, walk
+from jmp_lite.autocasting.decide import equation, readers, special_ops, values
 from jmp_lite.autocasting.decide.facts import Mark, Readers
 from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.interpreter import evaluate, interpreter, slopes
 from jmp_lite.ops import Precision
 
 WORSE = 1.25
@@ -111,14 +111,13 @@ def _without_tail() -> Off:
 
 
 def _leaving_where_it_must() -> Off:
-    frame = interpreter._InterpreterFrame
-    found = frame._leave_functions
+    found = walk.Walk._operands
 
-    def leave(self: Any, eqn: Any, operands: Any, kinds: Any) -> Any:
-        must = interpreter.params.op_of(eqn) in interpreter._CUSTOM_OR_CONTROL
-        return found(self, eqn, operands, kinds) if must else operands
+    def operands(self: Any, eqn: Any, site: Any) -> Any:
+        must = walk.params.op_of(eqn) in walk._CUSTOM_OR_CONTROL
+        return found(self, eqn, site) if must else list(map(self._read, eqn.invars))
 
-    return _replacing((frame, "_leave_functions", leave))
+    return _replacing((walk.Walk, "_operands", operands))
 
 
 def _early_casts() -> Off:
@@ -164,12 +163,12 @@ RULES: Mapping[str, Rule] = {
     ),
     "slope": Rule(
         "the slope of tanh and logistic is computed from their operand",
-        _replacing((slopes, "are_lost", _never)),
+        _replacing((equation, "_loses_slope", _never)),
     ),
     "tail": Rule("what only float32 ops read is float32", _without_tail()),
     "demanded product": Rule(
         "a product is float32 for a cast to integers, a solver, or a phase",
-        _replacing((product, "demanded_by", _nothing)),
+        _replacing((special_ops, "demanded_by", _nothing)),
     ),
     "position": Rule(
         "sin and cos are float32", _replacing((equation, "POSITIONAL", frozenset()))
@@ -186,7 +185,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "small": Rule(
         "a batch of small products is float32",
-        _replacing((product, "_is_small", _never)),
+        _replacing((special_ops, "_is_small", _never)),
     ),
     "random": Rule(
         "random numbers are those of the trace", _without_marks(Mark.RANDOM)
@@ -202,7 +201,7 @@ RULES: Mapping[str, Rule] = {
     "raise once": Rule(
         "a 16-bit value that several float32 ops read is raised once",
         _replacing(
-            (interpreter._InterpreterFrame, "_raised", lambda self, var, value: value),
+            (walk.Walk, "_is_raised", _never),
         ),
     ),
     "rounds nothing": Rule(
@@ -212,7 +211,7 @@ RULES: Mapping[str, Rule] = {
     "one function": Rule(
         "a function of one 16-bit value, such as a norm, is float32 inside",
         _replacing(
-            (equation, "is_one_function", _never), (function, "is_one_function", _never)
+            (equation, "is_one_function", _never), (values, "is_one_function", _never)
         ),
     ),
     "leaving": Rule(

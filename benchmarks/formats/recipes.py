@@ -14,8 +14,8 @@ import jmp_lite as jmp
 from benchmarks.compiled import compile_for
 from benchmarks.formats.transformers import TOKENS, float8_products
 from jmp_lite.formats.float8 import Scaled, quantize_operand
-from jmp_lite.jaxprs.axes import Dimensions
 from jmp_lite.jaxprs.bilinear import bilinear
+from jmp_lite.jaxprs.products import Dimensions
 
 STACK = "24 in a scan, remat"
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")

@@ -1,26 +1,24 @@
-"""``autocast``: traces a function, and interprets it."""
+"""``autocast``: traces a function, plans it, and runs the plan."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Never, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.arguments import read_function
-from jmp_lite.autocasting.interpret import Interpreter
-from jmp_lite.autocasting.mistakes import (
-    warn_of_second_scale,
-    warn_of_unmatched_scopes,
-)
+from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE
-from jmp_lite.casting.dtypes import refuse_unknown
-from jmp_lite.casting.losses import Prepare, set_float32_loss
-from jmp_lite.jaxprs import structure
+from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE, unused_scopes
+from jmp_lite.autocasting.run import Runner
+from jmp_lite.casting.dtypes import hint_for, refuse_unknown
+from jmp_lite.casting.losses import LOSS_SCALE_SCOPE, Prepare, set_float32_loss
+from jmp_lite.jaxprs import params, products, source, structure
+from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import refuse_shapes
-from jmp_lite.jaxprs.types import Function, Jaxpr, PyTree
+from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
 from jmp_lite.mutables import returning_changes, write_changes
 
 Args = ParamSpec("Args")
@@ -149,7 +147,7 @@ def build_autocast(
     @functools.wraps(fun)
     def autocast_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with jax.named_scope(AUTOCAST_SCOPE):
-            return _run(Interpreter(chosen()), fun, args, kwargs, check)
+            return _run(chosen(), fun, args, kwargs, check)
 
     def prepared(prepare: Prepare) -> Function:
         inner = prepare(fun)
@@ -157,8 +155,7 @@ def build_autocast(
         @functools.wraps(fun)
         def variant(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with jax.named_scope(AUTOCAST_SCOPE):
-                interpreter = Interpreter(chosen())
-                return _run(interpreter, inner, args, kwargs, check, is_loss=True)
+                return _run(chosen(), inner, args, kwargs, check, is_loss=True)
 
         return variant
 
@@ -167,24 +164,23 @@ def build_autocast(
 
 
 def _run(
-    interpreter: Interpreter,
+    rules: Rules,
     fun: Function,
     args: PyTree,
     kwargs: PyTree,
     check: Check | None,
     is_loss: bool = False,
 ) -> PyTree:
-    """Traces a function, interprets it, and returns its results in their structure.
+    """Traces a function, plans it, runs it, and returns its results in their structure.
 
     Args:
-      interpreter: the interpreter.
+      rules: the rules.
       fun: the function.
       args: its arguments.
       kwargs: its keyword arguments.
       check: see ``build_autocast``.
       is_loss: whether the caller scales the first result, a loss, and differentiates.
     """
-    rules = interpreter.rules
     refuse_shapes(args, kwargs, "autocast")
     program = read_function(returning_changes(fun), args, kwargs, rules)
     name = getattr(fun, "__name__", type(fun).__name__)
@@ -199,7 +195,68 @@ def _run(
         evaluated = structure.evaluate(program.jaxpr, program.arrays)
         results = list(map(structure.as_typed, evaluated, types))
     else:
-        results = interpreter.run_function(program.jaxpr, program.arrays, types=types)
+        results = run_function(rules, program.jaxpr, program.arrays, types)
     out, changes = jax.tree.unflatten(program.treedef, results)
     write_changes(args, kwargs, changes)
     return out
+
+
+def run_function(
+    rules: Rules, traced: Jaxpr, arrays: Sequence[Array], types: Sequence[Aval] = ()
+) -> list[Array]:
+    """Plans a traced function, runs it, and returns its results.
+
+    Args:
+      rules: the rules, with the compute dtype of a device.
+      traced: its jaxpr, closed.
+      arrays: its arguments. Some that were traced in float32 may have 16 bits.
+      types: the types of its results; by default their traced types.
+    """
+    planner = Planner(rules)
+    plan = planner.function(traced, list(map(structure.type_of_value, arrays)))
+    return Runner(planner).function(plan, arrays, types)
+
+
+# ------------------------------------------------------------------------ mistakes
+
+
+def warn_of_unmatched_scopes(rules: Rules, jaxpr: Jaxpr, name: str) -> None:
+    """Warns of each scope rule of the user that matches no path of a function."""
+    if not rules.scopes:
+        return
+    ops = [(path, params.op_of(eqn)) for eqn, path in equations(jaxpr)]
+    names = sorted({part for path, _ in ops for part in path.split("/")})
+    for pattern, earlier in unused_scopes(rules.scopes, ops):
+        if earlier is None:
+            source.warn(
+                f"The scope rule {pattern!r} matches nothing in {name}, so it has no "
+                f"effect there.{hint_for(pattern, names)} "
+                "print(jmp_lite.explain(fun, rules)(...)) shows the paths.",
+            )
+
+
+def warn_of_second_scale(jaxpr: Jaxpr) -> None:
+    """Warns of a loss that a function scales, and its caller again.
+
+    A function that divides by the scale, too, has gradients of its own inside.
+    """
+    ops = {
+        params.op_of(eqn)
+        for eqn, path in equations(jaxpr)
+        if LOSS_SCALE_SCOPE in path.split("/")
+    }
+    if "mul" in ops and "div" not in ops:
+        source.warn(
+            "The loss is scaled twice: the function multiplies it by a loss scale, and "
+            "value_and_grad or build_train_step multiplies it again, so the gradients "
+            "are too large by one scale. Return the loss without a scale.",
+        )
+
+
+def has_float16_product(jaxpr: Jaxpr) -> bool:
+    """Whether a function computes a matrix product in float16."""
+    return any(
+        params.op_of(eqn) in products.PRODUCTS
+        and any(structure.dtype_of(var) == "float16" for var in eqn.outvars)
+        for eqn, _ in equations(jaxpr)
+    )

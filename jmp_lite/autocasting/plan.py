@@ -14,123 +14,33 @@ Example, for ``jnp.exp(x @ w)`` under the preset "mixed"::
                z = exp y             FULL: y is cast to float32; z is deliberate float32
 """
 
-import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
 
-import jax.numpy as jnp
-
-from jmp_lite.autocasting.decide import carry, lineages, values
-from jmp_lite.autocasting.decide.carry import Slot
+from jmp_lite.autocasting.decide import values
 from jmp_lite.autocasting.decide.decisions import (
-    Decision,
-    DecisionRecord,
-    Operands,
-    RecordsInside,
-    Run,
+    Plan,
+    Site,
 )
-from jmp_lite.autocasting.decide.equation import decide, decide_to_keep
 from jmp_lite.autocasting.decide.facts import (
     Facts,
     Input,
-    Kind,
-    Lineage,
-    Origin,
     Readers,
     Spec,
-    State,
+    enter_call,
+    enter_others,
+    leave_others,
 )
-from jmp_lite.autocasting.decide.function import is_inside_function
 from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.decide.loop import Loop
 from jmp_lite.autocasting.decide.readers import (
     UseAnalysis,
-    readers_of_carries,
-    readers_of_floats,
-    readers_of_results,
 )
+from jmp_lite.autocasting.decide.values import leave_functions
 from jmp_lite.autocasting.passes.labels import LabelGathers
 from jmp_lite.autocasting.rules.rules import Rules, requested_formats
-from jmp_lite.jaxprs import params, source, structure
-from jmp_lite.jaxprs.params import PRODUCTS
-from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
-from jmp_lite.ops import HIGHER_ORDER, PASSING, Precision
-
-Records: TypeAlias = list[DecisionRecord | RecordsInside]
-
-
-class Site(NamedTuple):
-    """The site of an equation, or of a jaxpr.
-
-    Attributes:
-      path: its path.
-      readers: the readers of its results.
-      is_in_rule: whether it is in a ``custom_jvp`` rule, which JAX transposes.
-    """
-
-    path: str
-    readers: Sequence[Readers]
-    is_in_rule: bool = False
-
-
-class Step(NamedTuple):
-    """How one equation runs.
-
-    Attributes:
-      eqn: the equation.
-      site: its site.
-      operands: the facts of its operands, as it reads them.
-      results: the facts of its results.
-      raised: the numbers of the results that are cast to float32 once, for all readers.
-      decision: how it runs; None if the ops inside of it are decided one by one.
-      inside: the plans of its jaxprs: the branches of a cond, the condition and the
-        body of a while, or the only one.
-    """
-
-    eqn: Eqn
-    site: Site
-    operands: Sequence[Facts]
-    results: Sequence[Facts]
-    raised: frozenset[int] = frozenset()
-    decision: Decision | None = None
-    inside: "Sequence[Plan]" = ()
-
-
-@dataclasses.dataclass(eq=False)
-class Plan:
-    """How a jaxpr runs.
-
-    Attributes:
-      jaxpr: the jaxpr.
-      parts: its parts, after the passes over it.
-      inputs: the facts of its inputs.
-      constants: the facts of its constants.
-      steps: one for each equation.
-      results: the facts of its results.
-      made: the specs to which its results are cast.
-      records: the decisions, in order, for ``explain``.
-      name: the name of the function that it is, if an equation only calls it.
-      others: the plans of the same jaxpr for operands with other facts.
-    """
-
-    jaxpr: Jaxpr
-    parts: structure.Parts
-    inputs: Sequence[Facts]
-    constants: Sequence[Facts]
-    steps: Sequence[Step]
-    results: Sequence[Facts]
-    records: Records
-    made: Sequence[Spec] = ()
-    lineages: Sequence[Lineage | None] = ()
-    name: str = ""
-    others: "Mapping[object, Plan]" = dataclasses.field(default_factory=dict)
-
-    @property
-    def given(self) -> tuple[Spec, ...]:
-        """The specs of its inputs."""
-        return tuple(facts.spec for facts in self.inputs)
+from jmp_lite.autocasting.walk import Walk
+from jmp_lite.jaxprs import source, structure
+from jmp_lite.jaxprs.types import Aval, Jaxpr
 
 
 class Planner:
@@ -165,6 +75,24 @@ class Planner:
         self.labels = LabelGathers()
         self._known: dict[object, tuple[Jaxpr, dict[object, Plan]]] = {}
 
+    def function(
+        self, traced: Jaxpr, types: Sequence[Aval], paths: Sequence[str] = ()
+    ) -> Plan:
+        """Returns the plan of a traced function.
+
+        Args:
+          traced: its jaxpr, closed.
+          types: the types of its arguments. Some that were traced in float32 may have
+            16 bits.
+          paths: the path of each argument.
+        """
+        parts = structure.parts(traced)
+        paths = paths or [""] * len(types)
+        inputs = list(map(values.of_argument, parts.invars, types, paths))
+        return self.plan(
+            traced, inputs, Site("", [Readers.OUTPUT] * len(parts.outvars))
+        )
+
     def plan(self, jaxpr: Jaxpr, inputs: Sequence[Facts], site: Site) -> Plan:
         """Returns the plan of a jaxpr.
 
@@ -173,7 +101,7 @@ class Planner:
           inputs: the facts of its inputs.
           site: its site.
         """
-        return _Walk(self, jaxpr, inputs, site).plan()
+        return Walk(self, jaxpr, inputs, site).plan()
 
     def body(
         self,
@@ -203,7 +131,7 @@ class Planner:
         key = (id(jaxpr), readers, rules, site.is_in_rule, tuple(required))
         # The jaxpr is stored with the result, so that its id is not reused.
         _, known = self._known.setdefault(key, (jaxpr, {}))
-        enter = lineages.enter_call if is_call else lineages.enter_others
+        enter = enter_call if is_call else enter_others
         given = tuple(facts.spec for facts in operands), enter(operands)
         if given not in known:
             inputs = [
@@ -217,377 +145,9 @@ class Planner:
                 plan.lineages = [r.lineage if r.has_lineage else None for r in results]
             else:
                 plan.results = results = leave_functions(results, readers)
-                plan.lineages = lineages.leave_others(results)
+                plan.lineages = leave_others(results)
             made = [facts.spec for facts in results]
             plan.made = [*required, *made[len(required) :]]
             plan.name, plan.others = name or "", known
             known[given] = plan
         return known[given]
-
-
-def leave_functions(
-    operands: Sequence[Facts], readers: Sequence[Readers]
-) -> list[Facts]:
-    """Returns values of which the results of functions of one 16-bit value are 16-bit.
-
-    A value that its readers demand in float32 stays float32. So does one that a reader
-    amplifies an error of, but it is no longer deliberate.
-    """
-    return [
-        Facts.of(
-            Spec(State.SOFT if each.amplify else State.LOW), value.origin, value.shape
-        )
-        if value.lineage.is_rejoined and not each.demand_float32
-        else value
-        for value, each in zip(operands, readers, strict=True)
-    ]
-
-
-class _Walk:
-    """Walks through one jaxpr.
-
-    Args:
-      planner: plans the jaxprs inside.
-      jaxpr: the jaxpr.
-      inputs: the facts of its inputs.
-      site: its site.
-    """
-
-    def __init__(
-        self, planner: Planner, jaxpr: Jaxpr, inputs: Sequence[Facts], site: Site
-    ) -> None:
-        self._planner = planner
-        self._jaxpr = jaxpr
-        self._site = site
-        self._low_dtype = planner.lookup.low_dtype
-        self._parts = structure.parts(jaxpr)
-        if "labels" in planner.passes:
-            self._parts = self._replace_label_gathers()
-        self._readers = planner.uses.variables(jaxpr, site.readers, site.path)
-        self._records: Records = []
-        self._steps: list[Step] = []
-        self._left: dict[Var, Facts] = {}
-        parts = self._parts
-        self._inputs = [
-            self._shared(var, facts._replace(shape=structure.shape_of(var.aval)))
-            for var, facts in zip(parts.invars, inputs, strict=True)
-        ]
-        self._constants = [
-            values.of_constant(var, array, self._low_dtype)
-            for var, array in zip(parts.constvars, parts.consts, strict=True)
-        ]
-        self._known = dict(zip(parts.constvars, self._constants, strict=True))
-        self._known.update(zip(parts.invars, self._inputs, strict=True))
-
-    def plan(self) -> Plan:
-        """Returns the plan of the jaxpr."""
-        for eqn in self._parts.eqns:
-            path = source.join(self._site.path, *source.scopes(eqn))
-            of_results = [self._readers[var] for var in eqn.outvars]
-            site = self._site._replace(
-                path=path, readers=readers_of_results(eqn, of_results)
-            )
-            step = self._step(eqn, self._operands(eqn, site), site)
-            results = list(map(self._shared, eqn.outvars, step.results))
-            pairs = enumerate(zip(eqn.outvars, results, strict=True))
-            raised = frozenset(i for i, pair in pairs if self._is_raised(*pair))
-            for i in raised:
-                value, spec = results[i], Spec(State.HARD, results[i].kind)
-                lineage = Lineage(value.roots)
-                results[i] = Facts.of(spec, value.origin, value.shape, lineage)
-            step = step._replace(results=results, raised=raised)
-            self._steps.append(step)
-            self._known.update(zip(eqn.outvars, step.results, strict=True))
-        results = list(map(self._read, self._parts.outvars))
-        return Plan(
-            self._jaxpr,
-            self._parts,
-            self._inputs,
-            self._constants,
-            self._steps,
-            results,
-            self._records,
-        )
-
-    def _replace_label_gathers(self) -> structure.Parts:
-        at, labels = self._planner.lookup, self._planner.labels
-
-        def is_kept(eqn: Eqn) -> bool:
-            path = source.join(self._site.path, *source.scopes(eqn))
-            return at.match("gather", path).precision is Precision.KEEP
-
-        before = labels.n_replaced
-        parts = labels.replaced(self._parts, is_kept)
-        self._planner.passes["labels"] += labels.n_replaced - before
-        return parts
-
-    # ---------------------------------------------------------------------- values
-
-    def _read(self, atom: Var) -> Facts:
-        if structure.is_literal(atom):
-            return values.of_literal(atom, self._low_dtype)
-        return self._known[atom]
-
-    @functools.cached_property
-    def _n_readers(self) -> Counter[Var]:
-        atoms = (atom for eqn in self._parts.eqns for atom in eqn.invars)
-        return Counter(atom for atom in atoms if not structure.is_literal(atom))
-
-    def _shared(self, var: Var, facts: Facts) -> Facts:
-        """Returns the facts of a value, of which a held one may be shared."""
-        if facts.held is None:
-            return facts
-        n, is_stored = self._n_readers[var], facts.held.itemsize < 2
-        is_read_twice = n > 1 and not self._readers[var].take_16_bits
-        has_gradient = jnp.issubdtype(facts.held, jnp.floating)
-        is_shared = is_read_twice and has_gradient if is_stored else n > 2
-        return facts._replace(is_shared=is_shared)
-
-    def _is_raised(self, var: Var, facts: Facts) -> bool:
-        """Whether several float32 ops, and no others, read a 16-bit value.
-
-        In ``h / norm(where(h != 0, h, 1))`` each would upcast it, or a choice of it.
-        The gradients of the upcasts would be rounded before they are added. Where they
-        cancel, little would be left. So the value itself is cast to float32, once.
-        """
-        if facts.state is not State.LOW or self._n_readers[var] < 2:
-            return False
-        return self._readers[var].demand_float32
-
-    def _operands(self, eqn: Eqn, site: Site) -> list[Facts]:
-        """Returns the operands of an equation, as it reads them.
-
-        An op may end functions of one 16-bit value. The results of such functions have
-        16 bits there, even if the op is float32. Otherwise the result of a norm that a
-        product and a loss read would be stored twice, in 16 bits and in float32.
-        """
-        operands = list(map(self._read, eqn.invars))
-        if not any(value.lineage.is_rejoined for value in operands):
-            return operands
-        op = params.op_of(eqn)
-        if op in _CUSTOM_OR_CONTROL:
-            uses = self._planner.uses
-            of_operands = uses.equation_facts(eqn, site.readers, self._site.path)
-            return leave_functions(operands, of_operands)
-        floats = [value for value in operands if value.state is not None]
-        is_low = not readers_of_floats(eqn, site.readers).demand_float32
-        if is_low or op in _READ_AS_THEY_ARE or is_inside_function(op, floats):
-            return operands
-        for i, atom in enumerate(eqn.invars):
-            if operands[i].lineage.is_rejoined:
-                if atom not in self._left:
-                    readers = [self._readers[atom]]
-                    (self._left[atom],) = leave_functions([operands[i]], readers)
-                operands[i] = self._left[atom]
-        return operands
-
-    # ------------------------------------------------------------------- equations
-
-    def _step(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        """Returns how an equation of any kind runs."""
-        if decision := decide_to_keep(self._planner.lookup, eqn, site.path):
-            self._records.append(DecisionRecord(eqn, decision))
-            return self._decided(eqn, operands, site, decision)
-        op = params.op_of(eqn)
-        if params.is_call(eqn):
-            name = params.call_name(eqn)
-            return self._only_body(eqn, operands, site, name)
-        if op in params.CUSTOM:
-            return self._only_body(eqn, operands, site)
-        if op not in params.CONTROL:
-            return self._equation(eqn, operands, site)
-        others = {
-            "cond": self._cond,
-            "scan": self._scan,
-            "while": self._while,
-            "shard_map": self._shard_map,
-        }
-        return others[op](eqn, operands, site)
-
-    def _equation(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        """Decides an equation that contains no jaxpr to convert."""
-        given = Operands.collect(operands)
-        readers = readers_of_floats(eqn, site.readers)
-        if site.is_in_rule:
-            readers |= Readers.TRANSPOSED
-        decision = decide(self._planner.lookup, eqn, given, readers, site.path)
-        origin = None if decision.leader is None else decision.leader.origin
-        if decision.run is not Run.PASS:
-            record = DecisionRecord(eqn, decision, origin, operands=given.floats)
-            self._records.append(record)
-        return self._decided(eqn, operands, site, decision)
-
-    def _decided(
-        self, eqn: Eqn, operands: Sequence[Facts], site: Site, decision: Decision
-    ) -> Step:
-        results = values.of_results(eqn, operands, decision, self._low_dtype)
-        return Step(eqn, site, operands, results, decision=decision)
-
-    def _entered(
-        self,
-        eqn: Eqn,
-        operands: Sequence[Facts],
-        site: Site,
-        bodies: Sequence[tuple[Plan, Sequence[Facts]]],
-        number: int = 0,
-    ) -> Step:
-        """Returns how an equation runs, given the plans of its jaxprs.
-
-        Args:
-          eqn: the equation.
-          operands: its operands.
-          site: its site.
-          bodies: the plans of the jaxprs inside, each with its operands.
-          number: the number of the jaxpr whose results are those of the equation.
-        """
-        for plan, given in bodies:
-            origins = [facts.origin for facts in given]
-            times = params.trips(eqn)
-            self._records.append(RecordsInside(eqn, plan.records, origins, times))
-        plan, given = bodies[number]
-        found = lineages.leave_call(plan.lineages, given)
-        results = [
-            Facts.of(
-                spec,
-                origin_outside(inside.origin, given),
-                structure.shape_of(var.aval),
-                lineage,
-            )
-            for var, spec, inside, lineage in zip(
-                eqn.outvars, plan.made, plan.results, found, strict=True
-            )
-        ]
-        return Step(eqn, site, operands, results, inside=[plan for plan, _ in bodies])
-
-    def _only_body(
-        self, eqn: Eqn, operands: Sequence[Facts], site: Site, name: str | None = None
-    ) -> Step:
-        body = self._planner.body(params.body_of(eqn), operands, site, name=name)
-        return self._entered(eqn, operands, site, [(body, operands)])
-
-    def _shard_map(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        """Plans the function of each device."""
-        call = params.shard_map_of(eqn)
-        # The gradient of a parameter adds up over the devices in the dtype that it has.
-        given = [
-            _as_spec(facts, facts.spec._replace(held=None))
-            if facts.held is not None and call.adds_up_gradient(i)
-            else facts
-            for i, facts in enumerate(operands)
-        ]
-        body = self._planner.body(params.body_of(eqn), given, site)
-        return self._entered(eqn, operands, site, [(body, given)])
-
-    def _cond(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        """Plans the branches of a cond, and joins their results."""
-        _, *others = operands
-        traced, planner = params.branches_of(eqn), self._planner
-        branches = [planner.body(branch, others, site) for branch in traced]
-        rows = [branch.made for branch in branches]
-        made = list(map(_join, zip(*rows, strict=True)))
-        branches = [
-            branch if branch.made == made else planner.body(jaxpr, others, site, made)
-            for branch, jaxpr in zip(branches, traced, strict=True)
-        ]
-        return self._entered(eqn, operands, site, [(one, others) for one in branches])
-
-    def _scan(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        n_consts, n_carry = params.scan_counts(eqn)
-        # A 16-bit value that every step reads is cast at each use, as a parameter is:
-        # its gradient would add up in 16 bits over the steps.
-        given = [
-            _as_spec(facts, Spec(State.SOFT, Kind.GIVEN))
-            if i < n_consts and facts.state is State.LOW
-            else facts
-            for i, facts in enumerate(operands)
-        ]
-        body = self._settle(eqn, given, slice(n_consts, n_consts + n_carry), site)
-        return self._entered(eqn, operands, site, [(body, given)])
-
-    def _while(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        loop = params.while_parts(eqn)
-        of_test, given = operands[: loop.n_cond], operands[loop.n_cond :]
-        step = self._settle(eqn, given, slice(loop.n_body, None), site)
-        of_test = [*of_test, *given[loop.n_body :]]
-        there = site._replace(readers=[Readers.OTHER])
-        test = self._planner.body(loop.cond, of_test, there)
-        bodies = [(test, of_test), (step, given)]
-        return self._entered(eqn, operands, site, bodies, number=1)
-
-    def _settle(self, eqn: Eqn, operands: list[Facts], at: slice, site: Site) -> Plan:
-        """Returns the plan of a loop's body, for which each carry keeps its spec.
-
-        A carry with the slot FOLLOW starts low, and becomes float32 if the body makes
-        it hard. A carry with the slot WRITTEN is low if the body writes low values into
-        it, whatever its initial value is.
-
-        Args:
-          eqn: the loop.
-          operands: the operands of the body; the carries change their specs.
-          at: the positions of the carries.
-          site: its site.
-        """
-        loop, planner = Loop.read(eqn), self._planner
-        n_carry, raised_by = len(loop.carries), dict[int, Origin]()
-        slots = planner.uses.carries(eqn, site.readers[:n_carry], site.path)
-        readers = [*readers_of_carries(slots), *site.readers[n_carry:]]
-        inside, kinds = site._replace(readers=readers), [slot for slot, _ in slots]
-        first, as_carry = operands[at], functools.partial(_as_spec, loop=eqn)
-        specs = [carry.first_spec(f.spec, k) for f, k in zip(first, kinds, strict=True)]
-        if Slot.WRITTEN in kinds:
-            trials = list(map(carry.trial_spec, specs, kinds))
-            operands[at] = map(as_carry, first, trials)
-            made = planner.body(loop.body, operands, inside).made
-            specs = list(map(carry.spec_after_trial, specs, kinds, made))
-        while True:
-            operands[at] = map(as_carry, first, specs)
-            body = planner.body(loop.body, operands, inside, specs)
-            rising = [
-                i
-                for i, (slot, made) in enumerate(zip(kinds, body.results, strict=False))
-                if carry.must_rise(slot, specs[i], made.spec)
-            ]
-            if not rising:
-                break
-            for i in rising:
-                specs[i] = carry.RAISED
-                raised_by[i] = origin_outside(body.results[i].origin, operands)
-        for i, (slot, spec) in enumerate(zip(slots, specs, strict=True)):
-            if spec.state is not None:
-                decision = carry.final_decision(slot, spec.state)
-                record = DecisionRecord(eqn, decision, raised_by.get(i), i)
-                self._records.append(record)
-        return body
-
-
-def _as_spec(facts: Facts, spec: Spec, loop: Eqn | None = None) -> Facts:
-    """Returns a value cast to a spec, without its lineage.
-
-    Args:
-      facts: the facts of the value.
-      spec: the spec.
-      loop: the loop whose carry it is; the origin of the value if its state changes.
-    """
-    changes = loop is not None and spec.state is not facts.state
-    return Facts.of(spec, loop if changes else facts.origin, facts.shape)
-
-
-def _join(specs: Sequence[Spec]) -> Spec:
-    """Returns the spec of a value that has one of several specs."""
-    states = [spec.state for spec in specs if spec.state is not None]
-    kinds = {spec.kind for spec in specs}
-    dtypes = {spec.held for spec in specs}
-    kind = kinds.pop() if len(kinds) == 1 else Kind.COMPUTED
-    held = dtypes.pop() if len(dtypes) == 1 else None
-    return Spec(max(states, default=None), kind, held)
-
-
-def origin_outside(origin: Origin, operands: Sequence[Facts]) -> Origin:
-    """Returns the origin outside of a jaxpr for an origin inside of it."""
-    return operands[origin.number].origin if isinstance(origin, Input) else origin
-
-
-_CUSTOM_OR_CONTROL = frozenset([*params.CUSTOM, *params.CONTROL])
-
-_READ_AS_THEY_ARE = HIGHER_ORDER | PASSING | PRODUCTS | {"convert_element_type"}
-"""Ops that end no function: calls, and ops that cast their operands themselves."""

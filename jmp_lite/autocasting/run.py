@@ -6,21 +6,20 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jmp_lite.autocasting import custom_functions
-from jmp_lite.autocasting.decide.decisions import Run, run_alike
+from jmp_lite.autocasting.decide.decisions import Plan, Run, Step, run_alike
 from jmp_lite.autocasting.decide.facts import Facts, Spec, State
 from jmp_lite.autocasting.decide.values import as_float32
-from jmp_lite.autocasting.evaluate import evaluate
+from jmp_lite.autocasting.evaluate import Casts, Value, evaluate
 from jmp_lite.autocasting.passes import (
     held_constants,
     rematerialize,
     scan_weight_gradients,
     upcasts,
 )
-from jmp_lite.autocasting.plan import Plan, Planner, Step
-from jmp_lite.autocasting.values import Casts, Value
+from jmp_lite.autocasting.plan import Planner
 from jmp_lite.jaxprs import params, sharding, source, structure
 from jmp_lite.jaxprs.dataflow import equations
-from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, Var
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Function, Jaxpr, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +51,26 @@ class Runner:
         self.casts = casts(planner.lookup.low_dtype)
         self._known: dict[int, tuple[Plan, Converted]] = {}
 
-    def forget(self) -> None:
-        """Forgets all plans."""
+    def function(
+        self, plan: Plan, arrays: Sequence[Array], types: Sequence[Aval] = ()
+    ) -> list[Array]:
+        """Returns the results of a traced function.
+
+        Args:
+          plan: its plan.
+          arrays: its arguments.
+          types: the types of its results; by default their traced types.
+        """
+        results = self.run(plan, arrays)
+        # A derivative rule in a remembered jaxpr refers to this object: a cycle, which
+        # would keep the captured arrays alive.
         self._known = {}
         self.planner.forget()
+        types = types or [var.aval for var in plan.parts.outvars]
+        return [
+            structure.as_typed(self.casts.typed(value, aval), aval)
+            for value, aval in zip(results, types, strict=True)
+        ]
 
     def run(self, plan: Plan, arrays: Sequence[Array]) -> list[Value]:
         """Returns the results of a jaxpr.
@@ -123,7 +138,7 @@ class Runner:
 
     def _shard_map(self, step: Step, operands: Sequence[Value]) -> Sequence[Array]:
         """Runs the function of each device, mapped again."""
-        call, (plan,) = params.shard_map_of(step.eqn), step.inside
+        call, (plan,) = sharding.shard_map_of(step.eqn), step.inside
 
         def run(*arrays: Array) -> list[Array]:
             return self.arrays(self.run(plan, arrays), plan.made)

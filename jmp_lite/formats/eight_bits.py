@@ -18,7 +18,7 @@ from jmp_lite.formats.number_format import (
     Verdict,
     are_floats,
 )
-from jmp_lite.jaxprs import cost, params
+from jmp_lite.jaxprs import params, products
 from jmp_lite.jaxprs.types import Eqn
 
 FORWARD_DTYPES = ("e4m3fn", "e4m3fnuz", "e4m3b11fnuz")
@@ -98,14 +98,14 @@ class EightBits(NumberFormat, abc.ABC):
             return "compute_dtype"
         if not any(product.weights):
             return "no_weight"
-        sizes = cost.product_sizes(product.eqn)
+        sizes = products.product_sizes(product.eqn)
         if not all(map(_fits, sizes)):
             return "size"
         return "small" if _harmonic_mean(sizes) < self.smallest_mean else None
 
     def words(self, code: str, eqn: Eqn) -> str:
         """Returns the code of a verdict in words."""
-        sizes = dict(zip("MNK", cost.product_sizes(eqn), strict=True))
+        sizes = dict(zip("MNK", products.product_sizes(eqn), strict=True))
         if code == "size":
             name, size = next(item for item in sizes.items() if not _fits(item[1]))
             verb = "is not" if isinstance(size, int) else "may not be"

@@ -40,9 +40,9 @@ from jmp_lite.formats.eight_bits import (
     sum_precision,
 )
 from jmp_lite.formats.number_format import Product
-from jmp_lite.jaxprs import bilinear, params
-from jmp_lite.jaxprs.axes import Dimensions, axes_of
+from jmp_lite.jaxprs import bilinear, products
 from jmp_lite.jaxprs.bilinear import ProductOperand
+from jmp_lite.jaxprs.products import Dimensions, axes_of
 from jmp_lite.jaxprs.types import Array, Dtype
 
 OF_DEVICE = "device"
@@ -200,7 +200,7 @@ class Float8Format(EightBits):
     ) -> Array:
         """Returns the product, whose cotangent is quantized too."""
         del bound
-        axes, sharding = axes_of(product.eqn), params.out_sharding(product.eqn)
+        axes, sharding = axes_of(product.eqn), products.out_sharding(product.eqn)
         forward, backward = self.options.forward_dtype, self.options.backward_dtype
         form = Scaled(forward, forward, backward, self.options.sums)
         lhs, rhs = operands

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_lite.jaxprs import cost, params, structure
+from jmp_lite.jaxprs import params, products, structure
 from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
 
@@ -91,7 +91,7 @@ class NumberFormat:
 
     name: str
     lowers: ClassVar[bool] = True
-    ops: ClassVar[tuple[str, ...]] = tuple(sorted(params.PRODUCTS))
+    ops: ClassVar[tuple[str, ...]] = tuple(sorted(products.PRODUCTS))
     why_these_ops: ClassVar[str] = ""
     has_fewer_digits: ClassVar[bool] = True
     saved: ClassVar[tuple[str, ...]] = ()
@@ -191,10 +191,10 @@ def _is_of_matrices(eqn: Eqn) -> bool:
     """
     if params.op_of(eqn) != "dot_general":
         return False
-    *sides, summed = cost.product_sizes(eqn)
+    *sides, summed = products.product_sizes(eqn)
     if summed == 1 or all(side == 1 for side in sides):
         return False
-    _, (batch, _) = params.dot_dimensions(eqn)
+    _, (batch, _) = products.dot_dimensions(eqn)
     n_copies = math.prod(eqn.invars[0].aval.shape[i] for i in batch)
     are_vectors = any(side == 1 for side in sides)
     return not are_vectors or (n_copies != 1 and len(batch) < 3)

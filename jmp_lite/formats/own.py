@@ -16,7 +16,7 @@ from jmp_lite.formats.number_format import (
     are_floats,
 )
 from jmp_lite.formats.table import FORMATS
-from jmp_lite.jaxprs import params, sharding
+from jmp_lite.jaxprs import products, sharding
 from jmp_lite.jaxprs.types import Array, Dtype, Function
 from jmp_lite.ops import Precision
 
@@ -130,8 +130,8 @@ class OwnFormat(NumberFormat):
         """Returns the result of the user's function."""
         del bound
         dtype = np.dtype("float32") if self.returns_float32 else product.dtype
-        options = params.dot_options(product.eqn, dtype)
-        dimensions = params.dot_dimensions(product.eqn)
+        options = products.dot_options(product.eqn, dtype)
+        dimensions = products.dot_dimensions(product.eqn)
         result = self.own.dot_general(*operands, dimensions, **options)
         expected = product.eqn.outvars[0].aval.shape
         if getattr(result, "shape", None) != expected:

@@ -30,9 +30,9 @@ from jmp_lite.formats.eight_bits import (
     sum_precision,
 )
 from jmp_lite.formats.number_format import Advice, Product
-from jmp_lite.jaxprs import bilinear, params
-from jmp_lite.jaxprs.axes import Dimensions, axes_of
+from jmp_lite.jaxprs import bilinear, products
 from jmp_lite.jaxprs.bilinear import ProductOperand
+from jmp_lite.jaxprs.products import Dimensions, axes_of
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
@@ -103,7 +103,7 @@ class RowsFormat(EightBits):
         forward, backward = np.dtype(self.forward), np.dtype(self.backward)
         lhs, rhs = map(ProductOperand, operands)
         form = ByRows(forward, forward, backward, self.sums)
-        axes, sharding = axes_of(product.eqn), params.out_sharding(product.eqn)
+        axes, sharding = axes_of(product.eqn), products.out_sharding(product.eqn)
         return bilinear.bilinear(lhs, rhs, form, axes, sharding)
 
 

@@ -19,7 +19,7 @@ from jmp_lite.insight.rows import (
     runs_in,
 )
 from jmp_lite.insight.tables import Place, RowGroups, count, short, text_table
-from jmp_lite.jaxprs import bilinear, cost, params, source, structure
+from jmp_lite.jaxprs import bilinear, params, products, source, structure
 from jmp_lite.jaxprs.dataflow import Backward
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree
 from jmp_lite.ops import HIGHER_ORDER
@@ -265,7 +265,7 @@ def _row_as_it_runs(eqn: Eqn) -> Row:
         times=1,
         bytes_traced=n_bytes,
         bytes_run=n_bytes,
-        flops=cost.product_flops(eqn),
+        flops=products.product_flops(eqn),
         is_backward=True,
         sums=bilinear.sums_of(eqn),
     )

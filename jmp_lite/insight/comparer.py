@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jmp_lite.autocasting.evaluate import Casts
 from jmp_lite.autocasting.rules.scopes import of_the_user
-from jmp_lite.autocasting.values import Casts
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.statistics import sample
 from jmp_lite.insight.tables import Place
-from jmp_lite.jaxprs import bilinear, params, primitives, structure
+from jmp_lite.jaxprs import bilinear, params, primitives, products, structure
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Var
 from jmp_lite.ops import EDITABLE, EXACT, KEEPING_ERRORS
 
@@ -162,7 +162,7 @@ def _run_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
 
 
 def _highest(eqn: Eqn) -> lax.Precision | None:
-    return None if params.product_params(eqn) is None else lax.Precision.HIGHEST
+    return None if products.product_params(eqn) is None else lax.Precision.HIGHEST
 
 
 def _cast(array: Array, dtype: Dtype) -> Array:

@@ -12,9 +12,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.arguments import read_function
-from jmp_lite.autocasting.interpret import Interpreter
+from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
+from jmp_lite.autocasting.run import Runner
 from jmp_lite.insight.comparer import (
     ComparedOp,
     Comparer,
@@ -251,10 +252,10 @@ def compared_with_float32(
       backward: whether its gradients are compared too.
       elements: the largest number of elements of a result to compare.
     """
-    interpreter = Interpreter(rules, StagedCasts)
-    low = functools.partial(
-        interpreter.run_function, function.traced, types=function.types
-    )
+    planner = Planner(rules)
+    plan = planner.function(function.traced, list(map(jax.typeof, arrays)))
+    runner = Runner(planner, StagedCasts)
+    low = functools.partial(runner.function, plan, types=function.types)
     program = jax.make_jaxpr(lambda *xs: low(xs))(*arrays)
     names = function.names_of_results
     if backward:

@@ -322,7 +322,7 @@ class CountingEvaluator(
     ) -> Sequence[ValueT]:
         """Runs the function of each device; sums add up over the devices."""
         jaxpr, given = params.body_of(eqn), tuple(map(self.form, operands))
-        call = params.shard_map_of(eqn)
+        call = sharding.shard_map_of(eqn)
         axes = call.axes
         arrays = self.unpack_all(operands, given)
         made: list[FormT] = []

@@ -1,6 +1,6 @@
 """``explain``: shows what autocast does with a function, without computing anything.
 
-It reads the ``Decision`` values of the interpreter and decides nothing itself. It makes
+It reads the decisions of a plan and decides nothing itself. It makes
 rows first, and text from the rows.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.arguments import read_function
-from jmp_lite.autocasting.interpret import Interpreter
+from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.match import AnyPrecision, in_json_or_name
 from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import (
@@ -27,6 +27,7 @@ from jmp_lite.autocasting.rules.rules import (
 )
 from jmp_lite.autocasting.rules.scopes import unused_scopes
 from jmp_lite.autocasting.rules.serialization import fields_for_json
+from jmp_lite.autocasting.run import Runner
 from jmp_lite.casting.dtypes import default_device, hint_for, unknown_name
 from jmp_lite.formats.float8 import Float8Format, describe_formats
 from jmp_lite.insight.backward import (
@@ -324,18 +325,20 @@ def explain(
     chosen = choose_rules(rules, compute_dtype)
 
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
-        interpreter = Interpreter(chosen())
-        program = read_function(fun, args, kwargs, interpreter.rules)
+        rules = chosen()
+        planner = Planner(rules)
+        program = read_function(fun, args, kwargs, rules)
         traced, treedef = program.jaxpr, program.treedef
         names = argument_names(args, kwargs)
-        run_function = functools.partial(
-            interpreter.run_function, paths=names, types=program.types
+        plan, low = (
+            planner.function(traced, program.avals, names),
+            planner.lookup.low_dtype,
         )
+        run_plan = functools.partial(Runner(planner).function, plan)
         run = structure.trace(
-            lambda *xs: run_function(traced, xs), program.avals, traced
+            lambda *xs: run_plan(xs, program.types), program.avals, traced
         )
-        low = interpreter.lookup.low_dtype
-        decided = list(decided_rows(interpreter.records, interpreter.rules))
+        decided = list(decided_rows(plan.records, rules))
         rows, kept = [one.row for one in decided], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
@@ -352,20 +355,20 @@ def explain(
         forward = [one for one in decided if not one.row.is_backward]
         inputs = LintInput(
             forward,
-            interpreter.results,
-            interpreter.rules,
+            plan.results,
+            rules,
             has_gradients=backward or len(forward) < len(decided),
             program=program,
             alone=_alone(args, kwargs),
         )
-        counts = {} if program.is_unchanged else interpreter.passes
+        counts = {} if program.is_unchanged else planner.passes
         return Explanation(
-            interpreter.rules,
+            rules,
             tuple(rows),
             totals_of(rows, added, kept),
             find_lints(inputs),
-            tuple(_unused(interpreter.rules, rows, traced)),
-            {p: counts[p] for p in interpreter.rules.passes if counts.get(p)},
+            tuple(_unused(rules, rows, traced)),
+            {p: counts[p] for p in rules.passes if counts.get(p)},
             {names[i]: dtype.name for i, dtype in program.held.items()},
         )
 

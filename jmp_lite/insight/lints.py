@@ -25,7 +25,7 @@ from jmp_lite.autocasting.decide.facts import (
     is_equation,
     is_from_16_bits,
 )
-from jmp_lite.autocasting.decide.function import roots_of
+from jmp_lite.autocasting.decide.values import roots_of
 from jmp_lite.autocasting.passes import homogeneity
 from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.autocasting.rules.rules import Rules
@@ -42,9 +42,9 @@ from jmp_lite.insight.rows import (
     times_or_once,
 )
 from jmp_lite.insight.tables import Place, count, short
-from jmp_lite.jaxprs import cost, params, source, structure
+from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import equations, jaxprs
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.products import PRODUCTS, product_sizes
 from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import (
     HIGHER_ORDER,
@@ -261,7 +261,7 @@ def _is_filter(loop: Eqn) -> bool:
     ops = [eqn for body in params.inner_jaxprs(loop) for eqn, _ in equations(body)]
     if any(params.op_of(eqn) in SOLVING for eqn in ops):
         return True
-    sizes = [cost.product_sizes(e) for e in ops if params.op_of(e) in PRODUCTS]
+    sizes = [product_sizes(e) for e in ops if params.op_of(e) in PRODUCTS]
     return bool(sizes) and all(n < 8 for size in sizes for n in size)
 
 
@@ -283,7 +283,7 @@ def _off_tensor_cores(inputs: LintInput) -> Iterator[Lint]:
     for decided in inputs.decided:
         if decided.row.op not in PRODUCTS or decided.record.decision.run is not Run.LOW:
             continue
-        sizes = cost.product_sizes(decided.record.eqn)
+        sizes = product_sizes(decided.record.eqn)
         if 1 in sizes:  # A vector product or a depthwise convolution: no tensor cores.
             continue
         # A symbolic size is unknown.
@@ -292,7 +292,7 @@ def _off_tensor_cores(inputs: LintInput) -> Iterator[Lint]:
             with_size.setdefault(size, []).append((math.prod(known), decided))
     for size, products in with_size.items():
         _, largest = max(products, key=lambda pair: pair[0])
-        sizes = " x ".join(map(str, cost.product_sizes(largest.record.eqn)))
+        sizes = " x ".join(map(str, product_sizes(largest.record.eqn)))
         many = len(products) > 1
         yield _make_lint(
             largest,

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite.autocasting.api import run_function
 from jmp_lite.autocasting.arguments import read_function
-from jmp_lite.autocasting.interpret import Interpreter
 from jmp_lite.autocasting.rules.match import AnyPrecision, name_of
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
@@ -130,7 +130,8 @@ class Sample:
     def error(self, rules: Rules, options: Mapping[str, bool]) -> Error:
         """Returns the error under some rules, with some compiler options."""
         run = functools.partial(
-            Interpreter(rules).run_function,
+            run_function,
+            rules,
             self._function.traced,
             types=self._function.types,
         )

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp_lite import ops
-from jmp_lite.jaxprs import params, structure
+from jmp_lite.jaxprs import params, products, structure
 from jmp_lite.jaxprs.dataflow import Fact, ForwardAnywhere
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr
 
 
@@ -257,7 +257,7 @@ class Residues(ProgramAnalysis[Left]):
         del path
         op = params.op_of(eqn)
         joint = functools.reduce(self.join, facts, Left())
-        multiplies = params.contracts_nothing(eqn)
+        multiplies = products.contracts_nothing(eqn)
         if op in PRODUCTS and not multiplies:
             return [Left(frozenset([id(eqn)]), of_carry=joint.of_carry)]
         keeps = op in ops.KEEPING_DIGITS and op not in ops.SUMMING

@@ -5,10 +5,10 @@ from types import MappingProxyType
 
 from jmp_lite.autocasting.decide import facts
 from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
-from jmp_lite.autocasting.decide.product import has_raised_precision
+from jmp_lite.autocasting.decide.special_ops import has_raised_precision
 from jmp_lite.autocasting.rules import scopes
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
-from jmp_lite.jaxprs.params import PRODUCTS, op_of
+from jmp_lite.jaxprs.products import PRODUCTS, op_of
 from jmp_lite.ops import OPS
 
 _WORDS: Mapping[Reason, str] = MappingProxyType(

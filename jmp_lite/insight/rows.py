@@ -29,8 +29,8 @@ from jmp_lite.formats.number_format import LOW
 from jmp_lite.formats.table import options_of
 from jmp_lite.insight import reasons
 from jmp_lite.insight.tables import Place, short
-from jmp_lite.jaxprs import bilinear, cost, params, source, structure
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs import bilinear, params, products, source, structure
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr, Var
 from jmp_lite.ops import HIGHER_ORDER
 
@@ -223,7 +223,7 @@ class _RowMaker:
             times=1,
             bytes_traced=sum(map(bytes_of, results)),
             bytes_run=sum(bytes_of(var, dtype) for var in results),
-            flops=cost.product_flops(eqn),
+            flops=products.product_flops(eqn),
             is_backward=source.is_transposed(eqn),
             number_format=_number_format(eqn, decision),
             sums=_sums(eqn, decision, low),
@@ -308,7 +308,7 @@ def bytes_of(var: Var, low: Dtype | None = None) -> int:
         if low is not None and structure.is_float32(var)
         else structure.dtype_of(var)
     )
-    size = cost.known_size(getattr(var.aval, "shape", ()))
+    size = products.known_size(getattr(var.aval, "shape", ()))
     return size * getattr(dtype, "itemsize", 0)
 
 
@@ -399,7 +399,7 @@ def casts_in(programs: Iterable[Jaxpr], low: Dtype) -> tuple[int, int]:
                         number, n_bytes = number + times * n, n_bytes + times * size
                 elif _is_cast_between(eqn, low):
                     number += 1
-                    size = cost.known_size(eqn.outvars[0].aval.shape)
+                    size = products.known_size(eqn.outvars[0].aval.shape)
                     n_bytes += size * (4 + low.itemsize)
             known[id(jaxpr)] = number, n_bytes
         return known[id(jaxpr)]

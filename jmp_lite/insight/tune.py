@@ -26,7 +26,7 @@ from jmp_lite.insight.trials import (
     searched_format,
     without_formats,
 )
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import PyTree
 from jmp_lite.mutables import check_function
 from jmp_lite.ops import Precision

@@ -24,7 +24,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from jmp_lite.jaxprs import primitives, sharding, structure
-from jmp_lite.jaxprs.axes import Dimensions
+from jmp_lite.jaxprs.products import Dimensions
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Tangent
 
 Item = TypeVar("Item")

@@ -21,7 +21,7 @@ from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.slicing import gather_p
 from jax.extend import core
 
-from jmp_lite.jaxprs import cost, sharding, structure
+from jmp_lite.jaxprs import products, sharding, structure
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Tangent, Var
 
 
@@ -169,7 +169,7 @@ class Definitions:
             return None
         # A narrower dtype wraps around.
         most = np.iinfo(structure.dtype_of(atom)).max
-        return axis if cost.is_at_most(atom.aval.shape[axis] - 1, most) else None
+        return axis if products.is_at_most(atom.aval.shape[axis] - 1, most) else None
 
     def _counted_axis(self, atom: Var) -> int | None:
         """Returns the axis, whatever the dtype of the variable is."""

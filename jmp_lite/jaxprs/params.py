@@ -1,6 +1,6 @@
 """Reads the parameters of equations, and binds equations with others.
 
-No other module knows the name of a parameter.
+``products.py``, ``sharding.py`` and the files with own primitives read a few others.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jmp_lite.jaxprs import coming, primitives, structure
 from jmp_lite.jaxprs.types import (
@@ -20,7 +19,6 @@ from jmp_lite.jaxprs.types import (
     Function,
     Jaxpr,
     Primitive,
-    PyTree,
 )
 
 Item = TypeVar("Item")
@@ -377,86 +375,6 @@ def while_parts(eqn: Eqn) -> While:
     return While(*(eqn.params[name] for name in names))
 
 
-PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
-"""Matrix products."""
-
-
-class ProductParams(NamedTuple):
-    """The requests of a matrix product.
-
-    Attributes:
-      precision: its precision or its algorithm; None if it requests none.
-      result_dtype: the dtype of its result; None for the dtype of its operands.
-    """
-
-    precision: lax.PrecisionLike
-    result_dtype: Dtype | None
-
-
-def product_params(eqn: Eqn) -> ProductParams | None:
-    """Returns the requests of a matrix product; None for any other op."""
-    if op_of(eqn) not in PRODUCTS:
-        return None
-    dtype = eqn.params.get("preferred_element_type")
-    return ProductParams(eqn.params.get("precision"), dtype)
-
-
-def precision_of(eqn: Eqn) -> lax.PrecisionLike:
-    """Returns the precision or the algorithm that a product requests."""
-    return eqn.params.get("precision")
-
-
-def contracts_nothing(eqn: Eqn) -> bool:
-    """Whether a matrix product contracts no axis, so that it is a multiplication."""
-    if op_of(eqn) != "dot_general":
-        return False
-    (contracted, _), _ = dot_dimensions(eqn)
-    return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
-
-
-def dot_dimensions(eqn: Eqn) -> lax.DotDimensionNumbers:
-    """Returns the contracted and the batch axes of both operands of a product.
-
-    The product is a ``dot_general`` or a ``ragged_dot_general``.
-    """
-    if op_of(eqn) == "dot_general":
-        return eqn.params["dimension_numbers"]
-    return ragged_axes(eqn).dot_dimension_numbers
-
-
-def ragged_axes(eqn: Eqn) -> lax.RaggedDotDimensionNumbers:
-    """Returns the dimension numbers of a product of groups, with their axes."""
-    return eqn.params["ragged_dot_dimension_numbers"]
-
-
-def out_sharding(eqn: Eqn) -> NamedSharding | None:
-    """Returns the sharding that a product requests for its result, or None."""
-    return eqn.params.get("out_sharding")
-
-
-def dot_options(eqn: Eqn, dtype: Dtype) -> dict[str, Any]:
-    """Returns the options of a dot_general, for a function in its place.
-
-    Args:
-      eqn: the equation.
-      dtype: the dtype of the result.
-    """
-    options: dict[str, Any] = {"precision": None, "preferred_element_type": dtype}
-    if (sharding := out_sharding(eqn)) is not None:
-        options["out_sharding"] = sharding
-    return options
-
-
-def conv_axes(eqn: Eqn) -> lax.ConvDimensionNumbers:
-    """Returns the dimension numbers of a convolution."""
-    return eqn.params["dimension_numbers"]
-
-
-def inserted_zeros(eqn: Eqn) -> Sequence[int]:
-    """Returns the factors by which a product dilates its left operand with zeros."""
-    return eqn.params.get("lhs_dilation", ())
-
-
 def exponent_of(eqn: Eqn) -> int:
     """Returns the exponent of an ``integer_pow``."""
     return eqn.params["y"]
@@ -484,67 +402,6 @@ def call_name(eqn: Eqn) -> str:
 def is_custom_root(eqn: Eqn) -> bool:
     """Whether a custom_jvp is JAX's own for a root."""
     return "_custom_root" in structure.name_of(body_of(eqn))
-
-
-class ShardMap(NamedTuple):
-    """A ``shard_map``.
-
-    Attributes:
-      mesh: its mesh.
-      in_specs: the specs of its operands.
-      out_specs: the specs of its results.
-      axes: the mapped axes.
-      check_vma: whether types state over which axes arrays vary.
-    """
-
-    mesh: Mesh | AbstractMesh
-    in_specs: tuple[PartitionSpec, ...]
-    out_specs: Sequence[PartitionSpec]
-    axes: frozenset[str]
-    check_vma: bool
-
-    def adds_up_gradient(self, number: int) -> bool:
-        """Whether the transpose of this op adds up an operand's gradient over devices.
-
-        The operand is the same on several devices. If types state over which axes
-        arrays vary, an op inside adds up the gradient.
-        """
-        names = (name for name in self.in_specs[number] if name is not None)
-        axes = {axis for n in names for axis in ((n,) if isinstance(n, str) else n)}
-        return not self.check_vma and not self.axes <= axes
-
-    def map(
-        self, fun: Function, in_specs: Sequence[PartitionSpec], out_specs: PyTree
-    ) -> Function:
-        """Maps another function over the same axes, with other specs."""
-        return jax.shard_map(
-            fun,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=self.axes,
-            check_vma=self.check_vma,
-        )
-
-
-def shard_map_of(eqn: Eqn) -> ShardMap:
-    """Returns the ``shard_map`` of an equation, to map another function with."""
-    return ShardMap(
-        eqn.params["mesh"],
-        tuple(eqn.params["in_specs"]),
-        list(eqn.params["out_specs"]),
-        frozenset(eqn.params["newly_manual_axes"]),
-        eqn.params["check_vma"],
-    )
-
-
-def ambient_precision() -> lax.PrecisionLike:
-    """Returns the precision or algorithm of a product that requests none."""
-    name: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    algorithms = jax.lax.DotAlgorithmPreset.__members__
-    if name in algorithms:
-        return algorithms[name]
-    return None if name is None else jax.lax.Precision(name)
 
 
 def has_only_axis_effects(eqn: Eqn) -> bool:

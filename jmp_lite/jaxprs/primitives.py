@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 from jax._src.interpreters import ad, batching, mlir
 from jax.extend import core
 
+from jmp_lite.casting.types import AnyArray
+from jmp_lite.jaxprs import sharding
 from jmp_lite.jaxprs.types import Array, Primitive, Tangent
 
 
@@ -73,3 +76,21 @@ def pass_last_tangent(made: core.Primitive) -> None:
         return made.bind(*primals), tangents[-1]
 
     ad.primitive_jvps[made] = rule
+
+
+# ------------------------------------------ the derivative of the exact array
+
+_primitive = primitive("straight_through", lambda rounded, _: rounded)
+pass_last_tangent(_primitive)
+
+
+def straight_through(rounded: AnyArray, exact: AnyArray) -> Array:
+    """Returns rounded numbers, with the derivative of the exact ones.
+
+    Args:
+      rounded: the numbers.
+      exact: an array of the same shape and dtype. Its numbers are not read.
+    """
+    rounded, exact = jnp.asarray(rounded), jnp.asarray(exact)
+    axes = sharding.mapped_axes_of(rounded)
+    return _primitive.bind(rounded, sharding.as_varying(exact, axes))

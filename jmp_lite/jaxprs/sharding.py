@@ -1,13 +1,14 @@
 """Handles arrays whose types state their sharding, or the axes over which they vary."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmp_lite.jaxprs.types import Array, Aval, Dtype, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Function, PyTree, Var
 
 
 def zeros(aval: Aval, length: int | None = None) -> Array:
@@ -147,3 +148,58 @@ def gathered(array: Array, axes: Iterable[str] | None = None) -> Array:
 def varying_axes(atoms: Iterable[Var]) -> frozenset[str]:
     """Returns the mapped axes over which some of the atoms may differ."""
     return frozenset().union(*(a.aval.manual_axis_type.varying for a in atoms))
+
+
+# ---------------------------------------------------------------------- shard_map
+
+
+class ShardMap(NamedTuple):
+    """A ``shard_map``.
+
+    Attributes:
+      mesh: its mesh.
+      in_specs: the specs of its operands.
+      out_specs: the specs of its results.
+      axes: the mapped axes.
+      check_vma: whether types state over which axes arrays vary.
+    """
+
+    mesh: Mesh | AbstractMesh
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: Sequence[PartitionSpec]
+    axes: frozenset[str]
+    check_vma: bool
+
+    def adds_up_gradient(self, number: int) -> bool:
+        """Whether the transpose of this op adds up an operand's gradient over devices.
+
+        The operand is the same on several devices. If types state over which axes
+        arrays vary, an op inside adds up the gradient.
+        """
+        names = (name for name in self.in_specs[number] if name is not None)
+        axes = {axis for n in names for axis in ((n,) if isinstance(n, str) else n)}
+        return not self.check_vma and not self.axes <= axes
+
+    def map(
+        self, fun: Function, in_specs: Sequence[PartitionSpec], out_specs: PyTree
+    ) -> Function:
+        """Maps another function over the same axes, with other specs."""
+        return jax.shard_map(
+            fun,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=self.axes,
+            check_vma=self.check_vma,
+        )
+
+
+def shard_map_of(eqn: Eqn) -> ShardMap:
+    """Returns the ``shard_map`` of an equation, to map another function with."""
+    return ShardMap(
+        eqn.params["mesh"],
+        tuple(eqn.params["in_specs"]),
+        list(eqn.params["out_specs"]),
+        frozenset(eqn.params["newly_manual_axes"]),
+        eqn.params["check_vma"],
+    )

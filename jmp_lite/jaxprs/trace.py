@@ -11,8 +11,8 @@ from jax._src import api_util
 
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.types import Leaf, Path
-from jmp_lite.jaxprs import structure
-from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree
+from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Function, Jaxpr, PyTree, Var
 from jmp_lite.mutables import is_module, noting_captures, refuse_modules
 
 
@@ -140,3 +140,40 @@ def _captured(fun: Leaf) -> list[Leaf]:
         with contextlib.suppress(ValueError):  # An empty cell.
             found.append(cell.cell_contents)
     return found
+
+
+# ---------------------------------- jaxprs whose equations run in another way
+
+
+def retraced(
+    jaxpr: Jaxpr, avals: Sequence[Aval], steps: Callable[[dict[Var, Array]], None]
+) -> Jaxpr:
+    """Returns a closed jaxpr, traced again with its equations run in another way.
+
+    Args:
+      jaxpr: the jaxpr.
+      avals: the types of its inputs, which may be new ones.
+      steps: takes the inputs by variable, and adds the results.
+    """
+    old = structure.parts(jaxpr)
+
+    def run(*arrays: Array) -> list[Array]:
+        env = dict(zip(old.constvars, old.consts, strict=True))
+        env.update(zip(old.invars, arrays, strict=True))
+        steps(env)
+        return [read(env, atom) for atom in old.outvars]
+
+    return structure.trace(run, avals, jaxpr)
+
+
+def run_equations(eqns: Sequence[Eqn], env: dict[Var, Array]) -> None:
+    """Runs equations, and adds their results by variable."""
+    for eqn in eqns:
+        with source.context_of(eqn):
+            results = params.bind(eqn, [read(env, atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+
+
+def read(env: dict[Var, Array], atom: Var) -> Array:
+    """Returns the value of an atom, given values by variable."""
+    return structure.as_array(atom.val) if structure.is_literal(atom) else env[atom]

@@ -19,8 +19,8 @@ from jax._src.lax.lax import dot_general_p
 from jax.extend import core
 
 from jmp_lite.jaxprs import primitives, sharding
-from jmp_lite.jaxprs.axes import Dimensions
 from jmp_lite.jaxprs.bilinear import cotangents_of_product, tangents_of_product
+from jmp_lite.jaxprs.products import Dimensions
 from jmp_lite.jaxprs.types import Array, Aval, Eqn, Tangent
 
 

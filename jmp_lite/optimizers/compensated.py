@@ -21,7 +21,7 @@ from jmp_lite.casting.types import (
     PyTree,
     Updates,
 )
-from jmp_lite.jaxprs.straight_through import straight_through
+from jmp_lite.jaxprs.primitives import straight_through
 from jmp_lite.optimizers.parameters import (
     check_16_bit,
     check_16_bit_as_before,

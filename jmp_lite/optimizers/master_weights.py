@@ -28,7 +28,7 @@ from jmp_lite.casting.types import (
     PyTree,
     Updates,
 )
-from jmp_lite.jaxprs.straight_through import straight_through
+from jmp_lite.jaxprs.primitives import straight_through
 from jmp_lite.optimizers.parameters import (
     NOT_ROUNDED,
     apply_updates,

@@ -16,7 +16,7 @@ from jmp_lite.casting.types import (
     Tree,
     Updates,
 )
-from jmp_lite.jaxprs.straight_through import straight_through
+from jmp_lite.jaxprs.primitives import straight_through
 from jmp_lite.scaling.wrapping import check_grads
 
 

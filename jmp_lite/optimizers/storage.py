@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import AnyArray, Array, Dtype, Leaf, PyTree
-from jmp_lite.jaxprs.straight_through import straight_through
+from jmp_lite.jaxprs.primitives import straight_through
 from jmp_lite.optimizers.rounding import (
     Grid,
     grid_of,

@@ -19,7 +19,7 @@ from jmp_lite.autocasting.marks import as_full
 from jmp_lite.autocasting.passes import homogeneity
 from jmp_lite.casting.dtypes import is_traceable
 from jmp_lite.casting.types import PyTree
-from jmp_lite.jaxprs import params, rewrite, source, structure
+from jmp_lite.jaxprs import params, sharding, source, structure, trace
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr
 from jmp_lite.mutables import returning_changes, write_changes
@@ -94,10 +94,10 @@ class _Unscaling:
 
         for eqn in parts.eqns:
             with source.context_of(eqn):
-                operands = [rewrite.read(env, atom) for atom in eqn.invars]
+                operands = [trace.read(env, atom) for atom in eqn.invars]
                 results = self._equation(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
-        return [rewrite.read(env, atom) for atom in parts.outvars]
+        return [trace.read(env, atom) for atom in parts.outvars]
 
     def _has_culprit(self, jaxpr: Jaxpr) -> bool:
         if id(jaxpr) not in self._known:
@@ -167,7 +167,7 @@ class _Unscaling:
         return [*carry, *ys]
 
     def _shard_map(self, eqn: Eqn, operands: list[Array]) -> list[Array]:
-        call, body = params.shard_map_of(eqn), params.body_of(eqn)
+        call, body = sharding.shard_map_of(eqn), params.body_of(eqn)
         numbers, treedef = jax.tree.flatten(self._scale)
 
         def run(*arrays: Array) -> list[Array]:

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jmp_lite.autocasting.api import Check
-from jmp_lite.autocasting.mistakes import has_float16_product
+from jmp_lite.autocasting.api import Check, has_float16_product
 from jmp_lite.autocasting.rules.presets import check_convertible
 from jmp_lite.autocasting.rules.rules import Rules, is_identity
 from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, refuse_raw_bytes

@@ -8,7 +8,7 @@ from helpers import equations, relative_error
 from jax import lax
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.decide.cast import is_exact_in
+from jmp_lite.autocasting.decide.special_ops import is_exact_in
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -27,9 +27,8 @@ from jax.experimental.ode import odeint
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jmp_lite.autocasting.decide.facts import State
 from jmp_lite.autocasting.api import autocast
-from jmp_lite.autocasting.interpret import Interpreter
+from jmp_lite.autocasting.decide.facts import State
 from jmp_lite.autocasting.marks import (
     as_full,
     as_low,
@@ -37,6 +36,7 @@ from jmp_lite.autocasting.marks import (
     low_call,
     low_precision,
 )
+from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.autocasting.rules.rules import is_identity
 from jmp_lite.insight.explanation import explain
@@ -453,9 +453,8 @@ def from_integers(x):
 
 def is_held_low(fun, rules):
     """Whether the result of a function is held in the compute dtype where it ends."""
-    interpreter, traced = Interpreter(rules), jax.make_jaxpr(fun)(X)
-    jax.make_jaxpr(lambda x: interpreter.run_function(traced, [x]))(X)
-    return interpreter.results[0].state is State.LOW
+    plan = Planner(rules).function(jax.make_jaxpr(fun)(X), [jax.typeof(X)])
+    return plan.results[0].state is State.LOW
 
 
 @pytest.mark.parametrize("rules", PRESETS)

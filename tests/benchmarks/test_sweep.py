@@ -27,7 +27,7 @@ from benchmarks.sweep.measure import (
 from benchmarks.sweep.program import Entry, Products, Program, Random
 from benchmarks.sweep.tables import flagged_lines, programs_table, summary_table
 from jmp_lite.jaxprs import params, structure
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.products import PRODUCTS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

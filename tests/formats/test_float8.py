@@ -42,7 +42,7 @@ from benchmarks.formats import transformers, wire
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.rules.rules import is_identity
 from jmp_lite.formats.float8 import Scaled, describe_formats, quantize_operand
-from jmp_lite.jaxprs.axes import Dimensions
+from jmp_lite.jaxprs.products import Dimensions
 
 EVERY_SIZE = jmp.Float8(smallest=0)
 MIXED = jmp.get_rules("mixed")

@@ -38,8 +38,8 @@ from weight_products import (
 import jmp_lite as jmp
 from jmp_lite.formats.rows import ByRows
 from jmp_lite.formats.table import FORMATS
-from jmp_lite.jaxprs.axes import Dimensions
 from jmp_lite.jaxprs.bilinear import ProductOperand
+from jmp_lite.jaxprs.products import Dimensions
 
 NAMES = ("int8", "float8_rows")
 EVERY_SIZE = {name: jmp.get_format(name, smallest=0) for name in NAMES}

@@ -20,6 +20,7 @@ from programs import (
     X,
 )
 
+from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
     DecisionRecord,
@@ -27,7 +28,6 @@ from jmp_lite.autocasting.decide.decisions import (
     Run,
 )
 from jmp_lite.autocasting.decide.facts import State
-from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import as_full, as_low, full_precision
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
@@ -37,7 +37,6 @@ from jmp_lite.insight.explanation import Explanation, explain
 from jmp_lite.insight.reasons import code_of, reason_in_words
 from jmp_lite.insight.rows import Row
 from jmp_lite.insight.tables import short
-from jmp_lite.jaxprs import cost
 from jmp_lite.ops import HIGHER_ORDER, Precision
 
 # Ops that the interpreter adds: casts, and broadcasts of operands before a cast.
@@ -445,7 +444,7 @@ def test_products_of_groups_count_the_rows_of_each_group():
         for eqn in equations(jaxpr.jaxpr)
         if eqn.primitive.name == "ragged_dot_general"
     ]
-    assert [cost.product_sizes(eqn) for eqn in of_groups] == [
+    assert [products.product_sizes(eqn) for eqn in of_groups] == [
         (rows, 2 * width, width),
         (width, 2 * width, rows),
         (rows, width, 2 * width),

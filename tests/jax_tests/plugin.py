@@ -33,7 +33,7 @@ SECONDS = 180
 """How long one test may take."""
 REAL = frozenset([np.dtype("float32"), np.dtype("complex64")])
 
-# It changes nothing, but is not known to: the interpreter runs each equation.
+# It changes nothing, but is not known to: each equation is planned and run.
 O0 = jmp.get_rules("O0").scope("a scope that does not exist", "low")
 
 

@@ -15,7 +15,7 @@ from programs import PROGRAMS, W, X
 
 import jmp_lite as jmp
 from jmp_lite.autocasting.decide.decisions import RecordsInside
-from jmp_lite.autocasting.interpret import Interpreter
+from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.comparer import Comparer, Twin
 from jmp_lite.insight.watcher import FlaggedValue, Watcher
@@ -108,11 +108,10 @@ def test_all_tools_enter_the_same_equations(name, monkeypatch):
     jax.eval_shape(
         lambda *xs: other.run_program(traced, list(map(Twin, xs))) and None, *arrays
     )
-    walk = Interpreter(get_rules("O1"))
-    jax.eval_shape(lambda *xs: walk.run_function(traced, xs), *arrays)
+    plan = Planner(get_rules("O1")).function(traced, list(map(jax.typeof, arrays)))
     by_tool = [{id(eqn) for eqn in eqns} for eqns in (watched, compared)]
     assert by_tool[0] == by_tool[1]
-    decided = list(recorded(walk.records))
+    decided = list(recorded(plan.records))
     # A loop has a decision for each carry, and a cast that does nothing has none.
     others = {params.op_of(e) for e in decided if id(e) not in by_tool[0]}
     assert others <= HIGHER_ORDER

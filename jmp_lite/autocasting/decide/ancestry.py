@@ -16,7 +16,7 @@ import numpy as np
 from jmp_lite.autocasting.decide.facts import Mark
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Forward
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.ops import ADDING, CUTTING, LINEAR, MOVING, SUMMING
 

@@ -1,17 +1,25 @@
-"""Decisions as data: how an equation runs, and why.
+"""Decisions as data: how an equation runs, and why; the plan of a jaxpr.
 
 A reason is a code. Only ``insight/reasons.py`` has its text.
 """
 
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
-from jmp_lite.autocasting.decide.facts import Facts, Origin, State
+from jmp_lite.autocasting.decide.facts import (
+    Facts,
+    Lineage,
+    Origin,
+    Readers,
+    Spec,
+    State,
+)
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.formats.number_format import LOW, QUALIFIES, NumberFormat, Verdict
-from jmp_lite.jaxprs.types import Dtype, Eqn
+from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
 
 
 class Run(enum.Enum):
@@ -177,3 +185,78 @@ def run_alike(
         for one, other in zip(some, others, strict=True)
         if isinstance(one, RecordsInside) and isinstance(other, RecordsInside)
     )
+
+
+Records: TypeAlias = list[DecisionRecord | RecordsInside]
+
+
+class Site(NamedTuple):
+    """The site of an equation, or of a jaxpr.
+
+    Attributes:
+      path: its path.
+      readers: the readers of its results.
+      is_in_rule: whether it is in a ``custom_jvp`` rule, which JAX transposes.
+    """
+
+    path: str
+    readers: Sequence[Readers]
+    is_in_rule: bool = False
+
+
+class Step(NamedTuple):
+    """How one equation runs.
+
+    Attributes:
+      eqn: the equation.
+      site: its site.
+      operands: the facts of its operands, as it reads them.
+      results: the facts of its results.
+      raised: the numbers of the results that are cast to float32 once, for all readers.
+      decision: how it runs; None if the ops inside of it are decided one by one.
+      inside: the plans of its jaxprs: the branches of a cond, the condition and the
+        body of a while, or the only one.
+    """
+
+    eqn: Eqn
+    site: Site
+    operands: Sequence[Facts]
+    results: Sequence[Facts]
+    raised: frozenset[int] = frozenset()
+    decision: Decision | None = None
+    inside: "Sequence[Plan]" = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """How a jaxpr runs.
+
+    Attributes:
+      jaxpr: the jaxpr.
+      parts: its parts, after the passes over it.
+      inputs: the facts of its inputs.
+      constants: the facts of its constants.
+      steps: one for each equation.
+      results: the facts of its results.
+      made: the specs to which its results are cast.
+      records: the decisions, in order, for ``explain``.
+      name: the name of the function that it is, if an equation only calls it.
+      others: the plans of the same jaxpr for operands with other facts.
+    """
+
+    jaxpr: Jaxpr
+    parts: structure.Parts
+    inputs: Sequence[Facts]
+    constants: Sequence[Facts]
+    steps: Sequence[Step]
+    results: Sequence[Facts]
+    records: Records
+    made: Sequence[Spec] = ()
+    lineages: Sequence[Lineage | None] = ()
+    name: str = ""
+    others: "Mapping[object, Plan]" = dataclasses.field(default_factory=dict)
+
+    @property
+    def given(self) -> tuple[Spec, ...]:
+        """The specs of its inputs."""
+        return tuple(facts.spec for facts in self.inputs)

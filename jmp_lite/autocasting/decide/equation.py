@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.autocasting.decide.cast import decide_cast
-from jmp_lite.autocasting.decide.collective import decide_collective
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
     Operands,
@@ -29,16 +27,21 @@ from jmp_lite.autocasting.decide.facts import (
     State,
     is_equation,
 )
-from jmp_lite.autocasting.decide.function import (
+from jmp_lite.autocasting.decide.lookup import RuleLookup
+from jmp_lite.autocasting.decide.special_ops import (
+    decide_cast,
+    decide_collective,
+    decide_format,
+    decide_product,
+)
+from jmp_lite.autocasting.decide.values import (
     is_inside_function,
     is_one_function,
     roots_of,
 )
-from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.decide.product import decide_format, decide_product
 from jmp_lite.autocasting.rules.match import AnyPrecision, RuleMatch, RuleSource
 from jmp_lite.jaxprs import gathers, params, structure
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype, Eqn
 from jmp_lite.ops import (
     ADDED_UP,

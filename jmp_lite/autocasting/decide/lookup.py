@@ -11,8 +11,8 @@ from jmp_lite.autocasting.decide.facts import Mark
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.rules.scopes import match_scope
-from jmp_lite.jaxprs import params, source, structure
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs import params, products, source, structure
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr
 from jmp_lite.ops import LOWERABLE, Precision, base_of, record_of
 
@@ -130,7 +130,7 @@ def _carry(carries: Iterable[tuple[str, str]], path: str) -> str | None:
 
 def _equivalent_op(eqn: Eqn, op: str) -> str:
     """Returns an equivalent op, such as ``square`` for ``x * x``; else its own op."""
-    if op in PRODUCTS and params.contracts_nothing(eqn):
+    if op in PRODUCTS and products.contracts_nothing(eqn):
         return "mul"
     if op == "mul" and eqn.invars[0] is eqn.invars[1]:
         return "square"

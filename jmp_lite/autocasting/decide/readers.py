@@ -1,4 +1,4 @@
-"""Finds the readers of each value, in one backward pass before the interpreter runs.
+"""Finds the readers of each value, in one backward pass.
 
 A value is demanded in float32 if all its readers demand it. Such readers are ops that
 run in float32, comparisons, outputs, and ops that follow whose own results are demanded
@@ -15,18 +15,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from jmp_lite.autocasting.decide.ancestry import Ancestry
-from jmp_lite.autocasting.decide.carry import CarryDecision, Slot
 from jmp_lite.autocasting.decide.contents import ContentAnalysis
 from jmp_lite.autocasting.decide.decisions import Reason, Run
 from jmp_lite.autocasting.decide.equation import decide_to_keep, follows
 from jmp_lite.autocasting.decide.facts import Mark, Readers
 from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.decide.loop import Loop, classify
-from jmp_lite.autocasting.decide.product import decide_product
+from jmp_lite.autocasting.decide.loops import CarryDecision, Loop, Slot, classify
+from jmp_lite.autocasting.decide.special_ops import decide_product
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward, equations
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr, Var
 from jmp_lite.ops import (
     ADDING,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite.jaxprs import params, rewrite, sharding, structure
+from jmp_lite.jaxprs import params, sharding, structure, trace
 from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, Var
 
 
@@ -72,10 +72,10 @@ def _add_casts(jaxpr: Jaxpr, held: Sequence[int]) -> Jaxpr:
     def steps(env: dict[Var, Array]) -> None:
         for var in invars:
             env[var] = sharding.cast(env[var], structure.dtype_of(var))
-        rewrite.run_equations(parts.eqns, env)
+        trace.run_equations(parts.eqns, env)
 
     avals = [
         structure.retyped(var.aval, "float32") if i in held else structure.type_of(var)
         for i, var in enumerate(parts.invars)
     ]
-    return rewrite.retraced(jaxpr, avals, steps)
+    return trace.retraced(jaxpr, avals, steps)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jmp_lite import ops
-from jmp_lite.jaxprs import params, source, structure
+from jmp_lite.jaxprs import params, products, source, structure
 from jmp_lite.jaxprs.dataflow import Forward
 from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Var
 
@@ -29,7 +29,7 @@ NO_DEGREE = math.inf
 
 # The result has the degree of the floating-point operands, which have to agree.
 _JOINING = ops.LINEAR | ops.SELECTING | ops.SUMMING | ops.KEEPING_ERRORS
-_PRODUCTS = params.PRODUCTS | {"mul"}
+_PRODUCTS = products.PRODUCTS | {"mul"}
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "reciprocal": -1.0}
 _OF_DEGREE_0 = ops.DISCERNING | {"sign"}
 

@@ -12,7 +12,7 @@ import jax
 
 from jmp_lite.autocasting.passes.scan_weight_gradients import moved_constants
 from jmp_lite.autocasting.passes.upcasts import is_upcast
-from jmp_lite.jaxprs import params, rewrite, structure
+from jmp_lite.jaxprs import params, structure, trace
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.ops import ADDING, CHEAP, LINEAR
 
@@ -37,9 +37,9 @@ def rematerialize(jaxpr: Jaxpr, n_consts: int) -> Jaxpr:
             if isinstance(item, list):
                 _run_island(item, _read_outside(item, parts, upcasts), upcasts, env)
             else:
-                rewrite.run_equations([item], env)
+                trace.run_equations([item], env)
 
-    return rewrite.retraced(jaxpr, list(map(structure.type_of, parts.invars)), steps)
+    return trace.retraced(jaxpr, list(map(structure.type_of, parts.invars)), steps)
 
 
 def _plan(parts: structure.Parts, constant: Sequence[Eqn]) -> list[Eqn | Island]:
@@ -133,7 +133,7 @@ def _run_island(
 
     def run(*arrays: Array) -> list[Array]:
         inner = dict(zip(inputs, arrays, strict=True))
-        rewrite.run_equations(island, inner)
+        trace.run_equations(island, inner)
         return [inner[var] for var in results]
 
     # In a loop XLA cannot merge the recomputation: residuals are stacked.

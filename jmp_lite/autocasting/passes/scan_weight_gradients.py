@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite.jaxprs import cost, params, rewrite, sharding, source, structure
+from jmp_lite.jaxprs import params, products, sharding, source, structure, trace
 from jmp_lite.jaxprs.dataflow import readers_of
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.ops import MOVING_OR_CASTING
@@ -83,7 +83,7 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
     def plain(*arrays: Array) -> list[Array]:
         # A weight that each step would cast is cast once, before the loop.
         is_cast = any(use.weight not in body.parts.invars for use in body.uses)
-        if not is_cast or cost.is_at_most(params.scan_length(eqn), 1):
+        if not is_cast or products.is_at_most(params.scan_length(eqn), 1):
             return params.bind_scan(eqn, arrays, jaxpr)
         n_consts, _ = params.scan_counts(eqn)
         weights = _weights(body, body.uses, arrays[:n_consts])
@@ -121,7 +121,7 @@ def moved_constants(parts: structure.Parts, n_consts: int) -> Moved:
         if not atoms or not all(atom in made_of for atom in atoms):
             continue
         is_move = params.op_of(eqn) in MOVING_OR_CASTING
-        if is_move and cost.is_at_most(_n_bytes(eqn.outvars[:1]), _n_bytes(atoms)):
+        if is_move and products.is_at_most(_n_bytes(eqn.outvars[:1]), _n_bytes(atoms)):
             union = frozenset[int]().union(*(made_of[atom] for atom in atoms))
             made_of[eqn.outvars[0]] = union
             eqns.append(eqn)
@@ -150,7 +150,7 @@ def _find_products(eqn: Eqn, jaxpr: Jaxpr) -> _ScanBody:
 
 def _is_worth_it(use: _WeightProduct) -> bool:
     stacked = use.other.aval.size + use.eqn.outvars[0].aval.size
-    return cost.is_at_most(1, stacked) and cost.is_at_most(
+    return products.is_at_most(1, stacked) and products.is_at_most(
         stacked, use.weight.aval.size
     )
 
@@ -226,7 +226,7 @@ def _weights(
         if not wanted.isdisjoint(eqn.outvars):
             needed.append(eqn)
             wanted.update(a for a in eqn.invars if not structure.is_literal(a))
-    rewrite.run_equations(needed[::-1], env)
+    trace.run_equations(needed[::-1], env)
     return [env[use.weight] for use in uses]
 
 
@@ -256,7 +256,7 @@ def _fix_weights(
 
 def _products(use: _WeightProduct, stack: Array, direction: Array) -> Array:
     """Returns the products of stacked operands and one weight, for all steps."""
-    contracted, batch = params.dot_dimensions(use.eqn)
+    contracted, batch = products.dot_dimensions(use.eqn)
     # Axes with a sharding in their types cannot be merged.
     if not any(batch) and not sharding.is_sharded(stack):
         return _one_product(use, stack, direction, *contracted)
@@ -332,11 +332,11 @@ def _scan(
                 with source.context_of(eqn):
                     (env[eqn.outvars[0]],) = params.bind(eqn, pair)
             else:
-                rewrite.run_equations([eqn], env)
+                trace.run_equations([eqn], env)
             for var in eqn.outvars:
                 if var in shift:
                     env[var] = _add_tangent(env[var], shift[var])
-        out = [rewrite.read(env, atom) for atom in parts.outvars]
+        out = [trace.read(env, atom) for atom in parts.outvars]
         return out[:n_carry], (out[n_carry:], [env[var] for var in others])
 
     last, (stacked, kept) = lax.scan(

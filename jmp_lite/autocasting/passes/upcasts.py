@@ -3,7 +3,7 @@
 The gradients of all uses of such a value then add up in float32.
 """
 
-from jmp_lite.jaxprs import params, rewrite, structure
+from jmp_lite.jaxprs import params, structure, trace
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 
 
@@ -46,7 +46,7 @@ def upcast_inputs(jaxpr: Jaxpr, upcast: frozenset[int]) -> Jaxpr:
             if is_upcast(eqn) and eqn.invars[0] in given:
                 env[eqn.outvars[0]] = env[eqn.invars[0]]
             else:
-                rewrite.run_equations([eqn], env)
+                trace.run_equations([eqn], env)
 
     avals = [
         structure.retyped(var.aval, "float32")
@@ -54,4 +54,4 @@ def upcast_inputs(jaxpr: Jaxpr, upcast: frozenset[int]) -> Jaxpr:
         else structure.type_of(var)
         for var in parts.invars
     ]
-    return rewrite.retraced(jaxpr, avals, steps)
+    return trace.retraced(jaxpr, avals, steps)

@@ -28,7 +28,7 @@ from jmp_lite.formats.float8 import Float8
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.formats.own import Format
 from jmp_lite.formats.table import FORMATS
-from jmp_lite.jaxprs.params import PRODUCTS
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Dtype
 from jmp_lite.ops import (
     EDITABLE,

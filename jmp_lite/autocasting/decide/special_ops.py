@@ -1,11 +1,19 @@
-"""Decides matrix products: which are float32, and which number format the others have.
+"""Decides the ops that have rules of their own.
 
-How a product in a format runs, its algorithm too, is part of the format.
+- Matrix products: which are float32, and which number format the others have. (How a
+  product in a format runs, its algorithm too, is part of the format.)
+- Existing casts, which the user or JAX has written.
+- Moves of numbers between devices, where each byte costs time. Such a move changes no
+  bit. So the values that 16-bit products alone read are cast before they are sent, and
+  not after. The derivative of some of these ops is a sum over devices. It is float32,
+  unless a rule lowers the op that adds up.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,10 +25,16 @@ from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, format_of
 from jmp_lite.autocasting.rules.rules import asks_for_low
 from jmp_lite.formats.number_format import Product
 from jmp_lite.formats.table import FORMATS
-from jmp_lite.jaxprs import cost, params
-from jmp_lite.jaxprs.params import PRODUCTS
-from jmp_lite.jaxprs.types import Eqn
-from jmp_lite.ops import Precision
+from jmp_lite.jaxprs import params, products, structure
+from jmp_lite.jaxprs.products import PRODUCTS
+from jmp_lite.jaxprs.types import Dtype, Eqn
+from jmp_lite.ops import (
+    ADDED_UP,
+    ADDING_UP_BACKWARD,
+    SENDING,
+    Precision,
+    base_of,
+)
 
 
 def decide_product(
@@ -39,7 +53,7 @@ def decide_product(
       readers: the readers of its result.
       path: its path.
     """
-    asked, op = params.product_params(eqn), rules.op_decided_as(eqn, path)
+    asked, op = products.product_params(eqn), rules.op_decided_as(eqn, path)
     if asked is None or op not in PRODUCTS:
         return None
     match = rules.match(op, path)
@@ -104,10 +118,10 @@ def _is_small(eqn: Eqn) -> bool:
     """
     if params.op_of(eqn) != "dot_general":
         return False
-    batch = [eqn.invars[0].aval.shape[i] for i in params.dot_dimensions(eqn)[1][0]]
+    batch = [eqn.invars[0].aval.shape[i] for i in products.dot_dimensions(eqn)[1][0]]
     if all(size == 1 for size in batch):  # It is one product.
         return False
-    sizes = cost.product_sizes(eqn)
+    sizes = products.product_sizes(eqn)
     is_known = all(isinstance(n, int) for n in sizes)
     return is_known and 1 not in sizes and math.prod(sizes) <= 7**3
 
@@ -126,7 +140,7 @@ def has_raised_precision(eqn: Eqn, decision: Decision) -> bool:
     bfloat16 on a TPU, to 11 bits on a GPU. One that is float32 for its digits has the
     highest, unless the user has set a precision.
     """
-    if decision.run is not Run.FULL or params.precision_of(eqn) is not None:
+    if decision.run is not Run.FULL or products.precision_of(eqn) is not None:
         return False
     match = decision.match
     return decision.reason in _FOR_DIGITS or (match is not None and match.is_explicit)
@@ -136,13 +150,13 @@ def decided_precision(eqn: Eqn, decision: Decision) -> lax.PrecisionLike:
     """Returns the precision of a product in float32."""
     if has_raised_precision(eqn, decision):
         return (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    return params.precision_of(eqn)
+    return products.precision_of(eqn)
 
 
 def raises_precision(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
     """Whether the user keeps a product in float32 that sets no precision."""
     op = params.op_of(eqn)
-    if op not in PRODUCTS or params.precision_of(eqn) is not None:
+    if op not in PRODUCTS or products.precision_of(eqn) is not None:
         return False
     match = rules.match(op, path)
     return match.is_explicit and match.precision is Precision.FULL
@@ -168,11 +182,11 @@ def demanded_by(readers: Readers) -> Reason | None:
     return Reason.PHASE if is_phase else None
 
 
-def _asks_for_float32(product: params.ProductParams) -> bool:
+def _asks_for_float32(product: products.ProductParams) -> bool:
     """Whether a matrix product requests more than the ambient precision."""
     if product.result_dtype not in (None, np.dtype("float32")):
         return True
-    asked, usual = product.precision, params.ambient_precision()
+    asked, usual = product.precision, products.ambient_precision()
     if isinstance(asked, tuple):
         return lax.Precision.HIGHEST in asked and usual is not lax.Precision.HIGHEST
     return asked not in (None, usual, *_IN_16_BITS)  # An algorithm.
@@ -220,3 +234,106 @@ def decide_format(
         requested=requested,
         verdict=verdict,
     )
+
+
+# ------------------------------------------------------------------- existing casts
+
+
+def decide_cast(rules: RuleLookup, eqn: Eqn, operand: Facts, path: str) -> Decision:
+    """Decides an existing cast, which the user or JAX has written."""
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    if not structure.is_float32(var):
+        return Decision(Run.AS_TRACED, None, Reason.NOT_FLOAT32)
+    match, dtype = rules.scope(path), structure.dtype_of(atom)
+    precision = match.precision if match else None
+    if precision is Precision.LOW:
+        return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)
+    if precision is Precision.FULL:
+        return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
+    # An array that is stored in few bits stays so until an op reads its numbers.
+    held = dtype if is_exact_in(dtype, rules.low_dtype) else None
+    if operand.state is not None:
+        return Decision(Run.PASS, operand.state, Reason.PASSES_ON, leader=operand)
+    if dtype == np.bool_:
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED, held=held)
+    if operand.kind in (Kind.LITERAL, Kind.EXACT) and not operand.shape:
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED)
+    if operand.kind is Kind.GIVEN and jnp.issubdtype(dtype, jnp.floating):
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED, held=held)
+    return Decision(Run.FULL, State.HARD, Reason.CAST, held=held)
+
+
+@functools.cache
+def is_exact_in(dtype: Dtype, low: Dtype) -> bool:
+    """Whether a dtype has 8 bits or fewer, and a 16-bit dtype has all its numbers."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.itemsize > 1:
+        return False
+    if dtype == np.bool_:
+        return True
+    if jnp.issubdtype(dtype, jnp.integer):
+        numbers = np.arange(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max + 1)
+    else:
+        numbers = np.arange(256, dtype=np.uint8).view(dtype)
+    exact = numbers.astype(np.float32)
+    exact = exact[np.isfinite(exact)]
+    with np.errstate(over="ignore"):
+        return bool(np.all(exact == exact.astype(low).astype(np.float32)))
+
+
+# ------------------------------------------------ moves of numbers between devices
+
+
+def decide_collective(
+    rules: RuleLookup,
+    op: str,
+    match: RuleMatch,
+    operands: Sequence[Facts],
+    readers: Readers,
+    path: str,
+) -> Decision | None:
+    """Decides that an op sends 16 bits; else returns None.
+
+    Example, of parameters that are split over devices, in ``shard_map``::
+
+        w = all_gather part    part is a float32 parameter, and only the product reads
+        y = dot_general x w    w: cast, then gathered. The gradient of part is added up
+                               over the devices in float32
+        n = all_gather scale   a norm reads the scale in float32: gathered in float32
+
+    Args:
+      rules: the rules, by path.
+      op: the name of the op.
+      match: the rule that decides it.
+      operands: its operands that were traced in float32.
+      readers: the readers of its results.
+      path: its path.
+    """
+    lowers_sum = _lowers_sum(rules, op, path)
+    if op not in SENDING and not lowers_sum:
+        return None
+    if match.is_explicit or match.precision not in (Precision.FOLLOW, Precision.LOW):
+        return None
+    # JAX transposes the ops of a rule one by one, so the sum would be 16-bit.
+    is_transposed = bool(readers & Readers.TRANSPOSED) and op in ADDED_UP
+    if is_transposed or readers.demand_float32 or not operands:
+        return None
+    is_low = any(o.state is State.LOW for o in operands)
+    if not (is_low or readers.take_16_bits or match.precision is Precision.LOW):
+        return None
+    # A parameter stays one: no op runs in 16 bits because it was sent in 16 bits.
+    is_soft = all(o.state is State.SOFT for o in operands)
+    return Decision(
+        Run.FULL if is_soft else Run.LOW,
+        State.SOFT if is_soft else State.LOW,
+        Reason.MOVES_16_BITS,
+        held=rules.low_dtype,
+        lowers_sum=lowers_sum,
+    )
+
+
+def _lowers_sum(rules: RuleLookup, op: str, path: str) -> bool:
+    """Whether a rule names, and lowers, the sum that is the derivative of an op."""
+    if (adds_up := ADDING_UP_BACKWARD.get(base_of(op))) is None:
+        return False
+    match = rules.match(adds_up, path)
+    return match.is_explicit and match.precision is Precision.LOW
