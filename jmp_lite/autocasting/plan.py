@@ -73,7 +73,7 @@ class Planner:
         self.lookup = RuleLookup(self.rules)
         self.uses = UseAnalysis(self.lookup)
         self.labels = LabelGathers()
-        self._known: dict[object, tuple[Jaxpr, dict[object, Plan]]] = {}
+        self._known: dict[object, dict[object, Plan]] = {}
 
     def function(
         self, traced: Jaxpr, types: Sequence[Aval], paths: Sequence[str] = ()
@@ -128,9 +128,8 @@ class Planner:
         path, is_call = source.join(site.path, name or ""), name is not None
         readers = tuple(self.uses.readers_of_outputs(jaxpr, site.readers))
         rules = self.lookup.rules_inside(jaxpr, path)
-        key = (id(jaxpr), readers, rules, site.is_in_rule, tuple(required))
-        # The jaxpr is stored with the result, so that its id is not reused.
-        _, known = self._known.setdefault(key, (jaxpr, {}))
+        key = jaxpr, readers, rules, site.is_in_rule, tuple(required)
+        known = self._known.setdefault(key, {})
         enter = enter_call if is_call else enter_others
         given = tuple(facts.spec for facts in operands), enter(operands)
         if given not in known:

@@ -49,7 +49,7 @@ class Runner:
     def __init__(self, planner: Planner, casts: type[Casts] = Casts) -> None:
         self.planner = planner
         self.casts = casts(planner.lookup.low_dtype)
-        self._known: dict[int, tuple[Plan, Converted]] = {}
+        self._known: dict[Plan, Converted] = {}
 
     def function(
         self, plan: Plan, arrays: Sequence[Array], types: Sequence[Aval] = ()
@@ -177,10 +177,9 @@ class Runner:
 
     def converted(self, plan: Plan) -> Converted:
         """Returns a jaxpr that runs as planned, traced once for each plan."""
-        if id(plan) not in self._known:
-            # The plan is stored with the result, so that its id is not reused.
-            self._known[id(plan)] = plan, self._convert(plan)
-        return self._known[id(plan)][1]
+        if plan not in self._known:
+            self._known[plan] = self._convert(plan)
+        return self._known[plan]
 
     def _convert(self, plan: Plan) -> Converted:
         def run(*arrays: Array) -> list[Array]:
@@ -223,9 +222,9 @@ class Runner:
         others to float32, and JAX lowers all blocks as one function.
         """
         for other in plan.others.values():
-            if id(other) not in self._known:
+            if other not in self._known:
                 continue
-            _, old = self._known[id(other)]
+            old = self._known[other]
             are_upcast = all(
                 (mine.state, its.state) == (State.LOW, State.SOFT)
                 and mine.kind.is_cast_once

@@ -420,13 +420,13 @@ _OF_WIDE_DTYPES = {
 
 def _low_sampling(inputs: LintInput) -> Iterator[Lint]:
     """Random numbers are made of 16 random bits, or fewer."""
-    marks: dict[int, Mark] = {}
+    marks: dict[Eqn, Mark] = {}
     ContentAnalysis(marks).read(inputs.program.jaxpr, "")
     for eqn, place in placed_equations(inputs.program.jaxpr, Place()):
         if params.op_of(eqn) != "bitcast_convert_type":
             continue
         (var,) = eqn.outvars
-        is_drawn = Mark.RANDOM in marks.get(id(eqn), Mark.NONE)
+        is_drawn = Mark.RANDOM in marks.get(eqn, Mark.NONE)
         if is_drawn and structure.is_float(var) and is_narrow(var.aval):
             yield Lint(
                 "low sampling",

@@ -182,17 +182,16 @@ class ForwardAnywhere(Forward[Fact]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[Jaxpr, list[Fact]]] = {}
+        self._known: dict[object, list[Fact]] = {}
 
     def outputs(
         self, jaxpr: Jaxpr, inputs: Sequence[Fact], path: str = ""
     ) -> list[Fact]:
         """Returns the facts of the outputs of a jaxpr; see ``Forward``."""
-        key = (id(jaxpr), tuple(inputs))
+        key = jaxpr, tuple(inputs)
         if key not in self._known:
-            # The jaxpr is stored with the result, so that its id is not reused.
-            self._known[key] = jaxpr, super().outputs(jaxpr, inputs, path)
-        return self._known[key][1]
+            self._known[key] = super().outputs(jaxpr, inputs, path)
+        return self._known[key]
 
 
 class Backward(_Analysis[Fact]):

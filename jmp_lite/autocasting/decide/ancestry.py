@@ -28,7 +28,7 @@ class Ancestors(NamedTuple):
       roots: the results of products, the inputs and the constants; one bit for each.
       reduced: those of which it is a sum, a mean or a maximum.
       is_state: whether it is a carry of a loop, moved, scaled or added to.
-      slice_of: if it is a slice, the id of the whole value; else 0.
+      slice_of: if it is a slice, the whole value; else None.
       depth: how many products of slices of one value are nested in it, at most 3.
       is_negative: whether it is a negative multiple, so that adding it subtracts.
     """
@@ -36,7 +36,7 @@ class Ancestors(NamedTuple):
     roots: int = 0
     reduced: int = 0
     is_state: bool = False
-    slice_of: int = 0
+    slice_of: Var | None = None
     depth: int = 0
     is_negative: bool = False
 
@@ -53,29 +53,28 @@ class Ancestry(Forward[Ancestors]):
         q = dot_general d w      a root of its own
 
     Args:
-      marks: the marks of ops, by the id of their equation, to which it adds.
+      marks: the marks of equations, to which it adds.
     """
 
-    def __init__(self, marks: dict[int, Mark]) -> None:
+    def __init__(self, marks: dict[Eqn, Mark]) -> None:
         self._marks = marks
-        # Jaxprs are stored, so that the ids of their equations are not reused.
-        self._jaxprs: dict[int, Jaxpr] = {}
+        self._jaxprs = set[Jaxpr]()
         self._bits: dict[object, int] = {}
 
     def read(self, jaxpr: Jaxpr, path: str) -> None:
         """Marks the ops of a jaxpr and of those inside of it, once."""
-        if id(jaxpr) not in self._jaxprs:
+        if jaxpr not in self._jaxprs:
             invars = structure.parts(jaxpr).invars
-            self.outputs(jaxpr, [self._root(id(var)) for var in invars], path)
+            self.outputs(jaxpr, [self._root(var) for var in invars], path)
 
     def outputs(
         self, jaxpr: Jaxpr, inputs: Sequence[Ancestors], path: str = ""
     ) -> list[Ancestors]:
         """Returns the facts of the outputs of a jaxpr; see ``Forward``."""
-        self._jaxprs[id(jaxpr)] = jaxpr
+        self._jaxprs.add(jaxpr)
         return super().outputs(jaxpr, inputs, path)
 
-    def _root(self, *key: int) -> Ancestors:
+    def _root(self, *key: object) -> Ancestors:
         bit = self._bits.setdefault(key, len(self._bits))
         return Ancestors(roots=1 << bit)
 
@@ -85,7 +84,7 @@ class Ancestry(Forward[Ancestors]):
 
     def constant(self, var: Var) -> Ancestors:
         """An array that a jaxpr captures is a root."""
-        return self._root(id(var))
+        return self._root(var)
 
     def join(self, one: Ancestors, other: Ancestors) -> Ancestors:
         """Returns the ancestors of a value that is one of two, or of both."""
@@ -107,7 +106,7 @@ class Ancestry(Forward[Ancestors]):
         found = list(operands)
         for i in range(n_consts, n_consts + n_carry):
             if structure.is_float32(structure.parts(body).invars[i]):
-                found[i] = self._root(id(body), i)._replace(is_state=True)
+                found[i] = self._root(body, i)._replace(is_state=True)
         results = super()._loop(body, found, n_consts, n_carry, path)
         return [fact._replace(is_state=False) for fact in results]
 
@@ -117,7 +116,7 @@ class Ancestry(Forward[Ancestors]):
         """Returns the ancestors of the results of an op, and marks it."""
         op = params.op_of(eqn)
         if op in PRODUCTS:
-            return [self._root(id(eqn))]
+            return [self._root(eqn)]
         if not any(fact.roots for fact in facts):
             return [Ancestors()] * len(eqn.outvars)
         joined = functools.reduce(self.join, facts)
@@ -134,7 +133,7 @@ class Ancestry(Forward[Ancestors]):
             joined.roots,
             joined.roots if is_sum else joined.reduced,
             joined.is_state and stays_state,
-            facts[0].slice_of if is_move else 0,
+            facts[0].slice_of if is_move else None,
             min(joined.depth + is_product, 3),
             _is_negative(eqn, op, facts),
         )
@@ -148,9 +147,9 @@ class Ancestry(Forward[Ancestors]):
         pairs = zip(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, strict=True)
         # Other sizes than integers are symbols.
         are_parts = any(type(n) is type(m) is int and 2 * n <= m for n, m in pairs)
-        known = whole._replace(slice_of=whole.slice_of or id(eqn.invars[0]))
+        known = whole._replace(slice_of=whole.slice_of or eqn.invars[0])
         return [
-            known._replace(roots=self._root(id(eqn), i).roots) if are_parts else known
+            known._replace(roots=self._root(eqn, i).roots) if are_parts else known
             for i in range(len(eqn.outvars))
         ]
 
@@ -169,7 +168,7 @@ class Ancestry(Forward[Ancestors]):
             self._add(eqn, Mark.FACTOR)
 
     def _add(self, eqn: Eqn, mark: Mark) -> None:
-        self._marks[id(eqn)] = self._marks.get(id(eqn), Mark.NONE) | mark
+        self._marks[eqn] = self._marks.get(eqn, Mark.NONE) | mark
 
 
 def _are_slices(facts: Sequence[Ancestors]) -> bool:

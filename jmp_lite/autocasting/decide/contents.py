@@ -58,7 +58,7 @@ class Content(NamedTuple):
       varies: whether it differs in each step of the loop around it.
       spread: how far its exponents may be apart.
       products: products of exponentials from which it is computed without another
-        product: the ids of their equations.
+        product.
       powers: if it is a linear function of a carry of the loop around it: the products
         on the way. Else None.
     """
@@ -70,8 +70,8 @@ class Content(NamedTuple):
     is_learned: bool = False
     varies: bool = False
     spread: Spread = Spread.NONE
-    products: frozenset[int] = frozenset()
-    powers: frozenset[int] | None = None
+    products: frozenset[Eqn] = frozenset()
+    powers: frozenset[Eqn] | None = None
 
 
 _NUMBER = Content(is_number=True)
@@ -94,20 +94,19 @@ class ContentAnalysis(Forward[Content]):
         l = log n                             n is SPREAD
 
     Args:
-      marks: the marks of ops, by the id of their equation, to which it adds.
+      marks: the marks of equations, to which it adds.
     """
 
-    def __init__(self, marks: dict[int, Mark]) -> None:
+    def __init__(self, marks: dict[Eqn, Mark]) -> None:
         self._marks = marks
-        # Jaxprs are stored, so that the ids of their equations are not reused.
-        self._jaxprs: dict[int, Jaxpr] = {}
-        self._operands_of: dict[int, frozenset[int]] = {}
-        self._not: dict[int, Mark] = {}
+        self._jaxprs = set[Jaxpr]()
+        self._operands_of: dict[Eqn, frozenset[Eqn]] = {}
+        self._not: dict[Eqn, Mark] = {}
         self._known: dict[object, list[Content]] = {}
 
     def read(self, jaxpr: Jaxpr, path: str) -> None:
         """Marks the ops of a jaxpr and of those inside of it, once."""
-        if id(jaxpr) not in self._jaxprs:
+        if jaxpr not in self._jaxprs:
             given = map(self.constant, structure.parts(jaxpr).invars)
             self.outputs(jaxpr, list(given), path)
 
@@ -115,7 +114,7 @@ class ContentAnalysis(Forward[Content]):
         self, jaxpr: Jaxpr, inputs: Sequence[Content], path: str = ""
     ) -> list[Content]:
         """Returns the content of the outputs of a jaxpr; see ``Forward``."""
-        self._jaxprs[id(jaxpr)] = jaxpr
+        self._jaxprs.add(jaxpr)
         return super().outputs(jaxpr, inputs, path)
 
     def nothing(self) -> Content:
@@ -216,7 +215,7 @@ class ContentAnalysis(Forward[Content]):
         is_random = not others and any(fact.is_random for fact in facts)
         # Numbers such as the limits of a draw become parts of it.
         is_number = not others and all(map(_has_size_1, eqn.outvars))
-        self._mark_if(is_random or is_number, id(eqn), Mark.RANDOM)
+        self._mark_if(is_random or is_number, eqn, Mark.RANDOM)
         return is_random
 
     def _product(self, eqn: Eqn, facts: Sequence[Content]) -> Content:
@@ -224,23 +223,23 @@ class ContentAnalysis(Forward[Content]):
         pair = facts[:2]
         for fact, mark in zip(pair, (Mark.BINARY_LEFT, Mark.BINARY_RIGHT), strict=True):
             is_binary = fact.is_binary and params.op_of(eqn) == "dot_general"
-            self._mark_if(is_binary, id(eqn), mark)
+            self._mark_if(is_binary, eqn, mark)
         before = pair[0].products | pair[1].products
         n_spread = sum(_N_SPREAD.get(fact.spread, 0) for fact in pair)
         is_spread = bool(before) or n_spread > 1
         if is_spread:
-            self._operands_of[id(eqn)] = before
+            self._operands_of[eqn] = before
         powers = _powers("dot_general", pair)
         return Content(
             is_number=all(fact.is_number for fact in facts),
             is_random=self._is_random(eqn, "dot_general", facts),
             is_learned=True,
             varies=any(fact.varies for fact in facts),
-            products=frozenset([id(eqn)]) if is_spread else frozenset(),
-            powers=None if powers is None else powers | {id(eqn)},
+            products=frozenset([eqn]) if is_spread else frozenset(),
+            powers=None if powers is None else powers | {eqn},
         )
 
-    def _mark_spread(self, products: frozenset[int]) -> None:
+    def _mark_spread(self, products: frozenset[Eqn]) -> None:
         """Marks products whose result is read by a logarithm, a root or a quotient."""
         for product in products:
             # In a loop, a product may be computed from itself.
@@ -248,7 +247,7 @@ class ContentAnalysis(Forward[Content]):
                 self._mark(product, Mark.SPREAD)
                 self._mark_spread(self._operands_of[product])
 
-    def _mark_if(self, holds: bool, eqn: int, mark: Mark) -> None:
+    def _mark_if(self, holds: bool, eqn: Eqn, mark: Mark) -> None:
         """Marks an op unless the mark does not hold for one of its uses.
 
         A function may be called with random numbers and with others, and a carry may
@@ -261,7 +260,7 @@ class ContentAnalysis(Forward[Content]):
             if eqn in self._marks:
                 self._marks[eqn] &= ~mark
 
-    def _mark(self, eqn: int, mark: Mark) -> None:
+    def _mark(self, eqn: Eqn, mark: Mark) -> None:
         self._marks[eqn] = self._marks.get(eqn, Mark.NONE) | mark
 
 
@@ -304,7 +303,7 @@ def _spread(op: str, facts: Sequence[Content], joined: Content) -> Spread:
     return joined.spread if keeps and not is_share else Spread.NONE
 
 
-def _powers(op: str, facts: Sequence[Content]) -> frozenset[int] | None:
+def _powers(op: str, facts: Sequence[Content]) -> frozenset[Eqn] | None:
     """Returns the products on the way from a carry, if the way is linear.
 
     A scale by one number, as in a power iteration, is linear enough: it changes all
@@ -314,7 +313,7 @@ def _powers(op: str, facts: Sequence[Content]) -> frozenset[int] | None:
     others = [fact for fact in facts if fact.powers is None]
     if not ways:
         return None
-    found = frozenset[int]().union(*ways)
+    found = frozenset[Eqn]().union(*ways)
     if op in PRODUCTS:
         return found if len(ways) == 1 and not others[0].varies else None
     if op in ("mul", "div"):

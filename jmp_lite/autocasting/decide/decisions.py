@@ -172,11 +172,11 @@ def run_alike(
 
     def key(item: DecisionRecord | RecordsInside) -> object:
         if isinstance(item, RecordsInside):
-            return id(item.eqn)
+            return item.eqn
         decision = item.decision
         # Undecided and deliberate float32 are one dtype.
         how = decision.run, decision.state is State.LOW, decision.held
-        return id(item.eqn), item.result, *how, decision.number_format
+        return item.eqn, item.result, *how, decision.number_format
 
     if list(map(key, some)) != list(map(key, others)):
         return False

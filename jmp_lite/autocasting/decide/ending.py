@@ -208,10 +208,10 @@ def _conditions(value: _Node) -> Iterator[_Node]:
 def _are_low(values: AbstractSet[_Node], runs_low: Callable[[Eqn, str], bool]) -> bool:
     """Whether an op that computes some of the values runs low."""
     # An inner loop computes many of them.
-    made_by = {(id(one.eqn), one.path): one.eqn for one in values if one.eqn}
+    made_by = {(one.eqn, one.path) for one in values if one.eqn}
     return any(
         any(map(structure.is_float32, (*op.invars, *op.outvars))) and runs_low(op, path)
-        for (_, outside), eqn in made_by.items()
+        for eqn, outside in made_by
         for op, path in _ops(eqn, outside)
     )
 

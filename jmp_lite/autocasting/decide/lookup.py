@@ -29,13 +29,13 @@ class RuleLookup:
       match: ``match(op, path)`` returns the rule that decides an op at a path.
       scope: ``scope(path, op="")`` returns the mark or the scope rule, or None.
       carry: ``carry(path)`` returns the rule for the carries of a loop, or None.
-      marks: the marks of the ops that were analysed, by the id of their equation.
+      marks: the marks of the equations that were analysed.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.low_dtype = np.dtype(rules.compute_dtype)
-        self.marks: dict[int, Mark] = {}
+        self.marks: dict[Eqn, Mark] = {}
         # One search for each path. The functions hold no reference to this object, so
         # that it is freed as soon as nothing uses it.
         scope = functools.cache(functools.partial(match_scope, rules.scopes))
@@ -43,12 +43,13 @@ class RuleLookup:
         self.scope = scope
         self.match = functools.cache(functools.partial(_match, rules, named, scope))
         self.carry = functools.cache(functools.partial(_carry, rules.carries))
-        self._rules_inside: dict[tuple[int, str], tuple[Jaxpr, tuple[object, ...]]] = {}
-        self._paths: dict[int, tuple[Jaxpr, tuple[str, ...]]] = {}
+        self._rules_inside: dict[tuple[Jaxpr, str], tuple[object, ...]] = {}
+        self._paths: dict[Jaxpr, tuple[str, ...]] = {}
+        self._equivalent: dict[Eqn, str] = {}
 
     def mark(self, eqn: Eqn) -> Mark:
         """Returns the marks of an equation."""
-        return self.marks.get(id(eqn), Mark.NONE)
+        return self.marks.get(eqn, Mark.NONE)
 
     def op_decided_as(self, eqn: Eqn, path: str) -> str:
         """Returns the op whose rules apply to an equation.
@@ -58,7 +59,9 @@ class RuleLookup:
         its path.
         """
         op = params.op_of(eqn)
-        like = _equivalent_op(eqn, op)
+        if eqn not in self._equivalent:
+            self._equivalent[eqn] = _equivalent_op(eqn, op)
+        like = self._equivalent[eqn]
         if like != op and self.match(op, path).source is RuleSource.TABLE:
             return like
         return op
@@ -69,21 +72,19 @@ class RuleLookup:
         Nothing else depends on a path. So a block at many paths is converted once if
         the rules agree.
         """
-        key = (id(jaxpr), path)
+        key = jaxpr, path
         if key not in self._rules_inside:
-            # The jaxpr is stored with the result, so that its id is not reused.
             places = [source.join(path, inner) for inner in self._paths_inside(jaxpr)]
             # A scope for a number format matches products alone.
-            found = tuple(
+            self._rules_inside[key] = tuple(
                 (*(self.scope(place, op) for op in ("", *PRODUCTS)), self.carry(place))
                 for place in places
             )
-            self._rules_inside[key] = (jaxpr, found)
-        return self._rules_inside[key][1]
+        return self._rules_inside[key]
 
     def _paths_inside(self, jaxpr: Jaxpr) -> tuple[str, ...]:
         """Returns the paths of all equations, found once for each jaxpr."""
-        if id(jaxpr) not in self._paths:
+        if jaxpr not in self._paths:
             found: dict[str, None] = {}
             for eqn in structure.parts(jaxpr).eqns:
                 found[source.join(*source.scopes(eqn))] = None
@@ -91,8 +92,8 @@ class RuleLookup:
                     there = source.path_of(eqn, "")
                     for path in self._paths_inside(inner):
                         found[source.join(there, path)] = None
-            self._paths[id(jaxpr)] = (jaxpr, tuple(found))
-        return self._paths[id(jaxpr)][1]
+            self._paths[jaxpr] = tuple(found)
+        return self._paths[jaxpr]
 
 
 _MatchScope: TypeAlias = Callable[..., RuleMatch | None]

@@ -54,10 +54,10 @@ class UseAnalysis(Backward[Readers]):
 
     def __init__(self, rules: RuleLookup) -> None:
         self._rules = rules
-        self._known: dict[object, tuple[Jaxpr, Mapping[Var, Readers]]] = {}
-        self._carries: dict[object, tuple[Eqn, list[CarryDecision]]] = {}
+        self._known: dict[object, Mapping[Var, Readers]] = {}
+        self._carries: dict[object, list[CarryDecision]] = {}
         self._analyses = Ancestry(rules.marks), ContentAnalysis(rules.marks)
-        self._sends: dict[int, tuple[Jaxpr, bool]] = {}
+        self._sends: dict[Jaxpr, bool] = {}
 
     def variables(
         self, jaxpr: Jaxpr, outputs: Sequence[Readers], path: str = ""
@@ -66,11 +66,10 @@ class UseAnalysis(Backward[Readers]):
         for analysis in self._analyses:
             analysis.read(jaxpr, path)
         outputs = self.readers_of_outputs(jaxpr, outputs)
-        key = (id(jaxpr), tuple(outputs), self._rules.rules_inside(jaxpr, path))
+        key = jaxpr, tuple(outputs), self._rules.rules_inside(jaxpr, path)
         if key not in self._known:
-            # The jaxpr is stored with the result, so that its id is not reused.
-            self._known[key] = (jaxpr, super().variables(jaxpr, outputs, path))
-        return self._known[key][1]
+            self._known[key] = super().variables(jaxpr, outputs, path)
+        return self._known[key]
 
     def readers_of_outputs(
         self, jaxpr: Jaxpr, readers: Sequence[Readers]
@@ -80,11 +79,10 @@ class UseAnalysis(Backward[Readers]):
         An output that was not traced in float32 does not demand float32. What reads it
         after which moves matters only where something is sent.
         """
-        if id(jaxpr) not in self._sends:
+        if jaxpr not in self._sends:
             ops = (params.op_of(eqn) for eqn, _ in equations(jaxpr))
-            self._sends[id(jaxpr)] = (jaxpr, any(op in SENDING for op in ops))
-        _, sends = self._sends[id(jaxpr)]
-        always = Readers.NOBODY if sends else Readers.EARLIER
+            self._sends[jaxpr] = any(op in SENDING for op in ops)
+        always = Readers.NOBODY if self._sends[jaxpr] else Readers.EARLIER
         return [
             (each | always if structure.is_float32(atom) else _LOW).deciding
             for atom, each in zip(structure.parts(jaxpr).outvars, readers, strict=True)
@@ -212,12 +210,11 @@ class UseAnalysis(Backward[Readers]):
         """
         # By anything but outputs and float32 ops.
         is_read = [not readers.demand_float32 for readers in results]
-        key = (id(eqn), tuple(is_read), path)
+        key = eqn, tuple(is_read), path
         if key not in self._carries:
-            # The loop is stored with the result, so that its id is not reused.
             found = classify(self._rules, Loop.read(eqn), is_read, path)
-            self._carries[key] = (eqn, found)
-        return self._carries[key][1]
+            self._carries[key] = found
+        return self._carries[key]
 
 
 def _changes_if_rounded(op: str, kind: Readers, readers: Readers) -> bool:

@@ -24,7 +24,7 @@ class LabelGathers:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Eqn, Eqn | None]] = {}
+        self._known: dict[Eqn, Eqn | None] = {}
         self.n_replaced = 0
 
     def replaced(
@@ -41,16 +41,13 @@ class LabelGathers:
             return parts
         definitions = gathers.Definitions(parts)
         new = {
-            id(eqn): self._selecting(eqn, definitions)
-            for eqn in found
-            if not is_kept(eqn)
+            eqn: self._selecting(eqn, definitions) for eqn in found if not is_kept(eqn)
         }
-        return parts._replace(eqns=[new.get(id(eqn)) or eqn for eqn in parts.eqns])
+        return parts._replace(eqns=[new.get(eqn) or eqn for eqn in parts.eqns])
 
     def _selecting(self, eqn: Eqn, definitions: gathers.Definitions) -> Eqn | None:
-        # The equation is stored with the result, so that its id is not reused.
-        if id(eqn) not in self._known:
+        if eqn not in self._known:
             made = gathers.selecting(eqn, definitions)
             self.n_replaced += made is not None
-            self._known[id(eqn)] = eqn, made
-        return self._known[id(eqn)][1]
+            self._known[eqn] = made
+        return self._known[eqn]

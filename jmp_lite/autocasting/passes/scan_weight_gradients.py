@@ -232,26 +232,25 @@ def _weights(
 
 def _drop_weights(body: _ScanBody) -> _ScanBody:
     """Returns a body without the equations that make weights and nothing else."""
-    of_weights = {(id(use.eqn), use.weight) for use in body.uses}
-    readers, dropped = readers_of(body.parts), set[int]()
+    of_weights = {(use.eqn, use.weight) for use in body.uses}
+    readers, dropped = readers_of(body.parts), set[Eqn]()
     for eqn in reversed(body.moves):
         pairs = [(reader, var) for var in eqn.outvars for reader in readers[var]]
         if all(
-            reader is not None
-            and (id(reader) in dropped or (id(reader), var) in of_weights)
+            reader is not None and (reader in dropped or (reader, var) in of_weights)
             for reader, var in pairs
         ):
-            dropped.add(id(eqn))
-    eqns = [eqn for eqn in body.parts.eqns if id(eqn) not in dropped]
+            dropped.add(eqn)
+    eqns = [eqn for eqn in body.parts.eqns if eqn not in dropped]
     return body._replace(parts=body.parts._replace(eqns=eqns))
 
 
 def _fix_weights(
     uses: Sequence[_WeightProduct], weights: Sequence[Array]
-) -> dict[int, tuple[int, Array]]:
+) -> dict[Eqn, tuple[int, Array]]:
     """Returns the side and the weight of each product, by the id of its equation."""
     pairs = zip(uses, weights, strict=True)
-    return {id(use.eqn): (use.side, weight) for use, weight in pairs}
+    return {use.eqn: (use.side, weight) for use, weight in pairs}
 
 
 def _products(use: _WeightProduct, stack: Array, direction: Array) -> Array:
@@ -296,7 +295,7 @@ def _one_product(
 
 def _scan(
     body: _ScanBody,
-    fixed: Mapping[int, tuple[int, Array]],
+    fixed: Mapping[Eqn, tuple[int, Array]],
     shifts: Mapping[Var, Array],
     others: Sequence[Var],
     arrays: Sequence[Array],
@@ -325,8 +324,8 @@ def _scan(
         env = dict(zip(parts.constvars, parts.consts, strict=True))
         env.update(zip(parts.invars, [*consts, *carry, *sliced], strict=True))
         for eqn in parts.eqns:
-            if id(eqn) in fixed:
-                side, weight = fixed[id(eqn)]
+            if eqn in fixed:
+                side, weight = fixed[eqn]
                 other = env[eqn.invars[1 - side]]
                 pair = [other, weight] if side else [weight, other]
                 with source.context_of(eqn):
