@@ -137,7 +137,11 @@ class _LowVjp:
             pairs = zip(arrays, args[1::2], strict=True)
             out = self._fwd(*(item for pair in pairs for item in pair))
             n_kept = len(out) - n_out
-            return [*map(_boxed, out[:n_kept]), *out[n_kept:]]
+            kept = [
+                _PythonNumber(item) if isinstance(item, _NUMBERS) else item
+                for item in out[:n_kept]
+            ]
+            return [*kept, *out[n_kept:]]
 
         avals = list(map(structure.type_of, self._plan.parts.invars))
         rule = _Rule(flat, avals, self._plan.jaxpr, self._site)
@@ -287,15 +291,13 @@ def _cast_result(runner: "Runner", item: Leaf, spec: Spec) -> Leaf:
     return type(item)(structure.retyped(item.aval, dtype))
 
 
+_NUMBERS = bool | int | float | complex
+
+
 class _PythonNumber(NamedTuple):
     """A Python number among residuals, on which the backward function may branch."""
 
     number: complex
-
-
-def _boxed(item: Leaf) -> Leaf:
-    is_number = isinstance(item, bool | int | float | complex)
-    return _PythonNumber(item) if is_number else item
 
 
 def _is_array(item: Leaf) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jmp_lite.autocasting.decide import loops, values
+from jmp_lite.autocasting.decide import values
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
     DecisionRecord,
@@ -36,7 +36,7 @@ from jmp_lite.autocasting.decide.facts import (
     leave_call,
     origin_outside,
 )
-from jmp_lite.autocasting.decide.loops import Loop, Slot
+from jmp_lite.autocasting.decide.loops import Loop, Slot, carry_spec
 from jmp_lite.autocasting.decide.readers import (
     readers_of_carries,
     readers_of_floats,
@@ -326,9 +326,13 @@ class Walk:
     def _settle(self, eqn: Eqn, operands: list[Facts], at: slice, site: Site) -> Plan:
         """Returns the plan of a loop's body, for which each carry keeps its spec.
 
-        A carry with the slot FOLLOW starts low, and becomes float32 if the body makes
-        it hard. A carry with the slot WRITTEN is low if the body writes low values into
-        it, whatever its initial value is.
+        The body is planned again until no carry rises, since one may raise another.
+
+        Example: in an LSTM, ``h`` is read by products alone. Its slot is LOW, so it
+        never rises, even if a step returns float32. The cell ``c`` is a state: its slot
+        is FULL, and it starts in float32. In a stack of blocks, ``x`` has the slot
+        FOLLOW. It starts low. If a step returns ``x + as_full(f(x))``, its result is
+        deliberate float32: ``x`` rises, and the body is planned for a float32 ``x``.
 
         Args:
           eqn: the loop.
@@ -342,28 +346,41 @@ class Walk:
         readers = [*readers_of_carries(slots), *site.readers[n_carry:]]
         inside, kinds = site._replace(readers=readers), [slot for slot, _ in slots]
         first, as_carry = operands[at], functools.partial(_as_spec, loop=eqn)
-        specs = [loops.first_spec(f.spec, k) for f, k in zip(first, kinds, strict=True)]
-        if Slot.WRITTEN in kinds:
-            trials = list(map(loops.trial_spec, specs, kinds))
-            operands[at] = map(as_carry, first, trials)
+        specs = [
+            carry_spec(facts.spec, kind is not Slot.FULL)
+            for facts, kind in zip(first, kinds, strict=True)
+        ]
+        written = [
+            i
+            for i, kind in enumerate(kinds)
+            if kind is Slot.WRITTEN and specs[i].state is not None
+        ]
+        if written:  # They are low if the body writes low values into undecided ones.
+            for i in written:
+                specs[i] = Spec(State.SOFT)
+            operands[at] = map(as_carry, first, specs)
             made = planner.body(loop.body, operands, inside).made
-            specs = list(map(loops.spec_after_trial, specs, kinds, made))
+            for i in written:
+                specs[i] = carry_spec(specs[i], made[i].state is State.LOW)
         while True:
             operands[at] = map(as_carry, first, specs)
             body = planner.body(loop.body, operands, inside, specs)
             rising = [
                 i
-                for i, (slot, made) in enumerate(zip(kinds, body.results, strict=False))
-                if loops.must_rise(slot, specs[i], made.spec)
+                for i, kind in enumerate(kinds)
+                if kind in (Slot.FOLLOW, Slot.WRITTEN)
+                and specs[i].state is State.LOW
+                and body.results[i].state is State.HARD
             ]
             if not rising:
                 break
             for i in rising:
-                specs[i] = loops.RAISED
+                specs[i] = Spec(State.HARD)
                 raised_by[i] = origin_outside(body.results[i].origin, operands)
-        for i, (slot, spec) in enumerate(zip(slots, specs, strict=True)):
+        for i, ((_, reason), spec) in enumerate(zip(slots, specs, strict=True)):
             if spec.state is not None:
-                decision = loops.final_decision(slot, spec.state)
+                run = Run.LOW if spec.state is State.LOW else Run.FULL
+                decision = Decision(run, spec.state, reason)
                 record = DecisionRecord(eqn, decision, raised_by.get(i), i)
                 self._records.append(record)
         return body

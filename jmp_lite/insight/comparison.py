@@ -254,9 +254,8 @@ def compared_with_float32(
     """
     planner = Planner(rules)
     plan = planner.function(function.traced, list(map(jax.typeof, arrays)))
-    runner = Runner(planner, StagedCasts)
-    low = functools.partial(runner.function, plan, types=function.types)
-    program = jax.make_jaxpr(lambda *xs: low(xs))(*arrays)
+    low = functools.partial(Runner(planner, StagedCasts).function, plan)
+    program = jax.make_jaxpr(lambda *xs: low(xs, function.types))(*arrays)
     names = function.names_of_results
     if backward:
         function.check()

@@ -325,19 +325,16 @@ def explain(
     chosen = choose_rules(rules, compute_dtype)
 
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
-        rules = chosen()
-        planner = Planner(rules)
+        planner = Planner(rules := chosen())
         program = read_function(fun, args, kwargs, rules)
         traced, treedef = program.jaxpr, program.treedef
         names = argument_names(args, kwargs)
-        plan, low = (
-            planner.function(traced, program.avals, names),
-            planner.lookup.low_dtype,
-        )
+        plan = planner.function(traced, program.avals, names)
         run_plan = functools.partial(Runner(planner).function, plan)
         run = structure.trace(
             lambda *xs: run_plan(xs, program.types), program.avals, traced
         )
+        low = planner.lookup.low_dtype
         decided = list(decided_rows(plan.records, rules))
         rows, kept = [one.row for one in decided], None
         programs = [[jaxpr] for jaxpr in (traced, run)]

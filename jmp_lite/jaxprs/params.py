@@ -161,7 +161,8 @@ def _bind(
     if bound is not None and is_plain:
         with contextlib.suppress(TypeError):  # Its parameters cannot be hashed.
             op = (eqn.primitive, tuple(params.items()))
-            key = (*op, *map(_type_of, operands))
+            dtypes = (getattr(array, "dtype", type(array)) for array in operands)
+            key = (*op, *dtypes, *map(structure.shape_of, operands))
             if key in bound:
                 run = _one_op(*op)
             bound.add(key)
@@ -185,10 +186,6 @@ def _one_op(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Functi
     """
     function = functools.partial(_bind_primitive, primitive, params)
     return jax.jit(function, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
-
-
-def _type_of(array: Array) -> object:
-    return structure.shape_of(array), getattr(array, "dtype", type(array))
 
 
 class _Inline:

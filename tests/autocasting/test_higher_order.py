@@ -21,7 +21,7 @@ from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import full_precision
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.jaxprs.params import contracts_nothing
+from jmp_lite.jaxprs.products import contracts_nothing
 
 LOW, FULL = ("bfloat16",) * 3, ("float32",) * 3
 

@@ -24,7 +24,7 @@ class Toy(NumberFormat):
     """Operands of ten bits: a sign, five bits of exponent, four of mantissa."""
 
     def judge(self, product, is_last, is_named):
-        is_of_vectors = 1 in cost.product_sizes(product.eqn)
+        is_of_vectors = 1 in products.product_sizes(product.eqn)
         return Verdict(False, "vector") if is_of_vectors else QUALIFIES
 
     def words(self, code, eqn):

@@ -179,9 +179,13 @@ class ContentAnalysis(Forward[Content]):
         if op in PRODUCTS:
             return [self._product(eqn, facts)]
         is_random = self._is_random(eqn, op, facts)
-        key = (op, *facts), is_random, *map(_dtype_and_size, eqn.outvars)
+        types = [
+            (structure.dtype_of(var) == np.bool_, _has_size_1(var))
+            for var in eqn.outvars
+        ]
+        key = (op, *facts), is_random, *types
         if key not in self._known:
-            self._known[key] = self._results(op, facts, is_random, key[2:])
+            self._known[key] = self._results(op, facts, is_random, types)
         return self._known[key]
 
     def _results(
@@ -266,11 +270,6 @@ class ContentAnalysis(Forward[Content]):
 
 _N_SPREAD = {Spread.BOUNDED: 1, Spread.WIDE: 2}
 """How much an operand adds to the spread of a product; 2 is too much for float16."""
-
-
-def _dtype_and_size(var: Var) -> tuple[bool, bool]:
-    """Returns whether a variable is of truth values, and whether it is one number."""
-    return structure.dtype_of(var) == np.bool_, _has_size_1(var)
 
 
 def _has_size_1(var: Var) -> bool:

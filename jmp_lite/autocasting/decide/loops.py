@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_lite.autocasting.decide.decisions import Decision, Reason, Run
+from jmp_lite.autocasting.decide.decisions import Reason
 from jmp_lite.autocasting.decide.equation import runs_low
 from jmp_lite.autocasting.decide.facts import Spec, State
 from jmp_lite.autocasting.decide.lookup import RuleLookup
@@ -92,61 +92,11 @@ def decide_carry(rules: RuleLookup, facts: CarryFacts, path: str) -> CarryDecisi
     return CarryDecision(Slot.FOLLOW, Reason.CARRY_LAYERS)
 
 
-def final_decision(carry: CarryDecision, state: State) -> Decision:
-    """Returns the decision for a carry whose state is a fixed point of the loop."""
-    run = Run.LOW if state is State.LOW else Run.FULL
-    return Decision(run, state, carry.reason)
-
-
-def first_spec(spec: Spec, slot: Slot) -> Spec:
-    """Returns the spec of a carry in the first attempt to convert a loop.
-
-    Args:
-      spec: the spec of its initial value.
-      slot: its slot.
-    """
-    return _spec(spec, slot is not Slot.FULL)
-
-
-def _spec(spec: Spec, is_low: bool) -> Spec:
+def carry_spec(spec: Spec, is_low: bool) -> Spec:
+    """Returns the spec of a carry, given that of its initial value."""
     if spec.state is None:
         return Spec(None)
     return Spec(State.LOW if is_low else State.HARD)
-
-
-def trial_spec(spec: Spec, slot: Slot) -> Spec:
-    """Returns the spec of a carry for a trial conversion of the body."""
-    is_written = slot is Slot.WRITTEN and spec.state is not None
-    return Spec(State.SOFT) if is_written else spec
-
-
-def spec_after_trial(spec: Spec, slot: Slot, made: Spec) -> Spec:
-    """Returns the spec of a carry, given its spec after a step of the trial."""
-    return _spec(spec, made.state is State.LOW) if slot is Slot.WRITTEN else spec
-
-
-def must_rise(slot: Slot, before: Spec, made: Spec) -> bool:
-    """Whether a carry has to become float32, because the body of the loop makes it so.
-
-    The loop is converted again until no carry rises, since one may raise another.
-
-    Example: in an LSTM, ``h`` is read by products alone. Its slot is LOW, so it never
-    rises, even if a step returns float32. The cell ``c`` is a state: its slot is FULL,
-    and it starts in float32. In a stack of blocks, ``x`` has the slot FOLLOW. It starts
-    low. If a step returns ``x + as_full(f(x))``, its result is deliberate float32:
-    ``x`` rises, and the body is converted again for a float32 ``x``.
-
-    Args:
-      slot: the slot of the carry.
-      before: its spec when a step begins.
-      made: its spec when a step ends, before it is cast.
-    """
-    rises = before.state is State.LOW and made.state is State.HARD
-    return rises and slot in (Slot.FOLLOW, Slot.WRITTEN)
-
-
-RAISED = Spec(State.HARD)
-"""The spec of a carry that has risen."""
 
 
 # ------------------------------------------ what the body of a loop does with a carry

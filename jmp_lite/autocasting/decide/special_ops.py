@@ -100,7 +100,12 @@ def _reason_of(
         return Reason.LOOKUP
     if any(is_binary) and readers.demand_float32:
         tables = [o for o, yes in zip(operands, is_binary, strict=False) if not yes]
-        if all(map(_is_table, tables)):
+        # Given, or float32 on purpose; not one that 16 bits hold.
+        kinds = (Kind.GIVEN, Kind.SCALED, Kind.INTEGER)
+        if all(
+            o.state is State.HARD or (o.state is State.SOFT and o.kind in kinds)
+            for o in tables
+        ):
             return Reason.LOOKUP
     if Mark.POWER in marks:
         return Reason.DIGITS
@@ -124,13 +129,6 @@ def _is_small(eqn: Eqn) -> bool:
     sizes = products.product_sizes(eqn)
     is_known = all(isinstance(n, int) for n in sizes)
     return is_known and 1 not in sizes and math.prod(sizes) <= 7**3
-
-
-def _is_table(operand: Facts) -> bool:
-    """Whether an operand is given, or float32 on purpose; not one that 16 bits hold."""
-    kinds = (Kind.GIVEN, Kind.SCALED, Kind.INTEGER)
-    is_given = operand.state is State.SOFT and operand.kind in kinds
-    return is_given or operand.state is State.HARD
 
 
 def has_raised_precision(eqn: Eqn, decision: Decision) -> bool:
@@ -308,7 +306,12 @@ def decide_collective(
       readers: the readers of its results.
       path: its path.
     """
-    lowers_sum = _lowers_sum(rules, op, path)
+    # A rule may name, and lower, the sum that is the derivative of the op.
+    adds_up = ADDING_UP_BACKWARD.get(base_of(op))
+    of_sum = rules.match(adds_up, path) if adds_up else None
+    lowers_sum = (
+        of_sum is not None and of_sum.is_explicit and of_sum.precision is Precision.LOW
+    )
     if op not in SENDING and not lowers_sum:
         return None
     if match.is_explicit or match.precision not in (Precision.FOLLOW, Precision.LOW):
@@ -329,11 +332,3 @@ def decide_collective(
         held=rules.low_dtype,
         lowers_sum=lowers_sum,
     )
-
-
-def _lowers_sum(rules: RuleLookup, op: str, path: str) -> bool:
-    """Whether a rule names, and lowers, the sum that is the derivative of an op."""
-    if (adds_up := ADDING_UP_BACKWARD.get(base_of(op))) is None:
-        return False
-    match = rules.match(adds_up, path)
-    return match.is_explicit and match.precision is Precision.LOW
