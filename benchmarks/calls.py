@@ -2,8 +2,8 @@
 
     python -m benchmarks.calls
 
-It counts the calls of Python functions of the package while a program of eleven products
-is planned and run, and subtracts those of a program of ten. JAX's own calls, and the
+It counts the calls of Python functions of the package while eleven products
+are planned and run, and subtracts those of ten products. JAX's own calls, and the
 trace of the function, do not count.
 """
 

@@ -5,7 +5,7 @@ A reason is a code. Only ``insight/reasons.py`` has its text.
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jmp_lite.autocasting.decide.facts import (
@@ -18,7 +18,7 @@ from jmp_lite.autocasting.decide.facts import (
 )
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.formats.number_format import LOW, QUALIFIES, NumberFormat, Verdict
-from jmp_lite.jaxprs import structure
+from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.types import Dtype, Eqn, Jaxpr
 
 
@@ -260,3 +260,22 @@ class Plan:
     def given(self) -> tuple[Spec, ...]:
         """The specs of its inputs."""
         return tuple(facts.spec for facts in self.inputs)
+
+    def __str__(self) -> str:
+        """Returns a line for each step: the states, how it runs, and why."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for step in self.steps:
+            op, decision = params.op_of(step.eqn), step.decision
+            states = [
+                ", ".join("-" if f.state is None else f.state.name for f in values)
+                for values in (step.operands, step.results)
+            ]
+            raised = ", raised" if step.raised else ""
+            line = f"{op}({states[0]}) -> {states[1]}{raised}"
+            how = "enters" if decision is None else decision.run.value
+            why = "" if decision is None else decision.reason.name
+            yield f"{line:46} {how:8} {why}".rstrip()
+            for plan in step.inside:
+                yield from (f"  {line}" for line in plan._lines())
