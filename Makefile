@@ -11,7 +11,7 @@ BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep
 
 .PHONY: help demo test test-benchmarks slow targets mutants docs benchmarks
 .PHONY: notebooks notebooks-newest gpu-tests search
-.PHONY: lint format types clean thirdparty jax-tests
+.PHONY: lint format types clean thirdparty jax-tests findings
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
@@ -27,6 +27,7 @@ help:
 	@echo "make jax-tests JAX=...  JAX's own tests with autocast around their transforms"
 	@echo "make docs     the documentation as a site, in docs/_build"
 	@echo "make benchmarks  what it costs, beside its peers, and the tables of it"
+	@echo "make findings  what surprises outside of this library, one script each (minutes)"
 	@echo "make thirdparty  programs of other packages under autocast (an hour)"
 	@echo "make lint     ruff; make format mends what it can"
 	@echo "make types    pyright"
@@ -84,8 +85,10 @@ benchmarks: $(VENV)/.peers
 	for each in $(BENCHMARKS); do \
 	  JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.$$each --json benchmarks/results $(ARGS) \
 	  || exit 1; done
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.growth --json benchmarks/results --picture docs
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.formats --json benchmarks/results --picture docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.growth --json benchmarks/results \
+	  --picture benchmarks/results
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.formats --json benchmarks/results \
+	  --picture benchmarks/results
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables
 	JAX_PLATFORMS=cpu $(BIN)/python docs/figures.py
 
@@ -94,6 +97,10 @@ thirdparty: .venv-thirdparty/.thirdparty
 	JAX_PLATFORMS=cpu .venv-thirdparty/bin/python -m benchmarks.thirdparty \
 	  --json benchmarks/results $(ARGS)
 	JAX_PLATFORMS=cpu .venv-thirdparty/bin/python -m benchmarks.tables
+
+# Each installs what it needs in a temporary folder, and fails if it is no longer so.
+findings:
+	for each in findings/*.sh; do PYTHON=$(NEWEST) bash $$each || exit 1; done
 
 .venv-thirdparty/.thirdparty: pyproject.toml
 	@$(PYTHON) -m venv .venv-thirdparty

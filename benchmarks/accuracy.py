@@ -76,12 +76,6 @@ VARIANTS: Mapping[str, Variant] = {
     ),
 }
 
-OF_MEMORY = (
-    *("float32", "bfloat16, mixed", "16-bit gradients", "16-bit moments"),
-    *("8-bit moments", "8 bits, gradients 16"),
-)
-"""Those that the page on memory shows."""
-
 
 class Trained(NamedTuple):
     """One training.

@@ -56,3 +56,28 @@ def table(results: Mapping[str, Any]) -> str:
             label = name.replace("cublas", "cuBLAS").replace("xla", "XLA")
             lines.append(f"  {label:42}{ms:>8.2f}{ratio:>11}{gigabytes:>9.2f}")
     return "\n".join(lines)
+
+
+def short_table(results: Mapping[str, Any]) -> str:
+    """Returns one row for each program that also ran with its precision by hand."""
+    lines = [
+        f"{'a step of adamw, ' + results['device'].partition(' (')[0]:42}"
+        f"{'ms':>8}{'by hand':>9}{'ratio':>7}{'GB':>8}{'by hand':>9}"
+    ]
+    for program, title in PROGRAMS.items():
+        found = cases(results, program)
+        names = ["mixed"] if {"mixed", "by hand"} <= {*found} else []
+        names += ["float8, cublas"] if "float8, cublas" in found else []
+        if names and "mixed" not in found:
+            names = ["mixed, cublas"]
+        for name in names:
+            suffix = ", cublas" if "cublas" in name else ""
+            ms, gigabytes = found[name]
+            base, base_gigabytes = found[f"by hand{suffix}"]
+            label = title.split(" wide")[0] + " wide"
+            label += ", float8" if "float8" in name else ""
+            lines.append(
+                f"{label:42}{ms:>8.2f}{base:>9.2f}{ms / base:>7.2f}"
+                f"{gigabytes:>8.2f}{base_gigabytes:>9.2f}"
+            )
+    return "\n".join(lines)

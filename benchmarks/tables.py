@@ -1,4 +1,4 @@
-"""The tables of the README and the guides, made of what the benchmarks wrote.
+"""The tables of the README, the guides and the results, made of the benchmarks' files.
 
     python -m benchmarks.tables        # Writes them anew; --check only compares.
 
@@ -55,11 +55,9 @@ TEXTS = (
     ROOT / "README.md",
     ROOT / "docs" / "checkpoints.md",
     ROOT / "docs" / "performance.md",
-    ROOT / "docs" / "float8.md",
-    ROOT / "docs" / "formats.md",
     ROOT / "docs" / "memory.md",
     ROOT / "docs" / "compatibility.md",
-    ROOT / "docs" / "comparison.md",
+    RESULTS / "README.md",
 )
 
 _BLOCK = re.compile(
@@ -174,13 +172,6 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "accuracy": lambda results: accuracy.table(
         accuracy.summarize(_rows(results, "rows", accuracy.Trained))
     ),
-    "accuracy.memory": lambda results: accuracy.table(
-        [
-            row
-            for row in accuracy.summarize(_rows(results, "rows", accuracy.Trained))
-            if row.variant in accuracy.OF_MEMORY
-        ]
-    ),
     "autocast": lambda results: autocast.table(_rows(results, "rows", autocast.Row)),
     "autocast.traced": lambda results: autocast.traced_table(
         _rows(results, "rows", autocast.Row)
@@ -220,6 +211,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "sums": lambda results: sums.sums_table(_rows(results, "sums", sums.Sums)),
     "gpu": _gpu,
     "h200": clock.table,
+    "h200.short": clock.short_table,
     "growth.depths": lambda results: growth.depth_table(
         _rows(results, "depths", growth.Depth)
     ),
@@ -287,6 +279,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         sweep.rows_of(results["programs"])
     ),
     "thirdparty.summary": lambda results: thirdparty.summary_table(
+        _rows(results, "measured", measure.Row)
+    ),
+    "thirdparty.programs": lambda results: thirdparty.programs_list(
         _rows(results, "measured", measure.Row)
     ),
     "thirdparty.measured": lambda results: _thirdparty(

@@ -257,8 +257,17 @@ def local_name(name):
 _PUBLIC_MODULES = (*_MODULES, jmp_lite.linen, jmp_lite.nnx)
 
 
+# ------------------------------------------------------------- pages from elsewhere
+
+
+def link_tables(app, docname, source):
+    """Links the page that includes the tables of the benchmarks, and not their file."""
+    source[0] = source[0].replace("(../benchmarks/results/README.md", "(tables.md")
+
+
 def setup(app):
     """Connects all of it."""
+    app.connect("source-read", link_tables)
     app.connect("html-page-context", mend_back_links)
     app.connect("doctree-read", link_names)
     app.connect("autodoc-process-signature", tidy_signature)

@@ -2,9 +2,10 @@
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks.report import joined
+from benchmarks.report import WIDTH, joined
 from benchmarks.thirdparty.measure import Row, Trained
 from benchmarks.thirdparty.settings import NOT_HERE, NOT_IN_FLOAT32, Tried
 
@@ -82,6 +83,18 @@ def measured_table(rows: Sequence[Row]) -> str:
                 f"{both[-1].scale:>7.0f}{trace:>6}"
             )
     return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+
+def programs_list(rows: Sequence[Row]) -> str:
+    """Returns the programs of each package; a star marks one that fails."""
+    lines: list[str] = []
+    for packages in dict.fromkeys(map(_names_of_packages, rows)):
+        own = [row for row in rows if _names_of_packages(row) == packages]
+        failing = {row.program for row in own if _complaint(row)}
+        names = dict.fromkeys(row.program for row in own)
+        told = "; ".join(f"{name}*" if name in failing else name for name in names)
+        lines += [packages, textwrap.indent(textwrap.fill(told, WIDTH - 2), "  ")]
+    return "\n".join(lines)
 
 
 def _names_of_packages(row: Row) -> str:

@@ -138,6 +138,18 @@ def test_the_advice_for_a_chip_is_what_was_calculated_for_it():
         assert guide[names[chip]] == expected, chip
 
 
+def test_the_short_table_of_the_clock_has_six_rows_of_the_long_one():
+    short, long = (
+        tables.table(name).split("\n\n")[0] for name in ("h200.short", "h200")
+    )
+    rows = [line[42:].split() for line in short.splitlines()[1:]]
+    assert len(rows) == 6
+    cells = [line.split() for line in long.splitlines()]
+    for ms, by_hand, ratio, gigabytes, own in rows:
+        assert [ms, ratio, gigabytes] in [row[-3:] for row in cells]
+        assert [by_hand, "1.00", own] in [row[-3:] for row in cells]
+
+
 def test_a_table_that_needs_a_gpu_shows_that_it_was_not_measured(tmp_path):
     assert tables.table("gpu", tmp_path) == "Not measured on a device yet."
     with pytest.raises(FileNotFoundError, match="insight"):

@@ -116,6 +116,8 @@ def test_tables_show_each_program_below_its_packages():
     assert table.splitlines()[3].split()[1] == "no"
     assert "p: bfloat16: other integers than in float32" in table
     assert "p: float16: TypeError: no" in table
+    assert tables.programs_list(rows) == "a, b\n  p"
+    assert tables.programs_list(bad) == "a, b\n  p*"
     summary = [line.split() for line in tables.summary_table(rows).splitlines()]
     assert " ".join(summary[0][:-2]) == "1 programs, 1 of them of 2 packages"
     assert [line[-2:] for line in summary[1:]] == (
