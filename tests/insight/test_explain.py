@@ -444,7 +444,7 @@ def test_products_of_groups_count_the_rows_of_each_group():
         for eqn in equations(jaxpr.jaxpr)
         if eqn.primitive.name == "ragged_dot_general"
     ]
-    assert [products.product_sizes(eqn) for eqn in of_groups] == [
+    assert [product_sizes(eqn) for eqn in of_groups] == [
         (rows, 2 * width, width),
         (width, 2 * width, rows),
         (rows, width, 2 * width),
