@@ -21,13 +21,14 @@ from jmp_lite.autocasting.marks import (
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import (
+    Policy,
     cast_to_full,
     cast_to_half,
     cast_tree,
     dtype_summary,
+    get_policy,
     half_dtype,
 )
-from jmp_lite.casting.policy import Policy, get_policy
 from jmp_lite.formats.float8 import Float8
 from jmp_lite.formats.own import Format
 from jmp_lite.formats.table import get_format
@@ -37,18 +38,23 @@ from jmp_lite.insight.tune import tune
 from jmp_lite.insight.watch import first_nonfinite, watch
 from jmp_lite.optimizers.compensated import compensated
 from jmp_lite.optimizers.convert import convert_state
-from jmp_lite.optimizers.low_precision_state import (
-    low_precision_state,
-)
+from jmp_lite.optimizers.low_precision_state import low_precision_state
 from jmp_lite.optimizers.master_weights import master_weights
 from jmp_lite.optimizers.parameters import apply_updates
-from jmp_lite.optimizers.stochastic_rounding import (
-    stochastic_rounding,
+from jmp_lite.optimizers.stochastic_rounding import stochastic_rounding
+from jmp_lite.scaling.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    default_loss_scale,
 )
-from jmp_lite.scaling.dynamic import DynamicLossScale, default_loss_scale
-from jmp_lite.scaling.finite import all_finite, select_tree
-from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_lite.scaling.skipping import loss_scaling, skip_nonfinite
+from jmp_lite.scaling.skipping import (
+    all_finite,
+    loss_scaling,
+    select_tree,
+    skip_nonfinite,
+)
 from jmp_lite.scaling.state import (
     LossScaleError,
     check_loss_scale,

@@ -6,6 +6,7 @@ imported Flax, there are no such modules.
 
 import contextlib
 import functools
+import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -33,8 +34,12 @@ class Variable(Protocol):
 
 def is_module(x: object) -> bool:
     """Whether an object is an nnx object: a module, an optimizer, or ``nnx.Rngs``."""
-    kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
-    return kind is not None and isinstance(x, kind)
+    return isinstance(x, _flax_kind("nnx", "Pytree"))
+
+
+def _flax_kind(module: str, name: str) -> Any:
+    """Returns a class of Flax; no class if no one has imported Flax."""
+    return getattr(sys.modules.get(f"flax.{module}"), name, ())
 
 
 def flax_class(x: object) -> str | None:
@@ -46,8 +51,7 @@ def flax_class(x: object) -> str | None:
     kind = x if isinstance(x, type) else type(x)
     is_class = kind is x
     for api, base, refused in (("linen", "Module", True), ("nnx", "Pytree", is_class)):
-        known = getattr(sys.modules.get(f"flax.{api}"), base, None)
-        if refused and known is not None and issubclass(kind, known):
+        if refused and issubclass(kind, _flax_kind(api, base)):
             return api
     return None
 
@@ -130,10 +134,12 @@ def returning_changes(
         variables = _variables_in((args, kwargs))
         before = [jax.tree.flatten(variable) for variable in variables]
         out = fun(*args, **kwargs)
-        changes = [
-            variable if _has_changed(variable, *old) else None
-            for variable, old in zip(variables, before, strict=True)
-        ]
+        changes: list[Variable | None] = []
+        for variable, (leaves, structure) in zip(variables, before, strict=True):
+            new, new_structure = jax.tree.flatten(variable)
+            # By identity: a trace has no values to compare.
+            is_same = new_structure == structure and all(map(operator.is_, new, leaves))
+            changes.append(None if is_same else variable)
         return out, changes
 
     return changing
@@ -152,7 +158,7 @@ def write_changes(
 
 def values_in(tree: Tree) -> Tree:
     """Returns a pytree with the present value of each nnx variable in its place."""
-    kind = getattr(sys.modules.get("flax.nnx"), "Variable", ())
+    kind = _flax_kind("nnx", "Variable")
 
     def value(node: Any) -> Any:
         return node.get_value() if isinstance(node, kind) else node
@@ -162,23 +168,14 @@ def values_in(tree: Tree) -> Tree:
 
 def stored_like(value: Any, like: Any) -> Any:
     """Returns a value in a variable of nnx, if another value is in one."""
-    kind = getattr(sys.modules.get("flax.nnx"), "Variable", ())
+    kind = _flax_kind("nnx", "Variable")
     return type(like)(value) if isinstance(like, kind) else value
 
 
 def _variables_in(tree: object) -> list[Variable]:
-    kind = getattr(sys.modules.get("flax.nnx"), "Variable", ())
+    kind = _flax_kind("nnx", "Variable")
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
-
-
-def _has_changed(
-    variable: Variable, old_leaves: list[object], old_structure: object
-) -> bool:
-    leaves, structure = jax.tree.flatten(variable)
-    if structure != old_structure:
-        return True
-    return any(a is not b for a, b in zip(leaves, old_leaves, strict=True))
 
 
 @contextlib.contextmanager
@@ -187,7 +184,7 @@ def noting_captures() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        kind = getattr(sys.modules.get("flax.errors"), "TraceContextError", ())
-        if isinstance(error, kind) and _CAPTURED not in getattr(error, "__notes__", ()):
+        is_meant = isinstance(error, _flax_kind("errors", "TraceContextError"))
+        if is_meant and _CAPTURED not in getattr(error, "__notes__", ()):
             error.add_note(_CAPTURED)
         raise

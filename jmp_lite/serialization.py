@@ -12,17 +12,10 @@ from typing import TypeVar
 from jax import export
 
 from jmp_lite import states
-from jmp_lite.scaling.dynamic import DynamicLossScale
-from jmp_lite.scaling.loss_scale import NoOpLossScale, StaticLossScale
+from jmp_lite.scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 Static = TypeVar("Static")
 """The auxiliary data of a loss scale."""
-
-
-def _register_state(state: type) -> None:
-    export.register_namedtuple_serialization(
-        state, serialized_name=f"jmp_lite.{state.__name__}"
-    )
 
 
 def _register_scale(
@@ -40,7 +33,9 @@ def _register_scale(
 
 
 for _name in states.__all__:
-    _register_state(getattr(states, _name))
+    export.register_namedtuple_serialization(
+        getattr(states, _name), serialized_name=f"jmp_lite.{_name}"
+    )
 
 _register_scale(DynamicLossScale, list, tuple)
 # The auxiliary data of these is the loss scale itself.

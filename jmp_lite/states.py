@@ -7,7 +7,7 @@ from jmp_lite.optimizers.compensated import CompensatedState
 from jmp_lite.optimizers.low_precision_state import LowPrecisionState
 from jmp_lite.optimizers.master_weights import MasterWeightsState
 from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
-from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.skipping import LossScalingState
 from jmp_lite.training.state import TrainingState
 
 __all__ = [

@@ -33,15 +33,15 @@ class Size(NamedTuple):
 
 BUDGET = {
     "autocasting": Size(4536, 41, 83, 3),
-    "casting": Size(407, 6, 7, 3),
+    "casting": Size(377, 4, 6, 3),
     "flax": Size(718, 5, 16, 3),
-    "formats": Size(637, 8, 3, 3),
+    "formats": Size(603, 8, 2, 9),
     "insight": Size(3922, 19, 74, 2),
     "jaxprs": Size(2091, 18, 42, 2),
-    "optimizers": Size(1396, 10, 39, 3),
-    "scaling": Size(1375, 8, 24, 3),
-    "top": Size(786, 11, 12, 1),
-    "training": Size(732, 3, 8, 3),
+    "optimizers": Size(1339, 9, 28, 4),
+    "scaling": Size(1325, 6, 15, 4),
+    "top": Size(783, 11, 10, 1),
+    "training": Size(707, 3, 5, 3),
 }
 """The most that a room may have, and the fewest comments."""
 

@@ -1,9 +1,10 @@
-"""Names and ranges of floating-point dtypes, and casts of pytrees.
+"""Names and ranges of floating-point dtypes, casts of pytrees, and policies of casts.
 
 A cast changes floating-point arrays only. Integers, booleans, PRNG keys, complex
 numbers, Python scalars, ``None`` and arbitrary objects pass through.
 """
 
+import dataclasses
 import difflib
 import math
 import re
@@ -286,6 +287,16 @@ def is_array(leaf: Leaf) -> TypeGuard[Array]:
     return isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
 
 
+def type_of(leaf: Leaf) -> str:
+    """Returns the dtype and the shape of an array as text: ``float32[2, 3]``."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
+
+
+def place_of(path: Path) -> str:
+    """Returns a key path as text, for messages."""
+    return jax.tree_util.keystr(path) or "the root"
+
+
 def refuse_raw_bytes(tree: PyTree) -> None:
     """Raises a TypeError for bytes without a dtype.
 
@@ -298,11 +309,10 @@ def refuse_raw_bytes(tree: PyTree) -> None:
         if is_raw:
             name = "bfloat16" if leaf.dtype.itemsize == 2 else "float8_e4m3fn"
             raise TypeError(
-                "Expected numbers, got bytes without a dtype "
-                f"({leaf.dtype}{list(leaf.shape)}) at "
-                f"{jax.tree_util.keystr(path) or 'the root'}. NumPy's files lose the "
-                "names of bfloat16 and float8. Give the array the dtype that it was "
-                f"saved in: array.view(ml_dtypes.{name})."
+                f"Expected numbers, got bytes without a dtype ({type_of(leaf)}) at "
+                f"{place_of(path)}. NumPy's files lose the names of bfloat16 and "
+                "float8. Give the array the dtype that it was saved in: "
+                f"array.view(ml_dtypes.{name})."
             )
 
 
@@ -346,14 +356,143 @@ def is_inexact(leaf: Leaf) -> bool:
     return is_number(leaf, jnp.inexact)
 
 
-def _cast_leaf(
-    leaf: Array | np.ndarray | np.generic | jax.ShapeDtypeStruct, dtype: Dtype
-) -> Array | np.ndarray | np.generic | jax.ShapeDtypeStruct:
+def _cast_leaf(leaf: Leaf, dtype: Dtype) -> Leaf:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype, weak_type=False)
-    if isinstance(leaf, jax.Array):
-        return leaf.astype(dtype)
     return leaf.astype(dtype, copy=False)
+
+
+# ----------------------------------------------------------------------- policies
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of parameters, of computation and of outputs.
+
+    A policy is frozen and hashable. Each dtype may be a dtype, a NumPy or JAX scalar
+    type, or a name (``"bf16"``, ``"float32"``, ``"half"``). The policy stores it as a
+    ``np.dtype``, so two spellings of one policy are equal.
+
+    Attributes:
+      param_dtype: the dtype of stored parameters.
+      compute_dtype: the dtype of the forward and backward pass.
+      output_dtype: the dtype of the results.
+
+    Raises:
+      ValueError: a dtype is unknown or not floating-point.
+
+    Source: the policies of jmp 0.0.4, with which this class is compatible.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> policy = jmp.Policy("float32", "bfloat16", "float32")
+      >>> print(policy)
+      p=full,c=bf16,o=full
+      >>> policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype
+      dtype(bfloat16)
+    """
+
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            canonical = parse_dtype(getattr(self, field.name))
+            object.__setattr__(self, field.name, canonical)
+
+    def cast_to_param(self, tree: Tree) -> Tree:
+        """Casts the floating-point arrays of a pytree to ``param_dtype``."""
+        return cast_tree(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: Tree) -> Tree:
+        """Casts the floating-point arrays of a pytree to ``compute_dtype``."""
+        return cast_tree(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: Tree) -> Tree:
+        """Casts the floating-point arrays of a pytree to ``output_dtype``."""
+        return cast_tree(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Returns a copy of this policy with another output dtype."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def __str__(self) -> str:
+        param, compute, output = map(dtype_name, dataclasses.astuple(self))
+        return f"p={param},c={compute},o={output}"
+
+
+# Keras's names: float32 variables, everything else in 16 bits.
+_KERAS_POLICIES = {"mixed_bfloat16": "c=bfloat16", "mixed_float16": "c=float16"}
+
+_KEYS = {
+    **dict.fromkeys(("p", "params"), "param_dtype"),
+    **dict.fromkeys(("c", "compute"), "compute_dtype"),
+    **dict.fromkeys(("o", "output"), "output_dtype"),
+}
+
+
+def get_policy(text: str) -> Policy:
+    """Reads a policy from text.
+
+    Args:
+      text: one of three forms.
+
+        - One dtype for all three parts: ``"float16"``, ``"half"``, ``"full"``.
+        - Parts by key: ``"params=float32,compute=float16,output=float32"``, or in short
+          ``"p=f32, c=f16, o=f32"``. As in jmp, params default to float32, compute
+          defaults to params, and output defaults to compute.
+        - Keras's ``"mixed_bfloat16"`` or ``"mixed_float16"``.
+
+    Returns:
+      The policy. ``get_policy(str(policy)) == policy`` holds for every policy.
+
+    Raises:
+      ValueError: a key or a dtype is unknown, or a key is given twice.
+      TypeError: ``text`` is not a string.
+
+    Example:
+      >>> import jmp_lite as jmp
+      >>> print(jmp.get_policy("c=bf16"))
+      p=full,c=bf16,o=bf16
+      >>> jmp.get_policy("mixed_float16").compute_dtype
+      dtype('float16')
+    """
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"Expected a policy as text, got {type(text).__name__}.")
+    spelled = _KERAS_POLICIES.get(text.strip(), text)
+    if "=" not in spelled:
+        if spelled.strip().startswith("mixed"):
+            raise unknown_name("policy", spelled, _KERAS_POLICIES)
+        dtype = _parse_part(spelled, text)
+        return Policy(dtype, dtype, dtype)
+    parts: dict[str, Dtype] = {}
+    for part in spelled.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise ValueError(
+                f"Expected key=dtype, got {part.strip()!r} in the policy {text!r}."
+            )
+        if key not in _KEYS:
+            raise _name_policy(unknown_name("key", key, _KEYS), text)
+        if _KEYS[key] in parts:
+            raise ValueError(f"{_KEYS[key]} is given twice in the policy {text!r}.")
+        parts[_KEYS[key]] = _parse_part(value, text)
+    param = parts.get("param_dtype", np.dtype(np.float32))
+    compute = parts.get("compute_dtype", param)
+    return Policy(param, compute, parts.get("output_dtype", compute))
+
+
+def _parse_part(value: str, text: str) -> Dtype:
+    try:
+        return parse_dtype(value.strip())
+    except ValueError as error:
+        raise _name_policy(error, text) from None
+
+
+def _name_policy(error: ValueError, text: str) -> ValueError:
+    return ValueError(f"{error} (In the policy {text!r}.)")
 
 
 # ---------------------------------------------------------------------- summaries
@@ -430,19 +569,15 @@ def dtype_summary(tree: PyTree) -> DtypeSummary:
       float32               1                4               16
       total                 2               20               48
     """
-    found: dict[str, list[DtypeTotals]] = {}
+    totals: dict[str, DtypeTotals] = {}
     for leaf in filter(is_array, jax.tree.leaves(tree)):
-        size = math.prod(leaf.shape)
+        name, size = str(leaf.dtype), math.prod(leaf.shape)
         one = DtypeTotals(1, size, size * leaf.dtype.itemsize)
-        found.setdefault(str(leaf.dtype), []).append(one)
-    totals = {name: _sum_totals(parts) for name, parts in found.items()}
+        totals[name] = _sum_totals([totals[name], one]) if name in totals else one
     return DtypeSummary(
         sorted(totals.items(), key=lambda item: (-item[1].bytes, item[0]))
     )
 
 
 def _sum_totals(totals: Iterable[DtypeTotals]) -> DtypeTotals:
-    leaves, elements, n_bytes = (
-        sum(column) for column in zip((0, 0, 0), *totals, strict=True)
-    )
-    return DtypeTotals(leaves, elements, n_bytes)
+    return DtypeTotals(*map(sum, zip((0, 0, 0), *totals, strict=True)))

@@ -5,16 +5,13 @@ is the rounded value of a float32 loss, which a loss scale and a metric need. A 
 that scales the loss may also prepare the function itself, before ``autocast`` sees it.
 """
 
-import dataclasses
 import types
 import weakref
 from collections.abc import Callable
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from jmp_lite.casting.types import LossFn
 
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
 Prepare: TypeAlias = Callable[[LossFn], LossFn]
 """Returns a function that is called in the place of another one."""
 
@@ -27,8 +24,7 @@ A profile shows it, and the tools find it.
 _NAME = "_with_float32_loss"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Variant:
+class _Variant(NamedTuple):
     original: weakref.ref[LossFn]
     prepared: Callable[[Prepare], LossFn]
 
@@ -43,11 +39,7 @@ def set_float32_loss(fun: LossFn, prepared: Callable[[Prepare], LossFn]) -> None
     setattr(fun, _NAME, _Variant(weakref.ref(fun), prepared))
 
 
-def _as_it_is(fun: LossFn) -> LossFn:
-    return fun
-
-
-def with_float32_loss(fun: LossFn, prepare: Prepare = _as_it_is) -> LossFn:
+def with_float32_loss(fun: LossFn, prepare: Prepare = lambda fun: fun) -> LossFn:
     """Returns the variant of a function that returns its loss in float32, or itself.
 
     Args:

@@ -48,12 +48,14 @@ def scale_for(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
     largest number and more than half of it.
 
     Args:
-      largest: the largest absolute value of the array, a scalar.
+      largest: the largest absolute value of the array, a scalar; or of each of its
+        parts, an array.
       dtype: a float8 dtype.
 
     Returns:
-      A float32 scalar, at least 2**-100. It is 1 for zeros. It is NaN if ``largest`` is
-      not finite, so that an infinity never becomes a finite number.
+      Float32 scales in the shape of ``largest``, at least 2**-100. A scale is 1 for
+      zeros. It is NaN if ``largest`` is not finite, so that an infinity never becomes a
+      finite number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,20 +64,7 @@ def scale_for(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
       >>> float(scale_for(jnp.float32(449), "float8_e4m3fn"))
       2.0
     """
-    return power_of_two_for(largest, float(jnp.finfo(dtype).max))
-
-
-def power_of_two_for(largest: jax.Array, limit: float) -> jax.Array:
-    """Returns powers of two that scale numbers to at most a limit.
-
-    Args:
-      largest: the largest absolute values, of any shape.
-      limit: the largest allowed value of ``largest / scale``.
-
-    Returns:
-      Float32 scales of the same shape, as ``scale_for`` returns them.
-    """
-    ratio = largest.astype(jnp.float32) / limit
+    ratio = largest.astype(jnp.float32) / float(jnp.finfo(dtype).max)
     bits = lax.bitcast_convert_type(ratio, jnp.uint32)
     up = (bits + _MANTISSA) & ~_MANTISSA  # A power of two has no mantissa.
     scale = lax.bitcast_convert_type(up, jnp.float32)

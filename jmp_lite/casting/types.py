@@ -16,8 +16,6 @@ Params: TypeAlias = optax.Params
 """The parameters that an optimizer trains."""
 Updates: TypeAlias = optax.Updates
 """Gradients or updates, in the structure of the parameters."""
-OptState: TypeAlias = optax.OptState
-"""The state of an optimizer."""
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 """An optimizer, as users pass it."""
 OptimizerExtraArgs: TypeAlias = optax.GradientTransformationExtraArgs | optax.MultiSteps

@@ -18,7 +18,7 @@ from flax import serialization
 from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import parse_dtype
-from jmp_lite.casting.types import Dtype, Leaf
+from jmp_lite.casting.types import Dtype, Leaf, PyTree
 from jmp_lite.flax.nnx_casts import (
     Selector,
     as_tuple,
@@ -27,8 +27,7 @@ from jmp_lite.flax.nnx_casts import (
     nothing_selected,
 )
 from jmp_lite.jaxprs import source
-from jmp_lite.scaling.dynamic import DynamicLossScale
-from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from jmp_lite.scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 Module = TypeVar("Module", bound=nn.Module)
 Args = ParamSpec("Args")
@@ -276,7 +275,7 @@ class _PartCaster:
 # --------------------------------------------------------------------- checkpoints
 
 
-def _to_state_dict(scale: LossScale) -> dict[str, Leaf]:
+def _to_state_dict(scale: PyTree) -> dict[str, Leaf]:
     """Returns the leaves of a scale, which are the fields that change."""
     leaves = jax.tree.leaves_with_path(scale)
     return {path[-1].name: leaf for path, leaf in leaves}

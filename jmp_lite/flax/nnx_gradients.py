@@ -28,9 +28,8 @@ from jmp_lite.flax.nnx_autocast import (
     is_mutable,
 )
 from jmp_lite.scaling import backward_rules
-from jmp_lite.scaling.finite import select_tree
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale
-from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.skipping import LossScalingState, select_tree
 from jmp_lite.scaling.value_and_grad import build_value_and_grad, check_argnums
 
 

@@ -1,4 +1,4 @@
-"""The common part of the formats of 8 bits: which products qualify."""
+"""What formats of 8 bits share: options, and which products qualify."""
 
 import abc
 import dataclasses
@@ -18,9 +18,12 @@ from jmp_lite.formats.number_format import (
     Verdict,
     are_floats,
 )
-from jmp_lite.jaxprs import params, products
-from jmp_lite.jaxprs.types import Eqn
+from jmp_lite.jaxprs import bilinear, params, products
+from jmp_lite.jaxprs.bilinear import ProductForm, ProductOperand
+from jmp_lite.jaxprs.products import axes_of
+from jmp_lite.jaxprs.types import Array, Eqn
 
+# Operands have more digits; cotangents may have more range.
 FORWARD_DTYPES = ("e4m3fn", "e4m3fnuz", "e4m3b11fnuz")
 """The float8 dtypes of operands, without ``float8_``."""
 
@@ -35,6 +38,7 @@ SUMS = (FAST, PROMOTED)
 
 def sum_precision(sums: str) -> lax.Precision | None:
     """Returns the precision that asks a compiler for these sums."""
+    # XLA for GPUs then adds every 128 products to a float32 sum, see docs/float8.md.
     return lax.Precision.HIGHEST if sums == PROMOTED else None
 
 
@@ -46,7 +50,7 @@ def parse_smallest(smallest: Any) -> float:
     """
     number = smallest.item() if isinstance(smallest, np.number) else smallest
     is_number = isinstance(number, int | float) and number >= 0
-    if not is_number or isinstance(number, bool):
+    if not is_number or isinstance(number, bool):  # A bool is an int of Python.
         raise ValueError(
             f"Expected a number of at least 0 for smallest, got {smallest!r}."
         )
@@ -66,6 +70,10 @@ class EightBits(NumberFormat, abc.ABC):
     why_these_ops = "XLA has no kernels of 8 bits for convolutions."
     options_in_words: ClassVar[str]
 
+    @abc.abstractmethod
+    def form(self) -> ProductForm:
+        """Returns how a product is computed."""
+
     @property
     def needs_bfloat16(self) -> bool:
         """Whether the compute dtype has to be bfloat16."""
@@ -82,26 +90,44 @@ class EightBits(NumberFormat, abc.ABC):
         ``Float8`` lists the conditions. A subclass may take other compute dtypes.
         """
         code = self._refusal(product)
-        if code is None and is_last:
-            # A scope names this product, while an op rule names all of them.
-            if is_named:
-                return Verdict(True, "though_read_in_float32")
-            code = "read_in_float32"
-        return QUALIFIES if code is None else Verdict(False, code)
+        if code is not None:
+            return Verdict(False, code)
+        # Only float32 ops read logits, a router's result, and what a loss is made of. A
+        # scope names such a product, while an op rule names all products.
+        if is_last and is_named:
+            return Verdict(True, "though_read_in_float32")
+        return Verdict(False, "read_in_float32") if is_last else QUALIFIES
 
     def _refusal(self, product: Product) -> str | None:
         if not are_floats(product.eqn):
             return INTEGERS.code
+        # XLA for GPUs multiplies all rows with the weights of all groups (jax 0.10).
         if params.op_of(product.eqn) != "dot_general":
             return "groups"
+        # An array is divided in its own dtype, and float16 has no room for most scales.
         if self.needs_bfloat16 and product.dtype != jnp.bfloat16:
             return "compute_dtype"
+        # Both products of attention stay in 16 bits.
         if not any(product.weights):
             return "no_weight"
         sizes = products.product_sizes(product.eqn)
         if not all(map(_fits, sizes)):
             return "size"
+        # Below it, quantization costs as much as the product gains.
         return "small" if _harmonic_mean(sizes) < self.smallest_mean else None
+
+    def multiply(
+        self, product: Product, operands: Sequence[Any], bound: set[object]
+    ) -> Array:
+        """Returns the product; the products of its derivative are quantized too."""
+        del bound
+        # A format by rows rounds in the product, which knows what a row is.
+        lhs, rhs = (
+            each if isinstance(each, ProductOperand) else ProductOperand(each)
+            for each in operands
+        )
+        axes, sharding = axes_of(product.eqn), products.out_sharding(product.eqn)
+        return bilinear.bilinear(lhs, rhs, self.form(), axes, sharding)
 
     def words(self, code: str, eqn: Eqn) -> str:
         """Returns the code of a verdict in words."""
@@ -148,14 +174,12 @@ _EIGHT_BIT_WORDS = {
 
 
 def _fits(size: object) -> bool:
-    """Whether matrix units accept a size in float8. False for a symbolic size."""
+    """Whether matrix units accept a size in float8."""
+    # Whether a symbolic size is a multiple of 16 is not known.
     return isinstance(size, int) and size > 0 and size % 16 == 0
 
 
 def _harmonic_mean(sizes: Sequence[int]) -> float:
-    """Returns the harmonic mean of sizes.
-
-    For the sizes of a product, it is three times the multiplications divided by the
-    elements of operands and result: the ratio of arithmetic to memory traffic.
-    """
+    # For the sizes of a product, it is three times the multiplications divided by the
+    # elements of operands and result: the ratio of arithmetic to memory traffic.
     return len(sizes) / sum(1 / size for size in sizes)

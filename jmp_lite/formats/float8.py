@@ -8,7 +8,6 @@ saves its quantized operands for the backward pass, one byte per element.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +15,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jmp_lite.casting.dtypes import (
-    Device,
-    default_device,
-    parse_dtype,
-    unknown_name,
-)
-from jmp_lite.casting.quantize import (
-    SCALE_NAME,
-    Quantized,
-    dequantize,
-    quantize,
-    to_float8,
-)
-from jmp_lite.formats.eight_bits import (
-    BACKWARD_DTYPES,
-    FAST,
-    FORWARD_DTYPES,
-    PROMOTED,
-    SUMS,
-    EightBits,
-    parse_smallest,
-    sum_precision,
-)
-from jmp_lite.formats.number_format import Product
-from jmp_lite.jaxprs import bilinear, products
+from jmp_lite.casting import quantize
+from jmp_lite.casting.dtypes import Device, default_device, parse_dtype
+from jmp_lite.casting.quantize import Quantized
+from jmp_lite.formats import eight_bits
+from jmp_lite.formats.number_format import check_option
+from jmp_lite.jaxprs import bilinear
 from jmp_lite.jaxprs.bilinear import ProductOperand
-from jmp_lite.jaxprs.products import Dimensions, axes_of
+from jmp_lite.jaxprs.products import Dimensions
 from jmp_lite.jaxprs.types import Array, Dtype
 
 OF_DEVICE = "device"
@@ -99,14 +79,15 @@ class Float8:
     forward: str = OF_DEVICE
     backward: str = OF_DEVICE
     smallest: float = 2000
-    sums: str = FAST
+    sums: str = eight_bits.FAST
 
     def __post_init__(self) -> None:
-        _check_format("forward", self.forward, FORWARD_DTYPES)
-        _check_format("backward", self.backward, BACKWARD_DTYPES)
-        object.__setattr__(self, "smallest", parse_smallest(self.smallest))
-        if self.sums not in SUMS:
-            raise unknown_name("sums", str(self.sums), SUMS)
+        forward, backward = eight_bits.FORWARD_DTYPES, eight_bits.BACKWARD_DTYPES
+        check_option("forward format", self.forward, [OF_DEVICE, *forward])
+        check_option("backward format", self.backward, [OF_DEVICE, *backward])
+        smallest = eight_bits.parse_smallest(self.smallest)
+        object.__setattr__(self, "smallest", smallest)
+        check_option("sums", self.sums, eight_bits.SUMS)
 
     @property
     def forward_dtype(self) -> Dtype:
@@ -120,6 +101,7 @@ class Float8:
 
     @property
     def _here(self) -> "Float8":
+        # At each use, never at import: that would start a backend.
         is_open = OF_DEVICE in (self.forward, self.backward)
         return self.on(default_device()) if is_open else self
 
@@ -168,18 +150,14 @@ def describe_formats(formats: Float8, device: Device) -> str:
     return f"{text}: {why}" if is_choice else text
 
 
-def _check_format(field: str, name: str, accepted: Sequence[str]) -> None:
-    if name not in (OF_DEVICE, *accepted):
-        raise unknown_name(f"{field} format", str(name), [OF_DEVICE, *accepted])
-
-
 @dataclasses.dataclass(frozen=True)
-class Float8Format(EightBits):
+class Float8Format(eight_bits.EightBits):
     """The format ``float8``, with its options; see ``Scaled``."""
 
     options: Float8 = Float8()
 
-    saved = (SCALE_NAME,)
+    # Computed again, a scale would be a pass over its array.
+    saved = (quantize.SCALE_NAME,)
     options_in_words = "jmp_lite.Float8("
 
     @property
@@ -195,16 +173,10 @@ class Float8Format(EightBits):
         """Returns an operand of a product, quantized."""
         return quantize_operand(array, self.options.forward_dtype)
 
-    def multiply(
-        self, product: Product, operands: Sequence[Any], bound: set[object]
-    ) -> Array:
-        """Returns the product, whose cotangent is quantized too."""
-        del bound
-        axes, sharding = axes_of(product.eqn), products.out_sharding(product.eqn)
+    def form(self) -> "Scaled":
+        """Returns how a product is computed."""
         forward, backward = self.options.forward_dtype, self.options.backward_dtype
-        form = Scaled(forward, forward, backward, self.options.sums)
-        lhs, rhs = operands
-        return bilinear.bilinear(lhs, rhs, form, axes, sharding)
+        return Scaled(forward, forward, backward, self.options.sums)
 
 
 # ------------------------------------------------------------------------ how they run
@@ -223,7 +195,8 @@ def quantize_operand(array: Array, dtype: Dtype) -> ProductOperand:
     return bilinear.rounded(array, [lax.bitcast_convert_type(numbers, np.uint8), scale])
 
 
-_quantize = jax.jit(quantize, static_argnames="dtype")
+# Under jit, so that each shape is traced once.
+_quantize = jax.jit(quantize.quantize, static_argnames="dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +220,7 @@ class Scaled:
     lhs: Dtype | None
     rhs: Dtype | None
     cotangent: Dtype
-    sums: str = FAST
+    sums: str = eight_bits.FAST
 
     @property
     def dtype(self) -> Dtype | None:
@@ -258,14 +231,15 @@ class Scaled:
 
     def with_tangent(self, side: int) -> "Scaled":
         """Returns the form of the product with the tangent of an operand."""
+        # A tangent is not rounded, so that the derivative is linear in it.
         of_operand = {"lhs": None} if side == 0 else {"rhs": None}
-        return dataclasses.replace(self, sums=PROMOTED, **of_operand)
+        return dataclasses.replace(self, sums=eight_bits.PROMOTED, **of_operand)
 
     def transposed(self, side: int) -> "Scaled":
         """Returns the form of the product that is the cotangent of an operand."""
         other = self.rhs if side == 0 else self.lhs
         rounds_to = None if other is None else self.cotangent
-        return Scaled(rounds_to, other, self.cotangent, PROMOTED)
+        return Scaled(rounds_to, other, self.cotangent, eight_bits.PROMOTED)
 
     def cotangent_operand(self, cotangent: Array) -> ProductOperand:
         """Returns the left operand of a transposed product, quantized."""
@@ -283,13 +257,18 @@ class Scaled:
         """Returns the product, in the dtype of its operands."""
         dtype = lhs.array.dtype
         if self.lhs is None or self.rhs is None:
-            pairs = (lhs, self.lhs), (rhs, self.rhs)
-            left, right = (_dequantized(*pair) for pair in pairs)
+            # Beside a tangent, which has 16 bits, the other operand has 16 bits, too.
+            left, right = (
+                quantize.dequantize(_scaled(each, to), dtype)
+                if to is not None and each.parts
+                else each.array
+                for each, to in ((lhs, self.lhs), (rhs, self.rhs))
+            )
             return axes.product(left, right, None, dtype, out_sharding)
         on_left, on_right = axes.contracted
         left = _with_one_scale(_scaled(lhs, self.lhs), on_left)
         right = _with_one_scale(_scaled(rhs, self.rhs), on_right)
-        precision = sum_precision(self.sums)
+        precision = eight_bits.sum_precision(self.sums)
         result = axes.product(
             left.numbers, right.numbers, precision, dtype, out_sharding
         )
@@ -301,26 +280,17 @@ class Scaled:
 
 
 def _with_one_scale(quantized: Quantized, contracted: Sequence[int]) -> Quantized:
-    """Returns an array with one scale along its contracted axes.
-
-    ``vmap`` gives each example a scale, and the gradient of a shared weight adds up
-    over all examples. Their numbers are divided by powers of two, to the largest scale.
-    """
+    """Returns an array with one scale along its contracted axes."""
+    # ``vmap`` gives each example a scale, and the gradient of a shared weight adds up
+    # over all examples. Their numbers are divided by powers of two, to the largest one.
     numbers, scale = quantized
     axes = [axis for axis in contracted if scale.shape[axis] > 1]
     if not axes:
         return quantized
     largest = jnp.max(scale, axes, keepdims=True)  # NaN if one of them is.
     ratio = (scale / largest).astype(jnp.bfloat16)
-    shifted = to_float8(numbers.astype(jnp.bfloat16) * ratio, numbers.dtype)
+    shifted = quantize.to_float8(numbers.astype(jnp.bfloat16) * ratio, numbers.dtype)
     return Quantized(shifted, largest)
-
-
-def _dequantized(operand: ProductOperand, dtype: Dtype | None) -> Array:
-    """Returns an operand in 16 bits."""
-    if dtype is None or not operand.parts:
-        return operand.array
-    return dequantize(_scaled(operand, dtype), operand.array.dtype)
 
 
 def _scaled(operand: ProductOperand, dtype: Dtype) -> Quantized:

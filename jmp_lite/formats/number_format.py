@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.jaxprs import params, products, structure
 from jmp_lite.jaxprs.bilinear import ProductOperand
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn
@@ -114,6 +115,7 @@ class NumberFormat:
         """
         return low
 
+    # A decision is data: a code, which ``explain`` and its lints translate into words.
     def judge(self, product: Product, is_last: bool, is_named: bool) -> Verdict:
         """Returns whether a product qualifies.
 
@@ -158,6 +160,12 @@ class NumberFormat:
         return result
 
 
+def check_option(kind: str, value: str, accepted: Sequence[str]) -> None:
+    """Raises a ValueError for the value of an option that is not accepted."""
+    if value not in accepted:
+        raise unknown_name(kind, str(value), accepted)
+
+
 def are_floats(eqn: Eqn) -> bool:
     """Whether both operands of a product are floats."""
     return all(map(structure.is_float, eqn.invars[:2]))
@@ -172,29 +180,26 @@ INTEGERS = Verdict(False, "an_operand_has_integers")
 
 
 def algorithm(product: Product) -> lax.DotAlgorithmPreset | None:
-    """Returns the algorithm of a product of 16-bit operands; None for the default.
-
-    Without one the compiler chooses the dtype of the sum; a TPU v7x chooses bfloat16.
-    No algorithm for float16 runs on every platform.
-    """
+    """Returns the algorithm of a product of 16-bit operands; None for the default."""
+    # Without one the compiler chooses the dtype of the sum: a TPU v7x sums in bfloat16.
+    # No algorithm for float16 runs on every platform.
     is_pinned = product.dtype == jnp.bfloat16 and _is_of_matrices(product.eqn)
     return lax.DotAlgorithmPreset.BF16_BF16_F32 if is_pinned else None
 
 
 def _is_of_matrices(eqn: Eqn) -> bool:
-    """Whether a product is one of matrices, or a batch of matrix-vector products.
-
-    XLA for CPUs fuses the product of a vector with the ops that make its matrix, and
-    that fusion accepts no algorithm (jax 0.10). XLA also aborts on some products with
-    an algorithm, three batch axes and a contracted size of 1 (jax 0.12 too). The
-    derivative of a product with a vector has such a size.
-    """
+    """Whether a product is one of matrices, or a batch of matrix-vector products."""
     if params.op_of(eqn) != "dot_general":
         return False
     *sides, summed = products.product_sizes(eqn)
+    # XLA aborts on some products with an algorithm, three batch axes and a contracted
+    # size of 1 (jax 0.12 too). The derivative of a product with a vector has such a
+    # size.
     if summed == 1 or all(side == 1 for side in sides):
         return False
     _, (batch, _) = products.dot_dimensions(eqn)
     n_copies = math.prod(eqn.invars[0].aval.shape[i] for i in batch)
     are_vectors = any(side == 1 for side in sides)
+    # XLA for CPUs fuses the product of a vector with the ops that make its matrix, and
+    # that fusion accepts no algorithm (jax 0.10).
     return not are_vectors or (n_copies != 1 and len(batch) < 3)

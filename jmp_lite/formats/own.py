@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jmp_lite.casting.dtypes import unknown_name
 from jmp_lite.formats.number_format import (
     INTEGERS,
     QUALIFIES,
@@ -14,6 +13,7 @@ from jmp_lite.formats.number_format import (
     Product,
     Verdict,
     are_floats,
+    check_option,
 )
 from jmp_lite.formats.table import FORMATS
 from jmp_lite.jaxprs import products, sharding
@@ -68,6 +68,7 @@ class Format:
                 "Expected the name of a format as letters, digits and underscores, got "
                 f"{self.name!r}."
             )
+        # Rules name formats and precisions by one kind of word: "wide", "low", ...
         if self.name.lower() in {*FORMATS, *(one.value for one in Precision)}:
             raise ValueError(f"{self.name!r} is taken by this library: choose another.")
         if not callable(self.dot_general):
@@ -75,6 +76,7 @@ class Format:
                 "Expected dot_general as a function with the signature of "
                 f"lax.dot_general, got {self.dot_general!r}."
             )
+        # Rules are frozen, hashable values, and a format is a part of them.
         try:
             hash(self.dot_general)
         except TypeError:
@@ -83,10 +85,7 @@ class Format:
                 f"can, got {self.dot_general!r}."
             ) from None
         for field in ("operands", "result"):
-            if getattr(self, field) not in ("low", "float32"):
-                raise unknown_name(
-                    f"dtype for {field}", str(getattr(self, field)), ["low", "float32"]
-                )
+            check_option(f"dtype for {field}", getattr(self, field), ["low", "float32"])
 
 
 @dataclasses.dataclass(frozen=True)

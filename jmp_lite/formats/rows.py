@@ -9,7 +9,6 @@ they quantize their operands anew, from 16 bits.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +16,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jmp_lite.casting.dtypes import unknown_name
-from jmp_lite.casting.quantize import power_of_two_for, to_float8
-from jmp_lite.formats.eight_bits import (
-    BACKWARD_DTYPES,
-    FAST,
-    FORWARD_DTYPES,
-    PROMOTED,
-    SUMS,
-    EightBits,
-    parse_smallest,
-    sum_precision,
-)
-from jmp_lite.formats.number_format import Advice, Product
-from jmp_lite.jaxprs import bilinear, products
+from jmp_lite.casting.quantize import scale_for, to_float8
+from jmp_lite.formats import eight_bits
+from jmp_lite.formats.number_format import Advice, check_option
 from jmp_lite.jaxprs.bilinear import ProductOperand
-from jmp_lite.jaxprs.products import Dimensions, axes_of
+from jmp_lite.jaxprs.products import Dimensions
 from jmp_lite.jaxprs.types import Array, Dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsFormat(EightBits):
+class RowsFormat(eight_bits.EightBits):
     """Operands of 8 bits with one scale for each row; see ``ByRows``.
 
     Attributes:
@@ -50,24 +38,23 @@ class RowsFormat(EightBits):
     forward: str
     backward: str
     smallest: float
-    sums: str = FAST
+    sums: str = eight_bits.FAST
 
     options_in_words = "jmp_lite.get_format(..., "
 
     def __post_init__(self) -> None:
         is_int8 = self.name == "int8"
-        for field, accepted in (
-            ("forward", FORWARD_DTYPES),
-            ("backward", BACKWARD_DTYPES),
+        for field, value, dtypes in (
+            ("forward", self.forward, eight_bits.FORWARD_DTYPES),
+            ("backward", self.backward, eight_bits.BACKWARD_DTYPES),
         ):
-            names = ["int8"] if is_int8 else [f"float8_{each}" for each in accepted]
-            if getattr(self, field) not in names:
-                given = str(getattr(self, field))
-                raise unknown_name(f"{field} dtype of {self.name}", given, names)
-        object.__setattr__(self, "smallest", parse_smallest(self.smallest))
-        accepted = SUMS[:1] if is_int8 else SUMS
-        if self.sums not in accepted:
-            raise unknown_name(f"sums of {self.name}", str(self.sums), accepted)
+            names = ["int8"] if is_int8 else [f"float8_{each}" for each in dtypes]
+            check_option(f"{field} dtype of {self.name}", value, names)
+        smallest = eight_bits.parse_smallest(self.smallest)
+        object.__setattr__(self, "smallest", smallest)
+        # int8 products add up exactly, in 32-bit integers: there is nothing to choose.
+        sums = [eight_bits.FAST] if is_int8 else eight_bits.SUMS
+        check_option(f"sums of {self.name}", self.sums, sums)
 
     @property
     def smallest_mean(self) -> float:
@@ -77,10 +64,12 @@ class RowsFormat(EightBits):
     @property
     def needs_bfloat16(self) -> bool:
         """Whether the compute dtype has to be bfloat16."""
+        # In int8 numbers are scaled in float32, so a float16 array has room for that.
         return self.forward != "int8"
 
     def advice(self, code: str) -> Advice | None:
         """Returns the lint for products with the code of a verdict, or None."""
+        # Measured, see docs/formats.md: programs promise a gain that is not there.
         if not code and self.forward == "int8" and jax.default_backend() == "gpu":
             return Advice(
                 "int8 on a GPU",
@@ -95,16 +84,10 @@ class RowsFormat(EightBits):
         del low
         return np.dtype(self.forward)
 
-    def multiply(
-        self, product: Product, operands: Sequence[Any], bound: set[object]
-    ) -> Array:
-        """Returns the product; the products of its derivative are quantized too."""
-        del bound
+    def form(self) -> "ByRows":
+        """Returns how a product is computed."""
         forward, backward = np.dtype(self.forward), np.dtype(self.backward)
-        lhs, rhs = map(ProductOperand, operands)
-        form = ByRows(forward, forward, backward, self.sums)
-        axes, sharding = axes_of(product.eqn), products.out_sharding(product.eqn)
-        return bilinear.bilinear(lhs, rhs, form, axes, sharding)
+        return ByRows(forward, forward, backward, self.sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +104,7 @@ class ByRows:
     lhs: Dtype
     rhs: Dtype
     cotangent: Dtype
-    sums: str = FAST
+    sums: str = eight_bits.FAST
 
     @property
     def dtype(self) -> Dtype:
@@ -136,7 +119,7 @@ class ByRows:
     def transposed(self, side: int) -> "ByRows":
         """Returns the form of the product that is the cotangent of an operand."""
         other = self.rhs if side == 0 else self.lhs
-        return ByRows(self.cotangent, other, self.cotangent, PROMOTED)
+        return ByRows(self.cotangent, other, self.cotangent, eight_bits.PROMOTED)
 
     def cotangent_operand(self, cotangent: Array) -> ProductOperand:
         """Returns a cotangent as an operand; each product rounds its own rows."""
@@ -160,7 +143,7 @@ class ByRows:
             _quantized(each.array, axes.contracted[side], to, limit)
             for side, (each, to) in pairs
         )
-        precision = None if is_integer else sum_precision(self.sums)
+        precision = None if is_integer else eight_bits.sum_precision(self.sums)
         # For a GPU a float32 result of float8 numbers would be a pass of its own.
         result_dtype = np.dtype("int32") if is_integer else dtype
         product = axes.product(left, right, precision, result_dtype, out_sharding)
@@ -173,9 +156,6 @@ def _quantized(
 ) -> tuple[Array, Array]:
     """Returns an array in a dtype of 8 bits, and the scale of each row.
 
-    A row that is not finite has the scale NaN, so that no infinity becomes a finite
-    number. A row of zeros has the scale 1.
-
     Args:
       array: the array.
       contracted: the axes along which its rows lie.
@@ -184,14 +164,16 @@ def _quantized(
     """
     largest = jnp.max(jnp.abs(array), contracted, keepdims=True, initial=0)
     if not np.issubdtype(dtype, np.integer):
-        scale = power_of_two_for(largest, float(jnp.finfo(dtype).max))
+        scale = scale_for(largest, dtype)
         # Exact: a power of two.
         return to_float8(array / scale.astype(array.dtype), dtype), scale
     # No power of two: it would leave up to one of seven bits unused.
     scale = largest.astype(np.float32) / limit
     is_finite = jnp.isfinite(scale)
+    # A row of zeros would be divided by zero.
     divisor = jnp.where((scale == 0) | ~is_finite, 1, scale)
     ratio = array.astype(np.float32) / divisor
     numbers = lax.round(ratio, lax.RoundingMethod.TO_NEAREST_EVEN)
+    # A scale of NaN makes the row NaN: no infinity becomes a finite number.
     numbers = jnp.where(is_finite, numbers, 0).astype(dtype)
     return numbers, jnp.where(is_finite, divisor, jnp.nan)

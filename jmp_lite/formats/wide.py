@@ -43,6 +43,7 @@ class WideFormat(NumberFormat):
         del is_named
         if not are_floats(product.eqn):
             return INTEGERS
+        # An op that takes 16 bits would round a float32 result at once.
         return QUALIFIES if is_last else Verdict(False, "read_in_16_bits")
 
     def words(self, code: str, eqn: Eqn) -> str:
@@ -56,4 +57,5 @@ class WideFormat(NumberFormat):
     ) -> Array:
         """Returns the product, in float32."""
         del bound
+        # Its cotangent is rounded to 16 bits, which ``lax.dot_general`` does not do.
         return wide_dot.wide_dot(product.eqn, operands, algorithm(product))

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_lite.casting.dtypes import is_16_bit, is_array, upcast_tree
-from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.dtypes import is_16_bit, is_array, place_of, type_of, upcast_tree
 from jmp_lite.casting.types import (
     AnyArray,
     Array,
@@ -121,7 +120,13 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
 
     def init(params: Params) -> CompensatedState:
         check_16_bit(params, "compensated")
-        remainder = by_dtype(jax.tree.map(_zero_remainder, params), params)
+
+        def none_yet(param: Leaf) -> Array | optax.MaskedNode:
+            if not is_16_bit(param):
+                return optax.MaskedNode()
+            return jnp.zeros_like(param, remainder_dtype(param))
+
+        remainder = by_dtype(jax.tree.map(none_yet, params), params)
         inner_state = initial_state(inner, upcast_tree(params))
         return CompensatedState(remainder, inner_state)
 
@@ -157,13 +162,6 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _zero_remainder(param: Leaf) -> Array | optax.MaskedNode:
-    """Returns the remainder of a parameter that equals its master."""
-    if not is_16_bit(param):
-        return optax.MaskedNode()
-    return jnp.zeros_like(param, remainder_dtype(param))
-
-
 def remainder_dtype(param: AnyArray) -> Dtype:
     """Returns the dtype of the remainder of a 16-bit parameter, as ``split`` does."""
     return np.dtype("int16" if param.dtype == jnp.bfloat16 else "uint16")
@@ -187,18 +185,13 @@ def _move_to_master(param: AnyArray, master: AnyArray) -> tuple[Array, Array]:
     update = update_to(straight_through(to_float32(target), master), param)
     # The sum may miss the target, by a difference near the smallest normal number.
     # Another number with this remainder would be another master.
-    is_target = _bits(_sum(param, update)) == _bits(target)
+    # Added as optax.apply_updates does, so that XLA computes the sum once for both:
+    # otherwise a TPU would run two kernels.
+    total = (to_float32(param) + update).astype(param.dtype)
+    is_target = _bits(total) == _bits(target)
     # Selected as floats: a TPU runs two kernels for a step that selects integers.
     kept = jnp.where(is_target, remainder.astype(jnp.float32), 0)
     return update, kept.astype(remainder.dtype)
-
-
-def _sum(param: AnyArray, update: Array) -> AnyArray:
-    """Adds as optax.apply_updates does, so that XLA computes the sum once for both.
-
-    Otherwise a TPU would run two kernels.
-    """
-    return (to_float32(param) + update).astype(param.dtype)
 
 
 def _bits(param: AnyArray) -> Array:
@@ -244,7 +237,7 @@ def remainders_of(state: CompensatedState, params: PyTree) -> PyTree:
         came = [f"{type_of(x)} for {dtype}" for dtype, x in found.items()] or ["none"]
         raise TypeError(
             f"Expected a remainder of {expected} for {type_of(param)} at "
-            f"{jax.tree_util.keystr(path) or 'the root'}, got {came[0]}. "
+            f"{place_of(path)}, got {came[0]}. "
             "Causes: (a) the parameters were cast after init: let "
             "jmp_lite.convert_state cast them; (b) a checkpoint was restored into the "
             "state of parameters of other dtypes: restore it into that of its own."

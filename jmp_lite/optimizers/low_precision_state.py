@@ -19,10 +19,10 @@ from jmp_lite.casting.dtypes import (
     is_floating,
     parse_dtype,
     refuse_raw_bytes,
+    type_of,
     unknown_name,
     upcast_tree,
 )
-from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import (
     Array,
     Dtype,
@@ -170,7 +170,10 @@ def low_precision_state(
       (dtype(bfloat16), dtype('float32'))
     """
     inner, parsed = with_extra_args(inner), _parse(dtype)
-    moments = {name: _kind_of(kind) for name, kind in (fields or {}).items()}
+    for kind in (fields or {}).values():
+        if kind not in _KINDS:
+            raise unknown_name("kind of a field", str(kind), [*_KINDS])
+    moments = {name: _KINDS[kind] for name, kind in (fields or {}).items()}
     if key is not None:
         check_key(key)
 
@@ -200,8 +203,7 @@ def low_precision_state(
         params: Params | None = None,
         **extra_args: Any,
     ) -> tuple[Updates, PyTree]:
-        if params is not None:
-            check_grads(updates, params)
+        check_grads(updates, params)
         check_state(state, LowPrecisionState, "low_precision_state")
         stored, structure = _stored(state)
         full = [x if low is None else restore(low) for x, low in stored]
@@ -244,12 +246,6 @@ _KINDS = {
     "squares": Moment.SQUARES,
     "exact": Moment.EXACT,
 }
-
-
-def _kind_of(kind: str) -> Moment:
-    if kind not in _KINDS:
-        raise unknown_name("kind of a field", str(kind), [*_KINDS])
-    return _KINDS[kind]
 
 
 _STATE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")

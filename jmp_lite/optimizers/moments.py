@@ -21,7 +21,6 @@ from jmp_lite.casting.types import (
     Dtype,
     Leaf,
     Optimizer,
-    OptState,
     Params,
     Path,
     PyTree,
@@ -52,12 +51,13 @@ class Moment(enum.Enum):
     """An array that the table does not name."""
 
 
-_AVERAGE, _SQUARES, _GROWING, _EXACT = (
-    Moment.AVERAGE,
-    Moment.SQUARES,
-    Moment.GROWING_SQUARES,
-    Moment.EXACT,
-)
+_AVERAGE, _SQUARES = Moment.AVERAGE, Moment.SQUARES
+_GROWING, _EXACT = Moment.GROWING_SQUARES, Moment.EXACT
+
+
+def _exact(*fields: str) -> Mapping[str, Moment]:
+    return dict.fromkeys(fields, Moment.EXACT)
+
 
 MOMENTS: Mapping[str, Mapping[str, Moment]] = {
     # Momentum.
@@ -71,12 +71,7 @@ MOMENTS: Mapping[str, Mapping[str, Moment]] = {
     # Momentum and squares.
     "MomoAdamState": {"exp_avg": _AVERAGE, "exp_avg_sq": _SQUARES},
     "ScaleByAdamState": {"mu": _AVERAGE, "nu": _SQUARES},
-    "ScaleByAdanState": {
-        "m": _AVERAGE,
-        "v": _AVERAGE,
-        "n": _SQUARES,
-        "g": _AVERAGE,
-    },
+    "ScaleByAdanState": {"m": _AVERAGE, "v": _AVERAGE, "n": _SQUARES, "g": _AVERAGE},
     "ScaleByAdemamixState": {"m1": _AVERAGE, "m2": _AVERAGE, "nu": _SQUARES},
     "ScaleByAmsgradState": {"mu": _AVERAGE, "nu": _SQUARES, "nu_max": _GROWING},
     "ScaleByBeliefState": {"mu": _AVERAGE, "nu": _SQUARES},
@@ -89,70 +84,57 @@ MOMENTS: Mapping[str, Mapping[str, Moment]] = {
     "ScaleByRmsWithCountState": {"nu": _SQUARES},
     "ScaleByRssState": {"sum_of_squares": _GROWING},
     # The difference nu - mu**2 loses the digits that both have in common.
-    "ScaleByRStdDevState": {"mu": _EXACT, "nu": _EXACT},
-    "ScaleByRStdDevWithCountState": {"mu": _EXACT, "nu": _EXACT},
+    "ScaleByRStdDevState": _exact("mu", "nu"),
+    "ScaleByRStdDevWithCountState": _exact("mu", "nu"),
     # Estimates of the curvature have both signs, and updates are divided by them.
     "SophiaState": {"mu": _AVERAGE, "nu": _EXACT},
     # The sums decide the learning rate.
     "DAdaptAdamWState": {
         "exp_avg": _AVERAGE,
         "exp_avg_sq": _SQUARES,
-        "grad_sum": _EXACT,
+        **_exact("grad_sum"),
     },
     "ProdigyState": {
         "exp_avg": _AVERAGE,
         "exp_avg_sq": _SQUARES,
-        "grad_sum": _EXACT,
-        "params0": _EXACT,
+        **_exact("grad_sum", "params0"),
     },
     # The parameters are computed anew from the sums.
     "COCOBState": {
-        "init_particles": _EXACT,
-        "cumulative_gradients": _EXACT,
-        "scale": _EXACT,
-        "subgradients": _EXACT,
-        "reward": _EXACT,
+        **_exact("init_particles", "cumulative_gradients", "scale", "subgradients"),
+        **_exact("reward"),
     },
-    "MadgradState": {"grad_sum_sq": _EXACT, "s": _EXACT, "x0": _EXACT},
+    "MadgradState": _exact("grad_sum_sq", "s", "x0"),
     # Parameters, and what 16-bit parameters lack.
-    "CompensatedState": {"remainder": _EXACT},
-    "DoGState": {"init_params": _EXACT},
-    "DoWGState": {"init_params": _EXACT},
-    "MasterWeightsState": {"masters": _EXACT},
-    "MechanicState": {"x0": _EXACT},
-    "SAMState": {"cache": _EXACT},
-    "ScaleByDistanceOverGradientsState": {"init_params": _EXACT},
-    "ScheduleFreeState": {"z": _EXACT},
+    "CompensatedState": _exact("remainder"),
+    "DoGState": _exact("init_params"),
+    "DoWGState": _exact("init_params"),
+    "MasterWeightsState": _exact("masters"),
+    "MechanicState": _exact("x0"),
+    "SAMState": _exact("cache"),
+    "ScaleByDistanceOverGradientsState": _exact("init_params"),
+    "ScheduleFreeState": _exact("z"),
     # Gradients that the next step uses, sums of them, step sizes, and others.
-    "AccumulateAvgUpdatesState": {"avg_grad": _EXACT},
-    "ApplyEvery": {"grad_acc": _EXACT},
-    "GaLoreState": {"projector": _EXACT},
-    "MonitorState": {"measurements": _EXACT},
-    "MultiStepsState": {"acc_grads": _EXACT},
-    "PerElementMeanAndSumSqDiffGradsState": {
-        "mean_grads": _EXACT,
-        "sum_sq_diff_grads": _EXACT,
-    },
-    "PerElementMeanAndVarianceEMAState": {
-        "mean_grads_ema": _EXACT,
-        "variance_grads_ema": _EXACT,
-    },
-    "ScaleByBacktrackingLinesearchState": {"grad": _EXACT},
+    "AccumulateAvgUpdatesState": _exact("avg_grad"),
+    "ApplyEvery": _exact("grad_acc"),
+    "GaLoreState": _exact("projector"),
+    "MonitorState": _exact("measurements"),
+    "MultiStepsState": _exact("acc_grads"),
+    "PerElementMeanAndSumSqDiffGradsState": _exact("mean_grads", "sum_sq_diff_grads"),
+    "PerElementMeanAndVarianceEMAState": _exact("mean_grads_ema", "variance_grads_ema"),
+    "ScaleByBacktrackingLinesearchState": _exact("grad"),
     "ScaleByLBFGSState": {
-        "params": _EXACT,
-        "updates": _EXACT,
-        "diff_params_memory": _EXACT,
-        "diff_updates_memory": _EXACT,
-        "weights_memory": _EXACT,
+        **_exact("params", "updates", "weights_memory"),
+        **_exact("diff_params_memory", "diff_updates_memory"),
     },
-    "ScaleByRpropState": {"step_sizes": _EXACT, "prev_updates": _EXACT},
-    "ScaleByZoomLinesearchState": {"grad": _EXACT},
-    "SnapshotState": {"measurement": _EXACT},
+    "ScaleByRpropState": _exact("step_sizes", "prev_updates"),
+    "ScaleByZoomLinesearchState": _exact("grad"),
+    "SnapshotState": _exact("measurement"),
 }
 """The arrays of a state. A field that is not listed holds scalars or other states."""
 
 
-def known_moments(state: OptState) -> PyTree:
+def known_moments(state: PyTree) -> PyTree:
     """Returns a state with a ``Moment`` in place of each leaf."""
 
     def fill(node: PyTree) -> PyTree:
@@ -188,7 +170,7 @@ def is_large(leaf: Leaf) -> bool:
 def choose_formats(
     inner: Optimizer,
     params: Params,
-    state: OptState,
+    state: PyTree,
     dtype: Dtype,
     is_by_chance: bool,
     fields: Mapping[str, Moment],
@@ -224,30 +206,37 @@ def choose_formats(
         moment_of(*pair, moment) for pair, moment in zip(leaves, known, strict=True)
     ]
     names = [f"inner_state{jax.tree_util.keystr(path)}" for path, _ in leaves]
-    kinds = dict(zip(names, moments, strict=True))
-    _check_range(kinds, dtype)
-    _warn_of_unknown([name for name in names if kinds[name] == Moment.UNKNOWN])
-    formats = [_format_of(moment, dtype) for moment in moments]
+    found = list(zip(names, moments, strict=True))
+    squares = [name for name, moment in found if moment in _ALL_SQUARES]
+    if squares and dtype == jnp.float16:
+        raise ValueError(
+            f"float16 cannot store averages of squared gradients, as at {squares[0]}: "
+            "a gradient of 1e-4 has a square of 1e-8, below the smallest number of "
+            "float16. Use dtype='bfloat16'."
+        )
+    _warn_of_unknown([name for name, moment in found if moment == Moment.UNKNOWN])
+
+    def format_of(moment: Moment) -> Dtype | None:
+        if moment in _ALL_SQUARES and dtype.itemsize == 1:
+            return SQUARES
+        return dtype if moment in (Moment.AVERAGE, *_ALL_SQUARES) else None
+
+    formats = list(map(format_of, moments))
     if not is_by_chance and any(one is not None for one in formats):
         kept = _decays(inner, params)
-        for i, stored_in in enumerate(formats):
+        for (name, moment), stored_in, part in zip(found, formats, kept, strict=True):
             if stored_in is not None:
-                is_growing = moments[i] == Moment.GROWING_SQUARES
-                part = 1.0 if is_growing else kept[i]
-                _check_steps(names[i], part, stored_in, dtype)
+                is_growing = moment == Moment.GROWING_SQUARES
+                _check_steps(name, 1.0 if is_growing else part, stored_in, dtype)
     return formats
+
+
+_ALL_SQUARES = (Moment.SQUARES, Moment.GROWING_SQUARES)
 
 
 def _name(key: Any) -> Any:
     """Returns the name of a field or a key of a dictionary."""
     return getattr(key, "name", getattr(key, "key", None))
-
-
-def _format_of(moment: Moment, dtype: Dtype) -> Dtype | None:
-    if moment in (Moment.EXACT, Moment.UNKNOWN):
-        return None
-    is_8_bit_square = moment != Moment.AVERAGE and dtype.itemsize == 1
-    return SQUARES if is_8_bit_square else dtype
 
 
 def _decays(inner: Optimizer, params: Params) -> list[float]:
@@ -301,21 +290,6 @@ def _decays(inner: Optimizer, params: Params) -> list[float]:
 
 _LATE = 1000
 """A step at which decays that depend on the step are near their final values."""
-
-
-def _check_range(moments: dict[str, Moment], dtype: Dtype) -> None:
-    """Raises a ValueError for squares in float16."""
-    squares = [
-        name
-        for name, moment in moments.items()
-        if moment in (Moment.SQUARES, Moment.GROWING_SQUARES)
-    ]
-    if squares and dtype == jnp.float16:
-        raise ValueError(
-            f"float16 cannot store averages of squared gradients, as at {squares[0]}: "
-            "a gradient of 1e-4 has a square of 1e-8, below the smallest number of "
-            "float16. Use dtype='bfloat16'."
-        )
 
 
 _TOLERATED = 0.1

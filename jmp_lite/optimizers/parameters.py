@@ -4,8 +4,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite.casting.dtypes import is_16_bit, is_array, is_floating, refuse_raw_bytes
-from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.dtypes import (
+    is_16_bit,
+    is_array,
+    is_floating,
+    place_of,
+    refuse_raw_bytes,
+    type_of,
+)
 from jmp_lite.casting.types import (
     AnyArray,
     Array,
@@ -59,7 +65,7 @@ def check_16_bit_as_before(path: Path, param: Leaf) -> None:
         return
     raise TypeError(
         "Expected a 16-bit parameter at "
-        f"{jax.tree_util.keystr(path) or 'the root'}, as init got it, and got "
+        f"{place_of(path)}, as init got it, and got "
         f"{type_of(param)}. Causes: (a) {NOT_ROUNDED}; (b) the parameters were cast "
         "after init: let jmp_lite.convert_state cast them, or call init with the new "
         "ones."

@@ -62,8 +62,7 @@ def split(master: AnyArray, dtype: Dtype) -> tuple[Array, Array]:
     """
     if dtype == jnp.bfloat16:
         return _split_bfloat16(master)
-    number, remainder = _split_float16(master)
-    return number, lax.bitcast_convert_type(remainder, jnp.uint16)
+    return _split_float16(master)
 
 
 def join(param: AnyArray, remainder: AnyArray) -> Array:
@@ -78,7 +77,7 @@ def join(param: AnyArray, remainder: AnyArray) -> Array:
     """
     if param.dtype == jnp.bfloat16:
         return _join_bfloat16(param, remainder)
-    return _join_float16(param, lax.bitcast_convert_type(remainder, jnp.int16))
+    return _join_float16(param, remainder)
 
 
 def _split_bfloat16(master: AnyArray) -> tuple[Array, Array]:
@@ -144,10 +143,12 @@ def _split_float16(master: AnyArray) -> tuple[Array, Array]:
     number = jnp.where(is_small, small, jnp.where(is_finite, number, master))
     remainder = jnp.where(is_small, rest.astype(jnp.int32), remainder)
     remainder = jnp.where(is_finite, remainder, 0)
-    return number.astype(jnp.float16), remainder.astype(jnp.int16)
+    number, remainder = number.astype(jnp.float16), remainder.astype(jnp.int16)
+    return number, lax.bitcast_convert_type(remainder, jnp.uint16)
 
 
 def _join_float16(param: AnyArray, remainder: AnyArray) -> Array:
+    remainder = lax.bitcast_convert_type(remainder, jnp.int16)
     wide = lax.stop_gradient(param).astype(jnp.float32)  # nextafter has no derivative.
     bits = lax.bitcast_convert_type(wide, jnp.uint32)
     size, above = bits & ~_SIGN, remainder.astype(jnp.int32) >> 3

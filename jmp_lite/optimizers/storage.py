@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.dtypes import type_of
 from jmp_lite.casting.types import AnyArray, Array, Dtype, Leaf, PyTree
 from jmp_lite.jaxprs.primitives import straight_through
 from jmp_lite.optimizers.rounding import (
@@ -92,7 +92,11 @@ def store(
         else:
             rounded = round_by_chance(x, grid, random_bits)
         return Stored(straight_through(rounded, x).astype(dtype))
-    numbers = _bounded(x, dtype) * _reciprocal(scale)
+    numbers = _bounded(x, dtype)
+    # Powers of two are inverted by their bits, which is exact. An infinity, the scale
+    # of a row whose numbers do not count, gives some number.
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    numbers *= lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
     if random_bits is None:
         numbers = round_to_nearest(numbers, grid)
     else:
@@ -126,7 +130,10 @@ def row_scales(x: AnyArray, dtype: Dtype) -> Array:
     scales = jnp.maximum(scales, _LEAST_SCALE)
     scales = jnp.where(bits >= _INFINITY, _INFINITY, scales)
     of_each = lax.bitcast_convert_type(scales, jnp.float32)
-    return jnp.max(of_each, _row_axis(x.shape), keepdims=True)
+    # A row is along the last axis, or along the longest one if the last one is short.
+    sizes = [min(size, _SHORTEST_ROW) for size in x.shape]
+    axis = max(range(x.ndim), key=lambda axis: (sizes[axis], axis))
+    return jnp.max(of_each, axis, keepdims=True)
 
 
 def scales_like(
@@ -146,15 +153,6 @@ def scales_like(
             for x, low in zip(arrays, before, strict=True)
         ]
     )
-
-
-def _reciprocal(scale: Array) -> Array:
-    """Returns one divided by powers of two, by their bits, which is exact.
-
-    An infinity, the scale of a row whose numbers do not count, gives some number.
-    """
-    bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
 
 
 def _bounded(x: AnyArray, dtype: Dtype) -> AnyArray:
@@ -214,12 +212,6 @@ def restore(stored: Stored) -> AnyArray:
         return full
     # XLA for CPUs drops NaN from a maximum, so the scale was an infinity.
     return full * jnp.where(scale < jnp.inf, scale, jnp.nan)
-
-
-def _row_axis(shape: tuple[int, ...]) -> int:
-    """Returns the last axis, or the longest axis if the last one is short."""
-    axes = range(len(shape))
-    return max(axes, key=lambda axis: (min(shape[axis], _SHORTEST_ROW), axis))
 
 
 def _grid_of(dtype: Dtype) -> Grid:

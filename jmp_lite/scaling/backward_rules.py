@@ -123,8 +123,9 @@ class _Unscaling:
             return params.bind(eqn, operands)
         op = params.op_of(eqn)
         if op == "custom_vjp_call":
-            scaled = [self._scaled_back(x) for x in operands]
-            return list(map(self._unscaled_back, params.bind(eqn, scaled)))
+            scaled = [self._passed(_scaled_back, x) for x in operands]
+            results = params.bind(eqn, scaled)
+            return [self._passed(_unscaled_back, x) for x in results]
         if op in params.REMAT:
             inner = params.body_of(eqn)
             types = list(map(structure.type_of_value, operands))
@@ -143,11 +144,12 @@ class _Unscaling:
             self._warn(eqn)
         return params.bind(eqn, operands)
 
-    def _scaled_back(self, x: Array) -> Array:
-        return _scaled_back(_in_float32(x), self._scale) if _is_float(x) else x
-
-    def _unscaled_back(self, x: Array) -> Array:
-        return _unscaled_back(_in_float32(x), self._scale) if _is_float(x) else x
+    def _passed(self, fun: Callable[[Array, LossScale], Array], x: Array) -> Array:
+        """Returns an array with another cotangent; one of integers has none."""
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        # Marked: float16 has no room for the true cotangent under autocast.
+        return fun(as_full(x) if x.dtype == jnp.float32 else x, self._scale)
 
     def _function(self, jaxpr: Jaxpr) -> Callable[..., list[Array]]:
         return lambda *arrays: self.run(jaxpr, arrays)
@@ -181,19 +183,18 @@ class _Unscaling:
         """Warns of a rule in an op that cannot run in another way."""
         for inner in params.inner_jaxprs(eqn):
             for each in structure.parts(inner).eqns:
-                if self._is_concerned(each) and params.op_of(each) == "custom_vjp_call":
-                    _warn_of(each, self._culprit(each) or each)
-                elif self._is_concerned(each):
+                if not self._is_concerned(each):
+                    continue
+                if params.op_of(each) != "custom_vjp_call":
                     self._warn(each)
-
-
-def _warn_of(eqn: Eqn, culprit: Eqn) -> None:
-    source.warn(
-        "The gradient is wrong under a loss scale: "
-        f"{homogeneity.describe(eqn, culprit)}, and receives its cotangent times the "
-        "scale, inside of an op that has a derivative rule, too. Divide the cotangent "
-        "by the scale in the rule, or call the function outside of that op."
-    )
+                    continue
+                rule = homogeneity.describe(each, self._culprit(each) or each)
+                source.warn(
+                    f"The gradient is wrong under a loss scale: {rule}, and receives "
+                    "its cotangent times the scale, inside of an op that has a "
+                    "derivative rule, too. Divide the cotangent by the scale in the "
+                    "rule, or call the function outside of that op."
+                )
 
 
 @jax.custom_vjp
@@ -218,12 +219,3 @@ _scaled_back.defvjp(_forward, lambda scale, g: (scale.scale(g).astype(g.dtype), 
 _unscaled_back.defvjp(
     _forward, lambda scale, g: (scale.unscale(g).astype(g.dtype), None)
 )
-
-
-def _in_float32(x: Array) -> Array:
-    """Marks float32: float16 has no room for the true cotangent under autocast."""
-    return as_full(x) if x.dtype == jnp.float32 else x
-
-
-def _is_float(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

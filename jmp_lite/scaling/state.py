@@ -1,48 +1,26 @@
-"""The state of loss_scaling: found in an optimizer's state, read, set and checked."""
-
-from typing import NamedTuple, TypeGuard
+"""The loss scales in an optimizer's state: read, set, and checked on the host."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_lite.casting.types import Array, Path, PyTree, Scalar, Tree
+from jmp_lite.casting.dtypes import place_of
+from jmp_lite.casting.types import Array, PyTree, Scalar, Tree
 from jmp_lite.mutables import stored_like, values_in
-from jmp_lite.scaling.dynamic import DynamicLossScale
-from jmp_lite.scaling.finite import all_finite
-from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, check_is_loss_scale
-
-
-class LossScalingState(NamedTuple):
-    """The state of ``loss_scaling``.
-
-    Attributes:
-      loss_scale: the ``LossScale`` of the next step.
-      inner_state: the state of the wrapped transformation.
-      grads_finite: whether the last step's gradients were finite, a boolean scalar.
-      skipped: the number of skipped steps, an int32 scalar. With ``skip=False`` it is
-        the number of steps with non-finite gradients.
-      consecutive_skipped: the number of skipped steps in a row up to now, an int32
-        scalar.
-      consecutive_zero: the number of steps in a row, up to now, whose gradients were
-        all zero, an int32 scalar. ``check_loss_scale`` reads it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite as jmp
-      >>> import optax
-      >>> state = jmp.loss_scaling(optax.sgd(0.1)).init(jnp.ones(1))
-      >>> state.skipped.dtype, state.loss_scale.loss_scale.dtype
-      (dtype('int32'), dtype('float32'))
-    """
-
-    loss_scale: LossScale
-    inner_state: PyTree
-    grads_finite: Array
-    skipped: Array
-    consecutive_skipped: Array
-    consecutive_zero: Array
+from jmp_lite.scaling.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    check_is_loss_scale,
+)
+from jmp_lite.scaling.skipping import (
+    LossScalingState,
+    all_finite,
+    copied_scale,
+    find_states,
+)
+from jmp_lite.scaling.wrapping import nodes_of
 
 
 def get_loss_scale(opt_state: PyTree) -> LossScale:
@@ -67,7 +45,7 @@ def get_loss_scale(opt_state: PyTree) -> LossScale:
       >>> jmp.get_loss_scale(optimizer.init(jnp.ones(1))).loss_scale
       Array(32768., dtype=float32)
     """
-    found = loss_scaling_states(opt_state)
+    found = _states_in(opt_state)
     if len(found) > 1:
         listed = "\n".join(f"  {path}: {state.loss_scale}" for path, state in found)
         raise ValueError(
@@ -111,35 +89,29 @@ def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
     new = copied_scale(loss_scale)
 
     def replace(node: PyTree) -> PyTree:
-        if not _is_scaling_state(node):
+        if not isinstance(node, LossScalingState):
             return node
         stack = jnp.shape(node.skipped)
 
         def stored(leaf: Array) -> PyTree:
-            return stored_like(_stacked(stack, leaf), node.skipped)
+            # ``vmap`` may have stacked the states, and the scale may be that of one.
+            is_stacked = leaf.shape[: len(stack)] == stack
+            each = leaf if is_stacked else jnp.broadcast_to(leaf, stack + leaf.shape)
+            return stored_like(each, node.skipped)
 
         return node._replace(loss_scale=jax.tree.map(stored, new))
 
-    return jax.tree.map(replace, opt_state, is_leaf=_is_scaling_state)
+    return jax.tree.map(
+        replace, opt_state, is_leaf=lambda node: isinstance(node, LossScalingState)
+    )
 
 
-def copied_scale(loss_scale: LossScale) -> LossScale:
-    """Returns a copy: the state may be donated, and the scale used again."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), loss_scale)
-
-
-def _stacked(stack: tuple[int, ...], leaf: Array) -> Array:
-    """Returns a number of a loss scale for each of some stacked states."""
-    is_stacked = leaf.shape[: len(stack)] == stack
-    return leaf if is_stacked else jnp.broadcast_to(leaf, stack + leaf.shape)
-
-
-def loss_scaling_states(tree: PyTree) -> list[tuple[str, LossScalingState]]:
+def _states_in(tree: PyTree) -> list[tuple[str, LossScalingState]]:
     """Returns each ``LossScalingState`` in a tree with its path; at least one."""
-    found = find_states(tree, ())
+    found = find_states(tree)
     if not found:
         paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-        names = [jax.tree_util.keystr(path) or "the root" for path, _ in paths]
+        names = [place_of(path) for path, _ in paths]
         looked = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise ValueError(
             f"No LossScalingState in this {type(tree).__name__}: looked at "
@@ -147,28 +119,7 @@ def loss_scaling_states(tree: PyTree) -> list[tuple[str, LossScalingState]]:
             "that is wrapped in loss_scaling(...) or skip_nonfinite(...). Restore a "
             "state from a checkpoint into the structure of optimizer.init(params)."
         )
-    return [(jax.tree_util.keystr(path) or "the root", state) for path, state in found]
-
-
-def find_states(tree: PyTree, prefix: Path) -> list[tuple[Path, LossScalingState]]:
-    """Returns each ``LossScalingState`` in a tree with its path.
-
-    Args:
-      tree: a pytree.
-      prefix: the path of the tree.
-    """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_scaling_state)
-    found: list[tuple[Path, LossScalingState]] = []
-    for path, leaf in leaves:
-        if _is_scaling_state(leaf):
-            inner_prefix = (*prefix, *path, jax.tree_util.GetAttrKey("inner_state"))
-            found.append(((*prefix, *path), leaf))
-            found += find_states(leaf.inner_state, inner_prefix)
-    return found
-
-
-def _is_scaling_state(node: PyTree) -> TypeGuard[LossScalingState]:
-    return isinstance(node, LossScalingState)
+    return [(place_of(path), state) for path, state in found]
 
 
 class LossScaleError(ValueError):
@@ -224,9 +175,8 @@ def check_loss_scale(opt_state: PyTree, max_consecutive_skips: int = 50) -> None
             "Expected max_consecutive_skips of at least 0, got "
             f"{max_consecutive_skips}."
         )
-    states = loss_scaling_states(opt_state)
-    _check_multi_steps(opt_state)
-    _check_apply_if_finite(opt_state)
+    states = _states_in(opt_state)
+    _check_around(opt_state)
     for path, state in states:
         in_a_row = int(_fetch(state.consecutive_skipped).max())
         if in_a_row > max_consecutive_skips:
@@ -296,42 +246,26 @@ def _causes(state: LossScalingState, others: list[str]) -> list[str]:
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def _check_apply_if_finite(opt_state: PyTree) -> None:
-    """Raises an error if ``optax.apply_if_finite`` has hidden an overflow."""
-
-    def hides(node: PyTree) -> TypeGuard[optax.ApplyIfFiniteState]:
-        return isinstance(node, optax.ApplyIfFiniteState)
-
-    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=hides):
-        if not hides(node) or not find_states(node.inner_state, ()):
-            continue
-        if hidden := int(_fetch(node.total_notfinite).max()):
+def _check_around(opt_state: PyTree) -> None:
+    """Raises an error if a wrapper of optax around ``loss_scaling`` has an overflow."""
+    for path, node in nodes_of(opt_state, optax.MultiStepsState):
+        is_around = bool(find_states(node.inner_opt_state))
+        if is_around and not _fetch(all_finite(node.acc_grads)):
             raise LossScaleError(
-                "optax.apply_if_finite is around loss_scaling at "
-                f"{jax.tree_util.keystr(path) or 'the root'}, and has skipped steps "
-                f"with an overflow ({hidden} so far). loss_scaling knows nothing of "
-                "them, so the loss scale never backs off. Leave optax.apply_if_finite "
-                "out: loss_scaling skips such steps."
-            )
-
-
-def _check_multi_steps(opt_state: PyTree) -> None:
-    """Raises an error if ``optax.MultiSteps`` has accumulated an overflow."""
-
-    def is_multi_steps(node: PyTree) -> TypeGuard[optax.MultiStepsState]:
-        return isinstance(node, optax.MultiStepsState)
-
-    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=is_multi_steps):
-        if not is_multi_steps(node) or not find_states(node.inner_opt_state, ()):
-            continue
-        if not _fetch(all_finite(node.acc_grads)):
-            raise LossScaleError(
-                "optax.MultiSteps is around loss_scaling at "
-                f"{jax.tree_util.keystr(path) or 'the root'}, and its accumulated "
-                "gradients are not finite. It keeps them forever, so no later step "
-                "changes a parameter. Put loss_scaling around it, as in "
+                f"optax.MultiSteps is around loss_scaling at {place_of(path)}, and its "
+                "accumulated gradients are not finite. It keeps them forever, so no "
+                "later step changes a parameter. Put loss_scaling around it, as in "
                 "loss_scaling(optax.MultiSteps(optimizer, 4)), and restart from a "
                 "state before the overflow."
+            )
+    for path, node in nodes_of(opt_state, optax.ApplyIfFiniteState):
+        hidden = int(_fetch(node.total_notfinite).max())
+        if hidden and find_states(node.inner_state):
+            raise LossScaleError(
+                f"optax.apply_if_finite is around loss_scaling at {place_of(path)}, "
+                f"and has skipped steps with an overflow ({hidden} so far). "
+                "loss_scaling knows nothing of them, so the loss scale never backs "
+                "off. Leave optax.apply_if_finite out: loss_scaling skips such steps."
             )
 
 

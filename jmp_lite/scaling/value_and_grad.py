@@ -284,16 +284,10 @@ def _value_and_grad_of_arrays(
     def value_and_grad_fun(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         if not _has_leaves_to_leave_out(args, nums, allow_int):
             return of_all(*args, **kwargs)
-        given = list(args)
-        for i in nums:
-            given[i] = jax.tree.map(
-                lambda leaf: (
-                    leaf
-                    if is_array(leaf) and _has_derivative(leaf, allow_int)
-                    else None
-                ),
-                args[i],
-            )
+
+        def or_none(leaf: Leaf) -> Leaf:
+            is_kept = is_array(leaf) and _has_derivative(leaf, allow_int)
+            return leaf if is_kept else None
 
         def fun_of_arrays(*given: PyTree, **kwargs: PyTree) -> PyTree:
             whole = list(given)
@@ -301,6 +295,9 @@ def _value_and_grad_of_arrays(
                 whole[i] = filled_in(given[i], args[i])
             return fun(*whole, **kwargs)
 
+        given = list(args)
+        for i in nums:
+            given[i] = jax.tree.map(or_none, args[i])
         return differentiate(fun_of_arrays)(*given, **kwargs)
 
     return value_and_grad_fun
@@ -322,12 +319,9 @@ def _has_leaves_to_leave_out(
 
 
 def _has_derivative(leaf: Leaf, allow_int: bool) -> bool:
-    return is_inexact(leaf) or (allow_int and _is_discrete(leaf))
-
-
-def _is_discrete(leaf: Leaf) -> bool:
     is_bool = isinstance(leaf, bool) or (is_array(leaf) and leaf.dtype == jnp.bool_)
-    return is_bool or is_number(leaf, jnp.integer)
+    is_discrete = is_bool or is_number(leaf, jnp.integer)
+    return is_inexact(leaf) or (allow_int and is_discrete)
 
 
 def filled_in(arrays: PyTree, whole: Tree) -> Tree:

@@ -1,7 +1,7 @@
 """What all wrappers of an optimizer share: checks, and how the wrapped one runs."""
 
 import functools
-from typing import Any, Protocol, TypeGuard, overload, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ from jmp_lite.casting.dtypes import (
     is_16_bit,
     is_array,
     is_number,
+    place_of,
     refuse_raw_bytes,
+    type_of,
     upcast_tree,
 )
-from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import (
     Leaf,
     OptimizerExtraArgs,
@@ -25,47 +26,46 @@ from jmp_lite.casting.types import (
     Updates,
 )
 
-
-@overload
-def with_extra_args(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs: ...
-
-
-@overload
-def with_extra_args(inner: optax.MultiSteps) -> optax.MultiSteps: ...
+Node = TypeVar("Node")
 
 
 def with_extra_args(inner: object) -> OptimizerExtraArgs:
-    """Returns a transformation that accepts extra arguments."""
-    if isinstance(inner, optax.GradientTransformation):
-        return _explaining(optax.with_extra_args_support(inner))
+    """Returns a transformation that accepts extra arguments.
+
+    An error about a state of other types gets a note with its likely cause.
+    """
     # Used unchanged: with_extra_args_support would treat it as a transformation without
     # extra arguments, and drop them.
     if isinstance(inner, optax.MultiSteps):
         return inner
-    name = getattr(inner, "__name__", type(inner).__name__)
-    hint = f" Did you mean {name}(...)?" if callable(inner) else ""
-    raise TypeError(f"Expected an optax.GradientTransformation, got {name}.{hint}")
+    if not isinstance(inner, optax.GradientTransformation):
+        name = getattr(inner, "__name__", type(inner).__name__)
+        hint = f" Did you mean {name}(...)?" if callable(inner) else ""
+        raise TypeError(f"Expected an optax.GradientTransformation, got {name}.{hint}")
+    full = optax.with_extra_args_support(inner)
 
-
-def _explaining(
-    inner: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that explains an error about a state of other types."""
-
-    @functools.wraps(inner.update)  # Its signature tells what it asks for.
+    @functools.wraps(full.update)  # Its signature tells what it asks for.
     def update(
         updates: Updates, state: PyTree, params: Params | None = None, **extra_args: Any
     ) -> tuple[Updates, PyTree]:
         try:
-            return inner.update(updates, state, params, **extra_args)
+            return full.update(updates, state, params, **extra_args)
         except AttributeError as error:
             if isinstance(state, dict | list):
                 error.add_note(f"A likely cause: {WITHOUT_CLASSES}.")
             raise
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(full.init, update)
+
+
+def nodes_of(tree: PyTree, kind: type[Node]) -> list[tuple[Path, Node]]:
+    """Returns the outermost nodes of a class in a tree, with their paths."""
+
+    def is_one(node: PyTree) -> bool:
+        return isinstance(node, kind)
+
+    found = jax.tree.leaves_with_path(tree, is_leaf=is_one)
+    return [(path, node) for path, node in found if isinstance(node, kind)]
 
 
 WITHOUT_CLASSES = (
@@ -205,7 +205,11 @@ def update_inner(
         raise
     if jax.tree.structure(grads) != jax.tree.structure(params):
         _check_structure(updates, grads, params)
-    return updates, inner_state, _cast_like(inner_state, new_inner_state)
+    check_same_structure(
+        inner_state, new_inner_state, "a skipped step cannot keep the old one"
+    )
+    new = jax.tree.map_with_path(_cast_leaf_like, inner_state, new_inner_state)
+    return updates, inner_state, new
 
 
 def _check_structure(
@@ -225,7 +229,7 @@ def _check_structure(
     # A None in one tree may be anything in the other, as in Equinox.
     update_paths, param_paths = (
         {
-            jax.tree_util.keystr(path) or "the root"
+            place_of(path)
             for path, _ in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
         }
         for tree in (updates, params)
@@ -257,13 +261,13 @@ def params_for_init(inner: OptimizerExtraArgs, params: Params) -> Params:
         return params
     kept: list[set[Path] | None] = []
     # Only the structure of the state is needed, so no numbers are computed.
-    jax.eval_shape(lambda: kept.append(kept_in_16_bits(inner.init(params))))
+    jax.eval_shape(lambda: kept.append(_kept_in_16_bits(inner.init(params))))
     return _upcast_others(kept[0], params)
 
 
 def params_for_update(inner_state: PyTree, params: Params | None) -> Params | None:
     """Returns parameters as ``params_for_init`` does, given the inner state."""
-    return _upcast_others(kept_in_16_bits(inner_state), params)
+    return _upcast_others(_kept_in_16_bits(inner_state), params)
 
 
 def _upcast_others(kept: set[Path] | None, params: Tree) -> Tree:
@@ -276,17 +280,6 @@ def _upcast_others(kept: set[Path] | None, params: Tree) -> Tree:
     )
 
 
-def _cast_like(old_state: Tree, new_state: PyTree) -> Tree:
-    """Returns the new inner state in the dtypes of the old one."""
-    check_same_structure(old_state, new_state, "a skipped step cannot keep the old one")
-    return jax.tree_util.tree_map_with_path(_cast_leaf_like, old_state, new_state)
-
-
-_INTEGER_HINT = (
-    " If a parameter is an integer, exclude it with optax.masked: it has no gradient."
-)
-
-
 def _cast_leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
     if not is_array(before) or not (is_array(after) or is_number(after)):
         return after
@@ -295,27 +288,27 @@ def _cast_leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
     same_kind = any(is_number(before, k) and is_number(after, k) for k in kinds)
     same_type = after.dtype == before.dtype or same_kind
     if not same_type or after.shape != before.shape:
+        hint = (
+            " If a parameter is an integer, exclude it with optax.masked: it has no "
+            "gradient."
+        )
         raise TypeError(
             f"The wrapped optimizer changes its state at {jax.tree_util.keystr(path)} "
             f"from {type_of(before)} to {type_of(after)} in update, so a skipped step "
             "cannot keep the old state. Its init has to return the types that its "
             "update returns."
-            + (_INTEGER_HINT if is_number(before, jnp.integer) else "")
+            f"{hint if is_number(before, jnp.integer) else ''}"
         )
     return after.astype(before.dtype) if same_kind else after
 
 
-def kept_in_16_bits(state: PyTree) -> set[Path] | None:
+def _kept_in_16_bits(state: PyTree) -> set[Path] | None:
     """Returns the key paths of the parameters that wrappers in a state round.
 
     None means all of them.
     """
-
-    def rounds(node: PyTree) -> TypeGuard[Rounding]:
-        return isinstance(node, Rounding)
-
     found: set[Path] = set()
-    for node in filter(rounds, jax.tree.leaves(state, is_leaf=rounds)):
+    for _, node in nodes_of(state, Rounding):
         rounded = node._rounded_parameters()  # pyright: ignore[reportPrivateUsage]
         if rounded is None:
             return None

@@ -1,18 +1,29 @@
 """The loss of a train step and its gradients: of micro-batches, devices, parameters."""
 
+import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from jmp_lite.casting.dtypes import is_inexact, is_traceable, upcast_tree
+from jmp_lite.autocasting.api import build_autocast, has_float16_product
+from jmp_lite.autocasting.rules.presets import check_convertible
+from jmp_lite.autocasting.rules.rules import Rules, is_identity
+from jmp_lite.casting.dtypes import (
+    is_array,
+    is_inexact,
+    is_traceable,
+    type_of,
+    upcast_tree,
+)
 from jmp_lite.casting.losses import Prepare, set_float32_loss, with_float32_loss
-from jmp_lite.casting.type_of import type_of
 from jmp_lite.casting.types import (
     Array,
     AxisName,
@@ -27,8 +38,10 @@ from jmp_lite.casting.types import (
 )
 from jmp_lite.jaxprs import source, structure
 from jmp_lite.jaxprs.sharding import as_varying, is_sharded
+from jmp_lite.jaxprs.types import Jaxpr
+from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, default_loss_scale
 from jmp_lite.scaling.value_and_grad import filled_in
-from jmp_lite.scaling.wrapping import strongly_typed
+from jmp_lite.scaling.wrapping import nodes_of, strongly_typed
 
 WithAux: TypeAlias = tuple[Array, tuple[PyTree, PyTree]]
 """The result of a loss function: ``(loss, (model_state, aux))``."""
@@ -38,34 +51,132 @@ GradFn: TypeAlias = Callable[
 """A function with the arguments of a loss function: its result, and gradients."""
 
 
-def accepted_arguments(
-    optimizer: OptimizerExtraArgs,
-    given: Mapping[str, Any],
-    extra_args: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the extra arguments for an optimizer's update.
+# -------------------------------------------------------------------- the loss function
 
-    Args:
-      optimizer: the optimizer.
-      given: those of every step. They are left out if its update does not accept them.
-      extra_args: those that the caller of the step adds.
 
-    Raises:
-      TypeError: the update does not accept one of the caller's, or each step has it.
-    """
-    accepted = inspect.signature(optimizer.update).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
-    for name in extra_args:
-        # An optimizer that monitors another loss would silently get this step's.
-        if name in given:
-            raise TypeError(f"The step itself passes {name} to the optimizer.")
-        if not takes_all and name not in accepted:
-            raise TypeError(
-                f"The optimizer's update has no argument {name}, which step got. It "
-                f"has {', '.join(accepted)}."
+def check_loss_fn(loss_fn: LossFn) -> None:
+    """Raises a TypeError for a function that does not take the four arguments."""
+    check_convertible(loss_fn)
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:
+        return  # Written in C: its signature is unknown.
+    try:
+        signature.bind(*["params", "model_state", "batch", "rng"])
+    except TypeError:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise TypeError(
+            "Expected loss_fn(params, model_state, batch, rng) -> (loss, "
+            f"(model_state, aux)), got {name}{signature}. Take all four arguments, "
+            "even unused ones. Put other inputs in batch, which may be any pytree."
+        ) from None
+
+
+def lower_loss(
+    loss_fn: LossFn, chosen: Callable[[], Rules], loss_scale: LossScale | None
+) -> LossFn:
+    """Returns the loss in mixed precision: each use of a parameter casts it."""
+
+    @functools.wraps(loss_fn)
+    def checked(
+        params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
+    ) -> WithAux:
+        try:
+            result = loss_fn(params, model_state, batch, rng)
+        except Exception as error:
+            if rng is not None:
+                raise
+            # Is it about the key that the loss did not get? Any other gets a note.
+            if isinstance(error, TypeError | ValueError) and "PRNG" in str(error):
+                raise TypeError(_NO_KEY) from error
+            error.add_note(_NO_KEY)
+            raise
+        _check_result(result, model_state)
+        return result
+
+    def check(jaxpr: Jaxpr) -> None:
+        if loss_scale is not None or not has_float16_product(jaxpr):
+            return
+        if isinstance(scale_at_start(None, chosen()), NoOpLossScale):
+            source.warn(
+                "The loss computes matrix products in float16 by itself, such as by an "
+                "autocast inside of it, and has no loss scale: gradients below 6.0e-08 "
+                "become zero. Pass compute_dtype='float16' to build_train_step in "
+                "place of the inner autocast, or loss_scale=DynamicLossScale().",
             )
-    taken = {name: x for name, x in given.items() if takes_all or name in accepted}
-    return {**taken, **extra_args}
+
+    return build_autocast(checked, chosen, check)
+
+
+_NO_KEY = (
+    "rng is None in loss_fn, because init got no key. If loss_fn needs one, call "
+    "init(params, model_state, jax.random.key(0))."
+)
+
+
+def _check_result(result: PyTree, model_state: PyTree) -> None:
+    """Raises a TypeError if a loss function returns something else."""
+
+    def is_pair(node: PyTree) -> bool:
+        return isinstance(node, tuple | list) and len(node) == 2
+
+    if not (is_pair(result) and is_pair(result[1])):
+        raise TypeError(
+            "Expected loss_fn to return (loss, (model_state, aux)), with None for a "
+            f"missing part, got {_describe(result)}."
+        )
+    before, after = jax.tree.structure(model_state), jax.tree.structure(result[1][0])
+    if before != after:
+        raise TypeError(
+            "loss_fn changes the structure of the model state: pass the initial "
+            f"model state to init(params, model_state).\nGiven: {before}\nReturned: "
+            f"{after}"
+        )
+
+
+def _describe(result: PyTree) -> str:
+    if result is None:
+        return "None"
+    name = f"{result.dtype} array" if is_array(result) else type(result).__name__
+    if isinstance(result, tuple | list):
+        name += f" of {len(result)} ({', '.join(map(_describe, result))})"
+    return f"an {name}" if name[0] in "aeio" else f"a {name}"
+
+
+def scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
+    """Returns the loss scale of the first step; warns if float16 has none."""
+    dtype = np.dtype("float32") if is_identity(rules) else np.dtype(rules.compute_dtype)
+    needed = default_loss_scale(dtype)
+    if loss_scale is None:
+        return needed
+    if isinstance(loss_scale, NoOpLossScale) and not isinstance(needed, NoOpLossScale):
+        warnings.warn(
+            f"The loss is computed in {dtype} without a loss scale: gradients below "
+            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} become zero. Leave "
+            "loss_scale out, or pass DynamicLossScale().",
+            stacklevel=3,
+        )
+    return loss_scale
+
+
+# ----------------------------------------------------------------------- micro-batches
+
+
+def check_accumulation(accumulate: float | np.integer, batch_axes: PyTree) -> None:
+    """Raises an error for a wrong number of micro-batches, or wrong axes."""
+    if not isinstance(accumulate, int | np.integer) or accumulate < 1:
+        is_whole = isinstance(accumulate, float) and accumulate.is_integer()
+        cure = f": pass {int(accumulate)}" if is_whole and accumulate >= 1 else ""
+        raise ValueError(
+            "Expected a whole number of at least 1 for accumulate, got "
+            f"{accumulate!r}{cure}."
+        )
+    for axis in jax.tree.leaves(batch_axes):
+        if not isinstance(axis, int | np.integer):
+            raise TypeError(
+                "Expected batch_axes to be an axis, None, or a pytree of them, got "
+                f"{axis!r} in {batch_axes!r}."
+            )
 
 
 def accumulated_gradients(
@@ -119,8 +230,8 @@ def accumulated_gradients(
 def _split_axes(batch: PyTree, batch_axes: PyTree, times: int) -> list[int | None]:
     """Returns the axis along which each leaf is split; None for a whole leaf."""
     axes: list[int | None] = []
-    # By entry of ``batch_axes``.
-    sizes: dict[int, dict[str, int]] = {}
+    # The first array under each entry of ``batch_axes``, and its size.
+    firsts: dict[int, tuple[str, int]] = {}
     leaves = jax.tree.leaves_with_path(batch)
     entries = _broadcast(batch_axes, batch)
     for (path, leaf), (entry, axis) in zip(leaves, entries, strict=True):
@@ -134,10 +245,18 @@ def _split_axes(batch: PyTree, batch_axes: PyTree, times: int) -> list[int | Non
                 "to split: correct batch_axes."
             )
         axes.append(axis % leaf.ndim)
-        alike = sizes.setdefault(entry, {})
-        alike[where] = leaf.shape[axis]
-        _check_one_size(alike, times)
-        if alike[where] % times:
+        first, size = firsts.setdefault(entry, (where, leaf.shape[axis]))
+        if leaf.shape[axis] != size:
+            raise ValueError(
+                f"accumulate={times} splits the arrays of a batch into micro-batches "
+                f"and expects the same size in all of them, got {size} at {first} and "
+                f"{leaf.shape[axis]} at {where}. If both are to be split, give each "
+                "its own axis, such as batch_axes={'inner': 0, 'boundary': 0}. If "
+                "every micro-batch needs one of them whole, pass None for it, such as "
+                "batch_axes={'x': 0, 'class_weights': None}, or let loss_fn close over "
+                "it."
+            )
+        if size % times:
             raise ValueError(
                 f"Expected the size of axis {axis} to be a multiple of "
                 f"accumulate={times} in every array of the batch, got {leaf.shape} at "
@@ -163,21 +282,6 @@ def _broadcast(batch_axes: PyTree, batch: PyTree) -> list[tuple[int, int | None]
             f"{jax.tree.structure(batch)}."
         ) from error
     return axes
-
-
-def _check_one_size(sizes: dict[str, int], times: int) -> None:
-    first, *others = sizes
-    for other in others:
-        if sizes[other] != sizes[first]:
-            raise ValueError(
-                f"accumulate={times} splits the arrays of a batch into micro-batches "
-                f"and expects the same size in all of them, got {sizes[first]} at "
-                f"{first} and {sizes[other]} at {other}. If both are to be split, give "
-                "each its own axis, such as batch_axes={'inner': 0, 'boundary': 0}. If "
-                "every micro-batch needs one of them whole, pass None for it, such as "
-                "batch_axes={'x': 0, 'class_weights': None}, or let loss_fn close over "
-                "it."
-            )
 
 
 def _split(leaf: Array, axis: int, times: int) -> Array:
@@ -208,11 +312,7 @@ def _check_types(before: PyTree, after: PyTree) -> None:
             )
 
 
-def key_of_this_device(rng: Key, axis_name: AxisName | None) -> Key:
-    """Returns a key that differs from device to device on a mapped axis."""
-    if not axis_name:
-        return rng
-    return jax.random.fold_in(rng, lax.axis_index(axis_name))
+# ---------------------------------------------------------- devices, frozen parameters
 
 
 def localize(tree: Tree, axis_name: AxisName | None) -> Tree:
@@ -247,8 +347,15 @@ def check_axes(axis_name: AxisName | None) -> None:
 
     Whether ``loss_fn`` averages over devices by itself is not known.
     """
-    if axis_name is None:
-        _warn_inside_shard_map()
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if axis_name is None and manual:
+        names = ", ".join(map(repr, manual))
+        source.warn(
+            f"step runs inside of shard_map over {names} without an axis_name, so "
+            "gradients, loss and statistics are not averaged over devices. Pass "
+            f"axis_name={manual[0]!r} to build_train_step, or axis_name=() if these "
+            "axes split no batch.",
+        )
     if not axis_name:
         return
     try:
@@ -259,17 +366,6 @@ def check_axes(axis_name: AxisName | None) -> None:
             "jax.shard_map or jax.vmap with that axis. In a jit with sharded "
             "arguments, leave axis_name out."
         ) from error
-
-
-def _warn_inside_shard_map() -> None:
-    if axes := jax.sharding.get_abstract_mesh().manual_axes:
-        names = ", ".join(map(repr, axes))
-        source.warn(
-            f"step runs inside of shard_map over {names} without an axis_name, so "
-            "gradients, loss and statistics are not averaged over devices. Pass "
-            f"axis_name={axes[0]!r} to build_train_step, or axis_name=() if these axes "
-            "split no batch.",
-        )
 
 
 def find_frozen(
@@ -301,7 +397,7 @@ def find_frozen(
       [False, True]
     """
     n_leaves = len(jax.tree.leaves(parameters))
-    if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
+    if not nodes_of(state, optax.MaskedState):
         return [False] * n_leaves
 
     def updates(grads: PyTree, state: PyTree, current: PyTree) -> PyTree:
@@ -321,10 +417,6 @@ def find_frozen(
         if any(not structure.is_literal(x) and x in found for x in eqn.invars):
             found.update(eqn.outvars)
     return [structure.is_literal(x) or x not in found for x in parts.outvars]
-
-
-def _is_masked(node: object) -> bool:
-    return isinstance(node, optax.MaskedState)
 
 
 def trained_part(
@@ -352,3 +444,33 @@ def without(tree: Tree, frozen: Sequence[bool]) -> Tree:
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is None)
     kept = zip(leaves, frozen, strict=True)
     return treedef.unflatten([None if cold else leaf for leaf, cold in kept])
+
+
+def accepted_arguments(
+    optimizer: OptimizerExtraArgs,
+    given: Mapping[str, Any],
+    extra_args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the extra arguments for an optimizer's update.
+
+    Args:
+      optimizer: the optimizer.
+      given: those of every step. They are left out if its update does not accept them.
+      extra_args: those that the caller of the step adds.
+
+    Raises:
+      TypeError: the update does not accept one of the caller's, or each step has it.
+    """
+    accepted = inspect.signature(optimizer.update).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    for name in extra_args:
+        # An optimizer that monitors another loss would silently get this step's.
+        if name in given:
+            raise TypeError(f"The step itself passes {name} to the optimizer.")
+        if not takes_all and name not in accepted:
+            raise TypeError(
+                f"The optimizer's update has no argument {name}, which step got. It "
+                f"has {', '.join(accepted)}."
+            )
+    taken = {name: x for name, x in given.items() if takes_all or name in accepted}
+    return {**taken, **extra_args}

@@ -1,38 +1,32 @@
-"""The state of a training: how it starts, what is checked before, and how it moves."""
+"""The state of a training: how it starts, and how it moves."""
 
-import inspect
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeGuard, TypeVar
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jmp_lite.autocasting.api import Check, has_float16_product
-from jmp_lite.autocasting.rules.presets import check_convertible
-from jmp_lite.autocasting.rules.rules import Rules, is_identity
-from jmp_lite.casting.dtypes import is_16_bit, is_array, is_inexact, refuse_raw_bytes
-from jmp_lite.casting.type_of import type_of
+from jmp_lite.casting.dtypes import (
+    is_16_bit,
+    is_array,
+    is_inexact,
+    refuse_raw_bytes,
+    type_of,
+)
 from jmp_lite.casting.types import (
     Array,
     Key,
     Leaf,
-    LossFn,
     OptimizerExtraArgs,
     Params,
     PyTree,
     Tree,
 )
-from jmp_lite.jaxprs import source
-from jmp_lite.jaxprs.types import Jaxpr
-from jmp_lite.scaling.dynamic import default_loss_scale
-from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale
-from jmp_lite.scaling.state import LossScalingState
-from jmp_lite.scaling.wrapping import Rounding, strongly_typed
+from jmp_lite.scaling.skipping import LossScalingState, find_states
+from jmp_lite.scaling.wrapping import Rounding, nodes_of, strongly_typed
 from jmp_lite.training.gradients import find_frozen
 
 Batch = TypeVar("Batch", contravariant=True)
@@ -123,22 +117,17 @@ def steps_that_move(
       after: that after the step.
       step: the number of this step, from 1.
     """
-    old, new = map(_accumulators, (before, after))
+    old, new = (nodes_of(each, optax.MultiStepsState) for each in (before, after))
     if not new:
         return None, step
-    n_before, n_after = (jnp.asarray(each[0].gradient_step) for each in (old, new))
+    n_before, n_after = (jnp.asarray(each[0][1].gradient_step) for each in (old, new))
     return n_after != n_before, n_after
 
 
 def check_moves(opt_state: PyTree) -> None:
     """Raises a ValueError if it is unknown which steps move the parameters."""
-
-    def is_apply_every(node: PyTree) -> bool:
-        return isinstance(node, optax.ApplyEvery)
-
-    leaves = jax.tree.leaves(opt_state, is_leaf=is_apply_every)
-    found = "optax.apply_every" if any(map(is_apply_every, leaves)) else None
-    if len(_accumulators(opt_state)) > 1:
+    found = "optax.apply_every" if nodes_of(opt_state, optax.ApplyEvery) else None
+    if len(nodes_of(opt_state, optax.MultiStepsState)) > 1:
         found = "several optax.MultiSteps"
     if found:
         raise ValueError(
@@ -146,14 +135,6 @@ def check_moves(opt_state: PyTree) -> None:
             "does not say which do. Use one optax.MultiSteps(optimizer, k) around the "
             "whole optimizer, or accumulate=k, or leave ema out."
         )
-
-
-def _accumulators(opt_state: PyTree) -> list[optax.MultiStepsState]:
-    def is_accumulator(node: PyTree) -> TypeGuard[optax.MultiStepsState]:
-        return isinstance(node, optax.MultiStepsState)
-
-    leaves = jax.tree.leaves(opt_state, is_leaf=is_accumulator)
-    return list(filter(is_accumulator, leaves))
 
 
 def moving_average(decay: float, average: Tree, params: PyTree, step: Array) -> Tree:
@@ -190,41 +171,6 @@ def moving_average(decay: float, average: Tree, params: PyTree, step: Array) -> 
     return jax.tree.map(mix, average, params)
 
 
-def check_loss_fn(loss_fn: LossFn) -> None:
-    """Raises a TypeError for a function that does not take the four arguments."""
-    check_convertible(loss_fn)
-    try:
-        signature = inspect.signature(loss_fn)
-    except ValueError:
-        return  # Written in C: its signature is unknown.
-    try:
-        signature.bind(*["params", "model_state", "batch", "rng"])
-    except TypeError:
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        raise TypeError(
-            "Expected loss_fn(params, model_state, batch, rng) -> (loss, "
-            f"(model_state, aux)), got {name}{signature}. Take all four arguments, "
-            "even unused ones. Put other inputs in batch, which may be any pytree."
-        ) from None
-
-
-def check_accumulation(accumulate: float | np.integer, batch_axes: PyTree) -> None:
-    """Raises an error for a wrong number of micro-batches, or wrong axes."""
-    if not isinstance(accumulate, int | np.integer) or accumulate < 1:
-        is_whole = isinstance(accumulate, float) and accumulate.is_integer()
-        cure = f": pass {int(accumulate)}" if is_whole and accumulate >= 1 else ""
-        raise ValueError(
-            "Expected a whole number of at least 1 for accumulate, got "
-            f"{accumulate!r}{cure}."
-        )
-    for axis in jax.tree.leaves(batch_axes):
-        if not isinstance(axis, int | np.integer):
-            raise TypeError(
-                "Expected batch_axes to be an axis, None, or a pytree of them, got "
-                f"{axis!r} in {batch_axes!r}."
-            )
-
-
 def check_trainable(params: PyTree) -> None:
     """Raises a TypeError for parameters without a gradient."""
     refuse_raw_bytes(params)
@@ -239,115 +185,12 @@ def check_trainable(params: PyTree) -> None:
             )
 
 
-_NO_KEY = (
-    "rng is None in loss_fn, because init got no key. If loss_fn needs one, call "
-    "init(params, model_state, jax.random.key(0))."
-)
-
-
-def explain_missing_key(error: Exception) -> None:
-    """Raises a TypeError if an error is about the key that a loss did not get.
-
-    Any other error gets a note.
-    """
-    if isinstance(error, TypeError | ValueError) and "PRNG" in str(error):
-        raise TypeError(_NO_KEY) from error
-    error.add_note(_NO_KEY)
-
-
-def check_result(result: PyTree, model_state: PyTree) -> None:
-    """Raises a TypeError if a loss function returns something else."""
-
-    def is_pair(node: PyTree) -> bool:
-        return isinstance(node, tuple | list) and len(node) == 2
-
-    if not (is_pair(result) and is_pair(result[1])):
-        raise TypeError(
-            "Expected loss_fn to return (loss, (model_state, aux)), with None for a "
-            f"missing part, got {_describe(result)}."
-        )
-    before, after = jax.tree.structure(model_state), jax.tree.structure(result[1][0])
-    if before != after:
-        raise TypeError(
-            "loss_fn changes the structure of the model state: pass the initial "
-            f"model state to init(params, model_state).\nGiven: {before}\nReturned: "
-            f"{after}"
-        )
-
-
-def _describe(result: PyTree) -> str:
-    if result is None:
-        return "None"
-    name = f"{result.dtype} array" if is_array(result) else type(result).__name__
-    if isinstance(result, tuple | list):
-        name += f" of {len(result)} ({', '.join(map(_describe, result))})"
-    return f"an {name}" if name[0] in "aeio" else f"a {name}"
-
-
-def scale_at_start(loss_scale: LossScale | None, rules: Rules) -> LossScale:
-    """Returns the loss scale of the first step; warns if float16 has none."""
-    dtype = np.dtype("float32") if is_identity(rules) else np.dtype(rules.compute_dtype)
-    needed = default_loss_scale(dtype)
-    if loss_scale is None:
-        return needed
-    if isinstance(loss_scale, NoOpLossScale) and not isinstance(needed, NoOpLossScale):
-        warnings.warn(
-            f"The loss is computed in {dtype} without a loss scale: gradients below "
-            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} become zero. Leave "
-            "loss_scale out, or pass DynamicLossScale().",
-            stacklevel=3,
-        )
-    return loss_scale
-
-
-def float16_check(loss_scale: LossScale | None, chosen: Callable[[], Rules]) -> Check:
-    """Returns a check that warns of a loss which is in float16 by itself.
-
-    Args:
-      loss_scale: the loss scale that the caller chose, or None.
-      chosen: returns the rules, whose compute dtype chooses the scale otherwise.
-    """
-
-    def check(jaxpr: Jaxpr) -> None:
-        if loss_scale is not None or not has_float16_product(jaxpr):
-            return
-        if isinstance(scale_at_start(None, chosen()), NoOpLossScale):
-            source.warn(
-                "The loss computes matrix products in float16 by itself, such as by an "
-                "autocast inside of it, and has no loss scale: gradients below 6.0e-08 "
-                "become zero. Pass compute_dtype='float16' to build_train_step in "
-                "place of the inner autocast, or loss_scale=DynamicLossScale().",
-            )
-
-    return check
-
-
 def init_optimizer(
     wrapped: Any, inner: OptimizerExtraArgs, params: Params
 ) -> LossScalingState:
     """Returns the state of an optimizer; warns of parameters that lose updates."""
     opt_state = wrapped.init(params)
-    _warn_of_rounding(
-        params, opt_state, find_frozen(inner, params, opt_state.inner_state)
-    )
-
-    def is_state(node: PyTree) -> bool:
-        return isinstance(node, LossScalingState)
-
-    if any(map(is_state, jax.tree.leaves(opt_state.inner_state, is_leaf=is_state))):
-        raise ValueError(
-            "The optimizer already carries a loss scale: pass it without "
-            "loss_scaling or skip_nonfinite, and pass the scale as loss_scale=..."
-        )
-    return opt_state
-
-
-def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> None:
-    """Warns if 16-bit parameters would lose small updates."""
-
-    def rounds(node: PyTree) -> bool:
-        return isinstance(node, Rounding)
-
+    frozen = find_frozen(inner, params, opt_state.inner_state)
     narrow = [
         f"{leaf.dtype} at params{jax.tree_util.keystr(path)}"
         for (path, leaf), is_frozen in zip(
@@ -355,13 +198,18 @@ def _warn_of_rounding(params: Params, opt_state: PyTree, frozen: list[bool]) -> 
         )
         if is_16_bit(leaf) and not is_frozen
     ]
-    nodes = jax.tree.leaves(opt_state, is_leaf=rounds)
-    if narrow and not any(map(rounds, nodes)):
+    if narrow and not nodes_of(opt_state, Rounding):
         warnings.warn(
             f"Parameters have 16 bits ({narrow[0]}): an update below some thousandth "
             "of a parameter is lost. Keep them in float32, or wrap the optimizer in "
             "master_weights, compensated or stochastic_rounding. Freeze those that are "
             "not trained with optax.set_to_zero: optax.masked alone adds their "
             "gradients to them.",
-            stacklevel=4,
+            stacklevel=3,
         )
+    if find_states(opt_state.inner_state):
+        raise ValueError(
+            "The optimizer already carries a loss scale: pass it without "
+            "loss_scaling or skip_nonfinite, and pass the scale as loss_scale=..."
+        )
+    return opt_state

@@ -1,16 +1,15 @@
 """The train step in mixed precision, with a loss scale, micro-batches and an EMA."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Never, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.api import build_autocast
 from jmp_lite.autocasting.rules.presets import choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.casting.dtypes import is_number, upcast_tree
@@ -28,10 +27,15 @@ from jmp_lite.casting.types import (
     Updates,
 )
 from jmp_lite.optimizers.parameters import apply_updates, check_key
-from jmp_lite.scaling.finite import all_finite, judged, select_tree
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
-from jmp_lite.scaling.skipping import loss_scaling, update_if
-from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.skipping import (
+    LossScalingState,
+    all_finite,
+    judged,
+    loss_scaling,
+    select_tree,
+    update_if,
+)
 from jmp_lite.scaling.value_and_grad import (
     filled_in,
     parse_grad_dtype,
@@ -41,14 +45,16 @@ from jmp_lite.scaling.value_and_grad import (
 from jmp_lite.scaling.wrapping import check_classes, with_extra_args
 from jmp_lite.training.gradients import (
     GradFn,
-    WithAux,
     accepted_arguments,
     accumulated_gradients,
     averaged,
+    check_accumulation,
     check_axes,
+    check_loss_fn,
     find_frozen,
-    key_of_this_device,
     localize,
+    lower_loss,
+    scale_at_start,
     trained_part,
     without,
 )
@@ -57,17 +63,11 @@ from jmp_lite.training.state import (
     Metrics,
     Step,
     TrainingState,
-    check_accumulation,
-    check_loss_fn,
     check_moves,
-    check_result,
     check_trainable,
     copied,
-    explain_missing_key,
-    float16_check,
     init_optimizer,
     moving_average,
-    scale_at_start,
     steps_that_move,
 )
 
@@ -195,9 +195,8 @@ def build_train_step(
         check_is_loss_scale(loss_scale)
     chosen = choose_rules(rules, compute_dtype)
     training = _Training(
-        loss_fn=_lower_loss(loss_fn, chosen, loss_scale),
-        optimizer=optimizer,
-        inner=with_extra_args(optimizer),
+        loss_fn=lower_loss(loss_fn, chosen, loss_scale),
+        optimizer=with_extra_args(optimizer),
         rules=chosen,
         loss_scale=loss_scale,
         times=int(accumulate),
@@ -209,27 +208,6 @@ def build_train_step(
     return training.init, training.step
 
 
-def _lower_loss(
-    loss_fn: LossFn, chosen: Callable[[], Rules], loss_scale: LossScale | None
-) -> LossFn:
-    """Returns the loss in mixed precision: each use of a parameter casts it."""
-
-    @functools.wraps(loss_fn)
-    def checked(
-        params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
-    ) -> WithAux:
-        try:
-            result = loss_fn(params, model_state, batch, rng)
-        except Exception as error:
-            if rng is None:
-                explain_missing_key(error)
-            raise
-        check_result(result, model_state)
-        return result
-
-    return build_autocast(checked, chosen, float16_check(loss_scale, chosen))
-
-
 # Compared by identity: ``batch_axes`` may be a pytree that has no hash.
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Training:
@@ -237,15 +215,13 @@ class _Training:
 
     Attributes:
       loss_fn: the loss, in mixed precision.
-      optimizer: the optimizer.
-      inner: the same, which accepts extra arguments.
+      optimizer: the optimizer, which accepts extra arguments.
       rules: returns the rules of the loss.
       times: the number of micro-batches.
     """
 
     loss_fn: LossFn
-    optimizer: Optimizer
-    inner: OptimizerExtraArgs
+    optimizer: OptimizerExtraArgs
     rules: Callable[[], Rules]
     loss_scale: LossScale | None
     times: int
@@ -263,7 +239,7 @@ class _Training:
             check_key(rng)
         scale = scale_at_start(self.loss_scale, self.rules())
         wrapped = loss_scaling(self.optimizer, scale)
-        opt_state = init_optimizer(wrapped, self.inner, params)
+        opt_state = init_optimizer(wrapped, self.optimizer, params)
         if self.ema is not None:
             check_moves(opt_state)
         return copied(
@@ -288,7 +264,7 @@ class _Training:
             )
         check_classes(state.opt_state, "the opt_state that init returns")
         params, opt_state = state.params, state.opt_state
-        frozen = find_frozen(self.inner, params, opt_state.inner_state)
+        frozen = find_frozen(self.optimizer, params, opt_state.inner_state)
         rng = self._key(state)
 
         loss, model_state, aux, grads = self._evaluate(state, batch, rng, frozen)
@@ -301,7 +277,7 @@ class _Training:
             # Line searches, sophia and sam call one of them, and are refused.
             **dict.fromkeys(("value_fn", "obj_fn", "grad_fn"), _refuse_to_evaluate),
         }
-        accepted = accepted_arguments(self.inner, given, extra_args)
+        accepted = accepted_arguments(self.optimizer, given, extra_args)
         updates, new_opt_state = self._update(loss, grads, opt_state, params, accepted)
         # A sum with zero would change the bits of a negative zero.
         new_params = apply_updates(params, without(updates, frozen))
@@ -339,7 +315,9 @@ class _Training:
         # A skipped step does not change the key, but the next step draws new numbers.
         attempt = state.step + state.opt_state.skipped
         rng = jax.random.fold_in(state.rng, attempt)
-        return key_of_this_device(rng, self.axis_name)
+        if not self.axis_name:
+            return rng
+        return jax.random.fold_in(rng, lax.axis_index(self.axis_name))
 
     def _evaluate(
         self, state: TrainingState, batch: PyTree, rng: Key | None, frozen: list[bool]
@@ -381,7 +359,7 @@ class _Training:
         found = judged(grads)
         found = found._replace(finite=found.finite & all_finite(loss))
         updates, new = update_if(
-            found, self.inner, grads, opt_state, params, extra_args
+            found, self.optimizer, grads, opt_state, params, extra_args
         )
         # The scale multiplies the loss later, so it does not cause a non-finite loss.
         scale = select_tree(all_finite(loss), new.loss_scale, opt_state.loss_scale)

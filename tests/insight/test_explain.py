@@ -37,6 +37,7 @@ from jmp_lite.insight.explanation import Explanation, explain
 from jmp_lite.insight.reasons import code_of, reason_in_words
 from jmp_lite.insight.rows import Row
 from jmp_lite.insight.tables import short
+from jmp_lite.jaxprs.products import product_sizes
 from jmp_lite.ops import HIGHER_ORDER, Precision
 
 # Ops that the interpreter adds: casts, and broadcasts of operands before a cast.

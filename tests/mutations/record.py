@@ -1,8 +1,9 @@
 """A pytest plug-in: records which functions of the package each test runs.
 
 ``python -m pytest -p mutations.record --record PATH`` writes JSON in each process: for
-each test its seconds, and the functions, as ``"scaling/finite.py:all_finite"``. Python
-3.12 has ``sys.monitoring``, which costs nothing after the first call of a function.
+each test its seconds, and the functions, as ``"scaling/state.py:get_loss_scale"``.
+Python 3.12 has ``sys.monitoring``, which costs nothing after the first call of a
+function.
 """
 
 import json

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
-from jmp_lite.scaling.finite import judged
+from jmp_lite.scaling.skipping import judged
 
 PARAMS = {"w": jnp.ones((2, 2)), "b": jnp.zeros(2)}
 GOOD = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 4.0)}

@@ -15,12 +15,12 @@ from jmp_lite.autocasting.rules.rules import (
 )
 from jmp_lite.casting.dtypes import (
     Device,
+    Policy,
     default_device,
     dtype_names,
     parse_dtype,
     unknown_name,
 )
-from jmp_lite.casting.policy import Policy
 from jmp_lite.jaxprs import source
 from jmp_lite.mutables import check_function
 from jmp_lite.ops import LOWERABLE, POWERS, Precision, ops_of
