@@ -15,7 +15,6 @@ from jmp_lite.autocasting.decide import values
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
     DecisionRecord,
-    Operands,
     Plan,
     Records,
     RecordsInside,
@@ -215,15 +214,14 @@ class Walk:
 
     def _equation(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
         """Decides an equation that contains no jaxpr to convert."""
-        given = Operands.collect(operands)
         readers = readers_of_floats(eqn, site.readers)
         if site.is_in_rule:
             readers |= Readers.TRANSPOSED
-        decision = decide(self._planner.lookup, eqn, given, readers, site.path)
+        decision = decide(self._planner.lookup, eqn, operands, readers, site.path)
         origin = None if decision.leader is None else decision.leader.origin
         if decision.run is not Run.PASS:
-            record = DecisionRecord(eqn, decision, origin, operands=given.floats)
-            self._records.append(record)
+            floats = tuple(o for o in operands if o.state is not None)
+            self._records.append(DecisionRecord(eqn, decision, origin, None, floats))
         return self._decided(eqn, operands, site, decision)
 
     def _decided(

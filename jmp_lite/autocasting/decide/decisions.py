@@ -113,23 +113,6 @@ class Decision:
         return self.requested if self.verdict.qualifies else LOW
 
 
-class Operands(NamedTuple):
-    """The operands of an equation.
-
-    Attributes:
-      every: all operands.
-      floats: those that were traced in float32.
-    """
-
-    every: Sequence[Facts]
-    floats: tuple[Facts, ...]
-
-    @classmethod
-    def collect(cls, operands: Sequence[Facts]) -> "Operands":
-        """Selects the operands that were traced in float32."""
-        return cls(operands, tuple(o for o in operands if o.state is not None))
-
-
 class DecisionRecord(NamedTuple):
     """One decision of an interpretation.
 

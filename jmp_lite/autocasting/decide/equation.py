@@ -13,7 +13,6 @@ import numpy as np
 
 from jmp_lite.autocasting.decide.decisions import (
     Decision,
-    Operands,
     Reason,
     Run,
 )
@@ -62,7 +61,7 @@ from jmp_lite.ops import (
 def decide(
     rules: RuleLookup,
     eqn: Eqn,
-    operands: Operands,
+    operands: Sequence[Facts],
     readers: Readers,
     path: str,
 ) -> Decision:
@@ -77,7 +76,7 @@ def decide(
     """
     op = rules.op_decided_as(eqn, path)
     if op == "convert_element_type":
-        return decide_cast(rules, eqn, operands.every[0], path)
+        return decide_cast(rules, eqn, operands[0], path)
     match = rules.match(op, path)
     if op in PASSING and not match.is_explicit:
         return Decision(Run.PASS, None, Reason.PASSES_ON)
@@ -97,12 +96,12 @@ def decide(
         return Decision(Run.AS_TRACED, State.HARD, Reason.NOT_FLOAT32)
     if not has_float32_results:
         readers |= Readers.OTHER
-    floats, held = operands.floats, None
+    floats, held = [o for o in operands if o.state is not None], None
     if op in MOVING and not gathers.fills_with_number(eqn):
         held = _dtype_of_all(floats, rules.low_dtype)
     decision = (
         decide_product(rules, eqn, floats, readers, path)
-        or decide_format(rules, eqn, operands.every, readers, match)
+        or decide_format(rules, eqn, operands, readers, match)
         or decide_collective(rules, op, match, floats, readers, path)
         or _decide_by_class(op, match, floats, readers, rules.low_dtype, held)
     )
