@@ -34,7 +34,7 @@ class Size(NamedTuple):
 BUDGET = {
     "autocasting": Size(4536, 41, 83, 3),
     "casting": Size(407, 6, 7, 3),
-    "flax": Size(718, 5, 16, 3),
+    "flax": Size(660, 4, 11, 4),
     "formats": Size(637, 8, 3, 3),
     "insight": Size(3922, 19, 74, 2),
     "jaxprs": Size(2091, 18, 42, 2),
