@@ -3,19 +3,30 @@
 import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jmp_lite import ops
 from jmp_lite.jaxprs import params, structure
-from jmp_lite.jaxprs.dataflow import Fact, ForwardAnywhere
+from jmp_lite.jaxprs.dataflow import ForwardAnywhere
 from jmp_lite.jaxprs.params import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr
 
+Parts = TypeVar("Parts", bound=tuple[Any, ...])
 
-class ProgramAnalysis(ForwardAnywhere[Fact]):
-    """Follows values through a program whose inputs are unknown."""
+
+class _UnionAnalysis(ForwardAnywhere[Parts]):
+    """Follows values whose facts are tuples of sets and flags.
+
+    The inputs of the program are unknown.
+    """
+
+    def join(self, one: Parts, other: Parts) -> Parts:
+        """Returns the fact of a value that is one of two: each set of either."""
+        if one == other:
+            return one
+        return type(one)(*(a | b for a, b in zip(one, other, strict=True)))
 
     def follow(self, jaxpr: Jaxpr) -> None:
         """Follows the values of a whole program."""
@@ -100,7 +111,7 @@ class ValueParts(NamedTuple):
     is_integer: bool = False
 
 
-class ProductReaders(ProgramAnalysis[ValueParts]):
+class ProductReaders(_UnionAnalysis[ValueParts]):
     """Follows matrix products to readers that need more than 16 bits.
 
     Attributes:
@@ -118,19 +129,6 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
     def nothing(self) -> ValueParts:
         """A number or an argument contains no product."""
         return ValueParts()
-
-    def join(self, one: ValueParts, other: ValueParts) -> ValueParts:
-        """Returns the parts of a value that is one of two."""
-        if one == other:
-            return one
-        return ValueParts(
-            one.products | other.products,
-            one.differing | other.differing,
-            one.near | other.near,
-            one.is_sum or other.is_sum,
-            one.is_one_hot or other.is_one_hot,
-            one.is_integer or other.is_integer,
-        )
 
     def transfer(
         self, eqn: Eqn, facts: Sequence[ValueParts], path: str
@@ -206,7 +204,7 @@ class Left(NamedTuple):
     of_carry: bool = False
 
 
-class Residues(ProgramAnalysis[Left]):
+class Residues(_UnionAnalysis[Left]):
     """Follows the difference of a value and a product to states and results.
 
     Attributes:
@@ -227,14 +225,6 @@ class Residues(ProgramAnalysis[Left]):
     def nothing(self) -> Left:
         """A number or an argument is no product."""
         return Left()
-
-    def join(self, one: Left, other: Left) -> Left:
-        """Returns what is left in a value that is one of two."""
-        return Left(
-            one.products | other.products,
-            one.residues | other.residues,
-            one.of_carry or other.of_carry,
-        )
 
     def _loop(
         self,
@@ -273,7 +263,7 @@ class Residues(ProgramAnalysis[Left]):
         return [joint] * len(eqn.outvars)
 
 
-class Differences(ProgramAnalysis[frozenset[int]]):
+class Differences(ForwardAnywhere[frozenset[int]]):
     """Follows differences to ops that amplify their rounding error.
 
     A fact is the differences that a value is made of, by id of the equation.
@@ -285,6 +275,10 @@ class Differences(ProgramAnalysis[frozenset[int]]):
     def __init__(self) -> None:
         super().__init__()
         self.amplified: set[int] = set()
+
+    def follow(self, jaxpr: Jaxpr) -> None:
+        """Follows the values of a whole program."""
+        self.outputs(jaxpr, [frozenset()] * len(structure.parts(jaxpr).invars))
 
     def nothing(self) -> frozenset[int]:
         """A number is not a difference."""
