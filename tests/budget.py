@@ -36,7 +36,7 @@ BUDGET = {
     "casting": Size(407, 6, 7, 3),
     "flax": Size(660, 4, 11, 4),
     "formats": Size(637, 8, 3, 3),
-    "insight": Size(3922, 19, 74, 2),
+    "insight": Size(3806, 18, 52, 2),
     "jaxprs": Size(2091, 18, 42, 2),
     "optimizers": Size(1396, 10, 39, 3),
     "scaling": Size(1375, 8, 24, 3),

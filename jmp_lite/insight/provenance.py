@@ -99,7 +99,6 @@ class ValueParts(NamedTuple):
         contains a sum or another product.
       near: the products that are a term of a difference of products.
       is_sum: whether it contains a sum over an axis.
-      is_one_hot: whether it is a comparison, cast to numbers.
       is_integer: whether it is made from integers only.
     """
 
@@ -107,7 +106,6 @@ class ValueParts(NamedTuple):
     differing: frozenset[int] = frozenset()
     near: frozenset[int] = frozenset()
     is_sum: bool = False
-    is_one_hot: bool = False
     is_integer: bool = False
 
 
@@ -154,10 +152,9 @@ class ProductReaders(_UnionAnalysis[ValueParts]):
                 self.found["low lookup"].add(id(eqn))
             return ValueParts(products=frozenset([id(eqn)]))
         if op == "convert_element_type" and structure.is_float32(eqn.outvars[0]):
-            is_bool = structure.dtype_of(eqn.invars[0]) == np.bool_
             is_integer = structure.is_integer(eqn.invars[0])
-            if is_bool or is_integer:
-                return ValueParts(is_one_hot=is_bool, is_integer=is_integer)
+            if is_integer or structure.dtype_of(eqn.invars[0]) == np.bool_:
+                return ValueParts(is_integer=is_integer)
         if op == "iota":
             return ValueParts(is_integer=True)
         if op not in _KEEPING_TERMS:
@@ -176,7 +173,6 @@ class ProductReaders(_UnionAnalysis[ValueParts]):
             differing=differing,
             near=near if op != "mul" else frozenset(),  # A square is a variance.
             is_sum=joint.is_sum or op == "reduce_sum",
-            is_one_hot=joint.is_one_hot and op in ops.MOVING,
             is_integer=joint.is_integer
             and all(
                 fact.is_integer or structure.is_literal(atom)

@@ -338,11 +338,7 @@ def _without(kept: Sequence[Rule], rule: Rule) -> list[Rule]:
 
 
 def _searched_format(trials: _Trials, rules: Rules) -> AnyPrecision | None:
-    """Returns the number format that rules request; None if no product has it.
-
-    Raises:
-      ValueError: the rules request several.
-    """
+    """Returns the number format that rules request; None if no product has it."""
     requested = list(filter(is_searched, requested_formats(rules)))
     if len(requested) > 1:
         names = ", ".join(str(in_json_or_name(one)) for one in requested)
@@ -366,11 +362,7 @@ class _ProductSearch:
     """
 
     def __init__(
-        self,
-        trials: _Trials,
-        start: Rules,
-        kept: Sequence[Rule],
-        precision: AnyPrecision,
+        self, trials: _Trials, start: Rules, kept: list[Rule], precision: AnyPrecision
     ) -> None:
         self._trials, self._start = trials, start
         self._kept, self._precision = kept, precision
