@@ -7,15 +7,15 @@ variables.
 """
 
 from jmp_lite.flax.nnx_autocast import autocast, scoped
-from jmp_lite.flax.nnx_casts import (
+from jmp_lite.flax.nnx_tools import compare, explain, tune, value_and_grad, watch
+from jmp_lite.flax.nnx_variables import (
     ModelDtypes,
     ModuleDtypes,
     cast,
     dtype_summary,
+    restore_if_skipped,
     to_float,
 )
-from jmp_lite.flax.nnx_gradients import restore_if_skipped, value_and_grad
-from jmp_lite.flax.nnx_insight import compare, explain, tune, watch
 
 __all__ = [
     "ModelDtypes",

@@ -32,16 +32,16 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "autocasting": Size(4536, 41, 83, 3),
+    "autocasting": Size(4535, 31, 81, 3),
     "casting": Size(377, 4, 6, 3),
-    "flax": Size(718, 5, 16, 3),
+    "flax": Size(659, 4, 11, 4),
     "formats": Size(603, 8, 2, 9),
-    "insight": Size(3922, 19, 74, 2),
-    "jaxprs": Size(2091, 18, 42, 2),
+    "insight": Size(3806, 18, 52, 2),
+    "jaxprs": Size(2076, 15, 42, 3),
     "optimizers": Size(1339, 9, 28, 4),
     "scaling": Size(1325, 6, 15, 4),
-    "top": Size(783, 11, 10, 1),
-    "training": Size(707, 3, 5, 3),
+    "top": Size(783, 11, 9, 1),
+    "training": Size(706, 3, 5, 3),
 }
 """The most that a room may have, and the fewest comments."""
 

@@ -8,6 +8,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.arguments import read_function
+from jmp_lite.autocasting.evaluate import Casts
 from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
@@ -202,7 +203,11 @@ def _run(
 
 
 def run_function(
-    rules: Rules, traced: Jaxpr, arrays: Sequence[Array], types: Sequence[Aval] = ()
+    rules: Rules,
+    traced: Jaxpr,
+    arrays: Sequence[Array],
+    types: Sequence[Aval] = (),
+    casts: type[Casts] = Casts,
 ) -> list[Array]:
     """Plans a traced function, runs it, and returns its results.
 
@@ -211,10 +216,11 @@ def run_function(
       traced: its jaxpr, closed.
       arrays: its arguments. Some that were traced in float32 may have 16 bits.
       types: the types of its results; by default their traced types.
+      casts: the class that casts values.
     """
     planner = Planner(rules)
     plan = planner.function(traced, list(map(structure.type_of_value, arrays)))
-    return Runner(planner).function(plan, arrays, types)
+    return Runner(planner, casts).function(plan, arrays, types)
 
 
 # ------------------------------------------------------------------------ mistakes

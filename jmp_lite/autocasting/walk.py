@@ -75,17 +75,17 @@ class Walk:
         self._records: Records = []
         self._steps: list[Step] = []
         self._left: dict[Var, Facts] = {}
-        parts = self._parts
         self._inputs = [
             self._shared(var, facts._replace(shape=structure.shape_of(var.aval)))
-            for var, facts in zip(parts.invars, inputs, strict=True)
+            for var, facts in zip(self._parts.invars, inputs, strict=True)
         ]
+        parts = self._parts
         self._constants = [
             values.of_constant(var, array, self._low_dtype)
             for var, array in zip(parts.constvars, parts.consts, strict=True)
         ]
-        self._known = dict(zip(parts.constvars, self._constants, strict=True))
-        self._known.update(zip(parts.invars, self._inputs, strict=True))
+        known = [*parts.constvars, *parts.invars]
+        self._known = dict(zip(known, [*self._constants, *self._inputs], strict=True))
 
     def plan(self) -> Plan:
         """Returns the plan of the jaxpr."""

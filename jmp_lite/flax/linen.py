@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import parse_dtype
 from jmp_lite.casting.types import Dtype, Leaf, PyTree
-from jmp_lite.flax.nnx_casts import (
+from jmp_lite.flax.nnx_variables import (
     Selector,
     as_tuple,
     check_selector,
@@ -153,7 +153,7 @@ def _floating_class(cls: type[Module], dtype: Dtype, where: Selector) -> type[Mo
 
 def _report_no_cast(module: nn.Module, parts: "_PartCaster", where: Selector) -> None:
     """Raises a ValueError, or warns, because a call has cast no part."""
-    if parts.is_any_selected:
+    if parts.selected:
         raise ValueError(
             f"{where!r} selects parts without a field 'dtype': {', '.join(parts.seen)}."
         )
@@ -162,21 +162,17 @@ def _report_no_cast(module: nn.Module, parts: "_PartCaster", where: Selector) ->
         # A part may be left out of a call, such as a head for training. Its variables
         # show that it exists, and no variable shows the class of a part.
         strings = tuple(one for one in as_tuple(where) if isinstance(one, str))
-        if any(is_selected(strings, path, None) for path in _parts_of(module)):
+        with_variables = {
+            jax.tree_util.keystr(path[1:end], simple=True, separator="/")
+            for path, _ in jax.tree.leaves_with_path(dict(module.variables))
+            for end in range(2, len(path))
+        }
+        if any(is_selected(strings, path, None) for path in with_variables):
             return
         if strings != as_tuple(where):
             source.warn(f"In this call, {message}")
             return
     raise ValueError(message)
-
-
-def _parts_of(module: nn.Module) -> set[str]:
-    """Returns the paths of the parts of a module that have variables."""
-    return {
-        jax.tree_util.keystr(path[1:end], simple=True, separator="/")
-        for path, _ in jax.tree.leaves_with_path(dict(module.variables))
-        for end in range(2, len(path))
-    }
 
 
 _MADE_OF = "_jmp_lite_made_of"
@@ -216,9 +212,7 @@ def _methods(cls: type[nn.Module]) -> list[str]:
     """Returns the methods of a module that its author wrote and a user may call."""
     fields = {field.name for field in dataclasses.fields(cls)}
     written = [
-        name
-        for name in dir(cls)
-        if not name.startswith("_") and not hasattr(nn.Module, name)
+        name for name in dir(cls) if not (name[0] == "_" or hasattr(nn.Module, name))
     ]
     return [
         name
@@ -233,7 +227,7 @@ class _PartCaster:
 
     Attributes:
       seen: the called parts, by path.
-      is_any_selected: whether the selector matched one of them.
+      selected: the paths of those that the selector matched.
       is_any_cast: whether a selected part, or one inside of it, has a dtype.
     """
 
@@ -241,9 +235,8 @@ class _PartCaster:
         self._depth = len(module.path)
         self._dtype = dtype
         self._where = where
-        self._selected: set[tuple[str, ...]] = set()
+        self.selected: set[tuple[str, ...]] = set()
         self.seen: dict[str, nn.Module] = {}
-        self.is_any_selected = False
         self.is_any_cast = False
 
     def intercept(
@@ -259,10 +252,8 @@ class _PartCaster:
         name = "/".join(path)
         self.seen[name] = module
         if is_selected(self._where, name, module):
-            self._selected.add(path)
-            self.is_any_selected = True
-        above = (path[:n] for n in range(len(path) + 1))
-        is_inside = any(part in self._selected for part in above)
+            self.selected.add(path)
+        is_inside = any(path[:n] in self.selected for n in range(len(path) + 1))
         # These store parameters in their dtype. The layer inside has one of its own.
         is_norm_of_weights = isinstance(module, nn.SpectralNorm | nn.WeightNorm)
         if is_inside and hasattr(module, "dtype") and not is_norm_of_weights:
@@ -287,11 +278,11 @@ def _from_state_dict(scale: Scale, state: Mapping[str, Leaf]) -> Scale:
     if "overflows" in names:
         state = {"overflows": None, **state}
     if sorted(state) != names:
+        both = names, sorted(state)
+        expected, got = (", ".join(each) or "no state" for each in both)
         raise ValueError(
-            f"Expected a {type(scale).__name__} with "
-            f"{', '.join(names) or 'no state'}, got "
-            f"{', '.join(sorted(state)) or 'no state'}. Is it the state of another "
-            "loss scale?"
+            f"Expected a {type(scale).__name__} with {expected}, got {got}. Is it the "
+            "state of another loss scale?"
         )
     return dataclasses.replace(scale, **state)
 

@@ -52,15 +52,15 @@ def scoped(model: Model) -> Model:
     """
     check_model(model)
     view = nnx.clone(model, variables=False, graph=True)
-    add_scopes(view)
+    _add_scopes(view)
     return view
 
 
-def add_scopes(tree: PyTree) -> int:
+def _add_scopes(tree: PyTree) -> int:
     """Makes each module of a pytree call its ops in the scope of its path.
 
     Returns:
-      A number for ``remove_scopes``. Modules that already have scopes keep them.
+      A number for ``_remove_scopes``. Modules that already have scopes keep them.
     """
     modules = [inner for module in _modules(tree) for _, inner in modules_of(module)]
     depth = 1 + max((_depth(inner) for inner in modules), default=0)
@@ -80,8 +80,8 @@ def add_scopes(tree: PyTree) -> int:
     return depth
 
 
-def remove_scopes(tree: PyTree, depth: int) -> None:
-    """Restores the class of all modules that ``add_scopes`` has changed."""
+def _remove_scopes(tree: PyTree, depth: int) -> None:
+    """Restores the class of all modules that ``_add_scopes`` has changed."""
     for module in _modules(tree):
         for _, inner in modules_of(module):
             if _depth(inner) == depth:
@@ -166,10 +166,26 @@ class FunctionOfStates:
 
     def __init__(self, fun: Function) -> None:
         check_convertible(fun)
-        self.fun, *self._bound = _unbind(fun)
+        self.fun, self._bound = fun, ()
+        owner = fun if isinstance(fun, nnx.Pytree) else getattr(fun, "__self__", None)
+        if isinstance(owner, nnx.Pytree):
+            method = type(owner).__call__ if fun is owner else fun
+
+            # By name: inside of the trace the module may have another class.
+            @functools.wraps(method)
+            def call(owner: nnx.Pytree, *args: Any, **kwargs: Any) -> Any:
+                return getattr(owner, method.__name__)(*args, **kwargs)
+
+            self.fun, self._bound = call, (owner,)
 
         def of_states(states: PyTree) -> PyTree:
-            return self._run(states)
+            args, kwargs = nnx.from_tree(states, ctxtag=self, is_inner=True)
+            depth = _add_scopes((args, kwargs))
+            out = self.fun(*args, **kwargs)
+            mutable = lambda leaf: leaf if is_mutable(leaf) else None
+            inputs = jax.tree.map(mutable, (args, kwargs), is_leaf=is_mutable)
+            _remove_scopes((inputs, out), depth)
+            return nnx.to_tree((out, inputs), ctxtag=self)
 
         # For messages. No more of it, so that no one takes it for a wrapped function.
         of_states.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
@@ -183,14 +199,6 @@ class FunctionOfStates:
         with nnx.update_context(self):
             yield nnx.to_tree(((*self._bound, *args), kwargs), ctxtag=self)
 
-    def _run(self, states: PyTree) -> PyTree:
-        args, kwargs = nnx.from_tree(states, ctxtag=self, is_inner=True)
-        depth = add_scopes((args, kwargs))
-        out = self.fun(*args, **kwargs)
-        inputs = jax.tree.map(_keep_mutable, (args, kwargs), is_leaf=is_mutable)
-        remove_scopes((inputs, out), depth)
-        return nnx.to_tree((out, inputs), ctxtag=self)
-
     def write_back(self, after: PyTree) -> PyTree:
         """Writes states to the modules, in the context, and returns the results.
 
@@ -199,25 +207,6 @@ class FunctionOfStates:
         """
         out, _ = nnx.from_tree(after, ctxtag=self, is_inner=False)
         return out
-
-
-def _unbind(fun: Function) -> tuple[Function] | tuple[Function, nnx.Pytree]:
-    """Returns a function and, for a module or a bound method, the module."""
-    owner = fun if isinstance(fun, nnx.Pytree) else getattr(fun, "__self__", None)
-    if not isinstance(owner, nnx.Pytree):
-        return (fun,)
-    method = type(owner).__call__ if fun is owner else fun
-
-    # By name: inside of the trace the module may have another class.
-    @functools.wraps(method)
-    def call(owner: nnx.Pytree, *args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, method.__name__)(*args, **kwargs)
-
-    return call, owner
-
-
-def _keep_mutable(leaf: Leaf) -> nnx.Pytree | nnx.Variable[PyTree] | None:
-    return leaf if is_mutable(leaf) else None
 
 
 Result = TypeVar("Result")

@@ -130,26 +130,20 @@ def backward_of(
     """
     gradient = Differentiable(program, treedef, arguments)
     gradient.check()
-    with gradient.advised():
-        return _passes_of(gradient)
-
-
-def _passes_of(gradient: Differentiable) -> ProgramGradient:
-    program = gradient.traced
 
     def forward(*arrays: Array) -> tuple[list[Array], tuple[Function, list[Array]]]:
         run = functools.partial(structure.evaluate, program)
         out, back, results = gradient.differentiated(run, arrays)
         return results, (back, out)
 
-    traced, (results, kept) = jax.make_jaxpr(forward, return_shape=True)(
-        *gradient.avals
-    )
+    with gradient.advised():
+        trace = jax.make_jaxpr(forward, return_shape=True)
+        traced, (results, kept) = trace(*gradient.avals)
+        backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
     of_forward = structure.parts(traced)
     there = {*of_forward.invars, *of_forward.constvars}
     n_kept = len(jax.tree.leaves(kept[0]))
     returned = of_forward.outvars[len(results) :][:n_kept]
-    backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
     n_out = len(structure.parts(backward).outvars)
     uses = _ResidualUseAnalysis().inputs(backward, [_ResidualUse.NUMBERS] * n_out)
     residuals = {
@@ -240,35 +234,31 @@ def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
         if params.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
             continue
         if id(eqn) not in made:
-            made[id(eqn)] = _row_as_it_runs(eqn)
+            n_bytes = sum(map(bytes_of, eqn.outvars))
+            how = "runs in the dtype of its operands"
+            if bilinear.dtype_of(eqn) is not None:
+                how = "multiplies rounded operands"
+            made[id(eqn)] = Row(
+                scope="",
+                op=params.op_of(eqn),
+                precision=precision_as_traced(eqn),
+                code="backward",
+                reason=f"backward pass: {how}",
+                source="",
+                shapes=tuple(var.aval.str_short() for var in eqn.outvars),
+                times=1,
+                bytes_traced=n_bytes,
+                bytes_run=n_bytes,
+                flops=products.product_flops(eqn),
+                is_backward=True,
+                sums=bilinear.sums_of(eqn),
+            )
         scope = source.join(place.path, *source.scopes(eqn))
         yield made[id(eqn)]._replace(
             scope=of_the_user(scope),
             source=source.source(eqn, place.source),
             times=place.times,
         )
-
-
-def _row_as_it_runs(eqn: Eqn) -> Row:
-    n_bytes = sum(map(bytes_of, eqn.outvars))
-    how = "runs in the dtype of its operands"
-    if bilinear.dtype_of(eqn) is not None:
-        how = "multiplies rounded operands"
-    return Row(
-        scope="",
-        op=params.op_of(eqn),
-        precision=precision_as_traced(eqn),
-        code="backward",
-        reason=f"backward pass: {how}",
-        source="",
-        shapes=tuple(var.aval.str_short() for var in eqn.outvars),
-        times=1,
-        bytes_traced=n_bytes,
-        bytes_run=n_bytes,
-        flops=products.product_flops(eqn),
-        is_backward=True,
-        sums=bilinear.sums_of(eqn),
-    )
 
 
 class Difference:
@@ -306,12 +296,18 @@ class Difference:
     def __str__(self) -> str:
         if not self:
             return "no difference"
-        rows = [(a, *_precisions_of(a, b), b.reason) for a, b in self.changed]
+        rows: list[tuple[Row, str, str, str]] = []
+        for a, b in self.changed:
+            before, after = a.precision, b.precision
+            if before == after:  # They hold different numbers of bytes.
+                before, after = (f"{before}, {count(r.bytes_run)}B" for r in (a, b))
+            rows.append((a, before, after, b.reason))
         rows += [(row, row.precision, "-", "") for row in self.only_left]
         rows += [(row, "-", row.precision, row.reason) for row in self.only_right]
         like: dict[str, Counter[Sequence[str]]] = {}
         for row, *cells in rows:
-            line = (_times(row), row.op, *cells, short(row.source))
+            times = "?" if row.times is None else str(row.times)
+            line = (times, row.op, *cells, short(row.source))
             like.setdefault(row.scope, Counter())[line] += 1
         groups = [
             (scope, [(f"{n}" if n > 1 else "", *cells) for cells, n in counted.items()])
@@ -319,14 +315,6 @@ class Difference:
         ]
         headers = ("", "times", "op", "before", "after", "why", "where")
         return text_table(headers, groups, right=(0, 1))
-
-
-def _precisions_of(a: Row, b: Row) -> tuple[str, str]:
-    """Returns the dtypes of two rows, with their bytes if the dtypes are equal."""
-    if a.precision != b.precision:
-        return a.precision, b.precision
-    first, second = (f"{r.precision}, {count(r.bytes_run)}B" for r in (a, b))
-    return first, second
 
 
 def _index_by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
@@ -338,7 +326,3 @@ def _index_by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
         found[*key, seen[key]] = row
         seen[key] += 1
     return found
-
-
-def _times(row: Row) -> str:
-    return "?" if row.times is None else str(row.times)

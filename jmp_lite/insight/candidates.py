@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jmp_lite.autocasting.rules.match import AnyPrecision, format_of
-from jmp_lite.autocasting.rules.rules import (
-    Rules,
-    fields_of,
-)
+from jmp_lite.autocasting.rules.rules import Rules, fields_of
 from jmp_lite.autocasting.rules.scopes import AS_WRITTEN_SCOPE, LOW_SCOPE
 from jmp_lite.insight.rows import Row, is_low, times_or_once
 from jmp_lite.ops import EDITABLE, EXACT, Precision, record_of
@@ -159,13 +156,19 @@ def ways_to_keep(rows: Iterable[Row], rules: Rules) -> list[Units]:
       rows: the rows of a function under the rules.
       rules: the rules.
     """
-    rows = [row for row in rows if _is_raisable(row)]
-    rounding = (row for row in rows if _rounds(row, rules))
+    marked = {LOW_SCOPE, AS_WRITTEN_SCOPE}  # A mark is stronger than a rule.
+    rows = [r for r in rows if is_low(r) and marked.isdisjoint(r.scope.split("/"))]
+    rounding = [
+        row
+        for row in rows
+        if row.op in EDITABLE
+        and not (row.op in EXACT and not rules.precision_of(row.op).lowers)
+    ]
     ops, scopes = _costs(rounding, "op"), _costs(rows, "scope")
     return [
         Units("op", Precision.FULL, ops, _kind_of_op),
         # Single blocks, and kinds of layers.
-        Units("scope", Precision.FULL, scopes, _place_of_scope),
+        Units("scope", Precision.FULL, scopes, lambda path: path.split("/")),
         Units("scope", Precision.FULL, scopes, _kind_of_scope),
     ]
 
@@ -194,21 +197,24 @@ def rules_with(rules: Rules, kept: Iterable[Rule]) -> Rules:
     return dataclasses.replace(plain, scopes=(*scopes, *plain.scopes))
 
 
+def without_formats(rules: Rules) -> Rules:
+    """Returns rules without any request for a number format of fewer digits."""
+    return dataclasses.replace(
+        rules,
+        ops=tuple(one for one in rules.ops if not is_searched(one[1])),
+        scopes=tuple(one for one in rules.scopes if not is_searched(one[1])),
+    )
+
+
+def is_searched(precision: AnyPrecision) -> bool:
+    """Whether a precision is a number format of fewer digits, which tune searches."""
+    found = format_of(precision)
+    return found is not None and found.has_fewer_digits
+
+
 def without_numbers(name: str) -> str:
     """Returns a name with its numbers replaced by a placeholder."""
     return re.sub(r"\d+", NUMBER, name)
-
-
-def _is_raisable(row: Row) -> bool:
-    """Whether rules can raise the precision of an equation."""
-    scopes = row.scope.split("/")
-    return is_low(row) and not {LOW_SCOPE, AS_WRITTEN_SCOPE}.intersection(scopes)
-
-
-def _rounds(row: Row, rules: Rules) -> bool:
-    """Whether an op can have a rule, and is not exact."""
-    is_exact = row.op in EXACT and not rules.precision_of(row.op).lowers
-    return row.op in EDITABLE and not is_exact
 
 
 def _costs(rows: Iterable[Row], kind: str) -> Mapping[str, tuple[int, int]]:
@@ -224,11 +230,6 @@ def _costs(rows: Iterable[Row], kind: str) -> Mapping[str, tuple[int, int]]:
 def _kind_of_op(op: str) -> Sequence[str]:
     known = record_of(op)
     return (known.group if known else "", op)
-
-
-def _place_of_scope(path: str) -> Sequence[str]:
-    """Returns the names in a path."""
-    return path.split("/")
 
 
 def _kind_of_scope(path: str) -> Sequence[str]:

@@ -79,7 +79,8 @@ class Twin:
         Args:
           elements: the largest number of elements to compare.
         """
-        if self.error is None and self.exact is not None and _has_numbers(self.low):
+        is_numeric = isinstance(structure.as_array(self.low).dtype, np.dtype)
+        if self.error is None and self.exact is not None and is_numeric:
             self.error = error(*(sample(x, elements) for x in (self.low, self.exact)))
         return self.error
 
@@ -95,17 +96,7 @@ def upcast(array: Array) -> Array:
     return array.astype(jnp.float32) if is_narrow(array.dtype) else array
 
 
-def run_twice(eqn: Eqn, operands: Sequence[Twin]) -> list[Twin]:
-    """Runs an equation on both lanes, without entering a jaxpr that it contains."""
-    low = params.bind(eqn, [twin.low for twin in operands])
-    if not _differs(eqn, operands) or not params.has_only_axis_effects(eqn):
-        # An effect, such as a callback, must happen once.
-        return list(map(Twin, low))
-    exact = _run_float32(eqn, operands)
-    return list(map(Twin, low, exact))
-
-
-def running_dtype(eqn: Eqn) -> Dtype:
+def _running_dtype(eqn: Eqn) -> Dtype:
     """Returns the narrowest floating dtype that an equation reads or returns.
 
     For a product in a number format it is the dtype of the rounded operands.
@@ -122,20 +113,18 @@ def _differs(eqn: Eqn, operands: Sequence[Twin]) -> bool:
     if any(twin.exact is not None for twin in operands):
         return True
     if params.op_of(eqn) == "convert_element_type":
-        return is_narrow(structure.dtype_of(eqn.outvars[0])) and not _is_exact_cast(eqn)
+        (atom,), (var,) = eqn.invars, eqn.outvars
+        if not is_narrow(structure.dtype_of(var)):
+            return False
+        if not structure.is_float(atom):
+            return structure.dtype_of(atom) != np.bool_
+        before, after = (jnp.finfo(structure.dtype_of(x)) for x in (atom, var))
+        return after.nmant < before.nmant or after.nexp < before.nexp
     if params.op_of(eqn) in EXACT:
         return False
     return any(
         is_narrow(structure.dtype_of(a)) for a in eqn.outvars if structure.is_float(a)
     )
-
-
-def _is_exact_cast(eqn: Eqn) -> bool:
-    (atom,), (var,) = eqn.invars, eqn.outvars
-    if not structure.is_float(atom):
-        return structure.dtype_of(atom) == np.bool_
-    before, after = (jnp.finfo(structure.dtype_of(x)) for x in (atom, var))
-    return after.nmant >= before.nmant and after.nexp >= before.nexp
 
 
 def _run_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
@@ -145,7 +134,10 @@ def _run_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
         return results
     dtypes = [structure.dtype_of(a) for a in (*eqn.invars, *eqn.outvars)]
     if op == "convert_element_type":
-        return [_cast(full[0], dtypes[-1])]
+        array, dtype = full[0], dtypes[-1]
+        if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
+            array = lax.real(array)
+        return [array.astype(np.float32 if is_narrow(dtype) else dtype)]
     if not any(map(is_narrow, dtypes)):
         return params.bind_in(eqn, full, None, _highest(eqn))
     if op == "reduce_precision":
@@ -163,16 +155,6 @@ def _run_float32(eqn: Eqn, operands: Sequence[Twin]) -> list[Array]:
 
 def _highest(eqn: Eqn) -> lax.Precision | None:
     return None if products.product_params(eqn) is None else lax.Precision.HIGHEST
-
-
-def _cast(array: Array, dtype: Dtype) -> Array:
-    if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        array = lax.real(array)
-    return array.astype(np.dtype("float32") if is_narrow(dtype) else dtype)
-
-
-def _has_numbers(array: Array) -> bool:
-    return isinstance(structure.as_array(array).dtype, np.dtype)
 
 
 def error(low: Array, exact: Array) -> TwinError:
@@ -245,7 +227,11 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
         self, eqn: Eqn, operands: Sequence[Twin], site: Place
     ) -> Sequence[Twin]:
         """Runs an equation on both lanes, and measures the error of its results."""
-        results = run_twice(eqn, operands)
+        low = params.bind(eqn, [twin.low for twin in operands])
+        results = list(map(Twin, low))
+        # An effect, such as a callback, must happen once.
+        if _differs(eqn, operands) and params.has_only_axis_effects(eqn):
+            results = list(map(Twin, low, _run_float32(eqn, operands)))
         # The rounding of a cast counts for the op that reads its result.
         if params.op_of(eqn) in _KEEPING:
             for result, operand in zip(results, operands, strict=False):
@@ -267,7 +253,7 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
         read = [one for one, is_tangent in pairs if one.error or not is_tangent]
         given = [error.relative for error in self._errors(read)]
         largest = functools.reduce(jnp.maximum, given, jnp.float32(0))
-        dtype = running_dtype(eqn)
+        dtype = _running_dtype(eqn)
         op = ComparedOp(
             of_the_user(site.path),
             params.op_of(eqn),

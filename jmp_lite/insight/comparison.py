@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec
 
@@ -11,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_lite.autocasting.api import run_function
 from jmp_lite.autocasting.arguments import read_function
-from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.autocasting.run import Runner
+from jmp_lite.insight import gradients
 from jmp_lite.insight.comparer import (
     ComparedOp,
     Comparer,
@@ -25,12 +24,7 @@ from jmp_lite.insight.comparer import (
     TwinError,
     error,
 )
-from jmp_lite.insight.gradients import (
-    ArgNums,
-    Arguments,
-    Differentiable,
-    check_argnums,
-)
+from jmp_lite.insight.gradients import ArgNums, Differentiable
 from jmp_lite.insight.statistics import check_elements, fetched
 from jmp_lite.insight.tables import Uncalled, short, text_table
 from jmp_lite.jaxprs import sharding, structure
@@ -104,15 +98,12 @@ class Comparison:
         """
         off, size, given = (_joined(column) for column in fetched(self.sums))
         error_in, error_out = _ratio(given, size), _ratio(off, size)
-        rows = [
-            OpError(
-                **{name: getattr(op, name) for name in _SHARED},
-                error_in=float(before),
-                error_out=float(after),
-                amplification=_amplification(float(before), float(after), op.rounding),
-            )
-            for op, before, after in zip(self.ops, error_in, error_out, strict=True)
-        ]
+        rows: list[OpError] = []
+        errors = zip(error_in.tolist(), error_out.tolist(), strict=True)
+        for op, (before, after) in zip(self.ops, errors, strict=True):
+            # An infinite error does not grow.
+            growth = after / max(before, op.rounding) if np.isfinite(before) else 1.0
+            rows.append(OpError(*op[:4], op.is_backward, before, after, growth))
         return tuple(row for row in rows if row.error_out)
 
     def amplified(self) -> tuple[OpError, ...]:
@@ -150,8 +141,6 @@ class Comparison:
 
 
 _N_SHOWN = 20
-
-_SHARED = ("scope", "op", "source", "dtype", "is_backward")
 
 Args = ParamSpec("Args")
 
@@ -218,7 +207,7 @@ def compare(
     """
     check_convertible(fun)
     check_elements(elements)
-    check_argnums(argnums, backward)
+    gradients.check_argnums(argnums, backward)
     chosen = choose_rules(rules, compute_dtype)
 
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
@@ -227,7 +216,7 @@ def compare(
         function = Differentiable(
             program.jaxpr,
             program.treedef,
-            Arguments.of(args, kwargs, argnums),
+            gradients.Arguments.of(args, kwargs, argnums),
             program.as_written,
         )
         arrays = program.arrays
@@ -252,10 +241,9 @@ def compared_with_float32(
       backward: whether its gradients are compared too.
       elements: the largest number of elements of a result to compare.
     """
-    planner = Planner(rules)
-    plan = planner.function(function.traced, list(map(jax.typeof, arrays)))
-    low = functools.partial(Runner(planner, StagedCasts).function, plan)
-    program = jax.make_jaxpr(lambda *xs: low(xs, function.types))(*arrays)
+    run = functools.partial(run_function, rules, function.traced)
+    low = functools.partial(run, types=function.types, casts=StagedCasts)
+    program = jax.make_jaxpr(lambda *xs: low(xs))(*arrays)
     names = function.names_of_results
     if backward:
         function.check()
@@ -266,21 +254,19 @@ def compared_with_float32(
             program = jax.make_jaxpr(both)(*function.avals)
     comparer = Comparer(elements)
     results = comparer.run_program(program, list(map(Twin, arrays)))
-    errors = [_error_of_result(twin) for twin in results]
+    errors: list[TwinError] = []
+    for twin in results:
+        found, full = error(twin.low, twin.full), twin.full
+        if jnp.issubdtype(jnp.result_type(full), jnp.inexact):
+            off = jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off)
+            found = found._replace(off=off)
+        errors.append(found)
     columns = zip(*errors, strict=True) if errors else ((), ())
     off, size = (jnp.asarray(column, jnp.float32) for column in columns)
     ops, total = comparer.found()
     sums: Sums = jax.tree.map(sharding.gathered, total)
     of_results: TwinError = jax.tree.map(sharding.gathered, TwinError(off, size))
     return Comparison(sums, of_results, tuple(ops), tuple(names))
-
-
-def _error_of_result(twin: Twin) -> TwinError:
-    """Returns the error of a result; NaN if float32's result contains a NaN."""
-    found, full = error(twin.low, twin.full), twin.full
-    if not jnp.issubdtype(jnp.result_type(full), jnp.inexact):
-        return found
-    return found._replace(off=jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off))
 
 
 def _joined(column: np.ndarray) -> np.ndarray:
@@ -293,8 +279,3 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         of_zeros = np.where(part > 0, np.inf, part)
         return np.where(whole > 0, part / whole, of_zeros)
-
-
-def _amplification(before: float, after: float, rounding: float) -> float:
-    # An infinite error does not grow.
-    return after / max(before, rounding) if math.isfinite(before) else 1.0

@@ -241,7 +241,12 @@ class Explanation:
         passes = ", ".join(f"{name} ({n})" for name, n in self.passes.items())
         lines.append(("passes: ", [passes] if passes else []))
         if any(row.number_format == "float8" for row in self.rows):
-            lines.append(("float8: ", tuple(dict.fromkeys(_formats(self.rules)))))
+            of_float8 = [
+                describe_formats(requested.options, default_device())
+                for requested in requested_formats(self.rules)
+                if isinstance(requested, Float8Format)
+            ]
+            lines.append(("float8: ", tuple(dict.fromkeys(of_float8))))
         sums = Counter(row.sums for row in self.rows if row.sums)
         in_words = ", ".join(f"{n} {name}" for name, n in sums.items())
         lines.append(("sums of float8: ", [in_words] if sums else []))
@@ -266,13 +271,6 @@ class Explanation:
 
     def _names(self, of: Callable[[Row], str]) -> list[str]:
         return list(dict.fromkeys(map(of, self.rows)))
-
-
-def _formats(rules: Rules) -> Iterator[str]:
-    """Yields the formats of float8 products that rules request, in words."""
-    for requested in requested_formats(rules):
-        if isinstance(requested, Float8Format):
-            yield describe_formats(requested.options, default_device())
 
 
 Args = ParamSpec("Args")
@@ -386,7 +384,9 @@ def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
     if rules.carries:
         # As rules of a precision that applies to every op: a carry has no format.
         carries = [(pattern, Precision.FULL) for pattern, _ in rules.carries]
-        yield from _unused_scopes("carry", carries, _loops(jaxpr))
+        inside = [(path, params.op_of(eqn)) for eqn, path in equations(jaxpr)]
+        loops = [(path, op) for path, op in inside if op in ("scan", "while")]
+        yield from _unused_scopes("carry", carries, loops)
     ops = list(dict.fromkeys(row.op for row in rows))
     for pair in rules.ops:
         if pair not in _OPS_OF_PRESETS and pair[0] not in ops:
@@ -408,12 +408,6 @@ def _unused_scopes(
             yield f"{kind} {pattern!r} matches nothing.{hint_for(pattern, names)}"
         else:
             yield f"{kind} {pattern!r} has no effect: {earlier!r} comes first."
-
-
-def _loops(jaxpr: Jaxpr) -> Sequence[tuple[str, str]]:
-    """Returns the paths and the names of loops."""
-    ops = [(path, params.op_of(eqn)) for eqn, path in equations(jaxpr)]
-    return [(path, op) for path, op in ops if op in ("scan", "while")]
 
 
 def _held(arguments: Mapping[str, str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.trace import argument_name, arrays_in
-from jmp_lite.jaxprs.types import Array, Aval, Function, Jaxpr, PyTree, Var
+from jmp_lite.jaxprs.types import Array, Function, Jaxpr, PyTree, Var
 
 ArgNums = int | Sequence[int] | None
 """Positional arguments, by number, as in ``jax.grad``; None for all arguments."""
@@ -204,7 +204,13 @@ class Differentiable:
         Args:
           fun: as in ``differentiated``.
         """
-        cotangents = _cotangents_of(self._of_losses)
+        types, generator = self._of_losses, np.random.default_rng(0)
+        cotangents = [
+            jnp.asarray(generator.standard_normal(x.shape)).astype(x.dtype)
+            for x in types
+        ]
+        if len(types) == 1 and not types[0].shape:  # A loss.
+            cotangents = [jnp.ones((), types[0].dtype)]
 
         def run(*arrays: Array) -> list[Array]:
             _, back, results = self.differentiated(fun, arrays)
@@ -226,12 +232,3 @@ def _losses_in(results: Sequence[Var], treedef: PyTree) -> list[int]:
     if isinstance(first, int) and first in floats and not results[first].aval.shape:
         return [first]
     return floats
-
-
-def _cotangents_of(losses: Sequence[Aval]) -> list[Array]:
-    if len(losses) == 1 and not losses[0].shape:
-        return [jnp.ones((), losses[0].dtype)]
-    generator = np.random.default_rng(0)
-    return [
-        jnp.asarray(generator.standard_normal(x.shape)).astype(x.dtype) for x in losses
-    ]

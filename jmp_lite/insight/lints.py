@@ -20,7 +20,6 @@ from jmp_lite.autocasting.decide.facts import (
     Facts,
     Mark,
     NumberOrigin,
-    Origin,
     State,
     is_equation,
     is_from_16_bits,
@@ -163,7 +162,10 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
             name = id(record.origin)
             low = (is_from_16_bits(o.state, o.lineage.roots) for o in record.operands)
             widens = any(low) and roots_of(record.operands) is None
-            if widens and not _is_by_choice(record.origin):
+            origin = record.origin
+            # A number, or the carry of a loop, is float32 by choice.
+            is_op = is_equation(origin) and params.op_of(origin) not in HIGHER_ORDER
+            if widens and is_op:
                 first.setdefault(name, decided)
             if name in first:
                 after.setdefault(name, []).append(decided)
@@ -184,11 +186,6 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
             f"ops ({count(size)}B) from here on run in float32",
             "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
         )
-
-
-def _is_by_choice(origin: Origin) -> bool:
-    """Whether a value is a number or the carry of a loop, not the result of an op."""
-    return not is_equation(origin) or params.op_of(origin) in HIGHER_ORDER
 
 
 def _float32_input(inputs: LintInput) -> Iterator[Lint]:
@@ -234,8 +231,7 @@ def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
         record = decided.record
         if record.result is None or record.decision.run is not Run.FULL:
             continue
-        # It trains its carries, or filters: a small state, solved for.
-        if _differentiates(record.eqn) or _is_filter(record.eqn):
+        if _trains_or_filters(record.eqn):
             continue
         remedy = "Apply jmp_lite.as_low to the named value if 16 bits suffice"
         is_result = record.decision.reason is Reason.CARRY_RESULT
@@ -247,21 +243,18 @@ def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
             )
 
 
-def _differentiates(loop: Eqn) -> bool:
-    """Whether a step of a loop computes a gradient."""
-    return any(
-        source.is_transposed(eqn)
-        for body in params.inner_jaxprs(loop)
-        for eqn, _ in placed_equations(body, Place())
-    )
+def _trains_or_filters(loop: Eqn) -> bool:
+    """Whether a loop computes a gradient, solves, or multiplies small matrices alone.
 
-
-def _is_filter(loop: Eqn) -> bool:
-    """Whether a loop multiplies small matrices alone, or solves with them."""
-    ops = [eqn for body in params.inner_jaxprs(loop) for eqn, _ in equations(body)]
-    if any(params.op_of(eqn) in SOLVING for eqn in ops):
+    A filter has a small state, which it solves for.
+    """
+    bodies = list(params.inner_jaxprs(loop))
+    live = [eqn for body in bodies for eqn, _ in placed_equations(body, Place())]
+    eqns = [eqn for body in bodies for eqn, _ in equations(body)]
+    solves = any(params.op_of(eqn) in SOLVING for eqn in eqns)
+    if solves or any(map(source.is_transposed, live)):
         return True
-    sizes = [product_sizes(e) for e in ops if params.op_of(e) in PRODUCTS]
+    sizes = [product_sizes(e) for e in eqns if params.op_of(e) in PRODUCTS]
     return bool(sizes) and all(n < 8 for size in sizes for n in size)
 
 
@@ -495,7 +488,10 @@ def _opaque(inputs: LintInput) -> Iterator[Lint]:
             is_cast = _has_low(decided) and returns_float32 and is_kernel
             remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
         inside = [e for j in params.inner_jaxprs(eqn) for e, _ in equations(j)]
-        n_products = sum(map(_is_float32_product, inside))
+        n_products = sum(
+            params.op_of(e) in PRODUCTS and any(map(structure.is_float32, e.invars))
+            for e in inside
+        )
         is_inside = id(eqn) in known
         known.update(map(id, inside))
         needs_digits = is_inside or decided.row.op in HOLDING_SOLVERS
@@ -515,10 +511,6 @@ def _is_kernel(op: str) -> bool:
     """Whether autocast does not know what an op computes."""
     known = record_of(op)
     return known is None or known.group == "kernel" or known.is_higher_order
-
-
-def _is_float32_product(eqn: Eqn) -> bool:
-    return params.op_of(eqn) in PRODUCTS and any(map(structure.is_float32, eqn.invars))
 
 
 _FOR_A_FUNCTION = "Apply jmp_lite.autocast to the function inside it if 16 bits suffice"

@@ -19,12 +19,7 @@ from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.formats.number_format import NumberFormat
 from jmp_lite.insight.candidates import NUMBER, without_numbers
 from jmp_lite.insight.comparison import Comparison, compared_with_float32
-from jmp_lite.insight.gradients import (
-    ArgNums,
-    Arguments,
-    Differentiable,
-    floats_in,
-)
+from jmp_lite.insight.gradients import ArgNums, Arguments, Differentiable, floats_in
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs import structure
@@ -115,11 +110,8 @@ class Sample:
         changed = self._run(highest.evaluate_in_float32, nearby)
         pairs = zip(changed, self._exact, strict=True)
         self._is_judged = [_distance(a, b) <= 0.1 for a, b in pairs]
-        self.not_judged = tuple(
-            name
-            for name, is_judged in zip(self._names, self._is_judged, strict=True)
-            if not is_judged
-        )
+        judged = zip(self._names, self._is_judged, strict=True)
+        self.not_judged = tuple(name for name, is_judged in judged if not is_judged)
         if not any(self._is_judged[: self._n_outputs]):
             raise ValueError(
                 "There is nothing to compare: the function has no floating-point "
@@ -137,7 +129,8 @@ class Sample:
         )
         found = self._run(run, self._arrays, options)
         errors = [
-            _distance(a, b) if is_judged or _is_broken(a, b) else 0.0
+            # Infinities and NaN count even in a result that is not judged.
+            _distance(a, b) if is_judged or (~np.isfinite(a) & (a != b)).any() else 0.0
             for a, b, is_judged in zip(found, self._exact, self._is_judged, strict=True)
         ]
         worst = self._names[int(np.argmax(errors))] if any(errors) else ""
@@ -171,7 +164,11 @@ class Sample:
                 "only, apply jax.lax.stop_gradient inside it."
             )
             raise
-        return [_wide(x) for x in jax.device_get(results)]
+        complex_or_real = np.complex128, np.float64
+        return [
+            np.asarray(x).astype(complex_or_real[not np.iscomplexobj(x)])
+            for x in jax.device_get(results)
+        ]
 
     def _check_exact(self) -> None:
         for name, array in zip(self._names, self._exact, strict=True):
@@ -200,17 +197,6 @@ def _in_the_last_bit(array: Array) -> Array:
     changed = array.astype(wide) * jnp.asarray(1 + float(info.eps) * signs, wide)
     is_whole = array == jnp.round(array)
     return jnp.where(is_whole, array, changed.astype(array.dtype))
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-    known = np.asarray(array)
-    is_complex = np.issubdtype(known.dtype, np.complexfloating)
-    return known.astype(np.complex128 if is_complex else np.float64)
-
-
-def _is_broken(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether a number is infinite or NaN while the reference is not."""
-    return bool((~np.isfinite(a) & (a != b)).any())
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -321,14 +307,10 @@ class TuningReport:
         ]
         if self.kept:
             headers = ("kept", "", "as", "error without it", "worst in")
+            named = [(k, name_of(k.precision).upper()) for k in self.kept]
             rows = [
-                (
-                    k.kind,
-                    k.name or "(all)",
-                    name_of(k.precision).upper(),
-                    *_cells(k.without),
-                )
-                for k in self.kept
+                (k.kind, k.name or "(all)", precision, *_cells(k.without))
+                for k, precision in named
             ]
             lines.append(text_table(headers, [("", rows)], right=(3,)))
         if self.not_judged:

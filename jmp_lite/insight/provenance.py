@@ -3,19 +3,30 @@
 import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jmp_lite import ops
 from jmp_lite.jaxprs import params, products, structure
-from jmp_lite.jaxprs.dataflow import Fact, ForwardAnywhere
+from jmp_lite.jaxprs.dataflow import ForwardAnywhere
 from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr
 
+Parts = TypeVar("Parts", bound=tuple[Any, ...])
 
-class ProgramAnalysis(ForwardAnywhere[Fact]):
-    """Follows values through a program whose inputs are unknown."""
+
+class _UnionAnalysis(ForwardAnywhere[Parts]):
+    """Follows values whose facts are tuples of sets and flags.
+
+    The inputs of the program are unknown.
+    """
+
+    def join(self, one: Parts, other: Parts) -> Parts:
+        """Returns the fact of a value that is one of two: each set of either."""
+        if one == other:
+            return one
+        return type(one)(*(a | b for a, b in zip(one, other, strict=True)))
 
     def follow(self, jaxpr: Jaxpr) -> None:
         """Follows the values of a whole program."""
@@ -88,7 +99,6 @@ class ValueParts(NamedTuple):
         contains a sum or another product.
       near: the products that are a term of a difference of products.
       is_sum: whether it contains a sum over an axis.
-      is_one_hot: whether it is a comparison, cast to numbers.
       is_integer: whether it is made from integers only.
     """
 
@@ -96,11 +106,10 @@ class ValueParts(NamedTuple):
     differing: frozenset[int] = frozenset()
     near: frozenset[int] = frozenset()
     is_sum: bool = False
-    is_one_hot: bool = False
     is_integer: bool = False
 
 
-class ProductReaders(ProgramAnalysis[ValueParts]):
+class ProductReaders(_UnionAnalysis[ValueParts]):
     """Follows matrix products to readers that need more than 16 bits.
 
     Attributes:
@@ -118,19 +127,6 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
     def nothing(self) -> ValueParts:
         """A number or an argument contains no product."""
         return ValueParts()
-
-    def join(self, one: ValueParts, other: ValueParts) -> ValueParts:
-        """Returns the parts of a value that is one of two."""
-        if one == other:
-            return one
-        return ValueParts(
-            one.products | other.products,
-            one.differing | other.differing,
-            one.near | other.near,
-            one.is_sum or other.is_sum,
-            one.is_one_hot or other.is_one_hot,
-            one.is_integer or other.is_integer,
-        )
 
     def transfer(
         self, eqn: Eqn, facts: Sequence[ValueParts], path: str
@@ -156,10 +152,9 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
                 self.found["low lookup"].add(id(eqn))
             return ValueParts(products=frozenset([id(eqn)]))
         if op == "convert_element_type" and structure.is_float32(eqn.outvars[0]):
-            is_bool = structure.dtype_of(eqn.invars[0]) == np.bool_
             is_integer = structure.is_integer(eqn.invars[0])
-            if is_bool or is_integer:
-                return ValueParts(is_one_hot=is_bool, is_integer=is_integer)
+            if is_integer or structure.dtype_of(eqn.invars[0]) == np.bool_:
+                return ValueParts(is_integer=is_integer)
         if op == "iota":
             return ValueParts(is_integer=True)
         if op not in _KEEPING_TERMS:
@@ -178,7 +173,6 @@ class ProductReaders(ProgramAnalysis[ValueParts]):
             differing=differing,
             near=near if op != "mul" else frozenset(),  # A square is a variance.
             is_sum=joint.is_sum or op == "reduce_sum",
-            is_one_hot=joint.is_one_hot and op in ops.MOVING,
             is_integer=joint.is_integer
             and all(
                 fact.is_integer or structure.is_literal(atom)
@@ -206,7 +200,7 @@ class Left(NamedTuple):
     of_carry: bool = False
 
 
-class Residues(ProgramAnalysis[Left]):
+class Residues(_UnionAnalysis[Left]):
     """Follows the difference of a value and a product to states and results.
 
     Attributes:
@@ -227,14 +221,6 @@ class Residues(ProgramAnalysis[Left]):
     def nothing(self) -> Left:
         """A number or an argument is no product."""
         return Left()
-
-    def join(self, one: Left, other: Left) -> Left:
-        """Returns what is left in a value that is one of two."""
-        return Left(
-            one.products | other.products,
-            one.residues | other.residues,
-            one.of_carry or other.of_carry,
-        )
 
     def _loop(
         self,
@@ -273,7 +259,7 @@ class Residues(ProgramAnalysis[Left]):
         return [joint] * len(eqn.outvars)
 
 
-class Differences(ProgramAnalysis[frozenset[int]]):
+class Differences(ForwardAnywhere[frozenset[int]]):
     """Follows differences to ops that amplify their rounding error.
 
     A fact is the differences that a value is made of, by id of the equation.
@@ -285,6 +271,10 @@ class Differences(ProgramAnalysis[frozenset[int]]):
     def __init__(self) -> None:
         super().__init__()
         self.amplified: set[int] = set()
+
+    def follow(self, jaxpr: Jaxpr) -> None:
+        """Follows the values of a whole program."""
+        self.outputs(jaxpr, [frozenset()] * len(structure.parts(jaxpr).invars))
 
     def nothing(self) -> frozenset[int]:
         """A number is not a difference."""

@@ -311,23 +311,21 @@ def _scale(largest: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
         return np.asarray(scale_for(jnp.float32(np.minimum(largest, end)), dtype))
 
 
-def _plus(a: Count, b: Count) -> Count:
-    low = a.low + b.low  # It wraps around.
-    return Count(low, a.high + b.high + (low < a.low).astype(np.uint32))
-
-
 def _widest() -> Dtype:
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 def added(a: Counts, b: Counts) -> Counts:
     """Returns the sum of the counts of two arrays or two steps."""
-    return {
-        name: getattr(jnp, _JOINS[name][0])(a[name], b[name])
-        if name in _JOINS
-        else _plus(a[name], b[name])
-        for name in a
-    }
+    joined: Counts = {}
+    for name, one in a.items():
+        if name in _JOINS:
+            joined[name] = getattr(jnp, _JOINS[name][0])(one, b[name])
+            continue
+        low = one.low + b[name].low  # It wraps around.
+        is_over = (low < one.low).astype(np.uint32)
+        joined[name] = Count(low, one.high + b[name].high + is_over)
+    return joined
 
 
 def are_finite(counts: Counts) -> Array:

@@ -12,13 +12,7 @@ from jax.typing import DTypeLike
 from jmp_lite.insight import statistics
 from jmp_lite.insight.report import dtype_that_overflows
 from jmp_lite.insight.tables import Uncalled, short, text_table
-from jmp_lite.insight.watcher import (
-    FlaggedValue,
-    Slot,
-    Source,
-    WatchedOp,
-    Watcher,
-)
+from jmp_lite.insight.watcher import FlaggedValue, Slot, Source, WatchedOp, Watcher
 from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.sharding import gathered
 from jmp_lite.jaxprs.trace import trace_function
@@ -89,33 +83,9 @@ def _numbered(stats: WatchedNumerics) -> Iterator[tuple[int, OpNumerics]]:
     columns = statistics.fetch_counts(stats.counts)
     for i, (scope, op, source, *_) in enumerate(stats.ops):
         if columns["elements"][i]:
-            is_first = bool(columns["is_first"][i])
-            numbers: Any = vars(statistics.numbers(columns, i))
-            yield (
-                i,
-                OpNumerics(
-                    **numbers, scope=scope, op=op, source=source, is_first=is_first
-                ),
-            )
-
-
-def _reaching(stats: WatchedNumerics) -> Iterator[OpNumerics]:
-    """Yields the rows of non-finite numbers that reach a result, in order.
-
-    An infinity is followed from op to op as long as each result contains an infinity or
-    a NaN. A select that drops it ends its way.
-    """
-    numbered = [(stats.ops[i], row) for i, row in _numbered(stats)]
-    broken = {op.number: op for op, row in numbered if row.inf or row.nan}
-    of_slots = dict(stats.slots)
-    seen, left = set[Source](), list(stats.results)
-    while left:
-        one = left.pop()
-        if one in seen or (isinstance(one, int) and one not in broken):
-            continue
-        seen.add(one)
-        left += broken[one].reads if isinstance(one, int) else of_slots[one]
-    yield from (row for op, row in numbered if op.number in seen)
+            found: dict[str, Any] = dict(vars(statistics.numbers(columns, i)))
+            found.update(scope=scope, op=op, source=source)
+            yield i, OpNumerics(**found, is_first=bool(columns["is_first"][i]))
 
 
 Args = ParamSpec("Args")
@@ -237,4 +207,17 @@ def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
             "Expected the second result of a watched function, got "
             f"{type(stats).__name__}."
         )
-    return next((row for row in _reaching(stats) if row.is_first), None)
+    numbered = [(stats.ops[i], row) for i, row in _numbered(stats)]
+    # An infinity is followed from op to op as long as each result contains an infinity
+    # or a NaN. A select that drops it ends its way.
+    broken = {op.number: op for op, row in numbered if row.inf or row.nan}
+    of_slots = dict(stats.slots)
+    reaching, left = set[Source](), list(stats.results)
+    while left:
+        one = left.pop()
+        if one in reaching or (isinstance(one, int) and one not in broken):
+            continue
+        reaching.add(one)
+        left += broken[one].reads if isinstance(one, int) else of_slots[one]
+    harmful = [row for op, row in numbered if op.number in reaching and row.is_first]
+    return next(iter(harmful), None)

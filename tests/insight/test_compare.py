@@ -1,5 +1,6 @@
 """Mixed precision beside float32, op by op."""
 
+import functools
 import itertools
 
 import jax
@@ -13,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 from programs import BLOCK, BLOCK_PARAMS, LAYERS, PROGRAMS, W, X, each_program
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.plan import Planner
-from jmp_lite.autocasting.run import Runner
+from jmp_lite.autocasting.api import run_function
 from jmp_lite.insight.comparer import Comparer, StagedCasts, Twin
 from jmp_lite.jaxprs.trace import trace_function
 
@@ -23,10 +23,8 @@ def lanes(fun, *args, rules="mixed"):
     """Returns the results of a function on both lanes."""
     as_traced, arrays, structure, _ = trace_function(fun, args, {})
     rules = jmp.get_rules(rules) if isinstance(rules, str) else rules
-    planner = Planner(rules)
-    plan = planner.function(as_traced, list(map(jax.typeof, arrays)))
-    run = Runner(planner, StagedCasts).function
-    traced = jax.make_jaxpr(lambda *xs: run(plan, xs))(*arrays)
+    run = functools.partial(run_function, rules, as_traced, casts=StagedCasts)
+    traced = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
 
     def on_both(*arrays):
         results = Comparer(2**16).run_program(traced, list(map(Twin, arrays)))

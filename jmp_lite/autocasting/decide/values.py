@@ -54,9 +54,8 @@ def of_constant(var: Var, array: Array, low_dtype: Dtype) -> Facts:
     Like a number of the program, such a constant saturates if everything is low.
     """
     shape = structure.shape_of(var.aval)
-    if not structure.is_float32(var):
-        return Facts.of(Spec(None, Kind.GIVEN), Constant(), shape)
-    if not structure.is_tracer(array):
+    is_float32 = structure.is_float32(var)
+    if is_float32 and not structure.is_tracer(array):
         numbers = np.asarray(array)
         with np.errstate(over="ignore"):
             low = numbers.astype(low_dtype).astype(np.float32)
@@ -64,7 +63,8 @@ def of_constant(var: Var, array: Array, low_dtype: Dtype) -> Facts:
         if too_large.size:
             element = NumberOrigin(float(too_large.flat[0]), is_element=True)
             return Facts.of(Spec(State.HARD, Kind.LITERAL), element, shape)
-    return Facts.of(Spec(State.SOFT, Kind.GIVEN), Constant(), shape)
+    spec = Spec(State.SOFT if is_float32 else None, Kind.GIVEN)
+    return Facts.of(spec, Constant(), shape)
 
 
 def of_literal(atom: Literal, low_dtype: Dtype) -> Facts:
@@ -192,7 +192,9 @@ def kind_of_results(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
       kinds: the kinds of its operands.
     """
     op, found = params.op_of(eqn), set(kinds)
-    if _takes_one_slice(op, eqn) or _takes_rows_of_16_bits(op, eqn):
+    takes_rows = op in TAKING_SLICES and not structure.is_float32(eqn.outvars[0])
+    are_16_bits = takes_rows and structure.is_float(eqn.outvars[0])
+    if _takes_one_slice(op, eqn) or are_16_bits:
         # One layer's weights of a stack; many rows of a table are activations, but
         # rows of 16 bits are as exact as the table.
         found = {kinds[0]}
@@ -208,13 +210,6 @@ def kind_of_results(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
         return Kind.SCALED if is_table else Kind.COMPUTED
     order = (Kind.INTEGER, Kind.SCALED, Kind.GIVEN, Kind.END, Kind.LITERAL)
     return next((kind for kind in order if kind in found), Kind.EXACT)
-
-
-def _takes_rows_of_16_bits(op: str, eqn: Eqn) -> bool:
-    if op not in TAKING_SLICES:
-        return False
-    (var,) = eqn.outvars
-    return structure.is_float(var) and not structure.is_float32(var)
 
 
 def _takes_one_slice(op: str, eqn: Eqn) -> bool:

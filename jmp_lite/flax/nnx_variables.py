@@ -1,17 +1,23 @@
-"""Parts of nnx modules, chosen and cast to 16 bits."""
+"""The variables of nnx modules: chosen, cast to 16 bits, counted and restored."""
 
+import contextlib
 import difflib
+import functools
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, parse_dtype
-from jmp_lite.casting.dtypes import dtype_summary as core_dtype_summary
-from jmp_lite.casting.types import PyTree
-from jmp_lite.flax.nnx_autocast import Model, check_model, modules_of
+from jmp_lite.casting import dtypes
+from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, is_array, parse_dtype
+from jmp_lite.casting.types import Array, Dtype, Leaf, Path, PyTree
+from jmp_lite.flax.nnx_autocast import Model, check_model, is_mutable, modules_of
+from jmp_lite.scaling.skipping import select_tree
+from jmp_lite.scaling.state import LossScalingState
 
 # It does not match a block or a cell that is named after its norm.
 _NORM = re.compile(r"(?i)(layer|rms|group|batch|instance)_?norm(s|alization)?(?![a-z])")
@@ -82,17 +88,10 @@ def nothing_selected(selector: Selector, items: Iterable[tuple[str, object]]) ->
     """
     found = [(path, type(item).__name__) for path, item in items]
     names = list(dict.fromkeys(name for pair in found for name in pair if name))
-    given = [
-        one if isinstance(one, str) else getattr(one, "__name__", str(one))
-        for one in as_tuple(selector)
-    ]
-    near = [
-        match
-        for one in given
-        for match in difflib.get_close_matches(one, names, n=2, cutoff=0.4)
-    ]
-    nearest = " or ".join(map(repr, dict.fromkeys(near)))
-    hint = f" Did you mean {nearest}?" if near else ""
+    given = [getattr(one, "__name__", str(one)) for one in as_tuple(selector)]
+    close = [difflib.get_close_matches(one, names, n=2, cutoff=0.4) for one in given]
+    near = dict.fromkeys(name for some in close for name in some)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     there = ", ".join(f"{path} ({name})" for path, name in found[:12] if path)
     more = ", ..." if len(found) > 12 else ""
     return f"{selector!r} selects nothing.{hint} There is: {there}{more}."
@@ -130,7 +129,15 @@ def to_float(model: Model, dtype: DTypeLike, where: Selector = None) -> Model:
       >>> low(jnp.ones((1, 4))).dtype
       dtype(bfloat16)
     """
-    parsed, parts = parse_dtype(dtype), _selected(model, where)
+    parsed = parse_dtype(dtype)
+    check_model(model)
+    check_selector(where)
+    parts = _paths(model)
+    found = [m for path, m in parts if is_selected(where, path, m)]
+    if not found:
+        raise ValueError(nothing_selected(where, parts))
+    inside = {id(inner) for module in found for _, inner in modules_of(module)}
+    parts = [(path, m) for path, m in parts if id(m) in inside]
     with_dtype: list[Any] = [part for _, part in parts if hasattr(part, "dtype")]
     if not with_dtype:
         names = ", ".join(f"{path} ({type(part).__name__})" for path, part in parts)
@@ -181,13 +188,9 @@ def cast(model: Model, dtype: DTypeLike, keep: Selector = None) -> Model:
     selected = [module for _, module in modules if isinstance(module, classes)]
     norms = [m for path, m in modules if _NORM.search(f"{path}/{type(m).__name__}")]
     of_norms, named = (
-        {id(v) for m in parts for v in _variables(m)} for parts in (norms, selected)
+        {id(v) for m in parts for _, v in _variables(m)} for parts in (norms, selected)
     )
-    variables = [
-        ("/".join(map(str, path)), node)
-        for path, node in nnx.iter_graph(changed, graph=True)
-        if isinstance(node, nnx.Variable)
-    ]
+    variables = [("/".join(map(str, path)), v) for path, v in _variables(changed)]
     named |= {id(v) for path, v in variables if is_selected(keep, path, v)}
     if keep != () and not selected and not named:
         raise ValueError(nothing_selected(keep, (*modules, *variables)))
@@ -274,19 +277,14 @@ def dtype_summary(model: nnx.Module) -> ModelDtypes:
     seen: set[int] = set()
     rows: list[ModuleDtypes] = []
     # Submodules come first, so that the rest is a module's own.
-    for path, module in sorted(_paths(model), key=_depth, reverse=True):
-        own = [v for v in _variables(module) if id(v) not in seen]
+    for path, module in sorted(modules_of(model), key=lambda found: -len(found[0])):
+        own = [v for _, v in _variables(module) if id(v) not in seen]
         seen.update(map(id, own))
         if own:
-            summary = core_dtype_summary([v.get_value() for v in own])
-            name = f"({type(module).__name__})"
-            rows.append(ModuleDtypes(" ".join(filter(None, (path, name))), summary))
+            name = f"{'/'.join(map(str, path))} ({type(module).__name__})".lstrip()
+            summary = dtypes.dtype_summary([v.get_value() for v in own])
+            rows.append(ModuleDtypes(name, summary))
     return ModelDtypes(sorted(rows, key=lambda row: row.path))
-
-
-def _depth(pair: tuple[str, nnx.Module]) -> int:
-    path, _ = pair
-    return len(path.split("/")) if path else 0
 
 
 def _paths(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
@@ -294,19 +292,119 @@ def _paths(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     return [("/".join(map(str, path)), m) for path, m in modules_of(model)]
 
 
-def _variables(module: nnx.Module) -> list[nnx.Variable[PyTree]]:
-    return [
-        v for _, v in nnx.iter_graph(module, graph=True) if isinstance(v, nnx.Variable)
-    ]
+def _variables(model: nnx.Module) -> list[tuple[Path, nnx.Variable[PyTree]]]:
+    """Returns all variables of a model, each with its path."""
+    nodes = nnx.iter_graph(model, graph=True)
+    return [(path, node) for path, node in nodes if isinstance(node, nnx.Variable)]
 
 
-def _selected(model: nnx.Module, where: Selector) -> list[tuple[str, nnx.Module]]:
-    """Returns the modules that a selector matches, and their submodules."""
-    check_model(model)
-    check_selector(where)
-    parts = _paths(model)
-    found = [m for path, m in parts if is_selected(where, path, m)]
-    if not found:
-        raise ValueError(nothing_selected(where, parts))
-    inside = {id(inner) for module in found for _, inner in modules_of(module)}
-    return [(path, m) for path, m in parts if id(m) in inside]
+@contextlib.contextmanager
+def restore_if_skipped(model: PyTree, optimizer: nnx.Optimizer[Any]) -> Generator[None]:
+    """Restores the statistics of a model if the optimizer skips the step.
+
+    ``loss_scaling`` and ``skip_nonfinite`` keep the parameters if a gradient is not
+    finite. But the forward pass of that step has already changed the model: one batch
+    with a NaN would leave NaN in the averages of BatchNorm.
+
+    If a gradient is not finite, the variables of the model return to their values at
+    the start of the ``with`` block, bit for bit. Two kinds of variables are not
+    restored: those of a type that the optimizer updates, and random number state
+    (``nnx.RngState``), which continues.
+
+    The block may change the structure of the model, as ``Module.sow`` and ``nnx.pop``
+    do. A structure cannot depend on a traced value, so it is the same whether the step
+    is skipped or not: new variables stay, with their new values, and popped ones stay
+    away. Inside of a variable, each array with its old place, shape and dtype returns
+    to its old value.
+
+    Args:
+      model: a module, or a tuple, list or dictionary of modules, such as a generator
+        and a discriminator that one loss runs.
+      optimizer: the optimizer that the block updates, with ``loss_scaling`` or
+        ``skip_nonfinite`` in it. If it contains several, all gradients have to be
+        finite.
+
+    Returns:
+      A context manager, for use inside or outside of ``nnx.jit``.
+
+    Raises:
+      TypeError: ``model`` contains something other than nnx modules, or ``optimizer``
+        is not an ``nnx.Optimizer``.
+      ValueError: the optimizer never skips a step.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jmp_lite as jmp
+      >>> import jmp_lite.nnx
+      >>> import optax
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> transformation = jmp.skip_nonfinite(optax.sgd(0.1))
+      >>> optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+      >>> nan = jnp.full((4, 2), jnp.nan)
+      >>> with jmp.nnx.restore_if_skipped(model, optimizer):
+      ...     grads = nnx.grad(lambda model: model(nan).sum())(model)
+      ...     _ = optimizer.update(model, grads)
+      >>> model.mean[...]
+      Array([0., 0.], dtype=float32)
+    """
+    models = jax.tree.leaves(model, is_leaf=is_mutable) or [model]
+    for each in models:
+        check_model(each)
+    if not isinstance(optimizer, nnx.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"Expected an nnx.Optimizer, got {type(optimizer).__name__}.")
+    _grads_finite(optimizer)  # Raises if it never skips a step.
+    goes_on = nnx.Any(optimizer.wrt, nnx.RngState)
+    before = _variables_by_place(models, goes_on)
+    # The block may put another variable in the place of one, or move one.
+    old_of = {id(variable): variable.get_value() for variable in before.values()}
+    old_at = {place: old_of[id(variable)] for place, variable in before.items()}
+    yield
+    is_finite = _grads_finite(optimizer)
+    for place, variable in _variables_by_place(models, goes_on).items():
+        new = variable.get_value()
+        old = old_of.get(id(variable), old_at.get(place, new))
+        arrays = dict(jax.tree.leaves_with_path(old))
+
+        def restored(path: Path, leaf: Leaf, was: PyTree = arrays) -> Leaf:
+            like = was.get(path, leaf)
+            is_alike = _shape_and_dtype(leaf) == _shape_and_dtype(like) is not None
+            return select_tree(is_finite, leaf, like) if is_alike else leaf
+
+        variable.set_value(jax.tree.map_with_path(restored, new))
+
+
+def _variables_by_place(
+    models: list[nnx.Module], excluded: Callable[[Path, nnx.Variable[PyTree]], bool]
+) -> dict[tuple[int, Path], nnx.Variable[PyTree]]:
+    """Returns the variables of models, except some, by model and path."""
+    return {
+        (number, path): variable
+        for number, model in enumerate(models)
+        for path, variable in _variables(model)
+        if not excluded(path, variable)
+    }
+
+
+def _shape_and_dtype(leaf: Leaf) -> tuple[tuple[int, ...], Dtype] | None:
+    """Returns None for a leaf that is neither an array nor a number."""
+    if isinstance(leaf, bool | int | float | complex):
+        leaf = jnp.asarray(leaf)
+    return (leaf.shape, leaf.dtype) if is_array(leaf) else None
+
+
+def _grads_finite(optimizer: nnx.Optimizer[Any]) -> Array:
+    """Returns whether the gradients of the optimizer's last step were finite."""
+
+    def is_state(node: PyTree) -> TypeGuard[LossScalingState]:
+        return isinstance(node, LossScalingState)
+
+    leaves = jax.tree.leaves(optimizer.opt_state, is_leaf=is_state)
+    # Each array is in a Flax variable.
+    checks = jax.tree.leaves([x.grads_finite for x in leaves if is_state(x)])
+    if not checks:
+        raise ValueError(
+            "Expected an nnx.Optimizer that skips steps: wrap its transformation in "
+            "loss_scaling(...) or skip_nonfinite(...)."
+        )
+    return functools.reduce(jnp.logical_and, checks)
