@@ -1,6 +1,8 @@
 """The costs of number formats in compiled programs, and the losses of trainings."""
 
 import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -218,6 +220,21 @@ def test_block_scaled_products_have_kernels_on_a_b200_and_none_on_an_h100():
     of_b200, of_h100 = (recipes.measure_recipe("mxfp8", at) for at in ("b200", "h100"))
     assert (of_b200.products, of_h100.products) == (11, 0)
     assert of_b200.milliseconds < recipes.measure_recipe("mixed", "b200").milliseconds
+
+
+@pytest.mark.targets
+def test_the_recipe_for_mxfp8_multiplies_blocks_on_a_b200(monkeypatch):
+    if missing("b200"):
+        pytest.skip(missing("b200"))
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    names = {"jax": jax, "jnp": jnp, "jmp": jmp}
+    exec(re.search(r"```python\n(def mxfp8.*?)```", text, re.DOTALL)[1], names)
+    loss = jmp.autocast(recipes.mlp(jnp.dot), names["in_blocks"])
+    monkeypatch.setitem(recipes.RECIPES, "recipe", loss)
+    found = recipes.measure_recipe("recipe", "b200")
+    assert found.products == 14
+    mixed = recipes.measure_recipe("mixed", "b200")
+    assert found.milliseconds / mixed.milliseconds == pytest.approx(0.87, abs=0.02)
 
 
 @pytest.mark.targets
