@@ -13,7 +13,7 @@ from jmp_lite.insight.statistics import stacked
 from jmp_lite.insight.tables import TOP, Place
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.dataflow import has_lanes
-from jmp_lite.jaxprs.evaluate import Body, CarryForms, Evaluator, Frame
+from jmp_lite.jaxprs.evaluate import Body, Evaluator, Frame
 from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Literal, PyTree
 
 ValueT = TypeVar("ValueT")
@@ -150,10 +150,8 @@ class CountingEvaluator(
         operands: Sequence[ValueT],
         site: Place,
         required: Sequence[FormT] = (),
-        name: str | None = None,
     ) -> CountedBody[FormT, OpT]:
         """Returns a jaxpr of the tool's arrays; see ``Evaluator``."""
-        del name
         given = tuple(map(self.form, operands))
         made: list[FormT] = []
         ops: list[OpT] = []
@@ -210,17 +208,6 @@ class CountingEvaluator(
         at = sum(map(self.width, whole))
         stacked = self.pack_all(arrays[at:n], rows, self.pack_rows)
         return [*self.pack_all(arrays[:at], whole), *stacked]
-
-    def carries(
-        self, eqn: Eqn, operands: Sequence[ValueT], at: slice, site: Place
-    ) -> CarryForms[FormT, Place, CountedBody[FormT, OpT]]:
-        """Returns how carries find their forms: those of all steps are joined."""
-        del eqn
-        return CarryForms(
-            start=list(map(self.form, operands[at])),
-            next_forms=lambda forms, body: body.made[: len(forms)],
-            site=site,
-        )
 
     def _split(
         self, body: CountedBody[FormT, OpT], arrays: Sequence[Array]

@@ -349,10 +349,10 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         return results
 
     def converted(
-        self, eqn: Eqn, values: Sequence[FlaggedValue], forms: Sequence[None]
+        self, values: Sequence[FlaggedValue], forms: Sequence[None]
     ) -> list[FlaggedValue]:
         """Returns the carries of a loop: they have one form."""
-        found = super().converted(eqn, values, forms)
+        found = super().converted(values, forms)
         for new, old in zip(found, values, strict=True):
             new.sources = old.sources
         return found

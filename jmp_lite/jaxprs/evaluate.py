@@ -36,24 +36,6 @@ class Body(Generic[FormT]):
     made: tuple[FormT, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class CarryForms(Generic[FormT, SiteT, BodyT]):
-    """How the carries of a loop find their forms.
-
-    Attributes:
-      start: their first forms.
-      next_forms: returns their forms after a step, given those before it and the body.
-        The body is converted again until a step keeps all forms.
-      site: the site of the body.
-      note: receives the final forms.
-    """
-
-    start: Sequence[FormT]
-    next_forms: Callable[[Sequence[FormT], BodyT], Sequence[FormT]]
-    site: SiteT
-    note: Callable[[Sequence[FormT]], None] = lambda forms: None
-
-
 class Frame(abc.ABC, Generic[ValueT, SiteT]):
     """The values of one jaxpr while it runs.
 
@@ -160,10 +142,9 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         return values
 
     def converted(
-        self, eqn: Eqn, values: Sequence[ValueT], forms: Sequence[FormT]
+        self, values: Sequence[ValueT], forms: Sequence[FormT]
     ) -> list[ValueT]:
         """Returns the carries of a loop in other forms."""
-        del eqn
         return self.pack_all(self.unpack_all(values, forms), forms)
 
     # --------------------------------------------------------- equations and jaxprs
@@ -187,7 +168,6 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         operands: Sequence[ValueT],
         site: SiteT,
         required: Sequence[FormT] = (),
-        name: str | None = None,
     ) -> BodyT:
         """Returns a jaxpr inside of an equation as a jaxpr of the tool's arrays.
 
@@ -196,7 +176,6 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
           operands: the values of its operands.
           site: the site of the equation.
           required: the forms of its first results.
-          name: the name of a mere call; None for any other equation.
         """
 
     @abc.abstractmethod
@@ -214,19 +193,6 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
           bodies: the jaxprs inside, each with its operands.
           arrays: the arrays of the results, then those that the tool has added.
           number: the number of the jaxpr whose results they are.
-        """
-
-    @abc.abstractmethod
-    def carries(
-        self, eqn: Eqn, operands: Sequence[ValueT], at: slice, site: SiteT
-    ) -> CarryForms[FormT, SiteT, BodyT]:
-        """Returns how the carries of a loop find their forms.
-
-        Args:
-          eqn: the loop.
-          operands: the operands of its body: constants, carries, and slices.
-          at: the positions of the carries.
-          site: its site.
         """
 
     # ------------------------------------------------------------------------ the run
@@ -278,19 +244,12 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
     ) -> Sequence[ValueT]:
         """Runs an op that only calls its jaxpr."""
-        name = params.call_name(eqn)
-        body = self.body(params.body_of(eqn), operands, site, name=name)
+        body = self.body(params.body_of(eqn), operands, site)
         arrays = self.unpack_all(operands, body.given)
-        out = self.bind_call(eqn, arrays, body)
+        is_remat = params.op_of(eqn) in params.REMAT
+        bind = params.bind_remat if is_remat else params.bind_call
+        out = bind(eqn, arrays, body.jaxpr)
         return self.collect_results(eqn, [(body, operands)], out)
-
-    def bind_call(
-        self, eqn: Eqn, arrays: Sequence[Array], body: BodyT
-    ) -> Sequence[Array]:
-        """Binds a call to another jaxpr."""
-        if params.op_of(eqn) in params.REMAT:
-            return params.bind_remat(eqn, arrays, body.jaxpr)
-        return params.bind_call(eqn, arrays, body.jaxpr)
 
     def cond(
         self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
@@ -310,36 +269,29 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         out = self.bind_cond(eqn, [which, *arrays], branches)
         return self.collect_results(eqn, [(branch, others) for branch in branches], out)
 
+    @abc.abstractmethod
     def bind_cond(
         self, eqn: Eqn, arrays: Sequence[Array], branches: Sequence[BodyT]
     ) -> Sequence[Array]:
         """Binds a cond to other branches."""
-        return params.bind_cond(eqn, arrays, [branch.jaxpr for branch in branches])
 
     def settle(
-        self,
-        eqn: Eqn,
-        jaxpr: Jaxpr,
-        operands: list[ValueT],
-        at: slice,
-        carries: CarryForms[FormT, SiteT, BodyT],
+        self, jaxpr: Jaxpr, operands: list[ValueT], at: slice, site: SiteT
     ) -> BodyT:
         """Returns the body of a loop, converted until its carries keep their forms.
 
         Args:
-          eqn: the loop.
-          jaxpr: its body.
-          operands: the operands of the body; the carries change their forms.
+          jaxpr: the body.
+          operands: its operands; the carries change their forms.
           at: the positions of the carries.
-          carries: how they find their forms.
+          site: the site of the loop.
         """
-        first, forms = operands[at], list(carries.start)
+        first, forms = operands[at], list(map(self.form, operands[at]))
         while True:
-            operands[at] = self.converted(eqn, first, forms)
-            body = self.body(jaxpr, operands, carries.site, forms)
-            found = list(carries.next_forms(forms, body))
+            operands[at] = self.converted(first, forms)
+            body = self.body(jaxpr, operands, site, forms)
+            found = list(body.made[: len(forms)])
             if found == forms:
-                carries.note(forms)
                 return body
             forms = found
 
@@ -349,17 +301,15 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         """Runs a scan."""
         n_consts, n_carry = params.scan_counts(eqn)
         at, given = slice(n_consts, n_consts + n_carry), list(operands)
-        carries = self.carries(eqn, given, at, site)
-        body = self.settle(eqn, params.body_of(eqn), given, at, carries)
+        body = self.settle(params.body_of(eqn), given, at, site)
         out = self.bind_scan(eqn, given, body)
         return self.collect_results(eqn, [(body, given)], out)
 
+    @abc.abstractmethod
     def bind_scan(
         self, eqn: Eqn, operands: Sequence[ValueT], body: BodyT
     ) -> Sequence[Array]:
         """Binds a scan to another body."""
-        arrays = self.unpack_all(operands, body.given)
-        return params.bind_scan(eqn, arrays, body.jaxpr)
 
     def while_loop(
         self, eqn: Eqn, operands: Sequence[ValueT], site: SiteT
@@ -367,27 +317,19 @@ class Evaluator(abc.ABC, Generic[ValueT, FormT, SiteT, BodyT]):
         """Runs a while."""
         loop = params.while_parts(eqn)
         given, at = list(operands[loop.n_cond :]), slice(loop.n_body, None)
-        carries = self.carries(eqn, given, at, site)
-        step = self.settle(eqn, loop.body, given, at, carries)
+        step = self.settle(loop.body, given, at, site)
         of_test = [*operands[: loop.n_cond], *given[at]]
-        test = self.body(loop.cond, of_test, self.site_of_test(site))
+        test = self.body(loop.cond, of_test, site)
         out = self.bind_while(eqn, [*operands[: loop.n_cond], *given], test, step)
         return self.collect_results(
             eqn, [(test, of_test), (step, given)], out, number=1
         )
 
-    def site_of_test(self, site: SiteT) -> SiteT:
-        """Returns the site of the condition of a while at a site."""
-        return site
-
+    @abc.abstractmethod
     def bind_while(
         self, eqn: Eqn, operands: Sequence[ValueT], test: BodyT, step: BodyT
     ) -> Sequence[Array]:
         """Binds a while to another condition and another body."""
-        n_test = params.while_parts(eqn).n_cond
-        forms = [*test.given[:n_test], *step.given]
-        arrays = self.unpack_all(operands, forms)
-        return params.bind_while(eqn, arrays, test.jaxpr, step.jaxpr)
 
     @abc.abstractmethod
     def shard_map(
