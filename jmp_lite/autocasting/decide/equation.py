@@ -106,7 +106,10 @@ def decide(
         or _decide_by_class(op, match, floats, readers, rules.low_dtype, held)
     )
     if _loses_slope(op, floats, decision.run):
-        return dataclasses.replace(decision, keeps_slope=True)
+        # One that runs in float32 has a float32 result: the cast would be a second one.
+        is_full = decision.run is Run.FULL and decision.state is State.LOW
+        state = State.HARD if is_full else decision.state
+        return dataclasses.replace(decision, state=state, keeps_slope=True)
     return decision
 
 
