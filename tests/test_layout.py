@@ -36,7 +36,7 @@ ALONE = {"mutables": set(), "plots": {"casting"}}
 """Rooms that are not in this order, with the rooms that they may import from."""
 # The same inside of autocasting.
 AUTOCASTING = (
-    *("rules", "decide", "passes", "walk", "plan", "evaluate", "custom_functions"),
+    *("rules", "decide", "passes", "walk", "plan", "binding", "custom_functions"),
     *("run", "arguments", "api", "marks"),
 )
 CALL_EACH_OTHER = {("walk", "plan"), ("custom_functions", "run")}

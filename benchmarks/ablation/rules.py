@@ -35,7 +35,7 @@ from benchmarks.report import stamp, write
 from benchmarks.sweep.collection import chosen
 from benchmarks.sweep.measure import DTYPES, SEEDS, errors_of, in_float32
 from benchmarks.sweep.program import Products, Random
-from jmp_lite.autocasting import evaluate, walk
+from jmp_lite.autocasting import binding, walk
 from jmp_lite.autocasting.decide import equation, readers, special_ops, values
 from jmp_lite.autocasting.decide.facts import Mark, Readers
 from jmp_lite.autocasting.decide.lookup import RuleLookup
@@ -196,7 +196,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "broadcast": Rule(
         "what is broadcast is broadcast in float32, then cast",
-        _replacing((evaluate, "BROADCASTING", frozenset())),
+        _replacing((binding, "BROADCASTING", frozenset())),
     ),
     "raise once": Rule(
         "a 16-bit value that several float32 ops read is raised once",

@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.arguments import read_function
-from jmp_lite.autocasting.evaluate import Casts
+from jmp_lite.autocasting.binding import Casts
 from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
+from jmp_lite.autocasting.binding import Value
 from jmp_lite.autocasting.decide.decisions import Plan, Site, Step
 from jmp_lite.autocasting.decide.facts import Facts, Kind, Readers, Spec
-from jmp_lite.autocasting.evaluate import Value
 from jmp_lite.casting.types import Leaf
 from jmp_lite.jaxprs import custom_rules, params, structure
 from jmp_lite.jaxprs.types import (

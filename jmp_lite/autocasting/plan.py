@@ -2,9 +2,8 @@
 
 A plan is made in three passes over a jaxpr. ``contents`` and ``ancestry`` follow values
 forward, and mark ops. ``readers`` goes backward, and finds what the readers of each
-value need. The walk here goes forward again: it knows the facts of the operands of each
-equation, decides, and finds the facts of the results. It reads types, and no numbers
-but those of constants.
+value need. ``Walk`` goes forward again, and decides. A plan depends on types, and on no
+numbers but those that stand in the program.
 
 Example, for ``jnp.exp(x @ w)`` under the preset "mixed"::
 
@@ -18,10 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jmp_lite.autocasting.decide import values
-from jmp_lite.autocasting.decide.decisions import (
-    Plan,
-    Site,
-)
+from jmp_lite.autocasting.decide.decisions import Plan, Site
 from jmp_lite.autocasting.decide.facts import (
     Facts,
     Input,
@@ -32,9 +28,7 @@ from jmp_lite.autocasting.decide.facts import (
     leave_others,
 )
 from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.decide.readers import (
-    UseAnalysis,
-)
+from jmp_lite.autocasting.decide.readers import UseAnalysis
 from jmp_lite.autocasting.decide.values import leave_functions
 from jmp_lite.autocasting.passes.labels import LabelGathers
 from jmp_lite.autocasting.rules.rules import Rules, requested_formats

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jmp_lite.autocasting import custom_functions
+from jmp_lite.autocasting.binding import Casts, Value, evaluate
 from jmp_lite.autocasting.decide.decisions import Plan, Run, Step, run_alike
 from jmp_lite.autocasting.decide.facts import Facts, Spec, State
 from jmp_lite.autocasting.decide.values import as_float32
-from jmp_lite.autocasting.evaluate import Casts, Value, evaluate
 from jmp_lite.autocasting.passes import (
     held_constants,
     rematerialize,
@@ -42,7 +42,7 @@ class Runner:
     inside of an equation is traced again for exactly the dtypes of its operands.
 
     Args:
-      planner: plans derivative rules, which JAX traces after the program has run.
+      planner: plans the derivatives that JAX traces after the program has run.
       casts: the class that casts values.
     """
 
@@ -90,9 +90,11 @@ class Runner:
         """Runs an equation, and returns its results."""
         if step.decision is None:
             arrays = self._enter(step, operands)
-        elif _passes_on(step) and not step.raised:
+        elif _passes_on(step):
             # It is one value, which is cast once for the readers of both.
             (value,), (facts,) = operands, step.results
+            if step.raised:
+                return [Value(self.casts.full(value), facts)]
             is_same = value.facts is facts
             return [value if is_same else dataclasses.replace(value, facts=facts)]
         else:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp_lite.autocasting.evaluate import Casts
+from jmp_lite.autocasting.binding import Casts
 from jmp_lite.autocasting.rules.scopes import of_the_user
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.statistics import sample

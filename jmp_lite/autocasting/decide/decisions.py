@@ -114,7 +114,7 @@ class Decision:
 
 
 class DecisionRecord(NamedTuple):
-    """One decision of an interpretation.
+    """One decision of a plan.
 
     Attributes:
       eqn: the equation.
@@ -221,8 +221,9 @@ class Plan:
       constants: the facts of its constants.
       steps: one for each equation.
       results: the facts of its results.
-      made: the specs to which its results are cast.
       records: the decisions, in order, for ``explain``.
+      made: the specs to which its results are cast.
+      lineages: the lineages of the results, as ``leave_call`` reads them.
       name: the name of the function that it is, if an equation only calls it.
       others: the plans of the same jaxpr for operands with other facts.
     """
