@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
-BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep
+BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep code_bases
 
 .PHONY: help demo test test-benchmarks slow targets mutants docs benchmarks
 .PHONY: notebooks notebooks-newest gpu-tests search

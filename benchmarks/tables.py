@@ -19,6 +19,7 @@ from benchmarks import (
     accuracy,
     autocast,
     clock,
+    code_bases,
     gpu,
     growth,
     head,
@@ -272,6 +273,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         [row for row in _rows(results, "rows", steps.Predicted) if _is_lean(row)]
     ),
     "summary": summary,
+    "code_bases": lambda results: code_bases.table(
+        _rows(results, "rows", code_bases.Row)
+    ),
     "sweep.summary": lambda results: sweep_tables.summary_table(
         sweep.rows_of(results["programs"])
     ),
