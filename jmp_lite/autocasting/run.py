@@ -235,7 +235,7 @@ class Runner:
                 for mine, its in zip(plan.given, other.given, strict=True)
                 if mine != its
             )
-            is_same = other.made == plan.made and run_alike(other.records, plan.records)
+            is_same = other.made == plan.made and run_alike(other, plan)
             if are_upcast and is_same:
                 return old
         return new

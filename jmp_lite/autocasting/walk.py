@@ -13,11 +13,9 @@ import jax.numpy as jnp
 
 from jmp_lite.autocasting.decide import values
 from jmp_lite.autocasting.decide.decisions import (
+    Carry,
     Decision,
-    DecisionRecord,
     Plan,
-    Records,
-    RecordsInside,
     Run,
     Site,
     Step,
@@ -72,7 +70,6 @@ class Walk:
         if "labels" in planner.passes:
             self._parts = self._replace_label_gathers()
         self._readers = planner.uses.variables(jaxpr, site.readers, site.path)
-        self._records: Records = []
         self._steps: list[Step] = []
         self._left: dict[Var, Facts] = {}
         self._inputs = [
@@ -114,7 +111,6 @@ class Walk:
             self._constants,
             self._steps,
             results,
-            self._records,
         )
 
     def _replace_label_gathers(self) -> structure.Parts:
@@ -194,7 +190,6 @@ class Walk:
     def _step(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
         """Returns how an equation of any kind runs."""
         if decision := decide_to_keep(self._planner.lookup, eqn, site.path):
-            self._records.append(DecisionRecord(eqn, decision))
             return self._decided(eqn, operands, site, decision)
         op = params.op_of(eqn)
         if params.is_call(eqn):
@@ -218,10 +213,6 @@ class Walk:
         if site.is_in_rule:
             readers |= Readers.TRANSPOSED
         decision = decide(self._planner.lookup, eqn, operands, readers, site.path)
-        origin = None if decision.leader is None else decision.leader.origin
-        if decision.run is not Run.PASS:
-            floats = tuple(o for o in operands if o.state is not None)
-            self._records.append(DecisionRecord(eqn, decision, origin, None, floats))
         return self._decided(eqn, operands, site, decision)
 
     def _decided(
@@ -237,6 +228,7 @@ class Walk:
         site: Site,
         bodies: Sequence[tuple[Plan, Sequence[Facts]]],
         number: int = 0,
+        carries: Sequence[Carry] = (),
     ) -> Step:
         """Returns how an equation runs, given the plans of its jaxprs.
 
@@ -246,11 +238,8 @@ class Walk:
           site: its site.
           bodies: the plans of the jaxprs inside, each with its operands.
           number: the number of the jaxpr whose results are those of the equation.
+          carries: the carries of a loop.
         """
-        for plan, given in bodies:
-            origins = [facts.origin for facts in given]
-            times = params.trips(eqn)
-            self._records.append(RecordsInside(eqn, plan.records, origins, times))
         plan, given = bodies[number]
         found = leave_call(plan.lineages, given)
         results = [
@@ -264,7 +253,14 @@ class Walk:
                 eqn.outvars, plan.made, plan.results, found, strict=True
             )
         ]
-        return Step(eqn, site, operands, results, inside=[plan for plan, _ in bodies])
+        origins = [[facts.origin for facts in given] for _, given in bodies]
+        plans = [plan for plan, _ in bodies]
+        return Step(
+            *(eqn, site, operands, results),
+            inside=plans,
+            origins=origins,
+            carries=carries,
+        )
 
     def _only_body(
         self, eqn: Eqn, operands: Sequence[Facts], site: Site, name: str | None = None
@@ -308,20 +304,23 @@ class Walk:
             else facts
             for i, facts in enumerate(operands)
         ]
-        body = self._settle(eqn, given, slice(n_consts, n_consts + n_carry), site)
-        return self._entered(eqn, operands, site, [(body, given)])
+        at = slice(n_consts, n_consts + n_carry)
+        body, carries = self._settle(eqn, given, at, site)
+        return self._entered(eqn, operands, site, [(body, given)], carries=carries)
 
     def _while(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
         loop = params.while_parts(eqn)
         of_test, given = operands[: loop.n_cond], operands[loop.n_cond :]
-        step = self._settle(eqn, given, slice(loop.n_body, None), site)
+        step, carries = self._settle(eqn, given, slice(loop.n_body, None), site)
         of_test = [*of_test, *given[loop.n_body :]]
         there = site._replace(readers=[Readers.OTHER])
         test = self._planner.body(loop.cond, of_test, there)
         bodies = [(test, of_test), (step, given)]
-        return self._entered(eqn, operands, site, bodies, number=1)
+        return self._entered(eqn, operands, site, bodies, 1, carries)
 
-    def _settle(self, eqn: Eqn, operands: list[Facts], at: slice, site: Site) -> Plan:
+    def _settle(
+        self, eqn: Eqn, operands: list[Facts], at: slice, site: Site
+    ) -> tuple[Plan, list[Carry]]:
         """Returns the plan of a loop's body, for which each carry keeps its spec.
 
         The body is planned again until no carry rises, since one may raise another.
@@ -375,13 +374,13 @@ class Walk:
             for i in rising:
                 specs[i] = Spec(State.HARD)
                 raised_by[i] = origin_outside(body.results[i].origin, operands)
+        carries: list[Carry] = []
         for i, ((_, reason), spec) in enumerate(zip(slots, specs, strict=True)):
             if spec.state is not None:
                 run = Run.LOW if spec.state is State.LOW else Run.FULL
                 decision = Decision(run, spec.state, reason)
-                record = DecisionRecord(eqn, decision, raised_by.get(i), i)
-                self._records.append(record)
-        return body
+                carries.append(Carry(i, decision, raised_by.get(i)))
+        return body, carries
 
 
 def _as_spec(facts: Facts, spec: Spec, loop: Eqn | None = None) -> Facts:

@@ -88,9 +88,10 @@ def unknown_name(kind: str, got: str, accepted: Iterable[str]) -> ValueError:
 
 def nearest_name(got: str, accepted: Sequence[str]) -> str | None:
     """Returns the accepted name nearest to a typo: ``"tanh"`` for ``"tahn"``."""
+    begun = [name for name in accepted if len(got) > 3 and name.startswith(got)]
     letters = sorted(got.lower())
     swapped = [name for name in accepted if sorted(name.lower()) == letters]
-    near = swapped or difflib.get_close_matches(got, accepted, n=1, cutoff=0.5)
+    near = begun or swapped or difflib.get_close_matches(got, accepted, n=1, cutoff=0.5)
     return near[0] if near else None
 
 

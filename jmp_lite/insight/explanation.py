@@ -50,6 +50,7 @@ from jmp_lite.insight.rows import (
 from jmp_lite.insight.tables import Uncalled, count, html_table, text_table
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import equations
+from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.trace import argument_names, arrays_in
 from jmp_lite.jaxprs.types import Jaxpr, PyTree
 from jmp_lite.ops import Precision, record_of
@@ -152,7 +153,7 @@ class Explanation:
             )
             raise ValueError(
                 f"The matching equations run in different dtypes: {found}. Narrow the "
-                "match with scope= or op=."
+                "match with scope= or op=, or read rows, of which each has is_backward."
             )
         return next(iter(precisions), "as traced")
 
@@ -333,7 +334,7 @@ def explain(
             lambda *xs: run_plan(xs, program.types), program.avals, traced
         )
         low = planner.lookup.low_dtype
-        decided = list(decided_rows(plan.records, rules))
+        decided = list(decided_rows(plan, rules))
         rows, kept = [one.row for one in decided], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
@@ -388,9 +389,13 @@ def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
         loops = [(path, op) for path, op in inside if op in ("scan", "while")]
         yield from _unused_scopes("carry", carries, loops)
     ops = list(dict.fromkeys(row.op for row in rows))
+    # ``product`` names all products, of which a program has few.
+    used = [precision for op, precision in rules.ops if op in ops and op in PRODUCTS]
     for pair in rules.ops:
-        if pair not in _OPS_OF_PRESETS and pair[0] not in ops:
-            yield f"op {pair[0]!r} matches nothing.{hint_for(pair[0], ops)}"
+        op, precision = pair
+        is_used = op in ops or (op in PRODUCTS and precision in used)
+        if pair not in _OPS_OF_PRESETS and not is_used:
+            yield f"op {op!r} matches nothing.{hint_for(op, ops)}"
 
 
 _OPS_OF_PRESETS = frozenset(pair for preset in PRESETS.values() for pair in preset.ops)

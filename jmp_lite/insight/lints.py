@@ -318,7 +318,7 @@ def _unfit_for_format(inputs: LintInput) -> Iterator[Lint]:
                 f"no {name} product",
                 f"none of {verdicts.total()} products runs in {name} (most common "
                 f"reason: {most})",
-                'Use the preset "mixed", which does the same',
+                "Leave the rule out: the program is the same",
             )
 
 

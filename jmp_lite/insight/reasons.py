@@ -1,14 +1,17 @@
-"""Writes the reason of a decision in words."""
+"""Reads the decisions of a plan, and writes the reason of each in words."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
+from jmp_lite.autocasting.arguments import is_narrow
 from jmp_lite.autocasting.decide import facts
-from jmp_lite.autocasting.decide.decisions import DecisionRecord, Reason, Run
+from jmp_lite.autocasting.decide.decisions import Decision, Reason, Run, Step
 from jmp_lite.autocasting.decide.special_ops import has_raised_precision
 from jmp_lite.autocasting.rules import scopes
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, name_of
 from jmp_lite.jaxprs.products import PRODUCTS, op_of
+from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import OPS
 
 _WORDS: Mapping[Reason, str] = MappingProxyType(
@@ -55,6 +58,41 @@ _GROUP_REASONS: Mapping[str, str] = MappingProxyType(
 )
 
 
+class DecisionRecord(NamedTuple):
+    """A decision, as ``explain`` shows it.
+
+    Attributes:
+      eqn: the equation.
+      decision: the decision.
+      origin: the origin of the operand that decided; None if none did.
+      result: the number of the result, if results are decided one by one (carries).
+      operands: its operands that were traced in float32.
+    """
+
+    eqn: Eqn
+    decision: Decision
+    origin: facts.Origin = None
+    result: int | None = None
+    operands: tuple[facts.Facts, ...] = ()
+
+
+def records_of(step: Step) -> list[DecisionRecord]:
+    """Returns the decisions of a step: one, or one for each carry of a loop."""
+    eqn, decision = step.eqn, step.decision
+    if decision is None:
+        return [
+            DecisionRecord(eqn, carry.decision, carry.raised_by, carry.number)
+            for carry in step.carries
+        ]
+    if decision.run is Run.PASS:
+        return []
+    if decision.reason is Reason.ITERATES:  # A whole loop.
+        return [DecisionRecord(eqn, decision)]
+    origin = None if decision.leader is None else decision.leader.origin
+    floats = tuple(o for o in step.operands if o.state is not None)
+    return [DecisionRecord(eqn, decision, origin, None, floats)]
+
+
 def reason_in_words(record: DecisionRecord) -> str:
     """Returns the reason of a decision in words.
 
@@ -63,6 +101,10 @@ def reason_in_words(record: DecisionRecord) -> str:
         do not name it.
     """
     decision = record.decision
+    if decision.reason is Reason.NOT_FLOAT32:
+        own = {v.aval.dtype.name for v in record.eqn.invars if is_narrow(v.aval)}
+        if own:
+            return f"as traced: your code made it {' and '.join(sorted(own))}"
     if decision.reason is Reason.INSIDE:
         return f"inside {decision.within}, which runs as traced"
     if decision.reason is Reason.RULE and decision.match is not None:

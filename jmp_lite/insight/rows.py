@@ -13,13 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite.autocasting.decide.decisions import (
-    Decision,
-    DecisionRecord,
-    Reason,
-    RecordsInside,
-    Run,
-)
+from jmp_lite.autocasting.decide.decisions import Decision, Plan, Reason, Run
 from jmp_lite.autocasting.decide.facts import Input, Origin, State, is_equation
 from jmp_lite.autocasting.rules.rules import (
     Rules,
@@ -28,6 +22,7 @@ from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE, FULL_SCOPE, LOW_SC
 from jmp_lite.formats.number_format import LOW
 from jmp_lite.formats.table import options_of
 from jmp_lite.insight import reasons
+from jmp_lite.insight.reasons import DecisionRecord
 from jmp_lite.insight.tables import Place, short
 from jmp_lite.jaxprs import bilinear, params, products, source, structure
 from jmp_lite.jaxprs.products import PRODUCTS
@@ -64,7 +59,7 @@ class Row(NamedTuple):
         numbers; 0 for other ops.
       is_backward: whether it belongs to a backward pass.
       number_format: the number format of a matrix product that runs low: ``"low"``,
-        ``"float8"`` or another. Empty for other ops, and in rows of ``backward=True``.
+        ``"float8"`` or another. Empty for other ops, and where ``is_backward``.
       sums: how a float8 product is added up, ``"fast"`` or ``"promoted"``, see
         ``Float8``. Empty for other ops.
 
@@ -130,11 +125,9 @@ def times_or_once(times: int | None) -> int:
     return 1 if times is None else times
 
 
-def decided_rows(
-    records: Sequence[DecisionRecord | RecordsInside], rules: Rules
-) -> Iterator[DecidedRow]:
-    """Yields the rows of decisions, in the order of execution."""
-    return _RowMaker(rules).make(records, Place(), [])
+def decided_rows(plan: Plan, rules: Rules) -> Iterator[DecidedRow]:
+    """Yields the rows of the decisions of a plan, in the order of execution."""
+    return _RowMaker(rules).make(plan, Place(), [])
 
 
 class _RowMaker:
@@ -146,37 +139,34 @@ class _RowMaker:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._rows: dict[int, Row] = {}
+        self._known: dict[int, list[tuple[DecisionRecord, Row]]] = {}
         self._sources: dict[int, str] = {}
         self._words: dict[tuple[int, str], str] = {}
         self._type_in_words = functools.cache(operator.methodcaller("str_short"))
 
     def make(
-        self,
-        records: Sequence[DecisionRecord | RecordsInside],
-        place: Place,
-        origins: Sequence[Origin],
+        self, plan: Plan, place: Place, origins: Sequence[Origin]
     ) -> Iterator[DecidedRow]:
         """Yields the rows of the decisions in one jaxpr.
 
         Args:
-          records: the decisions.
+          plan: its plan.
           place: the place of the jaxpr.
           origins: the origins of its inputs.
         """
-        for item in records:
-            if isinstance(item, RecordsInside):
-                given = [_outside(origin, origins) for origin in item.origins]
-                inner = place.enter(item.eqn, item.times)
-                yield from self.make(item.records, inner, given)
-                continue
-            row = self._rows.get(id(item))
-            if row is None:
-                row = self._rows[id(item)] = self._row(item)
-            there = _record_outside(item, origins)
-            yield self._place_row(row, there, place)
-            if item.decision.run is Run.AS_TRACED:
-                yield from self._kept(there, place)
+        for step in plan.steps:
+            if id(step) not in self._known:
+                records = reasons.records_of(step)
+                self._known[id(step)] = [(one, self._row(one)) for one in records]
+            for record, row in self._known[id(step)]:
+                there = _record_outside(record, origins)
+                yield self._place_row(row, there, place)
+                if record.decision.run is Run.AS_TRACED:
+                    yield from self._kept(there, place)
+            for inside, inner in zip(step.inside, step.origins, strict=True):
+                outside = [_outside(origin, origins) for origin in inner]
+                times = params.trips(step.eqn)
+                yield from self.make(inside, place.enter(step.eqn, times), outside)
 
     def _kept(self, record: DecisionRecord, place: Place) -> Iterator[DecidedRow]:
         """Yields the rows inside of an equation that runs as traced."""

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jmp_lite.jaxprs import structure
 from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Function, PyTree, Var
 
 
@@ -99,7 +101,11 @@ def cast(array: Array, dtype: DTypeLike) -> Array:
     """
     mesh, inside = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
     if mesh.empty or inside.empty or mesh == inside:
-        return array.astype(dtype)
+        if not structure.is_tracer(array) or array.dtype == dtype:
+            return array.astype(dtype)
+        # What ``astype`` does for a tracer, after many calls.
+        options = {"new_dtype": np.dtype(dtype), "weak_type": False, "sharding": None}
+        return jax.lax.convert_element_type_p.bind(array, **options)
     with jax.sharding.use_abstract_mesh(mesh):
         return array.astype(dtype)
 

@@ -528,9 +528,11 @@ def check_is_loss_scale(loss_scale: object) -> None:
             raise TypeError(
                 f"Expected a LossScale, got the class {name}: did you mean {name}()?"
             )
+        scale = loss_scale if isinstance(loss_scale, int | float) else 128.0
         raise TypeError(
             f"Expected a LossScale, got {type(loss_scale).__name__}: pass "
-            "get_loss_scale(opt_state), StaticLossScale(128.0) or DynamicLossScale()."
+            f"StaticLossScale({scale}) or DynamicLossScale({scale}), or where a step "
+            "has a state of the optimizer get_loss_scale(opt_state)."
         )
     if any(leaf is loss_scale for leaf in jax.tree.leaves(loss_scale)):
         raise TypeError(

@@ -207,7 +207,8 @@ def _check_zeros(path: str, state: LossScalingState, tolerated: int) -> None:
         "differentiated without its scale, as by jax.grad, and the gradients became "
         "zero in 16 bits: use jmp_lite.value_and_grad(loss_fn, "
         "loss_scale=get_loss_scale(opt_state)); (b) the loss does not depend on these "
-        "parameters, as behind jax.lax.stop_gradient."
+        "parameters, as behind jax.lax.stop_gradient; (c) an infinity was divided to "
+        "zero: look for it in the column inf of watch(loss_fn)(...)[1]."
     )
 
 

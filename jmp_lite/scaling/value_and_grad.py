@@ -340,6 +340,11 @@ def _call(
     """Returns ``(loss, aux)`` of a call; ``aux`` is None without ``has_aux``."""
     result = fun(*args, **kwargs)
     if not has_aux:
+        if isinstance(result, tuple | list):
+            raise TypeError(
+                f"Expected fun to return a scalar loss, got a {type(result).__name__} "
+                f"of {len(result)}: pass has_aux=True for a pair (loss, aux)."
+            )
         return result, None
     if not isinstance(result, tuple | list) or len(result) != 2:
         size = f" of {len(result)}" if isinstance(result, tuple | list) else ""

@@ -40,7 +40,11 @@ def with_extra_args(inner: object) -> OptimizerExtraArgs:
         return inner
     if not isinstance(inner, optax.GradientTransformation):
         name = getattr(inner, "__name__", type(inner).__name__)
-        hint = f" Did you mean {name}(...)?" if callable(inner) else ""
+        hint = (
+            f" Did you mean {name}(...)?"
+            if callable(inner)
+            else " Pass the transformation itself first, such as optax.adam(1e-3)."
+        )
         raise TypeError(f"Expected an optax.GradientTransformation, got {name}.{hint}")
     full = optax.with_extra_args_support(inner)
 

@@ -13,6 +13,7 @@ from jmp_lite.casting.dtypes import (
     dtype_name,
     dtype_to_names,
     explain_half_dtype,
+    nearest_name,
     needs_loss_scale,
     parse_dtype,
     upcast_tree,
@@ -263,3 +264,11 @@ def test_dtype_summary_puts_the_most_bytes_first_and_prints_a_table():
 def test_dtype_summary_of_nothing_is_empty():
     assert jmp.dtype_summary({"a": None}) == {}
     assert jmp.dtype_summary(()).total == (0, 0, 0)
+
+
+def test_a_name_that_begins_as_the_typo_is_nearest():
+    assert nearest_name("float8", ("float16", "float8_e4m3fn")) == "float8_e4m3fn"
+    assert (
+        nearest_name("conv", ("cos", "conv_general_dilated")) == "conv_general_dilated"
+    )
+    assert nearest_name("tahn", ("tan", "tanh")) == "tanh"

@@ -20,13 +20,9 @@ from programs import (
     X,
 )
 
+import jmp_lite as jmp
 from jmp_lite.autocasting.api import autocast
-from jmp_lite.autocasting.decide.decisions import (
-    Decision,
-    DecisionRecord,
-    Reason,
-    Run,
-)
+from jmp_lite.autocasting.decide.decisions import Decision, Reason, Run
 from jmp_lite.autocasting.decide.facts import State
 from jmp_lite.autocasting.marks import as_full, as_low, full_precision
 from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
@@ -34,7 +30,7 @@ from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.formats.number_format import Product
 from jmp_lite.formats.table import FORMATS
 from jmp_lite.insight.explanation import Explanation, explain
-from jmp_lite.insight.reasons import code_of, reason_in_words
+from jmp_lite.insight.reasons import DecisionRecord, code_of, reason_in_words
 from jmp_lite.insight.rows import Row
 from jmp_lite.insight.tables import short
 from jmp_lite.jaxprs.products import product_sizes
@@ -461,3 +457,21 @@ def test_abstract_keys_are_arguments_like_abstract_arrays():
     assert [row.op for row in explain(fun)(*shapes).rows] == [
         row.op for row in expected.rows
     ]
+
+
+def test_a_reason_names_the_dtype_that_the_users_code_casts_to():
+    def norm(x):
+        h = x.astype("float16")
+        return jnp.sum(h * h).astype(jnp.float32)
+
+    reasons = {row.op: row.reason for row in explain(norm)(X).rows}
+    assert reasons["mul"] == "as traced: your code made it float16"
+
+
+def test_a_format_of_all_products_is_used_if_one_of_them_is_there():
+    rules = get_rules("mixed").product(jmp.Float8(smallest=1))
+    fun = lambda x: jnp.tanh(x @ x) @ x
+    assert explain(fun, rules)(W).unused == ()
+    found = explain(lambda x: x + 1, rules)(W).unused
+    assert len(found) == 2
+    assert "'dot_general' matches nothing" in found[0]

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS, W, X
 
 import jmp_lite as jmp
-from jmp_lite.autocasting.decide.decisions import RecordsInside
 from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.comparer import Comparer, Twin
+from jmp_lite.insight.reasons import records_of
 from jmp_lite.insight.watcher import FlaggedValue, Watcher
 from jmp_lite.jaxprs import params
 from jmp_lite.ops import HIGHER_ORDER
@@ -78,12 +78,11 @@ def visiting(kind):
     return Visitor, seen
 
 
-def recorded(records):
-    for item in records:
-        if isinstance(item, RecordsInside):
-            yield from recorded(item.records)
-        else:
-            yield item.eqn
+def decisions_of(plan):
+    for step in plan.steps:
+        yield from (record.eqn for record in records_of(step))
+        for inside in step.inside:
+            yield from decisions_of(inside)
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, *MORE])
@@ -111,7 +110,7 @@ def test_all_tools_enter_the_same_equations(name, monkeypatch):
     plan = Planner(get_rules("O1")).function(traced, list(map(jax.typeof, arrays)))
     by_tool = [{id(eqn) for eqn in eqns} for eqns in (watched, compared)]
     assert by_tool[0] == by_tool[1]
-    decided = list(recorded(plan.records))
+    decided = list(decisions_of(plan))
     # A loop has a decision for each carry, and a cast that does nothing has none.
     others = {params.op_of(e) for e in decided if id(e) not in by_tool[0]}
     assert others <= HIGHER_ORDER

@@ -917,3 +917,17 @@ def test_an_overflow_in_what_an_optimizer_computes_by_itself_skips_the_step():
         assert jmp.all_finite((params, state, grads))
         assert bool(state.grads_finite) is is_fine
         assert jnp.array_equal(params["w"], before["w"]) is not is_fine
+
+
+def test_an_error_says_what_the_caller_meant():
+    for scale in (1024.0, 2):
+        with pytest.raises(TypeError, match=rf"pass StaticLossScale\({scale}\) or"):
+            jmp.loss_scaling(optax.sgd(0.1), scale)
+    with pytest.raises(TypeError, match="Pass the transformation itself first"):
+        jmp.loss_scaling(jmp.DynamicLossScale(), optax.sgd(0.1))
+    with pytest.raises(TypeError, match="tuple of 2: pass has_aux=True"):
+        two = jmp.value_and_grad(lambda w: (w, w), loss_scale=jmp.NoOpLossScale())
+        two(jnp.float32(1))
+    with pytest.raises(ValueError, match="structure") as info:
+        jmp.select_tree(True, {"a": 1.0}, {"b": 1.0})
+    assert "two pytrees have different structures" in "".join(info.value.__notes__)

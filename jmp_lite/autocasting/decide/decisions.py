@@ -6,7 +6,7 @@ A reason is a code. Only ``insight/reasons.py`` has its text.
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from jmp_lite.autocasting.decide.facts import (
     Facts,
@@ -113,66 +113,6 @@ class Decision:
         return self.requested if self.verdict.qualifies else LOW
 
 
-class DecisionRecord(NamedTuple):
-    """One decision of a plan.
-
-    Attributes:
-      eqn: the equation.
-      decision: the decision.
-      origin: the origin of the operand that decided; None if none did.
-      result: the number of the result, if results are decided one by one (carries).
-      operands: its operands that were traced in float32.
-    """
-
-    eqn: Eqn
-    decision: Decision
-    origin: Origin = None
-    result: int | None = None
-    operands: tuple[Facts, ...] = ()
-
-
-class RecordsInside(NamedTuple):
-    """The decisions in a jaxpr that an equation contains.
-
-    Attributes:
-      eqn: the equation.
-      records: the decisions, in order.
-      origins: the origins of the inputs of the jaxpr.
-      times: how often the jaxpr runs; None if unknown.
-    """
-
-    eqn: Eqn
-    records: "Sequence[DecisionRecord | RecordsInside]"
-    origins: Sequence[Origin]
-    times: int | None = 1
-
-
-def run_alike(
-    some: "Sequence[DecisionRecord | RecordsInside]",
-    others: "Sequence[DecisionRecord | RecordsInside]",
-) -> bool:
-    """Whether the equations of two jaxprs run alike, whatever the reasons."""
-
-    def key(item: DecisionRecord | RecordsInside) -> object:
-        if isinstance(item, RecordsInside):
-            return item.eqn
-        decision = item.decision
-        # Undecided and deliberate float32 are one dtype.
-        how = decision.run, decision.state is State.LOW, decision.held
-        return item.eqn, item.result, *how, decision.number_format
-
-    if list(map(key, some)) != list(map(key, others)):
-        return False
-    return all(
-        run_alike(one.records, other.records)
-        for one, other in zip(some, others, strict=True)
-        if isinstance(one, RecordsInside) and isinstance(other, RecordsInside)
-    )
-
-
-Records: TypeAlias = list[DecisionRecord | RecordsInside]
-
-
 class Site(NamedTuple):
     """The site of an equation, or of a jaxpr.
 
@@ -187,6 +127,20 @@ class Site(NamedTuple):
     is_in_rule: bool = False
 
 
+class Carry(NamedTuple):
+    """How a carry of a loop is kept between two steps.
+
+    Attributes:
+      number: its number.
+      decision: the decision.
+      raised_by: the origin of the value that makes it float32; None if none does.
+    """
+
+    number: int
+    decision: Decision
+    raised_by: Origin
+
+
 class Step(NamedTuple):
     """How one equation runs.
 
@@ -199,6 +153,8 @@ class Step(NamedTuple):
       decision: how it runs; None if the ops inside of it are decided one by one.
       inside: the plans of its jaxprs: the branches of a cond, the condition and the
         body of a while, or the only one.
+      origins: for each of these, the origins of its inputs.
+      carries: the carries of a loop that are floats.
     """
 
     eqn: Eqn
@@ -208,6 +164,8 @@ class Step(NamedTuple):
     raised: frozenset[int] = frozenset()
     decision: Decision | None = None
     inside: "Sequence[Plan]" = ()
+    origins: Sequence[Sequence[Origin]] = ()
+    carries: Sequence[Carry] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -221,7 +179,6 @@ class Plan:
       constants: the facts of its constants.
       steps: one for each equation.
       results: the facts of its results.
-      records: the decisions, in order, for ``explain``.
       made: the specs to which its results are cast.
       lineages: the lineages of the results, as ``leave_call`` reads them.
       name: the name of the function that it is, if an equation only calls it.
@@ -234,7 +191,6 @@ class Plan:
     constants: Sequence[Facts]
     steps: Sequence[Step]
     results: Sequence[Facts]
-    records: Records
     made: Sequence[Spec] = ()
     lineages: Sequence[Lineage | None] = ()
     name: str = ""
@@ -263,3 +219,21 @@ class Plan:
             yield f"{line:46} {how:8} {why}".rstrip()
             for plan in step.inside:
                 yield from (f"  {line}" for line in plan._lines())
+
+
+def run_alike(some: Plan, others: Plan) -> bool:
+    """Whether the equations of two jaxprs run alike, whatever the reasons."""
+
+    def key(step: Step) -> object:
+        decided = [carry.decision for carry in step.carries]
+        if step.decision is not None and step.decision.run is not Run.PASS:
+            decided = [step.decision]
+        # Undecided and deliberate float32 are one dtype.
+        how = [(d.run, d.state is State.LOW, d.held, d.number_format) for d in decided]
+        return step.eqn, how, len(step.inside)
+
+    return list(map(key, some.steps)) == list(map(key, others.steps)) and all(
+        run_alike(one, other)
+        for mine, its in zip(some.steps, others.steps, strict=True)
+        for one, other in zip(mine.inside, its.inside, strict=True)
+    )
