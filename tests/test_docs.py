@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
@@ -104,8 +105,23 @@ def test_the_flax_guide_runs_and_its_models_learn(flax_guide):
     assert names["found"].op == "div"
     assert "(dropping_loss)" in names["found"].source
     assert jmp.get_loss_scale(names["scaled"].opt_state).loss_scale == 2**10
+    check_batch_statistics(names["state"], names["keep_if_skipped"])
     assert re.search(r"layer \(Linear\) +bfloat16", printed)
     assert re.search(r"norm \(BatchNorm\) +float32", printed)
+
+
+def check_batch_statistics(state, keep_if_skipped):
+    class WithStatistics(TrainState):
+        batch_stats: object = None
+
+    old = WithStatistics.create(
+        apply_fn=None, params=state.params, tx=state.tx, batch_stats=jnp.ones(2)
+    )
+    for gradient, kept in ((1.0, 0.0), (jnp.inf, 1.0)):
+        grads = jax.tree.map(lambda x, g=gradient: x + g, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # As a user runs it.
+            new = old.apply_gradients(grads=grads, batch_stats=jnp.zeros(2))
+        assert (keep_if_skipped(new, old).batch_stats == jnp.full(2, kept)).all()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.decide.decisions import Decision, Run
-from jmp_lite.autocasting.decide.facts import Facts, Kind, Spec, State
+from jmp_lite.autocasting.decide.facts import Facts, Spec, State
 from jmp_lite.autocasting.decide.special_ops import decided_precision, is_exact_in
 from jmp_lite.autocasting.passes import slopes
 from jmp_lite.formats.number_format import NumberFormat, Product
@@ -285,7 +285,7 @@ def _run_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
 def _run_product(
     casts: Casts, eqn: Eqn, operands: Sequence[Value], number_format: NumberFormat
 ) -> Array:
-    weights = tuple(value.facts.kind is Kind.GIVEN for value in operands)
+    weights = tuple(value.facts.is_weight for value in operands)
     rounded = [casts.rounded(value, number_format) for value in operands[:2]]
     others = [value.array for value in operands[2:]]  # The sizes of groups.
     product = Product(eqn, casts.low_dtype, weights)

@@ -925,9 +925,9 @@ def test_an_error_says_what_the_caller_meant():
             jmp.loss_scaling(optax.sgd(0.1), scale)
     with pytest.raises(TypeError, match="Pass the transformation itself first"):
         jmp.loss_scaling(jmp.DynamicLossScale(), optax.sgd(0.1))
+    of_two = jmp.value_and_grad(lambda w: (w, w), loss_scale=jmp.NoOpLossScale())
     with pytest.raises(TypeError, match="tuple of 2: pass has_aux=True"):
-        two = jmp.value_and_grad(lambda w: (w, w), loss_scale=jmp.NoOpLossScale())
-        two(jnp.float32(1))
+        of_two(jnp.float32(1))
     with pytest.raises(ValueError, match="structure") as info:
         jmp.select_tree(True, {"a": 1.0}, {"b": 1.0})
     assert "two pytrees have different structures" in "".join(info.value.__notes__)

@@ -330,6 +330,11 @@ class Facts(NamedTuple):
         return self.state is not None
 
     @property
+    def is_weight(self) -> bool:
+        """Whether it is a float32 argument or constant, or a slice of one."""
+        return self.state is not None and self.kind is Kind.GIVEN
+
+    @property
     def is_narrow(self) -> bool:
         """Whether it was traced in float32, and its array has 16 bits or fewer."""
         return self.state is State.LOW or self.held is not None

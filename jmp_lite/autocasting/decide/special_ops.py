@@ -217,7 +217,7 @@ def decide_format(
     requested = format_of(match.precision)
     if requested is None:
         return None
-    weights = tuple(o.state is not None and o.kind is Kind.GIVEN for o in operands)
+    weights = tuple(facts.is_weight for facts in operands)
     verdict = requested.judge(
         Product(eqn, rules.low_dtype, weights),
         is_last=readers.demand_float32,
