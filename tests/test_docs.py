@@ -59,7 +59,7 @@ def test_a_page_begins_with_its_question_and_a_program(page):
 
 
 @pytest.mark.parametrize(
-    "page", ["comparison", "compatibility", "performance", "pitfalls"]
+    "page", ["comparison", "compatibility", "formats", "performance", "pitfalls"]
 )
 def test_the_short_programs_run(page, standard_promotion):
     assert run_blocks(f"{page}.md")
