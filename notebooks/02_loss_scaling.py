@@ -7,6 +7,9 @@
 # Loss scaling multiplies the loss by a scale before it is differentiated, and divides
 # the gradients by it afterwards. So gradients are larger while they are float16. If the
 # scale is too small, they vanish. If it is too large, they overflow.
+#
+# The model is a small network for scikit-learn's handwritten digits. It is trained with
+# a loss of weight 1, and with one of weight 1e-6, as a mean over a million pixels has.
 
 # %%
 import functools
@@ -23,6 +26,8 @@ import jmp_lite as jmp
 digits = load_digits()
 images = jnp.asarray(digits.data / 16, jnp.float32)
 labels = jnp.asarray(digits.target)
+STEPS, EVERY, SEEDS = 300, 10, 5
+WEIGHTS = {"1": 1.0, "1e-6": 1e-6}
 
 
 def init(key, sizes=(64, 128, 128, 10)):
@@ -31,60 +36,143 @@ def init(key, sizes=(64, 128, 128, 10)):
     return [jax.random.normal(k, (m, n)) * (2 / m) ** 0.5 for k, m, n in pairs]
 
 
-def loss_fn(params, images, labels, weight=1.0):
-    h = images
+def loss_fn(params, rows, weight):
+    h = images[rows]
     for w in params[:-1]:
         h = jax.nn.relu(h @ w)
-    losses = optax.softmax_cross_entropy_with_integer_labels(h @ params[-1], labels)
+    logits = h @ params[-1]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows])
     return weight * losses.mean()
 
 
-params = init(jax.random.key(0))
-batch = images[:256], labels[:256]
+low_loss_fn = jmp.autocast(loss_fn, compute_dtype="float16")
+
+# %% [markdown]
+# ## The scales that work, and one that adapts
+#
+# The scale of this training adapts. After `period` finite steps in a row, it doubles.
+# If a gradient is infinite or NaN, it halves, and the step is skipped. It starts at
+# 2**15. The default period is 2,000 steps. Here it is 20, so that 300 steps show
+# everything.
+#
+# The picture compares it with all powers of two. In every tenth step, a scale *works*
+# if the error of the float16 gradients is less than twice the smallest error.
+
+
+# %%
+# The arrays are small: a lower level saves more time than it costs.
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 1}
+)
+@functools.partial(jax.vmap, in_axes=(None, None, None, 0))
+def train(loss_fn, loss_scale, weight, key):
+    """Trains a seed; returns the last state, and what is seen on the way."""
+    # Adam divides by a root plus eps, which is to be below the smallest root.
+    optimizer = jmp.loss_scaling(optax.adam(3e-3, eps=1e-16), loss_scale)
+
+    def one(carry, rows):
+        params, state = carry
+        scale = jmp.get_loss_scale(state)
+        grad_fn = jmp.value_and_grad(loss_fn, loss_scale=scale)
+        loss, grads = grad_fn(params, rows, weight)
+        updates, state = optimizer.update(grads, state, params)
+        seen = loss / weight, scale.loss_scale, state.grads_finite
+        return (optax.apply_updates(params, updates), state), seen
+
+    def some(carry, rows):
+        after, seen = jax.lax.scan(one, carry, rows)
+        return after, ((carry[0], rows[0]), *seen)
+
+    first, order = jax.random.split(key)
+    rows = jax.random.randint(order, (STEPS // EVERY, EVERY, 128), 0, 1500)
+    carry = init(first), optimizer.init(init(first))
+    (_, state), (points, *seen) = jax.lax.scan(some, carry, rows)
+    return state, points, *(values.ravel() for values in seen)
+
+
+def error(params, rows, weight, scale):
+    """The relative error of float16 gradients under a loss scale."""
+    exact = jax.grad(loss_fn)(params, rows, weight)
+    scale = jmp.DynamicLossScale(scale, max_loss_scale=2.0**60)
+    grads = jmp.grad(low_loss_fn, loss_scale=scale)(params, rows, weight)
+    return optax.tree.norm(optax.tree.sub(grads, exact)) / optax.tree.norm(exact)
+
+
+@jax.jit
+def errors_by_step_and_scale(points, weight):
+    of_point = lambda point: jax.vmap(lambda s: error(*point, weight, s))(SCALES)
+    return jax.lax.map(of_point, points)
+
+
+SCALES = 2.0 ** jnp.arange(49)
+seeds = jax.random.split(jax.random.key(0), SEEDS)
+adaptive = jmp.DynamicLossScale(period=20)
+runs = {
+    weight: train(low_loss_fn, adaptive, weight, seeds) for weight in WEIGHTS.values()
+}
+errors, ends = {}, {}
+for weight, (_, points, *_) in runs.items():
+    of_seed_0 = jax.tree.map(lambda array: array[0], points)
+    found = np.asarray(errors_by_step_and_scale(of_seed_0, weight))
+    errors[weight] = np.where(np.isfinite(found), found, np.inf)
+    works = errors[weight] < 2 * errors[weight].min(1, keepdims=True)
+    ends[weight] = np.array([np.flatnonzero(row)[[0, -1]] for row in works]).T
+    assert (works.sum(1) == 1 + np.diff(ends[weight], axis=0)).all()  # No gaps.
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+at = np.arange(1, STEPS + 1)
+for ax, (name, weight) in zip(axes, WEIGHTS.items(), strict=True):
+    *_, scales, finite = (np.asarray(of_seeds[0]) for of_seeds in runs[weight][2:])
+    low, high = np.repeat(2.0 ** ends[weight], EVERY, 1)
+    ax.fill_between(
+        at, low, high, color="C0", alpha=0.2, lw=0, label="scales that work"
+    )
+    ax.plot(at, scales, color="C0", label="scale that adapts")
+    ax.plot(at[~finite], scales[~finite], "kx", label="skipped step")
+    ax.text(150, 2.0**46, "gradients are infinite or NaN", ha="center", va="center")
+    ax.set(title=f"Loss of weight {name}, seed 0", xlabel="step", xlim=(1, STEPS))
+axes[0].set_yscale("log", base=2)
+axes[0].set(ylabel="loss scale", ylim=(1, 2.0**49))
+axes[0].legend(loc="lower right")
+axes[1].text(150, 2.0**6, "gradients vanish", ha="center", va="center")
+plt.show()
+
+# %% [markdown]
+# Each scale from a wide range works. But where the range lies depends on the loss: that
+# of the small weight lies a million times higher. And it rises while the loss falls,
+# because the gradients become smaller. The scale that adapts stays inside of both
+# ranges. With weight 1 it climbs until a step overflows, which is then skipped.
+
+# %%
+for name, weight in WEIGHTS.items():
+    low, high = ends[weight]
+    first, last = (f"2**{low[i]} to 2**{high[i]}" for i in (0, -1))
+    print(f"weight {name}: {first} in the first step, {last} in step 291")
+    *_, scales, finite = (np.asarray(of_seeds[0]) for of_seeds in runs[weight][2:])
+    powers = np.log2(scales[::EVERY])
+    assert ((low <= powers) & (powers <= high) | ~finite[::EVERY]).all()
+    assert high[-1] - high[0] >= 4
+assert (ends[1e-6][1] - ends[1.0][1] >= 19).all()
 
 # %% [markdown]
 # ## Gradients that vanish
 #
-# A mean divides all gradients by the number of its terms. A loss that is one of several
-# often has a small weight. Here the weight is 1e-5, as in a mean over the pixels of an
-# image. `numerics_report` shows which share of the gradients would not fit float16:
-# underflow means zero, and subnormal means that digits are missing.
+# `numerics_report` shows which share of gradients would not fit float16: underflow
+# means zero, and subnormal means that digits are missing. These are the gradients of
+# the first step, with the small weight:
 
 # %%
-small_loss_fn = functools.partial(loss_fn, weight=1e-5)
-exact = jax.grad(small_loss_fn)(params, *batch)
+params, rows = jax.tree.map(lambda array: array[0, 0], runs[1e-6][1])
+exact = jax.grad(loss_fn)(params, rows, 1e-6)
 print(jmp.numerics.numerics_report(exact, "float16"))
+print()
+for power in range(0, 43, 6):
+    print(f"scale 2**{power:<3} error of the gradients {errors[1e-6][0, power]:.1e}")
 
 # %% [markdown]
-# ## Fixed scales
-#
-# `jmp.grad` takes a loss scale, and returns true gradients: it has already divided by
-# the scale. This is their error by scale, in float16. `StaticLossScale(1)` does not
-# scale.
-
-
-# %%
-def gradients(scale):
-    low_loss_fn = jmp.autocast(small_loss_fn, compute_dtype="float16")
-    return jmp.grad(low_loss_fn, loss_scale=jmp.StaticLossScale(scale))(params, *batch)
-
-
-def error(grads):
-    off = optax.tree.norm(optax.tree.sub(grads, exact))
-    return float(off / optax.tree.norm(exact))
-
-
-powers = range(0, 49, 4)
-errors = np.array([error(gradients(2.0**power)) for power in powers])
-for power, e in zip(powers, errors, strict=True):
-    print(f"scale 2**{power:<3} error of the gradients {e:.1e}")
-assert errors[0] > 10 * min(errors)
-assert not np.isfinite(errors[-1])
-
-# %% [markdown]
-# Scales between 2**12 and 2**32 suit these gradients. With a smaller scale they vanish.
-# With a larger one they are infinite or NaN. `suggest_loss_scale` returns a large scale
-# that leaves some headroom:
+# Without a scale nearly nothing is left. With too large a scale the gradients are
+# infinite or NaN. `suggest_loss_scale` returns a large scale that leaves some headroom:
 
 # %%
 suggested = jmp.numerics.suggest_loss_scale(exact)
@@ -92,150 +180,65 @@ print(f"suggested: 2**{np.log2(suggested.loss_scale):.0f}")
 print(f"of the gradients, {suggested.lost:.0%} vanish without a scale")
 print(f"of these, it rescues {suggested.rescued:.0%}")
 
+# %% [markdown]
+# ## Fixed scales
+#
+# `loss_scaling` takes fixed scales too. This is what five seeds reach with them, each
+# with its own parameters and batches.
+
 # %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-sizes = np.abs(np.asarray(exact[0])).ravel()
-sizes = sizes[sizes > 0]
-bins = 2.0 ** np.arange(-42, 8)
-left.hist(sizes, bins, color="0.75", label="without a scale")
-left.hist(sizes * 2.0**15, bins, histtype="step", color="C0", lw=2, label="scale 2**15")
-left.axvline(2.0**-24, color="k", ls="--", label="smallest float16")
-left.set_xscale("log", base=2)
-left.set(
-    title="Gradients of the first layer",
-    xlabel="size of a gradient",
-    ylabel="number of gradients",
-    ylim=(0, 1600),
-)
-left.legend(loc="upper right")
-scales, is_finite = 2.0 ** np.array(powers), np.isfinite(errors)
-right.loglog(scales[is_finite], errors[is_finite], "o-", color="C0")
-right.set_xscale("log", base=2)
-right.axvspan(scales[~is_finite][0], scales[-1], color="C1", alpha=0.3)
-right.text(2.0**42, 0.05, "infinite\nor NaN", ha="center")
-right.set(
-    title="Error of float16 gradients",
-    xlabel="loss scale",
-    ylabel="relative error of the gradients",
-)
-plt.show()
+ways = {
+    "float32": (loss_fn, jmp.NoOpLossScale()),
+    "float16, no scale": (low_loss_fn, jmp.NoOpLossScale()),
+    "float16, fixed 2**15": (low_loss_fn, jmp.StaticLossScale(2.0**15)),
+    "float16, fixed 2**24": (low_loss_fn, jmp.StaticLossScale(2.0**24)),
+    "float16, adaptive": (low_loss_fn, adaptive),
+}
+reached, states = {}, {}
+print(" " * 22 + "".join(f"{f'weight {name}':>24}" for name in WEIGHTS))
+print(" " * 22 + f"{'loss':>12}{'skipped':>12}" * 2)
+for name, way in ways.items():
+    line = f"{name:<22}"
+    for weight in WEIGHTS.values():
+        state, _, losses, *_ = train(*way, weight, seeds)
+        reached[name, weight] = np.median(np.asarray(losses)[:, -20:].mean(1))
+        states[name, weight] = state
+        line += f"{reached[name, weight]:12.4f}{state.skipped.sum():12}"
+    print(line)
 
 # %% [markdown]
-# On the left, a scale of 2**15 moves all gradients into the range of float16.
+# The loss is the mean of the last 20 steps, without its weight: the median of the
+# seeds. Steps are skipped in all seeds together, of 1,500.
 #
-# ## A fixed scale fails in training
+# Without a scale, nothing is learned with the small weight. With 2**24, nothing is
+# learned with weight 1, because each step overflows and is skipped. 2**15 suits both
+# losses here. The one that adapts starts there, and suits them without any knowledge of
+# the loss. It skips a few steps, fewer with its default period.
 #
-# A scale that suits one step may not suit the next: gradients shrink with the loss, and
-# a rare batch has large ones. This scale of 2**24 suits the small weight. The loss now
-# has its full weight, and the first step overflows:
+# The loss that you see is not scaled, and neither are the gradients.
+# `check_loss_scale` raises an error if training has stopped:
 
 # %%
-low_loss_fn = jmp.autocast(loss_fn, compute_dtype="float16")
-adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
-grads = jmp.grad(low_loss_fn, loss_scale=jmp.StaticLossScale(2.0**24))(params, *batch)
-updates, _ = adam.update(grads, adam.init(params), params)
-lost = optax.apply_updates(params, updates)
-print(jmp.numerics.nonfinite_report(lost))
-assert not jmp.all_finite(lost)
+for weight in WEIGHTS.values():
+    exact_loss = reached["float32", weight]
+    assert abs(reached["float16, adaptive", weight] / exact_loss - 1) < 0.25
+    assert abs(reached["float16, fixed 2**15", weight] / exact_loss - 1) < 0.1
+    jmp.check_loss_scale(states["float16, adaptive", weight])
+assert reached["float16, no scale", 1e-6] > 2 < reached["float16, fixed 2**24", 1.0]
+assert (states["float16, fixed 2**24", 1.0].skipped == STEPS).all()
+try:
+    jmp.check_loss_scale(states["float16, fixed 2**24", 1.0])
+except jmp.LossScaleError as raised:
+    print(str(raised).partition(". ")[0])
 
 # %% [markdown]
-# From now on the parameters are NaN.
-#
-# ## A scale that adapts
-#
-# `loss_scaling(optimizer)` holds a `DynamicLossScale` in the optimizer state.
-#
-# - After `period` finite steps in a row, the scale doubles.
-# - If a gradient is infinite or NaN, the scale halves, and the step is skipped.
-#
-# The default starts at 2**15, and its period is 2,000 steps. Here the period is 20 and
-# the scale starts much too high, so that 300 steps show everything. Five seeds differ
-# in their parameters and their batches.
-
-# %%
-optimizer = jmp.loss_scaling(
-    adam, jmp.DynamicLossScale(2.0**24, period=20, max_loss_scale=2.0**26)
-)
-
-
-def train(loss_fn, optimizer):
-    """Trains five seeds; returns the last states, and what each step returns."""
-
-    def step(carry, rows):
-        params, opt_state = carry
-        loss_scale = jmp.get_loss_scale(opt_state)
-        grad_fn = jmp.value_and_grad(loss_fn, loss_scale=loss_scale)
-        loss, grads = grad_fn(params, images[rows], labels[rows])
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        seen = loss, loss_scale.loss_scale, opt_state.grads_finite
-        return (optax.apply_updates(params, updates), opt_state), seen
-
-    def one(key):
-        first, batches = jax.random.split(key)
-        start = init(first)
-        rows = jax.random.randint(batches, (300, 128), 0, 1500)
-        (_, opt_state), seen = jax.lax.scan(step, (start, optimizer.init(start)), rows)
-        return opt_state, seen
-
-    # The arrays are small: a lower level saves more time than it costs.
-    options = {"xla_backend_optimization_level": 1}
-    run = jax.jit(jax.vmap(one), compiler_options=options)
-    return run(jax.random.split(jax.random.key(0), 5))
-
-
-_, (exact_losses, *_) = train(loss_fn, jmp.loss_scaling(adam, jmp.NoOpLossScale()))
-_, (default_losses, *_) = train(low_loss_fn, jmp.loss_scaling(adam))
-opt_states, seen = train(low_loss_fn, optimizer)
-losses, scales, finite = map(np.asarray, seen)
-skipped = np.asarray(opt_states.skipped)
-print("steps skipped by each seed:", skipped)
-print("loss scale at the end:", *(f"2**{p:.0f}" for p in np.log2(scales[:, -1])))
-jmp.check_loss_scale(opt_states)
-assert (skipped == (~finite).sum(1)).all()
-assert (skipped > 0).all()
-
-# %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-WINDOW = 10
-steps = np.arange(WINDOW, 301)  # A mean of 10 steps exists from the 10th step on.
-for name, values, style in (
-    ("float32", exact_losses, {"color": "0.6", "lw": 4}),
-    ("float16, default scale", default_losses, {"color": "C1", "ls": ":", "lw": 2}),
-    ("float16, period 20", losses, {"color": "C0", "ls": "--"}),
-):
-    window = np.ones(WINDOW) / WINDOW
-    means = np.array([np.convolve(row, window, "valid") for row in values])
-    left.semilogy(steps, np.median(means, 0), label=name, **style)
-    left.fill_between(
-        steps, means.min(0), means.max(0), color=style["color"], alpha=0.2, lw=0
-    )
-left.set(
-    title="Loss: median and range of five seeds",
-    xlabel="step",
-    ylabel="cross-entropy, mean of 10 steps",
-)
-left.legend()
-seed = 0
-at = np.arange(1, 301)
-right.step(at, scales[seed], color="C0", label="loss scale")
-right.plot(at[~finite[seed]], scales[seed][~finite[seed]], "kx", label="skipped step")
-right.set_yscale("log", base=2)
-right.set(title=f"Loss scale of seed {seed}", xlabel="step", ylabel="loss scale")
-right.legend()
-plt.show()
-
-# %% [markdown]
-# The loss that you see is not scaled, and neither are the gradients. With the default
-# scale, the loss of float16 is that of float32. With a period of 20 it is a little
-# behind, because 13 to 16 steps are skipped. On the right, the scale climbs until a
-# step overflows, and halves.
-#
 # ## A skipped step changes the scale only
 #
 # The parameters, Adam's moments and Adam's count stay as they were, bit for bit. This
 # step has an infinite gradient:
 
 # %%
+optimizer = jmp.loss_scaling(optax.adam(3e-3))
 state = optimizer.init(params)
 _, state = optimizer.update(exact, state, params)  # So that moments are not zero.
 broken = jax.tree.map(lambda g: g.at[0, 0].set(jnp.inf), exact)
@@ -257,7 +260,8 @@ for dtype in ("float16", "bfloat16"):
     print(dtype, "->", type(jmp.default_loss_scale(dtype)).__name__)
 
 # %% [markdown]
-# **Answer.** float16 needs a scale that adapts: a fixed one is too small for some steps
-# or too large for others. `loss_scaling(optimizer)` starts high. It halves the scale
-# when a step overflows, skips that step, and doubles the scale after many finite steps.
-# The losses and gradients that you see are not scaled.
+# **Answer.** float16 needs a scale from a range that depends on the loss, on its
+# weight, and on the step. `loss_scaling(optimizer)` finds it: it halves the scale when
+# a step overflows, skips that step, and doubles the scale after many finite steps. A
+# fixed scale suits you if you know the range. The losses and gradients that you see are
+# not scaled.
