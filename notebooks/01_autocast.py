@@ -8,6 +8,7 @@
 # mention precision, and it stays as it is.
 
 # %%
+import collections
 import functools
 import linecache
 import re
@@ -37,7 +38,8 @@ def attention(p, x):
         scores = scores / (WIDTH // HEADS) ** 0.5
         is_past = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
         scores = jnp.where(is_past, scores, -jnp.inf)
-        weights = jax.nn.softmax(scores)
+        with jax.named_scope("softmax"):
+            weights = jax.nn.softmax(scores)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
         return mixed.reshape(x.shape) @ p["out"]
 
@@ -73,7 +75,6 @@ def loss_fn(params, tokens, block=block, layers=layers):
         return -jnp.take_along_axis(likely, tokens[:, 1:, None], -1).mean()
 
 
-# %%
 generator = np.random.default_rng(0)
 
 
@@ -105,26 +106,23 @@ params = {
 tokens = jnp.asarray(generator.integers(VOCABULARY, size=(BATCH, LENGTH + 1)))
 
 # %% [markdown]
-# ## What goes wrong by hand
+# ## One line
 #
-# The shortest way to 16 bits is to cast all parameters. Then every operation runs in
-# bfloat16: the matrix products, but also the norms, the softmax and the loss. The
-# relative errors below are those of the loss and of its gradients, compared with
-# float32.
+# `autocast` returns a function with the signature of `loss_fn`, whose loss and
+# gradients are float32. By hand, the shortest way to 16 bits is to cast all parameters.
+# Then every operation runs in bfloat16, the norms, the softmax and the loss too.
+#
+# `explain` lists in which precision each equation runs under autocast, and why. It runs
+# nothing: shapes are enough for its arguments.
 #
 # (The compiler options save compile time, and make XLA keep every rounding of the
 # program. The last option is for jaxlib 0.12, which accumulates some products in
 # bfloat16 on CPUs: see docs/troubleshooting.md.)
 
-
 # %%
-def distance(tree, other):
-    """The size of a difference, relative to the second one."""
-    squares = lambda tree: sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
-    far = squares(jax.tree.map(jnp.subtract, tree, other))
-    return float(jnp.sqrt(far / squares(other)))
-
-
+low_loss_fn = jmp.autocast(loss_fn)
+by_hand_fn = lambda params, tokens: loss_fn(jmp.cast_tree(params, "bfloat16"), tokens)
+explained = jmp.explain(loss_fn)(params, tokens)
 OPTIONS = {
     "xla_allow_excess_precision": False,
     "xla_backend_optimization_level": 0,
@@ -138,60 +136,85 @@ def loss_and_grads(fun):
     return run(params, tokens)
 
 
+def distance(tree, other):
+    """The size of a difference, relative to the second one."""
+    squares = lambda tree: sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
+    far = squares(jax.tree.map(jnp.subtract, tree, other))
+    return float(jnp.sqrt(far / squares(other)))
+
+
 def errors(low_loss_fn):
     """How far the loss and the gradients are from float32's."""
     pairs = zip(loss_and_grads(low_loss_fn), loss_and_grads(loss_fn), strict=True)
     return [distance(*pair) for pair in pairs]
 
 
-def all_in_bfloat16(params, tokens):
-    return loss_fn(jmp.cast_tree(params, "bfloat16"), tokens)
-
-
-by_hand = errors(all_in_bfloat16)
-print(f"float32:  loss {loss_and_grads(loss_fn)[0]:.6f}")
-print(f"bfloat16: loss {loss_and_grads(all_in_bfloat16)[0]:.6f}")
-print(f"relative errors: loss {by_hand[0]:.0e}, gradients {by_hand[1]:.1e}")
-assert loss_and_grads(all_in_bfloat16)[0].dtype == jnp.bfloat16
-
-# %% [markdown]
-# The loss has only two or three correct digits.
-#
-# ## One line
-
-# %%
-low_loss_fn = jmp.autocast(loss_fn)
-
-# %% [markdown]
-# `low_loss_fn` has the signature of `loss_fn`. Its loss and its gradients are float32.
-# bfloat16 rounds the operands of matrix products, so the gradients differ from
-# float32's by a few parts in a thousand.
+PARTS = {  # The last one that is in the scope of an equation.
+    "embedding": "embedding",
+    "block": "residual sums",
+    "attention": "attention",
+    "softmax": "its softmax",
+    "mlp": "MLP",
+    "head": "head",
+    "LayerNorm": "norms",
+    "loss": "loss",
+}
+by_hand, by_autocast = errors(by_hand_fn), errors(low_loss_fn)
+counts = collections.Counter()
+for row in explained.rows:
+    parts = [part for part in PARTS if re.search(rf"(^|/){part}", row.scope)]
+    counts[parts[-1], row.precision] += 1
 
 # %%
-of_loss, of_grads = errors(low_loss_fn)
-print(f"autocast: loss {loss_and_grads(low_loss_fn)[0]:.6f}")
-print(f"relative errors: loss {of_loss:.0e}, gradients {of_grads:.1e}")
-assert of_loss < 1e-3 < by_hand[0]
-assert of_grads < min(2e-2, by_hand[1])
+fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+dtypes = ("bfloat16", "float32")
+found = np.array([[counts[part, dtype] for part in PARTS] for dtype in dtypes])
+low, full = 100 * found / found.sum(0)
+left.barh(list(PARTS.values()), low, color="C0", label="bfloat16")
+left.barh(list(PARTS.values()), full, left=low, color="0.75", label="float32")
+left.invert_yaxis()
+left.set(
+    title="Precision of each part under autocast",
+    xlabel="share of its equations, %",
+    ylabel="part of the model",
+    xlim=(0, 100),
+)
+left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+right.barh([-0.2, 0.8], by_hand, 0.4, color="0.4", label="all in bfloat16, by hand")
+right.barh([0.2, 1.2], by_autocast, 0.4, color="C0", label="autocast to bfloat16")
+right.invert_yaxis()
+right.set_yticks([0, 1], ["loss", "gradients"])
+right.set(
+    title="How far the results are from float32's",
+    xlabel="relative error",
+    xscale="log",
+    xlim=(1e-5, 1),
+)
+right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+plt.show()
+
+# %% [markdown]
+# Matrix products, and what follows them, run in bfloat16. Norms, the softmax and the
+# loss run in float32. So the error of the loss is a tenth of that by hand, or less. The
+# gradients differ from float32's by a few parts in a thousand, because bfloat16 rounds
+# the operands of all matrix products. These are nearly all of the work:
+
+# %%
+print(f"loss in float32:         {loss_and_grads(loss_fn)[0]:.6f}")
+print(f"all in bfloat16 by hand: {loss_and_grads(by_hand_fn)[0]:.6f}")
+print(f"autocast to bfloat16:    {loss_and_grads(low_loss_fn)[0]:.6f}\n")
+print(explained.summary())
+assert by_autocast[0] < by_hand[0] / 10
+assert by_autocast[1] < min(2e-2, by_hand[1])
 dtypes = {x.dtype.name for x in jax.tree.leaves(loss_and_grads(low_loss_fn))}
 assert dtypes == {"float32"}
+assert explained.share_low("dot_general") == 1
 
 # %% [markdown]
 # ## What autocast decides
 #
-# `explain` lists the precision of each equation. It runs nothing: shapes are enough for
-# `params` and `tokens`. For a long program, it adds up the equations of a scope. Blocks
-# that differ only in a number share one entry, such as `block_*`.
-
-# %%
-explained = jmp.explain(loss_fn)(params, tokens)
-print(explained)
-assert explained.share_low("dot_general") == 1
-
-# %% [markdown]
-# All matrix products run in bfloat16, and they are nearly all of the work. Most of the
-# other equations run in float32, each for a reason. This table lists all reasons, with
-# the number of equations and some of their operations.
+# This table lists all reasons, with the number of equations and some of their
+# operations.
 
 # %%
 by_reason = {}
@@ -202,30 +225,18 @@ for reason, rows in sorted(by_reason.items(), key=lambda item: -len(item[1])):
     print(f"{len(rows):4}  {reason:<19}{rows[0].precision:<11}{ops}")
 
 # %% [markdown]
-# Each operation has a class:
+# Three things decide (docs/semantics.md has the details):
 #
-# - `LOW`: matrix products. Autocast casts their operands to the compute dtype.
-# - `FULL`: sums, exponentials, logarithms. They run in float32, and their results are
-#   float32 on purpose.
-# - `FOLLOW`: all other arithmetic. It follows its operands.
-# - `KEEP`: random bits, kernels, callbacks, unknown operations. They run as written.
-#
-# Operations without a float32 operand or result also run as written. Here they compute
-# indices and the mask.
-#
-# A `FOLLOW` operation looks at the state of its operands:
-#
-# - `LOW`: held in 16 bits.
-# - `HARD`: float32 on purpose. It wins over `LOW`.
-# - `SOFT`: float32 because nothing has decided yet, such as a parameter or a literal.
-#   It yields to both.
-#
-# The "undecided" equations read only `SOFT` values.
+# - The class of an operation. Matrix products are `LOW`: autocast casts their operands.
+#   Sums, exponentials and logarithms are `FULL`. Other arithmetic follows its operands.
+# - The states of its operands: 16-bit (`LOW`), float32 on purpose (`HARD`), or float32
+#   because nothing has decided (`SOFT`). `HARD` wins over `LOW`, and `LOW` over `SOFT`.
+# - The readers of its result. What only float32 operations read is float32.
 #
 # ## Line by line
 #
 # Each row of an explanation names its line of code. This function prints a line, and
-# below it the decisions about that line. A place such as `In[1]:37` is the number of a
+# below it the decisions about that line. A place such as `In[1]:39` is the number of a
 # cell and a line in it.
 
 
@@ -252,271 +263,123 @@ show(explained, "block_0/mlp$")
 assert explained.dtype_of(scope="block_0/mlp$", op="integer_pow") == "bfloat16"
 
 # %% [markdown]
-# The product is `LOW`. The bias is a float32 parameter, and ordinary promotion would
-# make the sum float32. But a parameter is `SOFT`: the sum follows the product, and so
-# does the gelu. The activations stay in 16 bits up to the next product. Inside of the
-# gelu, tanh is float32: near -1, `1 + tanh` would have no digits left.
-#
-# ### The softmax
+# The bias is a float32 parameter, and ordinary promotion would make the sum float32.
+# But a parameter is `SOFT`: the sum follows the product, and so does the gelu. Inside
+# of the gelu, tanh is float32: near -1, `1 + tanh` would have no digits left.
 
 # %%
-show(explained, "block_0/attention", "scores")
-assert explained.dtype_of(scope="block_0/attention$", op="exp") == "float32"
-assert explained.dtype_of(scope="block_0/attention$", op="sub") == "float32"
+show(explained, "block_0/attention", "weights")
+inside = [row for row in explained.rows if re.search("LayerNorm|softmax", row.scope)]
+assert {row.precision for row in inside} == {"float32"}
+assert explained.dtype_of(scope=r"block_\d$", op="add") == "bfloat16"
 
 # %% [markdown]
-# The exponential and the sum are `FULL`. The subtraction of the maximum is `FOLLOW`,
-# and its operands come from a 16-bit product. It still runs in float32, because only
-# the exponential reads its result, and that reads float32. Rounding before would lose
-# digits and save nothing.
-#
-# This is demand: autocast looks at the readers of each value before it decides. So the
-# shift by the maximum is exact, and no rule for softmax is needed.
-#
-# The probabilities are float32 too. The next product casts them:
-
-# %%
-show(explained, "block_0/attention", "mixed")
-
-# %% [markdown]
-# ### The norm and the residual stream
+# The exponential and the sum are `FULL`. The subtraction of the maximum reads a 16-bit
+# product, and still runs in float32, because only the exponential reads its result. So
+# no rule for softmax is needed. The next product casts the probabilities. Log-softmax
+# is float32 for the same reasons.
 #
 # A norm subtracts a mean and sums squares, so it runs in float32 inside. Its result is
-# 16-bit because its input is. Between the blocks, the residual stream is bfloat16.
-
-# %%
-inside = {row.precision for row in explained.rows if "LayerNorm" in row.scope}
-assert inside == {"float32"}
-show(explained, "block_0$")
-show(explained, "block_1$")
-
-# %% [markdown]
-# ### The loss
+# 16-bit because its input is. So the residual stream is bfloat16 between the blocks.
 #
-# The loss runs in float32. The logits are rounded once, by the product that computes
-# them.
-
-# %%
-show(explained, "loss", "likely = ")
-
-# %% [markdown]
 # ## A residual stream that becomes float32
 #
 # `HARD` wins over `LOW`. If a value that is float32 on purpose joins the stream, the
 # stream is float32 up to the next product. Here a gain damps the MLP where the stream
-# is already large:
+# is already large. `explain` reports the place, the cost and a remedy. The remedy is
+# `as_low`, which declares that 16 bits are enough for a value.
 
 
 # %%
-def with_gain(p, x):
+def block_with_gain(p, x, mark=lambda gain: gain):
     x = x + attention(p["attention"], layer_norm(p["norm_1"], x))
-    gain = jnp.exp(-jnp.square(x).mean(-1, keepdims=True))
+    gain = mark(jnp.exp(-jnp.square(x).mean(-1, keepdims=True)))
     return x + mlp(p["mlp"], layer_norm(p["norm_2"], x)) * gain
 
 
-gained_fn = functools.partial(loss_fn, block=with_gain)
-widened = jmp.explain(gained_fn)(params, tokens)
-show(widened, "block_0$")
+def explain_with(block):
+    return jmp.explain(functools.partial(loss_fn, block=block))(params, tokens)
+
+
+widened = explain_with(block_with_gain)
+show(widened, "block_0$", "gain")
 for lint in widened.lints:
-    print(f"\n{lint.name} in {lint.scope}:\n{lint.message}.\n{lint.remedy}.")
+    print(f"\n{lint.name} in {lint.scope}:\n{lint.message}.\n{lint.remedy}.\n")
+mended = explain_with(functools.partial(block_with_gain, mark=jmp.as_low))
+show(mended, "block_0$", "* gain")
 assert [lint.name for lint in widened.lints] == ["widened stream"]
-
-# %% [markdown]
-# The digits of the gain do not matter, but they make the stream float32. `explain`
-# reports this: it names the place, the cost and a remedy. The remedy is `as_low`, which
-# declares that 16 bits are enough for a value.
-
-
-# %%
-def with_low_gain(p, x):
-    x = x + attention(p["attention"], layer_norm(p["norm_1"], x))
-    gain = jmp.as_low(jnp.exp(-jnp.square(x).mean(-1, keepdims=True)))
-    return x + mlp(p["mlp"], layer_norm(p["norm_2"], x)) * gain
-
-
-mended = jmp.explain(functools.partial(loss_fn, block=with_low_gain))(params, tokens)
-show(mended, "block_0$")
-print(f"\nlints: {len(mended.lints)}")
 assert not mended.lints
 
 # %% [markdown]
 # ## Other decisions
 #
-# `Rules` are values: each edit returns new ones. `diff` compares two explanations of a
-# function. Here the `tanh` in the gelu of the MLP becomes `FULL`.
+# `Rules` are values: each edit returns new ones. A rule for an operation, such as
+# `mixed.full("tanh")`, applies everywhere. A rule for a scope applies where its pattern
+# is found in a path. `diff` compares two explanations of a function.
 
 # %%
 mixed = jmp.get_rules("mixed")
-print(explained.diff(jmp.explain(loss_fn, mixed.full("tanh"))(params, tokens)))
-
-# %% [markdown]
-# A rule for an operation applies everywhere. A rule for a scope applies where its
-# pattern is found in a path.
-
-# %%
 rules = mixed.scope("block_0/mlp", "full")
 print(explained.diff(jmp.explain(loss_fn, rules)(params, tokens)))
 
 # %% [markdown]
-# `explain` reports a pattern that matches nothing:
-
-# %%
-print(jmp.explain(loss_fn, mixed.scope("blok_0", "full"))(params, tokens).summary())
-
-# %% [markdown]
 # Marks do the same in the code. Without autocast they have no effect.
+# `full_precision` marks a function: everything in it runs in float32. `as_full` marks a
+# value: it is `HARD`, and so is a sum that it joins.
 #
-# - `full_precision` marks a function: everything in it runs in float32.
-# - `as_full` marks a value: it is `HARD`, and so is a sum that it joins.
+# Presets are sets of rules. Everything above is `"mixed"`, the default. `"O1"` lowers
+# matrix products only, and `"O3"` everything, with sums, norms and the loss.
 #
-# With `as_full` the residual stream stays in float32, as many models have it by hand:
+# With `backward=True`, `explain` covers the backward pass too, and counts the bytes of
+# the activations that are saved for it. They are relative to float32 in this table:
 
 
 # %%
-def with_full_stream(p, x):
-    x = jmp.as_full(x) + attention(p["attention"], layer_norm(p["norm_1"], x))
-    return jmp.as_full(x) + mlp(p["mlp"], layer_norm(p["norm_2"], x))
+def marked_block(p, x, mark=lambda x: x, mlp=mlp):
+    x = mark(x) + attention(p["attention"], layer_norm(p["norm_1"], x))
+    return mark(x) + mlp(p["mlp"], layer_norm(p["norm_2"], x))
 
 
-def with_full_mlp(p, x):
-    x = x + attention(p["attention"], layer_norm(p["norm_1"], x))
-    return x + jmp.full_precision(mlp)(p["mlp"], layer_norm(p["norm_2"], x))
-
-
-full_stream_fn = functools.partial(loss_fn, block=with_full_stream)
-full_mlp_fn = functools.partial(loss_fn, block=with_full_mlp)
-show(jmp.explain(full_stream_fn)(params, tokens), "block_0$")
-
-# %% [markdown]
-# What do these marks improve, and what do they cost? With `backward=True`, `explain`
-# covers the backward pass too, and counts the bytes of saved activations.
-
-
-# %%
-def costs(fun, rules):
-    """The shares in 16 bits, the bytes of activations, and the errors."""
-    explained = jmp.explain(fun, rules, backward=True)(params, tokens)
-    saved = explained.totals.kept_run / explained.totals.kept_traced
-    low_fn = low_loss_fn if (fun, rules) == (loss_fn, mixed) else None
-    of_loss, of_grads = errors(low_fn or jmp.autocast(fun, rules))
-    products = explained.share_low("dot_general")
-    return products, explained.share_low(), saved, of_loss, of_grads
-
-
-def table(measured):
-    lines = [f"{'':<22}        in 16 bits       bytes of      relative errors"]
-    lines.append(f"{'':<22} products  equations  activations      loss  gradients")
-    for name, (products, share, saved, *found) in measured.items():
-        shares = f"{products:9.0%}{share:11.0%}{saved:13.0%}"
-        lines.append(f"{name:<22}{shares}{found[0]:10.1e}{found[1]:11.1e}")
-    print("\n".join(lines))
-
-
-tried = {
-    "mixed": costs(loss_fn, mixed),
-    "full_precision(mlp)": costs(full_mlp_fn, mixed),
-    "as_full(x)": costs(full_stream_fn, mixed),
-}
-table(tried)
-assert tried["full_precision(mlp)"][-1] < tried["mixed"][-1]
-
-# %% [markdown]
-# The bytes of activations are those saved for the backward pass, relative to float32.
-#
-# A float32 stream changes little: the products cause most of the error of the
-# gradients. `full_precision` around the MLP lowers it, at a high price. A third of the
-# products leave 16 bits, and most of the gain in memory is lost.
-#
-# ## Presets
-#
-# A preset is a set of rules. Everything above is `"mixed"`, the default.
-#
-# - `"O0"` runs everything in float32.
-# - `"O1"` lowers matrix products only.
-# - `"torch"` follows PyTorch's lists.
-# - `"O2"` lowers everything but `FULL` operations and norms.
-# - `"O3"` lowers everything, and with it sums, norms and the loss.
-
-# %%
-presets = ("O1", "torch", "mixed", "O2", "O3")
-measured = {name: costs(loss_fn, jmp.get_rules(name)) for name in presets}
-in_float16 = costs(loss_fn, jmp.get_rules("mixed", "float16"))
-table({**measured, "mixed, float16": in_float16})
-assert max(presets, key=lambda name: measured[name][-1]) == "O3"
-assert measured["mixed"][2] < measured["O1"][2] < 1
-assert in_float16[-1] < measured["mixed"][-1] / 4
-
-# %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-for marker, what, place in (("o", "gradients", -1), ("s", "loss", -2)):
-    found = [measured[name][place] for name in presets]
-    left.semilogy(presets, found, marker, label=what, ms=8)
-left.set(
-    title="Errors by preset, in bfloat16", xlabel="preset", ylabel="relative error"
-)
-left.grid(axis="y", alpha=0.3)
-left.legend()
-for shift, hatch, what, place in (
-    (-0.2, "", "equations in 16 bits, of all", 1),
-    (0.2, "///", "bytes of activations, of float32's", 2),
+full_stream = functools.partial(marked_block, mark=jmp.as_full)
+full_mlp = functools.partial(marked_block, mlp=jmp.full_precision(mlp))
+found = {}
+print(f"{'':<22}        in 16 bits       bytes of      relative errors")
+print(f"{'':<22} products  equations  activations      loss  gradients")
+for name, fun, rules in (
+    ("O1", loss_fn, jmp.get_rules("O1")),
+    ("mixed", loss_fn, mixed),
+    ("O3", loss_fn, jmp.get_rules("O3")),
+    ("mixed, float16", loss_fn, jmp.get_rules("mixed", "float16")),
+    ("full_precision(mlp)", functools.partial(loss_fn, block=full_mlp), mixed),
+    ("as_full(x)", functools.partial(loss_fn, block=full_stream), mixed),
 ):
-    where = [i + shift for i in range(len(presets))]
-    shares = [100 * measured[name][place] for name in presets]
-    right.bar(where, shares, 0.4, hatch=hatch, edgecolor="white", label=what)
-right.set(
-    title="Equations in 16 bits and bytes of activations",
-    xlabel="preset",
-    ylabel="%",
-    ylim=(0, 130),
-)
-right.set_xticks(range(len(presets)), presets)
-right.legend(loc="upper left")
-plt.show()
+    of_both = jmp.explain(fun, rules, backward=True)(params, tokens)
+    saved = of_both.totals.kept_run / of_both.totals.kept_traced
+    of_loss, of_grads = errors(jmp.autocast(fun, rules))
+    found[name] = saved, of_grads
+    shares = f"{of_both.share_low('dot_general'):9.0%}{of_both.share_low():11.0%}"
+    print(f"{name:<22}{shares}{saved:13.0%}{of_loss:10.1e}{of_grads:11.1e}")
+assert found["mixed"][0] < found["O1"][0] < 1
+assert max(found, key=lambda name: found[name][1]) == "O3"
+assert found["mixed, float16"][1] < found["mixed"][1] / 4
+assert found["full_precision(mlp)"][1] < found["mixed"][1]
 
 # %% [markdown]
-# The more equations run in 16 bits, the larger is the error of the gradients. `"O3"`
-# rounds the loss as well.
-#
-# `"mixed"` saves a third of the bytes of activations. `"O1"` and `"torch"` save a
-# tenth, because their activations are float32 between two products.
+# `"mixed"` saves a third of the bytes. `"O1"` saves a tenth, because its activations
+# are float32 between two products. `"O3"` rounds the loss as well.
 #
 # float16 rounds eight times finer than bfloat16, and its range is wide enough for the
-# values of this model. Whether it is wide enough for gradients is the subject of the
-# next notebook.
+# values of this model. The next notebook asks what its range does to gradients.
+#
+# `full_precision` around the MLP lowers the error of the gradients, at a high price: a
+# third of the products leave 16 bits, and most of the gain in memory is lost. A float32
+# stream changes little, because the products cause most of the error.
 #
 # ## What autocast cannot see
 #
-# **A cast to float32.** Autocast traces the function in float32. There
-# `x.astype(jnp.float32)` does nothing and leaves no trace in the program. A residual
-# stream that is meant to be float32 stays in 16 bits:
-
-
-# %%
-def with_astype(p, x):
-    x = x.astype(jnp.float32)
-    x = x + attention(p["attention"], layer_norm(p["norm_1"], x))
-    x = x.astype(jnp.float32)
-    return x + mlp(p["mlp"], layer_norm(p["norm_2"], x))
-
-
-cast = jmp.explain(functools.partial(loss_fn, block=with_astype))(params, tokens)
-print("the stream by astype: ", cast.dtype_of(r"block_\d$", "add"))
-assert cast.totals.equations == explained.totals.equations
-
-# %% [markdown]
-# `as_full` is visible to autocast:
-
-# %%
-marked = jmp.explain(full_stream_fn)(params, tokens)
-print("the stream by as_full:", marked.dtype_of(r"block_\d$", "add"))
-assert cast.dtype_of(r"block_\d$", "add") == "bfloat16"
-assert marked.dtype_of(r"block_\d$", "add") == "float32"
-
-# %% [markdown]
-# **Angles of many turns.** What a sine reads is float32 back to the products. The
-# products themselves stay 16-bit, and a turn is 6.28 at any size of the angle: an angle
-# of 200 with three digits has none after the point. The preset `"O1"` has the same
-# error. `explain` reports it.
+# What a sine reads is float32 back to the products. The products themselves stay
+# 16-bit, and a turn is 6.28 at any size of the angle: an angle of 200 with three digits
+# has none after the point. The preset `"O1"` has the same error. `explain` reports it.
 
 
 # %%
@@ -524,81 +387,62 @@ def angles(w, x):
     return 50 * (jnp.tanh(x @ w) @ w)
 
 
-def waves(w, x):
+def waves(w, x, angles=angles):
     return jnp.sin(angles(w, x)) @ w
 
 
+careful_waves = functools.partial(waves, angles=jmp.full_precision(angles))
 w, x = normal(16, 16), 8 * normal(64, 16)
-exact = waves(w, x)
 
 
 def error_of(fun):
-    return distance(jax.jit(fun, compiler_options=OPTIONS)(w, x), exact)
+    return distance(jax.jit(fun, compiler_options=OPTIONS)(w, x), waves(w, x))
 
 
-print(f"relative error: {error_of(jmp.autocast(waves)):.1e}")
-print(f'preset "O1":    {error_of(jmp.autocast(waves, "O1")):.1e}\n')
+print(f"relative error:      {error_of(jmp.autocast(waves)):.1e}")
+print(f'preset "O1":         {error_of(jmp.autocast(waves, "O1")):.1e}')
+print(f"with full_precision: {error_of(jmp.autocast(careful_waves)):.1e}\n")
 for lint in jmp.explain(waves)(w, x).lints:
     print(f"{lint.name}: {lint.message}.\n{lint.remedy}.")
-
-# %% [markdown]
-# The remedy is the mark of a function.
-
-
-# %%
-def careful_waves(w, x):
-    return jnp.sin(jmp.full_precision(angles)(w, x)) @ w
-
-
-print(f"with full_precision: {error_of(jmp.autocast(careful_waves)):.1e}")
 assert error_of(jmp.autocast(waves)) > 10 * error_of(jmp.autocast(careful_waves))
 
 # %% [markdown]
+# A cast of a float32 value to float32 leaves no trace either (notebook 6).
+#
 # ## Layers in a loop
 #
 # Deep models put their blocks into a `scan`. Autocast converts its body, and decides
-# the precision of its carry: in a stack of layers the carry is 16-bit.
+# the precision of its carry: in a stack of layers the carry is 16-bit. The decisions
+# about the body are those about a single block, operation by operation.
 
 
 # %%
 def scanned(blocks, x, block):
-    def step(x, p):
-        return block(p, x), None
-
+    step = lambda x, p: (block(p, x), None)
     with jax.named_scope("blocks"):
         return jax.lax.scan(step, x, blocks)[0]
 
 
 scanned_fn = functools.partial(loss_fn, layers=scanned)
-stacked = {
-    **params,
-    "blocks": jax.tree.map(lambda *arrays: jnp.stack(arrays), *params["blocks"]),
-}
+blocks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *params["blocks"])
+stacked = {**params, "blocks": blocks}
 in_a_loop = jmp.explain(scanned_fn)(stacked, tokens)
-print(in_a_loop.summary())
-for row in in_a_loop.rows:
-    if row.op in ("scan", "dot_general"):
-        print(f"{row.times} x {row.op:<12} {row.precision:<9} {row.reason}")
+print(*(f"scan: {r.precision}, {r.reason}" for r in in_a_loop.rows if r.op == "scan"))
 
 
-# %%
-def inside(explained, scope):
+def decisions(explained, scope):
     rows = (row for row in explained.rows if f"{scope}/" in row.scope)
     return [(row.op, row.precision) for row in rows if row.op != "scan"]
 
 
-assert inside(in_a_loop, "blocks") == inside(explained, "block_1")
+assert decisions(in_a_loop, "blocks") == decisions(explained, "block_1")
 low_loss = jax.jit(jmp.autocast(scanned_fn), compiler_options=OPTIONS)(stacked, tokens)
 print(f"loss: relative error {distance(low_loss, loss_and_grads(loss_fn)[0]):.0e}")
 
 # %% [markdown]
-# The decisions about the body are those about a single block, operation by operation.
-# All steps share one compiled body.
-#
 # **Answer.** One line runs the matrix products of a transformer in 16 bits, and what
 # follows them: biases, activations, the residual stream. Softmax, norms and the loss
-# stay in float32, with no rule for this model. Three things decide: the class of an
-# operation, the state of its operands, and the readers of its result.
+# stay in float32, with no rule for this model.
 #
 # `explain` shows each decision with its line, and reports doubtful ones. Rules and
 # marks change them. Autocast cannot know that a product needs all digits of its
