@@ -142,7 +142,8 @@ plt.show()
 # Each scale from a wide range works. But where the range lies depends on the loss: that
 # of the small weight lies a million times higher. And it rises while the loss falls,
 # because the gradients become smaller. The scale that adapts stays inside of both
-# ranges. With weight 1 it climbs until a step overflows, which is then skipped.
+# ranges. With weight 1 it climbs until a step overflows, which is then skipped. With
+# weight 1e-6 it climbs to 2**24, its default bound.
 
 # %%
 for name, weight in WEIGHTS.items():
@@ -153,6 +154,7 @@ for name, weight in WEIGHTS.items():
     powers = np.log2(scales[::EVERY])
     assert ((low <= powers) & (powers <= high) | ~finite[::EVERY]).all()
     assert high[-1] - high[0] >= 4
+assert scales[-1] == 2.0**24
 assert (ends[1e-6][1] - ends[1.0][1] >= 19).all()
 
 # %% [markdown]
