@@ -277,6 +277,7 @@ second.grid(axis="x", alpha=0.3)
 plt.show()
 exact, plain, *others = np.median(losses, 1)
 assert plain > 1.5 * exact
+assert all(abs(other / exact - 1) < 0.02 for other in others[:3])
 assert all(abs(other / exact - 1) < 0.05 for other in others)
 assert itself[-1] + kept[-1] < 5
 
