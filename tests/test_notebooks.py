@@ -30,6 +30,16 @@ def written(notebook):
     return "\n".join(texts)
 
 
+def places_of_pictures(cells):
+    """Returns the number of a cell for each of its pictures."""
+    return [
+        place
+        for place, cell in enumerate(cells)
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+
+
 def test_the_readme_links_the_notebooks_in_their_order():
     assert re.findall(r"notebooks/(\w+)\.ipynb", README) == NAMES
     assert [name[:2] for name in NAMES] == [f"{i:02}" for i in range(1, 12)]
@@ -59,11 +69,18 @@ def test_one_question_comes_first_and_its_answer_last(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pictures_have_titles_and_labels(name):
-    for cell in committed(name).cells:
-        if any("image/png" in o.get("data", {}) for o in cell.get("outputs", [])):
-            assert "title" in cell.source
-            assert "label" in cell.source
+def test_a_notebook_has_one_picture_with_title_and_labels(name):
+    cells = committed(name).cells
+    (cell,) = [cells[place] for place in places_of_pictures(cells)]
+    assert "title" in cell.source
+    assert "label" in cell.source
+
+
+@pytest.mark.parametrize("name", ["01_autocast", "02_loss_scaling"])
+def test_the_picture_follows_the_question_and_the_model(name):
+    # The question, the model, a text, what is drawn, and the picture.
+    (place,) = places_of_pictures(committed(name).cells)
+    assert place < 5
 
 
 @pytest.mark.parametrize("name", NAMES)
