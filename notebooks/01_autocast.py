@@ -195,9 +195,10 @@ plt.show()
 
 # %% [markdown]
 # Matrix products, and what follows them, run in bfloat16. Norms, the softmax and the
-# loss run in float32. So the error of the loss is a tenth of that by hand, or less. The
-# gradients differ from float32's by a few parts in a thousand, because bfloat16 rounds
-# the operands of all matrix products. These are nearly all of the work:
+# loss run in float32. (Equations without a float32 number are left out.) So the error
+# of the loss is a tenth of that by hand, or less. The gradients differ from float32's
+# by a few parts in a thousand, because bfloat16 rounds the operands of all matrix
+# products. These are nearly all of the work:
 
 # %%
 print(f"loss in float32:         {loss_and_grads(loss_fn)[0]:.6f}")

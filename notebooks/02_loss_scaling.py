@@ -179,7 +179,7 @@ for power in range(0, 43, 6):
 # %%
 suggested = jmp.numerics.suggest_loss_scale(exact)
 print(f"suggested: 2**{np.log2(suggested.loss_scale):.0f}")
-print(f"of the gradients, {suggested.lost:.0%} vanish without a scale")
+print(f"of the gradients but zeros, {suggested.lost:.0%} vanish without a scale")
 print(f"of these, it rescues {suggested.rescued:.0%}")
 
 # %% [markdown]
@@ -215,7 +215,8 @@ for name, way in ways.items():
 # Without a scale, nothing is learned with the small weight. With 2**24, nothing is
 # learned with weight 1, because each step overflows and is skipped. 2**15 suits both
 # losses here. The one that adapts starts there, and suits them without any knowledge of
-# the loss. It skips a few steps, fewer with its default period.
+# the loss. With weight 1 it skips a few steps, and its loss is a little higher. With its
+# default period it tries a larger scale a hundredth as often.
 #
 # The loss that you see is not scaled, and neither are the gradients.
 # `check_loss_scale` raises an error if training has stopped:

@@ -6,9 +6,9 @@
 # Under autocast parameters are float32, and each use casts them. They may be stored in
 # 16 bits instead, to save memory or to send fewer bytes between devices. A model
 # computes with them as with float32 ones: its sums, its exponentials and its loss are
-# float32. What may be lost are the updates. Optimizer
-# moments may be stored in fewer bits too. The model is a small network on
-# scikit-learn's handwritten digits, and it computes in bfloat16.
+# float32. What may be lost are the updates. Optimizer moments may be stored in fewer
+# bits too. The model is a small network on scikit-learn's handwritten digits, and it
+# computes in bfloat16.
 
 # %%
 import functools
