@@ -215,8 +215,8 @@ for name, way in ways.items():
 # Without a scale, nothing is learned with the small weight. With 2**24, nothing is
 # learned with weight 1, because each step overflows and is skipped. 2**15 suits both
 # losses here. The one that adapts starts there, and suits them without any knowledge of
-# the loss. With weight 1 it skips a few steps, and its loss is a little higher. With its
-# default period it tries a larger scale a hundredth as often.
+# the loss. With weight 1 it skips a few steps, and its loss is a little higher. With
+# its default period it tries a larger scale a hundredth as often.
 #
 # The loss that you see is not scaled, and neither are the gradients.
 # `check_loss_scale` raises an error if training has stopped:

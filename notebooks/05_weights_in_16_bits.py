@@ -269,7 +269,7 @@ for y, of_seeds in enumerate(losses):
     second.plot([of_seeds.min(), of_seeds.max()], [y, y], "C0", lw=2)
     second.plot(np.median(of_seeds), y, "C0o", ms=8)
 second.set(
-    title="Loss after training: median and range of five seeds",
+    title="Loss: median and range of five seeds",
     xlabel="loss on all training images",
     xlim=(0, None),
 )
