@@ -33,6 +33,7 @@ from benchmarks import (
     training_steps,
     wrapped_training,
 )
+from benchmarks.ablation import rows as ablation
 from benchmarks.formats import (
     chips,
     experts,
@@ -58,6 +59,7 @@ TEXTS = (
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "memory.md",
     ROOT / "docs" / "compatibility.md",
+    ROOT / "docs" / "semantics.md",
     RESULTS / "README.md",
 )
 
@@ -276,6 +278,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "code_bases": lambda results: code_bases.table(
         _rows(results, "rows", code_bases.Row)
     ),
+    "ablation": lambda results: ablation.table(ablation.rows_of(results["rows"])),
     "sweep.summary": lambda results: sweep_tables.summary_table(
         sweep.rows_of(results["programs"])
     ),

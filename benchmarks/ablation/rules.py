@@ -2,7 +2,7 @@
 
 Each rule is switched off alone. Where a program's trace does not change, nothing is
 lost. Where it does, its errors are measured with the rule and without it: the programs
-of the sweep, programs of the search for law 7, and eight models compiled for an H100.
+of the sweep, programs of the search for law 7, and ten models compiled for an H100.
 
     PYTHONPATH=tests python -m benchmarks.ablation.rules --json benchmarks/results
 
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from search import law
@@ -30,6 +31,7 @@ from search.programs import Program, programs
 
 import jmp_lite as jmp
 from benchmarks import autocast, models
+from benchmarks.ablation.rows import Cost, Lost, Row, rows_of, table
 from benchmarks.compiled import compile_for, missing
 from benchmarks.report import stamp, write
 from benchmarks.sweep.collection import chosen
@@ -45,14 +47,42 @@ WORSE = 1.25
 """How many times larger an error has to be to count."""
 DRAWS = range(5)
 
+STORED = "transformer 24, scan"
 MODELS: Mapping[str, Callable[[], models.Model]] = {
-    name: functools.partial(autocast.MODELS[name][0])
-    for name in (
-        *("transformer 4, unrolled", "transformer 24, scan"),
-        *("transformer 24, scan + remat", "resnet", "lstm", "mlp", "nnx"),
-        "flax seq2seq",
-    )
+    **{
+        name: functools.partial(autocast.MODELS[name][0])
+        for name in (
+            *("transformer 4, unrolled", STORED, "transformer 24, scan + remat"),
+            *("resnet", "lstm", "mlp", "nnx", "flax seq2seq"),
+        )
+    },
+    "norms after the blocks": lambda: _post_norm(),
+    f"{STORED}, 16-bit parameters": lambda: _stored(autocast.MODELS[STORED][0]()),
 }
+
+
+def _post_norm() -> models.Model:
+    """Blocks whose norms come last, as in BERT: the stream begins with one."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        x = x - jnp.mean(x, -1, keepdims=True)
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x = norm(params["table"][tokens])
+        for up, down in params["blocks"]:
+            x = norm(x + jax.nn.gelu(x @ up) @ down)
+        return jnp.mean(x * x)
+
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    blocks = [(of(1024, 2048), of(2048, 1024))] * 4
+    tokens = jax.ShapeDtypeStruct((16, 512), jnp.int32)
+    return models.Model(loss, {"table": of(512, 1024), "blocks": blocks}, tokens)
+
+
+def _stored(model: models.Model) -> models.Model:
+    return model._replace(params=jmp.cast_tree(model.params, "bfloat16"))
+
 
 Off = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -237,51 +267,6 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-class Lost(NamedTuple):
-    """What some programs lose without a rule.
-
-    Attributes:
-      changed: how many traces change.
-      not_finite: how many become NaN or infinite.
-      worse: how many have an error that is ``WORSE`` times as large, by dtype.
-      worst: the largest ratio of errors.
-      one: the program that has it.
-    """
-
-    changed: int
-    not_finite: int
-    worse: Mapping[str, int]
-    worst: float
-    one: str
-
-
-class Cost(NamedTuple):
-    """What a compiled model costs without a rule, relative to the same with it."""
-
-    model: str
-    moved: float
-    peak: float
-    roofline: float
-
-
-class Row(NamedTuple):
-    """A rule, and what is lost without it.
-
-    Attributes:
-      rule: its name.
-      says: what it says.
-      sweep: what the programs of the sweep lose.
-      search: what those of the search lose.
-      models: what compiled models cost that change.
-    """
-
-    rule: str
-    says: str
-    sweep: Lost
-    search: Lost
-    models: Sequence[Cost]
-
-
 # ---------------------------------------------------------------------------- errors
 
 
@@ -431,42 +416,6 @@ def _of_models(rule: Rule, names: Sequence[str]) -> list[Cost]:
     return found
 
 
-# ------------------------------------------------------------------------------ table
-
-
-def rows_of(written: Sequence[dict[str, Any]]) -> list[Row]:
-    """Returns rows from JSON, where a tuple is a list."""
-    return [
-        Row(
-            row["rule"],
-            row["says"],
-            Lost(*row["sweep"]),
-            Lost(*row["search"]),
-            [Cost(*cost) for cost in row["models"]],
-        )
-        for row in written
-    ]
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Returns the rows as text."""
-    lines = [f"{'rule':26}{'the sweep':>28}{'the search':>17}{'bytes, peak':>17}"]
-    for row in rows:
-        dearest = max(row.models, key=lambda cost: cost.moved, default=None)
-        costs = f"{dearest.moved:.2f} {dearest.peak:.2f}" if dearest else "="
-        lines.append(
-            f"{row.rule:26}{_lost(row.sweep):>28}{_lost(row.search):>17}{costs:>17}"
-        )
-    return "\n".join(lines)
-
-
-def _lost(lost: Lost) -> str:
-    if not lost.changed:
-        return "="
-    worse = sum(lost.worse.values()) + lost.not_finite
-    return f"{worse} of {lost.changed}" + (f", {lost.worst:.3g}x" if worse else "")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the table, and writes it as JSON where asked."""
     parser = argparse.ArgumentParser("python -m benchmarks.ablation.rules")
@@ -490,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             _of_models(rule, options.models),
         )
         known[name] = row
-        print(table([row]).splitlines()[-1], flush=True)
+        print(table([row]).splitlines()[1], flush=True)
         if options.json:
             ordered = [known[one] for one in RULES if one in known]
             write(options.json, "ablation", stamp(), rows=ordered)

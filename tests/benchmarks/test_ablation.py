@@ -47,7 +47,7 @@ def test_rows_are_written_read_and_shown(tmp_path, capsys):
     options += ["--drawn", "3", "--models", "--json", str(tmp_path)]
     rules.main(options)
     shown = capsys.readouterr().out
-    (last,) = [line for line in shown.splitlines()[-3:] if line.startswith("rule")]
+    (last,) = [line for line in shown.splitlines() if line.startswith("without")]
     assert "the sweep" in last
     rules.main([*options, "--rules", "power"])
     again = capsys.readouterr().out
