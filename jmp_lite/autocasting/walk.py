@@ -240,12 +240,13 @@ class Walk:
           number: the number of the jaxpr whose results are those of the equation.
           carries: the carries of a loop.
         """
+        origins = [[facts.origin for facts in given] for _, given in bodies]
         plan, given = bodies[number]
         found = leave_call(plan.lineages, given)
         results = [
             Facts.of(
                 spec,
-                origin_outside(inside.origin, given),
+                origin_outside(inside.origin, origins[number]),
                 structure.shape_of(var.aval),
                 lineage,
             )
@@ -253,7 +254,6 @@ class Walk:
                 eqn.outvars, plan.made, plan.results, found, strict=True
             )
         ]
-        origins = [[facts.origin for facts in given] for _, given in bodies]
         plans = [plan for plan, _ in bodies]
         return Step(
             *(eqn, site, operands, results),
@@ -373,7 +373,8 @@ class Walk:
                 break
             for i in rising:
                 specs[i] = Spec(State.HARD)
-                raised_by[i] = origin_outside(body.results[i].origin, operands)
+                origins = [facts.origin for facts in operands]
+                raised_by[i] = origin_outside(body.results[i].origin, origins)
         carries: list[Carry] = []
         for i, ((_, reason), spec) in enumerate(zip(slots, specs, strict=True)):
             if spec.state is not None:

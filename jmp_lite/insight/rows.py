@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.decide.decisions import Decision, Plan, Reason, Run
-from jmp_lite.autocasting.decide.facts import Input, Origin, State, is_equation
+from jmp_lite.autocasting.decide.facts import (
+    Input,
+    Origin,
+    State,
+    is_equation,
+    origin_outside,
+)
 from jmp_lite.autocasting.rules.rules import (
     Rules,
 )
@@ -164,7 +170,7 @@ class _RowMaker:
                 if record.decision.run is Run.AS_TRACED:
                     yield from self._kept(there, place)
             for inside, inner in zip(step.inside, step.origins, strict=True):
-                outside = [_outside(origin, origins) for origin in inner]
+                outside = [origin_outside(origin, origins) for origin in inner]
                 times = params.trips(step.eqn)
                 yield from self.make(inside, place.enter(step.eqn, times), outside)
 
@@ -238,11 +244,6 @@ _MARK_NAMES = {FULL_SCOPE: "as_full", LOW_SCOPE: "as_low"}
 """The names of marks, by the names in the program."""
 
 
-def _outside(origin: Origin, origins: Sequence[Origin]) -> Origin:
-    """Returns an origin outside of a jaxpr whose inputs have these origins."""
-    return origins[origin.number] if isinstance(origin, Input) else origin
-
-
 def _record_outside(
     record: DecisionRecord, origins: Sequence[Origin]
 ) -> DecisionRecord:
@@ -252,9 +253,9 @@ def _record_outside(
     if not (True in is_inside or isinstance(record.origin, Input)):
         return record
     return record._replace(
-        origin=_outside(record.origin, origins),
+        origin=origin_outside(record.origin, origins),
         operands=tuple(
-            o._replace(origin=_outside(o.origin, origins)) if inside else o
+            o._replace(origin=origin_outside(o.origin, origins)) if inside else o
             for o, inside in zip(operands, is_inside, strict=True)
         ),
     )

@@ -192,12 +192,7 @@ def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
       {'w': Array([0.], dtype=float32)}
     """
     pred = boolean_scalar(pred)
-    select = functools.partial(_select_leaf, pred)
-    try:
-        return jax.tree_util.tree_map_with_path(select, a, b)
-    except ValueError as error:
-        error.add_note("select_tree: the two pytrees have different structures.")
-        raise
+    return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, pred), a, b)
 
 
 def _select_leaf(pred: Array, path: Path, a: Leaf, b: Leaf) -> Leaf:

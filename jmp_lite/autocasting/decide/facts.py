@@ -435,6 +435,6 @@ def join_specs(specs: Sequence[Spec]) -> Spec:
     return Spec(max(states, default=None), kind, held)
 
 
-def origin_outside(origin: Origin, operands: Sequence[Facts]) -> Origin:
-    """Returns the origin outside of a jaxpr for an origin inside of it."""
-    return operands[origin.number].origin if isinstance(origin, Input) else origin
+def origin_outside(origin: Origin, origins: Sequence[Origin]) -> Origin:
+    """Returns an origin outside of a jaxpr whose inputs have these origins."""
+    return origins[origin.number] if isinstance(origin, Input) else origin
