@@ -221,7 +221,7 @@ def kept_across_loops(model: models.Model) -> int:
             elif op in ("reshape", "transpose") and found:
                 stacks[eqn.outvars[0]] = found[0]
             if op == "scan":
-                stacked = eqn.outvars[params.scan_counts(eqn)[1] :]
+                stacked = eqn.outvars[params.loop_of(eqn).n_carry :]
                 stacks.update(zip(stacked, stacked, strict=True))
             else:
                 inside += sum(map(kept, params.inner_jaxprs(eqn)))

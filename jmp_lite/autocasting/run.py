@@ -126,7 +126,7 @@ class Runner:
             return params.bind_cond(eqn, arrays, [body.jaxpr for body in bodies])
         if op == "while":
             test, body = bodies
-            n_test = params.while_parts(eqn).n_cond
+            n_test = params.loop_of(eqn).n_cond
             given = [*test.given[:n_test], *body.given]
             arrays = self.arrays(operands, given)
             return params.bind_while(eqn, arrays, test.jaxpr, body.jaxpr)
@@ -151,7 +151,7 @@ class Runner:
     def _scan(self, eqn: Eqn, arrays: Sequence[Array], body: Converted) -> list[Array]:
         """Binds a scan, after the passes over its body."""
         passes, jaxpr = self.planner.passes, body.jaxpr
-        n_consts, _ = params.scan_counts(eqn)
+        n_consts = params.loop_of(eqn).n_consts
         if "rematerialize" in passes:
             jaxpr = rematerialize.rematerialize(body.jaxpr, n_consts)
             passes["rematerialize"] += jaxpr is not body.jaxpr

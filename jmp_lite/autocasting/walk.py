@@ -33,7 +33,7 @@ from jmp_lite.autocasting.decide.facts import (
     leave_call,
     origin_outside,
 )
-from jmp_lite.autocasting.decide.loops import Loop, Slot, carry_spec
+from jmp_lite.autocasting.decide.loops import Slot, carry_spec
 from jmp_lite.autocasting.decide.readers import (
     readers_of_carries,
     readers_of_floats,
@@ -201,8 +201,8 @@ class Walk:
             return self._equation(eqn, operands, site)
         others = {
             "cond": self._cond,
-            "scan": self._scan,
-            "while": self._while,
+            "scan": self._loop,
+            "while": self._loop,
             "shard_map": self._shard_map,
         }
         return others[op](eqn, operands, site)
@@ -294,32 +294,27 @@ class Walk:
         ]
         return self._entered(eqn, operands, site, [(one, others) for one in branches])
 
-    def _scan(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        n_consts, n_carry = params.scan_counts(eqn)
-        # A 16-bit value that every step reads is cast at each use, as a parameter is:
-        # its gradient would add up in 16 bits over the steps.
-        given = [
-            _as_spec(facts, Spec(State.SOFT, Kind.GIVEN))
-            if i < n_consts and facts.state is State.LOW
-            else facts
-            for i, facts in enumerate(operands)
-        ]
-        at = slice(n_consts, n_consts + n_carry)
-        body, carries = self._settle(eqn, given, at, site)
-        return self._entered(eqn, operands, site, [(body, given)], carries=carries)
-
-    def _while(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        loop = params.while_parts(eqn)
+    def _loop(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
+        """Plans the body of a loop, and the condition of a while."""
+        loop = params.loop_of(eqn)
         of_test, given = operands[: loop.n_cond], operands[loop.n_cond :]
-        step, carries = self._settle(eqn, given, slice(loop.n_body, None), site)
-        of_test = [*of_test, *given[loop.n_body :]]
+        if loop.cond is None:
+            # A 16-bit value that every step reads is cast at each use, as a parameter
+            # is: its gradient would add up in 16 bits over the steps.
+            for i, facts in enumerate(given[: loop.n_consts]):
+                if facts.state is State.LOW:
+                    given[i] = _as_spec(facts, Spec(State.SOFT, Kind.GIVEN))
+        step, carries = self._settle(eqn, loop, given, site)
+        if loop.cond is None:
+            return self._entered(eqn, operands, site, [(step, given)], carries=carries)
+        of_test += given[loop.carries]
         there = site._replace(readers=[Readers.OTHER])
         test = self._planner.body(loop.cond, of_test, there)
         bodies = [(test, of_test), (step, given)]
         return self._entered(eqn, operands, site, bodies, 1, carries)
 
     def _settle(
-        self, eqn: Eqn, operands: list[Facts], at: slice, site: Site
+        self, eqn: Eqn, loop: params.Loop, operands: list[Facts], site: Site
     ) -> tuple[Plan, list[Carry]]:
         """Returns the plan of a loop's body, for which each carry keeps its spec.
 
@@ -332,13 +327,13 @@ class Walk:
         deliberate float32: ``x`` rises, and the body is planned for a float32 ``x``.
 
         Args:
-          eqn: the loop.
+          eqn: the equation.
+          loop: its parts.
           operands: the operands of the body; the carries change their specs.
-          at: the positions of the carries.
           site: its site.
         """
-        loop, planner = Loop.read(eqn), self._planner
-        n_carry, raised_by = len(loop.carries), dict[int, Origin]()
+        planner, at, n_carry = self._planner, loop.carries, loop.n_carry
+        raised_by = dict[int, Origin]()
         slots = planner.uses.carries(eqn, site.readers[:n_carry], site.path)
         readers = [*readers_of_carries(slots), *site.readers[n_carry:]]
         inside, kinds = site._replace(readers=readers), [slot for slot, _ in slots]

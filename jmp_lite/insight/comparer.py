@@ -16,7 +16,7 @@ from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.statistics import sample
 from jmp_lite.insight.tables import Place
 from jmp_lite.jaxprs import bilinear, params, primitives, products, structure
-from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn
 from jmp_lite.ops import EDITABLE, EXACT, KEEPING_ERRORS
 
 
@@ -281,9 +281,8 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, var: Var, array: Array) -> Twin:
+    def constant(self, array: Array) -> Twin:
         """Returns a constant, which no rounding affects."""
-        del var
         return Twin(array)
 
     def form(self, value: Twin) -> bool:

@@ -253,7 +253,7 @@ def compared_with_float32(
         with function.advised():
             program = jax.make_jaxpr(both)(*function.avals)
     comparer = Comparer(elements)
-    results = comparer.run_program(program, list(map(Twin, arrays)))
+    results = comparer.run(program, list(map(Twin, arrays)))
     errors: list[TwinError] = []
     for twin in results:
         found, full = error(twin.low, twin.full), twin.full

@@ -1,4 +1,9 @@
-"""Runs jaxprs, and adds up sums of numbers for each op, over steps and devices."""
+"""Runs jaxprs on a tool's values, and adds up numbers for each op, over all steps.
+
+A value is one array or several, such as an array with a flag, or an array on two lanes.
+A tool, which is a subclass, defines what a value is, and how an equation without a
+jaxpr inside runs. This module runs each primitive that contains jaxprs.
+"""
 
 import abc
 import dataclasses
@@ -11,10 +16,8 @@ from jax.sharding import PartitionSpec
 
 from jmp_lite.insight.statistics import stacked
 from jmp_lite.insight.tables import TOP, Place
-from jmp_lite.jaxprs import params, sharding, structure
-from jmp_lite.jaxprs.dataflow import has_lanes
-from jmp_lite.jaxprs.evaluate import Body, Evaluator, Frame
-from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Literal, PyTree
+from jmp_lite.jaxprs import params, sharding, source, structure
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, PyTree, Var
 
 ValueT = TypeVar("ValueT")
 FormT = TypeVar("FormT")
@@ -22,31 +25,26 @@ OpT = TypeVar("OpT")
 
 
 @dataclasses.dataclass(frozen=True)
-class CountedBody(Body[FormT], Generic[FormT, OpT]):
-    """A jaxpr of a tool's arrays, which returns sums after its results.
+class Body(Generic[FormT, OpT]):
+    """A jaxpr inside of an equation, as a jaxpr of a tool's arrays.
 
     Attributes:
+      jaxpr: the closed jaxpr. It takes the arrays of its operands, and returns those of
+        its results, and then sums.
+      given: the forms of its operands.
+      made: the forms of its results.
       ops: the ops inside.
       axes: the mapped axes over which the sums differ.
     """
 
+    jaxpr: Jaxpr
+    given: tuple[FormT, ...]
+    made: tuple[FormT, ...]
     ops: Sequence[OpT]
     axes: frozenset[str]
 
 
-class _CountingFrame(Frame[ValueT, Place]):
-    """The values of one jaxpr."""
-
-    def enter(self, eqn: Eqn) -> tuple[Sequence[ValueT], Place]:
-        """Returns the operands of an equation, and its place."""
-        operands = list(map(self.read, eqn.invars))
-        return operands, self.site.enter(eqn, params.trips(eqn))
-
-
-class CountingEvaluator(
-    Evaluator[ValueT, FormT, Place, CountedBody[FormT, OpT]],
-    Generic[ValueT, FormT, OpT],
-):
+class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
     """Runs jaxprs, and notes ops with their sums."""
 
     def __init__(self) -> None:
@@ -57,6 +55,36 @@ class CountingEvaluator(
     @abc.abstractmethod
     def inner(self) -> "CountingEvaluator[ValueT, FormT, OpT]":
         """Returns a new tool, without ops, for a jaxpr inside."""
+
+    @abc.abstractmethod
+    def equation(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: Place
+    ) -> Sequence[ValueT]:
+        """Runs an equation, without entering any jaxpr in it."""
+
+    @abc.abstractmethod
+    def constant(self, array: Array) -> ValueT:
+        """Returns the value of a constant or a literal."""
+
+    @abc.abstractmethod
+    def form(self, value: ValueT) -> FormT:
+        """Returns the form of a value: which arrays it consists of."""
+
+    @abc.abstractmethod
+    def join(self, forms: Sequence[FormT]) -> FormT:
+        """Returns the form of a value that has one of several forms."""
+
+    @abc.abstractmethod
+    def width(self, form: FormT) -> int:
+        """Returns the number of arrays of a value."""
+
+    @abc.abstractmethod
+    def unpack(self, value: ValueT, form: FormT) -> Sequence[Array]:
+        """Returns the arrays of a value; the first is that of the program."""
+
+    @abc.abstractmethod
+    def pack(self, arrays: Sequence[Array], form: FormT) -> ValueT:
+        """Returns the value of arrays."""
 
     @abc.abstractmethod
     def types(self, aval: Aval, form: FormT) -> Sequence[Aval]:
@@ -106,40 +134,91 @@ class CountingEvaluator(
         ops = [op for ops, _ in parts for op in ops]
         return ops, stacked([sums for _, sums in parts] or [self.nothing(0)])
 
+    # ------------------------------------------------------------------------- values
+
+    def unpack_all(
+        self, values: Sequence[ValueT], forms: Sequence[FormT]
+    ) -> list[Array]:
+        """Returns the arrays of several values, one value after the other."""
+        pairs = zip(values, forms, strict=True)
+        return [array for value, form in pairs for array in self.unpack(value, form)]
+
+    def pack_all(
+        self,
+        arrays: Sequence[Array],
+        forms: Sequence[FormT],
+        pack: Callable[[Sequence[Array], FormT], ValueT] | None = None,
+    ) -> list[ValueT]:
+        """Returns the values of the arrays that ``unpack_all`` returns.
+
+        Args:
+          arrays: the arrays.
+          forms: the forms of the values.
+          pack: returns the value of arrays; by default ``self.pack``.
+        """
+        values: list[ValueT] = []
+        at = 0
+        for form in forms:
+            n = self.width(form)
+            values.append((pack or self.pack)(arrays[at : at + n], form))
+            at += n
+        return values
+
+    def converted(
+        self, values: Sequence[ValueT], forms: Sequence[FormT]
+    ) -> list[ValueT]:
+        """Returns the carries of a loop in other forms."""
+        return self.pack_all(self.unpack_all(values, forms), forms)
+
     # ------------------------------------------------------------------ the equations
 
-    def run_program(self, jaxpr: Jaxpr, operands: Sequence[ValueT]) -> list[ValueT]:
-        """Returns the results of a whole program."""
-        return self.run(jaxpr, operands, TOP)
+    def run(
+        self, jaxpr: Jaxpr, operands: Sequence[ValueT], site: Place = TOP
+    ) -> list[ValueT]:
+        """Returns the results of a jaxpr.
 
-    def frame(
-        self, jaxpr: Jaxpr, operands: Sequence[ValueT], site: Place
-    ) -> Frame[ValueT, Place]:
-        """Returns the values of a jaxpr before it runs."""
-        return _CountingFrame(self, jaxpr, operands, site)
+        Args:
+          jaxpr: the jaxpr.
+          operands: the values of its inputs.
+          site: its place; by default it is a whole program.
+        """
+        parts = structure.parts(jaxpr)
+        consts = map(self.constant, parts.consts)
+        env = dict(zip(parts.constvars, consts, strict=True))
+        env.update(zip(parts.invars, operands, strict=True))
 
-    def step(
+        def read(atom: Var) -> ValueT:
+            if structure.is_literal(atom):
+                return self.constant(structure.as_array(atom.val))
+            return env[atom]
+
+        for eqn in parts.eqns:
+            with source.context_of(eqn):
+                given = list(map(read, eqn.invars))
+                here = site.enter(eqn, params.trips(eqn))
+                results = self._step(eqn, given, here)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, parts.outvars))
+
+    def _step(
         self, eqn: Eqn, operands: Sequence[ValueT], site: Place
     ) -> Sequence[ValueT]:
         """Runs an equation of any kind."""
-        if params.op_of(eqn) == "while" and has_lanes(eqn):
-            return self.equation(eqn, operands, site)
-        return super().step(eqn, operands, site)
-
-    def literal(self, atom: Literal) -> ValueT:
-        """Returns the value of a literal, which is that of a constant."""
-        return self.constant(atom, structure.as_array(atom.val))
+        op = params.op_of(eqn)
+        if op in params.CALLED:
+            return self.call(eqn, operands, site)
+        if op == "cond":
+            return self._cond(eqn, operands, site)
+        if op == "shard_map":
+            return self._shard_map(eqn, operands, site)
+        if op in params.LOOPS:
+            return self._loop(eqn, operands, site)
+        return self.equation(eqn, operands, site)
 
     def call(
         self, eqn: Eqn, operands: Sequence[ValueT], site: Place
     ) -> Sequence[ValueT]:
-        """Runs the jaxpr of a call in its place."""
-        return self.run(params.body_of(eqn), operands, site)
-
-    def custom(
-        self, eqn: Eqn, operands: Sequence[ValueT], site: Place
-    ) -> Sequence[ValueT]:
-        """Runs the jaxpr of a function in its place, without its rules."""
+        """Runs the jaxpr of a call in its place, without a rule of its own."""
         return self.run(params.body_of(eqn), operands, site)
 
     # ------------------------------------------------------------------ jaxprs inside
@@ -150,8 +229,15 @@ class CountingEvaluator(
         operands: Sequence[ValueT],
         site: Place,
         required: Sequence[FormT] = (),
-    ) -> CountedBody[FormT, OpT]:
-        """Returns a jaxpr of the tool's arrays; see ``Evaluator``."""
+    ) -> Body[FormT, OpT]:
+        """Returns a jaxpr inside of an equation as a jaxpr of the tool's arrays.
+
+        Args:
+          jaxpr: the jaxpr.
+          operands: the values of its operands.
+          site: the place of the equation.
+          required: the forms of its first results.
+        """
         given = tuple(map(self.form, operands))
         made: list[FormT] = []
         ops: list[OpT] = []
@@ -172,7 +258,7 @@ class CountingEvaluator(
         traced = structure.trace(run, avals, jaxpr)
         n_sums = jax.tree.structure(self.nothing(0)).num_leaves
         axes = sharding.varying_axes(structure.parts(traced).outvars[-n_sums:])
-        return CountedBody(traced, given, tuple(made), ops, axes)
+        return Body(traced, given, tuple(made), ops, axes)
 
     def _run_inside(
         self,
@@ -191,11 +277,18 @@ class CountingEvaluator(
     def collect_results(
         self,
         eqn: Eqn,
-        bodies: Sequence[tuple[CountedBody[FormT, OpT], Sequence[ValueT]]],
+        bodies: Sequence[tuple[Body[FormT, OpT], Sequence[ValueT]]],
         arrays: Sequence[Array],
         number: int = 0,
     ) -> list[ValueT]:
-        """Returns the results of an equation, and notes the sums after them."""
+        """Returns the results of a bound equation, and notes the sums after them.
+
+        Args:
+          eqn: the equation.
+          bodies: the jaxprs inside, each with its operands.
+          arrays: the arrays of the results, then the sums of each jaxpr.
+          number: the number of the jaxpr whose results they are.
+        """
         of_sums = jax.tree.structure([self.nothing(0)] * len(bodies))
         n = len(arrays) - of_sums.num_leaves
         for (body, _), sums in zip(bodies, of_sums.unflatten(arrays[n:]), strict=True):
@@ -203,14 +296,14 @@ class CountingEvaluator(
         of, _ = bodies[number]
         if params.op_of(eqn) != "scan":
             return self.pack_all(arrays[:n], of.made)
-        _, n_carry = params.scan_counts(eqn)
+        n_carry = params.loop_of(eqn).n_carry
         whole, rows = of.made[:n_carry], of.made[n_carry:]
         at = sum(map(self.width, whole))
         stacked = self.pack_all(arrays[at:n], rows, self.pack_rows)
         return [*self.pack_all(arrays[:at], whole), *stacked]
 
     def _split(
-        self, body: CountedBody[FormT, OpT], arrays: Sequence[Array]
+        self, body: Body[FormT, OpT], arrays: Sequence[Array]
     ) -> tuple[list[Array], PyTree]:
         """Runs a body; returns the arrays of its results, and its sums."""
         of_sums = jax.tree.structure(self.nothing(0))
@@ -218,28 +311,37 @@ class CountingEvaluator(
         n = len(out) - of_sums.num_leaves
         return out[:n], of_sums.unflatten(out[n:])
 
-    def _start_sums(self, body: CountedBody[FormT, OpT]) -> PyTree:
+    def _start_sums(self, body: Body[FormT, OpT]) -> PyTree:
         """Returns the sums of a body before it runs."""
         return _varying(self.nothing(len(body.ops)), body.axes)
 
     # -------------------------------------------------------------- how sums add up
 
-    def bind_cond(
-        self,
-        eqn: Eqn,
-        arrays: Sequence[Array],
-        branches: Sequence[CountedBody[FormT, OpT]],
-    ) -> Sequence[Array]:
-        """Binds a cond; each branch returns the sums of all."""
-        avals = list(map(structure.type_of_value, arrays[1:]))
+    def _cond(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: Place
+    ) -> Sequence[ValueT]:
+        """Runs the branches of a cond; each returns the sums of all."""
+        index, *others = operands
+        traced = params.branches_of(eqn)
+        branches = [self.body(branch, others, site) for branch in traced]
+        rows = [branch.made for branch in branches]
+        made = tuple(map(self.join, zip(*rows, strict=True)))
+        branches = [
+            branch if branch.made == made else self.body(jaxpr, others, site, made)
+            for branch, jaxpr in zip(branches, traced, strict=True)
+        ]
+        arrays = self.unpack_all(others, branches[0].given)
+        avals = list(map(structure.type_of_value, arrays))
         jaxprs = [
             structure.trace(self._taken(branches, i), avals, branch.jaxpr)
             for i, branch in enumerate(branches)
         ]
-        return params.bind_cond(eqn, arrays, jaxprs)
+        which = self.unpack(index, self.form(index))[0]
+        out = params.bind_cond(eqn, [which, *arrays], jaxprs)
+        return self.collect_results(eqn, [(branch, others) for branch in branches], out)
 
     def _taken(
-        self, branches: Sequence[CountedBody[FormT, OpT]], i: int
+        self, branches: Sequence[Body[FormT, OpT]], i: int
     ) -> Callable[..., list[Array]]:
         """Returns a function that runs one branch, with sums for all branches."""
 
@@ -251,14 +353,56 @@ class CountingEvaluator(
 
         return run
 
-    def bind_scan(
-        self, eqn: Eqn, operands: Sequence[ValueT], body: CountedBody[FormT, OpT]
+    def _loop(
+        self, eqn: Eqn, operands: Sequence[ValueT], site: Place
+    ) -> Sequence[ValueT]:
+        """Runs a loop."""
+        loop = params.loop_of(eqn)
+        if loop.cond is not None and _has_lanes(loop.cond):
+            return self.equation(eqn, operands, site)
+        of_test, given = operands[: loop.n_cond], list(operands[loop.n_cond :])
+        step = self._settle(loop, given, site)
+        if loop.cond is None:
+            out = self._scan(eqn, loop, given, step)
+            return self.collect_results(eqn, [(step, given)], out)
+        of_test = [*of_test, *given[loop.carries]]
+        test = self.body(loop.cond, of_test, site)
+        out = self._while(loop, of_test[: loop.n_cond], given, test, step)
+        return self.collect_results(
+            eqn, [(test, of_test), (step, given)], out, number=1
+        )
+
+    def _settle(
+        self, loop: params.Loop, operands: list[ValueT], site: Place
+    ) -> Body[FormT, OpT]:
+        """Returns the body of a loop, traced until its carries keep their forms.
+
+        Args:
+          loop: the loop.
+          operands: the operands of its body; the carries change their forms.
+          site: the place of the loop.
+        """
+        first = operands[loop.carries]
+        forms = list(map(self.form, first))
+        while True:
+            operands[loop.carries] = self.converted(first, forms)
+            body = self.body(loop.body, operands, site, forms)
+            found = list(body.made[: loop.n_carry])
+            if found == forms:
+                return body
+            forms = found
+
+    def _scan(
+        self,
+        eqn: Eqn,
+        loop: params.Loop,
+        operands: Sequence[ValueT],
+        body: Body[FormT, OpT],
     ) -> Sequence[Array]:
-        """Binds a scan, which carries the sums."""
-        n_consts, n_carry = params.scan_counts(eqn)
-        n = n_consts + n_carry
+        """Runs a scan, which carries the sums."""
+        n_consts, at, n = loop.n_consts, loop.carries, loop.carries.stop
         consts = self.unpack_all(operands[:n_consts], body.given[:n_consts])
-        start = self.unpack_all(operands[n_consts:n], body.given[n_consts:n])
+        start = self.unpack_all(operands[at], body.given[at])
         pairs = zip(operands[n:], body.given[n:], strict=True)
         rows = [array for pair in pairs for array in self.unpack_rows(*pair)]
 
@@ -274,19 +418,19 @@ class CountingEvaluator(
         (last, sums), stacks = lax.scan(step, first, rows, **options)
         return [*last, *stacks, *jax.tree.leaves(sums)]
 
-    def bind_while(
+    def _while(
         self,
-        eqn: Eqn,
+        loop: params.Loop,
+        consts: Sequence[ValueT],
         operands: Sequence[ValueT],
-        test: CountedBody[FormT, OpT],
-        step: CountedBody[FormT, OpT],
+        test: Body[FormT, OpT],
+        step: Body[FormT, OpT],
     ) -> Sequence[Array]:
-        """Binds a while, which carries the sums of its condition and of its body."""
-        loop = params.while_parts(eqn)
-        n, n_consts = loop.n_cond, loop.n_cond + loop.n_body
-        of_test = self.unpack_all(operands[:n], test.given[:n])
-        of_step = self.unpack_all(operands[n:n_consts], step.given[: loop.n_body])
-        first = self.unpack_all(operands[n_consts:], step.given[loop.n_body :])
+        """Runs a while, which carries the sums of its condition and of its body."""
+        n, at = loop.n_consts, loop.carries
+        of_test = self.unpack_all(consts, test.given[: loop.n_cond])
+        of_step = self.unpack_all(operands[:n], step.given[:n])
+        first = self.unpack_all(operands[at], step.given[at])
 
         def tested(carry: Sequence[Array], sums: PyTree) -> tuple[Array, PyTree]:
             (goes_on, *_), new = self._split(test, [*of_test, *carry])
@@ -304,7 +448,7 @@ class CountingEvaluator(
         last, sums, (_, of_tests) = lax.while_loop(lambda s: s[2][0], run, start)
         return [*last, *jax.tree.leaves([of_tests, sums])]
 
-    def shard_map(
+    def _shard_map(
         self, eqn: Eqn, operands: Sequence[ValueT], site: Place
     ) -> Sequence[ValueT]:
         """Runs the function of each device; sums add up over the devices."""
@@ -353,3 +497,9 @@ class CountingEvaluator(
 def _varying(sums: PyTree, axes: frozenset[str]) -> PyTree:
     """Returns sums whose types state that they may differ over some mapped axes."""
     return jax.tree.map(lambda column: sharding.as_varying(column, axes), sums)
+
+
+def _has_lanes(cond: Jaxpr) -> bool:
+    """Whether vmap has given a while loop one predicate for each batch element."""
+    (predicate,) = structure.parts(cond).outvars
+    return bool(predicate.aval.shape)

@@ -222,19 +222,14 @@ class Residues(_UnionAnalysis[Left]):
         """A number or an argument is no product."""
         return Left()
 
-    def _loop(
-        self,
-        body: Jaxpr,
-        operands: Sequence[Left],
-        n_consts: int,
-        n_carry: int,
-        path: str,
+    def loop_facts(
+        self, loop: params.Loop, operands: Sequence[Left], path: str
     ) -> Sequence[Left]:
+        """Returns what is left in the results of a loop."""
         given = [Left()] * len(operands)
-        for i in range(n_consts, n_consts + n_carry):
-            given[i] = Left(of_carry=True)
-        found = super()._loop(body, given, n_consts, n_carry, path)
-        for result in found[:n_carry]:
+        given[loop.carries] = [Left(of_carry=True)] * loop.n_carry
+        found = super().loop_facts(loop, given, path)
+        for result in found[: loop.n_carry]:
             self.found |= result.residues
         return [result._replace(of_carry=False) for result in found]
 

@@ -153,7 +153,7 @@ def watch(
     ) -> tuple[Result, WatchedNumerics]:
         traced = trace_function(returning_changes(fun), args, kwargs)
         watcher = Watcher(target, elements)
-        seen = watcher.run_program(traced.jaxpr, list(map(FlaggedValue, traced.arrays)))
+        seen = watcher.run(traced.jaxpr, list(map(FlaggedValue, traced.arrays)))
         ops, counts = watcher.found()
         results_from = frozenset[Source]().union(*(value.sources for value in seen))
         order = np.argsort([op.number for op in ops])

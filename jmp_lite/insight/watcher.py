@@ -19,12 +19,11 @@ from jax.sharding import PartitionSpec
 
 from jmp_lite.autocasting.rules.scopes import of_the_user
 from jmp_lite.insight import statistics
-from jmp_lite.insight.counting import CountedBody, CountingEvaluator
+from jmp_lite.insight.counting import Body, CountingEvaluator
 from jmp_lite.insight.statistics import Counts
 from jmp_lite.insight.tables import Place
 from jmp_lite.jaxprs import params, sharding, structure
-from jmp_lite.jaxprs.evaluate import Evaluator
-from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Jaxpr, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Jaxpr
 from jmp_lite.ops import KEEPING_NUMBERS
 
 
@@ -243,18 +242,18 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
     def call(
         self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place
     ) -> Sequence[FlaggedValue]:
-        """Runs an op that only calls its jaxpr; a checkpoint stays one."""
+        """Runs a call; a checkpoint stays one.
+
+        An equation with rules keeps them, and its jaxpr runs once more.
+        """
         op = params.op_of(eqn)
         if op in params.MERE_CALLS:
             return self.run(params.body_of(eqn), operands, site)
         if op in params.REMAT:
-            return Evaluator.call(self, eqn, operands, site)
-        return self.custom(eqn, operands, site)
-
-    def custom(
-        self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place
-    ) -> Sequence[FlaggedValue]:
-        """Runs an equation that keeps its rules, and once more its jaxpr."""
+            body = self.body(params.body_of(eqn), operands, site)
+            arrays = self.unpack_all(operands, body.given)
+            arrays = params.bind_remat(eqn, arrays, body.jaxpr)
+            return self.collect_results(eqn, [(body, operands)], arrays)
         if not params.has_only_axis_effects(eqn):  # They must happen once.
             return self.equation(eqn, operands, site)
         stopped = [
@@ -332,7 +331,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
     def collect_results(
         self,
         eqn: Eqn,
-        bodies: Sequence[tuple[CountedBody[None, WatchedOp], Sequence[FlaggedValue]]],
+        bodies: Sequence[tuple[Body[None, WatchedOp], Sequence[FlaggedValue]]],
         arrays: Sequence[Array],
         number: int = 0,
     ) -> list[FlaggedValue]:
@@ -414,9 +413,8 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, var: Var, array: Array) -> FlaggedValue:
+    def constant(self, array: Array) -> FlaggedValue:
         """Returns a constant, which has no flag yet."""
-        del var
         return FlaggedValue(array)
 
     def form(self, value: FlaggedValue) -> None:
@@ -468,12 +466,8 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
 
 def _carries(eqn: Eqn) -> slice | None:
     """Returns the inputs of a loop's body that are carries; None for other ops."""
-    if params.op_of(eqn) == "scan":
-        n_consts, n_carry = params.scan_counts(eqn)
-        return slice(n_consts, n_consts + n_carry)
-    if params.op_of(eqn) == "while":
-        return slice(params.while_parts(eqn).n_body, None)
-    return None
+    is_loop = params.op_of(eqn) in params.LOOPS
+    return params.loop_of(eqn).carries if is_loop else None
 
 
 def _is_cast_in_range(eqn: Eqn) -> bool:

@@ -42,16 +42,10 @@ def readers_of(parts: structure.Parts) -> Mapping[Var, list[Eqn | None]]:
     return readers
 
 
-def has_lanes(loop: Eqn) -> bool:
-    """Whether vmap has given a while loop one predicate for each batch element."""
-    (predicate,) = structure.parts(params.while_parts(loop).cond).outvars
-    return bool(predicate.aval.shape)
-
-
 _ONE_BODY = frozenset([*params.CALLED, "shard_map"])
 """Ops with the operands and results of the one jaxpr that they contain."""
 
-_ENTERED = _ONE_BODY.union(["cond", "scan", "while"])
+_ENTERED = _ONE_BODY.union(params.CONTROL)
 """All ops whose jaxprs an analysis enters."""
 
 
@@ -145,33 +139,24 @@ class Forward(_Analysis[Fact]):
             branches = params.branches_of(eqn)
             rows = [self.outputs(branch, operands[1:], inside) for branch in branches]
             return self._join_all(rows)
-        if op == "scan":
-            n_consts, n_carry = params.scan_counts(eqn)
-            return self._loop(params.body_of(eqn), operands, n_consts, n_carry, inside)
-        loop = params.while_parts(eqn)
-        of_body = operands[loop.n_cond :]
-        n_carry = len(eqn.outvars)
-        found = self._loop(loop.body, of_body, loop.n_body, n_carry, inside)
-        self.outputs(loop.cond, [*operands[: loop.n_cond], *found], inside)
-        return found
+        loop = params.loop_of(eqn)
+        results = self.loop_facts(loop, operands[loop.n_cond :], inside)
+        if loop.cond is not None:
+            self.outputs(loop.cond, [*operands[: loop.n_cond], *results], inside)
+        return results
 
-    def _loop(
-        self,
-        body: Jaxpr,
-        operands: Sequence[Fact],
-        n_consts: int,
-        n_carry: int,
-        path: str,
+    def loop_facts(
+        self, loop: params.Loop, operands: Sequence[Fact], path: str
     ) -> Sequence[Fact]:
-        n = n_consts + n_carry
-        carries = list(operands[n_consts:n])
+        """Returns the facts of a loop's results, given those of its body's operands."""
+        inputs = list(operands)
         while True:
-            inputs = [*operands[:n_consts], *carries, *operands[n:]]
-            results = self.outputs(body, inputs, path)
-            joined = self._join_all([carries, results[:n_carry]])
+            results = self.outputs(loop.body, inputs, path)
+            carries = inputs[loop.carries]
+            joined = self._join_all([carries, results[: loop.n_carry]])
             if joined == carries:
-                return [*carries, *results[n_carry:]]
-            carries = joined
+                return [*carries, *results[loop.n_carry :]]
+            inputs[loop.carries] = joined
 
 
 class ForwardAnywhere(Forward[Fact]):
@@ -252,15 +237,12 @@ class Backward(_Analysis[Fact]):
             branches = params.branches_of(eqn)
             rows = [self.inputs(branch, results, inside) for branch in branches]
             return [self.predicate_fact(), *self._join_all(rows)]
-        if op == "scan":
-            n_consts, n_carry = params.scan_counts(eqn)
-            body = params.body_of(eqn)
-            return self.loop_facts(eqn, body, n_consts, n_carry, results, inside)
-        loop = params.while_parts(eqn)
+        loop = params.loop_of(eqn)
+        if loop.cond is None:
+            return self.loop_facts(eqn, loop, results, inside)
         of_cond = self.inputs(loop.cond, [self.predicate_fact()], inside)
-        n_carry = len(eqn.outvars)
         read = self._join_all([results, of_cond[loop.n_cond :]])
-        of_body = self.loop_facts(eqn, loop.body, loop.n_body, n_carry, read, inside)
+        of_body = self.loop_facts(eqn, loop, read, inside)
         return [*of_cond[: loop.n_cond], *of_body]
 
     @abc.abstractmethod
@@ -268,29 +250,22 @@ class Backward(_Analysis[Fact]):
         """Returns the fact of a value that selects a branch or ends a loop."""
 
     def loop_facts(
-        self,
-        eqn: Eqn,
-        body: Jaxpr,
-        n_consts: int,
-        n_carry: int,
-        results: Sequence[Fact],
-        path: str,
+        self, eqn: Eqn, loop: params.Loop, results: Sequence[Fact], path: str
     ) -> Sequence[Fact]:
-        """Returns the facts of the operands of a loop.
+        """Returns the facts of the operands of a loop's body.
 
         Args:
-          eqn: the loop.
-          body: the jaxpr of a step.
-          n_consts: the number of loop-invariant inputs.
-          n_carry: the number of carries.
+          eqn: the equation.
+          loop: its parts.
           results: the facts of its results.
           path: the path of the body.
         """
         del eqn
-        carries = list(results[:n_carry])
+        carries = list(results[: loop.n_carry])
         while True:
-            found = self.inputs(body, [*carries, *results[n_carry:]], path)
-            joined = self._join_all([carries, found[n_consts : n_consts + n_carry]])
+            outputs = [*carries, *results[loop.n_carry :]]
+            found = self.inputs(loop.body, outputs, path)
+            joined = self._join_all([carries, found[loop.carries]])
             if joined == carries:
                 return found
             carries = joined

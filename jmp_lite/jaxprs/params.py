@@ -74,7 +74,9 @@ MERE_CALLS = ("jit", "closed_call", "eval_jaxpr")
 """Ops whose jaxpr may run in their place."""
 
 
-CONTROL = ("cond", "scan", "while", "shard_map")
+LOOPS = ("scan", "while")
+
+CONTROL = ("cond", *LOOPS, "shard_map")
 """Ops with branches, steps or devices."""
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "remat_opt")
@@ -338,13 +340,43 @@ def branches_of(eqn: Eqn) -> Sequence[Jaxpr]:
     return eqn.params["branches"]
 
 
-def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """Returns the numbers of constants and carries of a scan."""
+class Loop(NamedTuple):
+    """A ``scan`` or a ``while``.
+
+    Its operands are the constants of the condition, and those of the body. These are
+    the constants of the body, the carries, and arrays of which each step has a slice.
+
+    Attributes:
+      body: the jaxpr of a step.
+      n_consts: the number of constants of the body.
+      n_carry: the number of carries, which are its first results.
+      cond: the condition of a ``while``, which reads constants and the carries.
+      n_cond: the number of its constants.
+    """
+
+    body: Jaxpr
+    n_consts: int
+    n_carry: int
+    cond: Jaxpr | None = None
+    n_cond: int = 0
+
+    @property
+    def carries(self) -> slice:
+        """The positions of the carries among the operands of the body."""
+        return slice(self.n_consts, self.n_consts + self.n_carry)
+
+
+def loop_of(eqn: Eqn) -> Loop:
+    """Returns a ``scan`` or a ``while`` as a loop."""
     params = eqn.params
+    if op_of(eqn) == "while":
+        names = ("body_nconsts", "cond_jaxpr", "cond_nconsts")
+        n_consts, *of_cond = (params[name] for name in names)
+        return Loop(params["body_jaxpr"], n_consts, len(eqn.outvars), *of_cond)
     if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
+        return Loop(params["jaxpr"], params["num_consts"], params["num_carry"])
     consts, carry, _ = params["ft_in"].update(eqn.invars).unpack()
-    return len(list(consts)), len(list(carry))
+    return Loop(params["jaxpr"], len(list(consts)), len(list(carry)))
 
 
 def scan_options(eqn: Eqn) -> dict[str, Any]:
@@ -355,21 +387,6 @@ def scan_options(eqn: Eqn) -> dict[str, Any]:
 def scan_length(eqn: Eqn) -> int:
     """Returns the number of steps of a scan."""
     return eqn.params["length"]
-
-
-class While(NamedTuple):
-    """The two jaxprs of a while, and their numbers of constants."""
-
-    cond: Jaxpr
-    body: Jaxpr
-    n_cond: int
-    n_body: int
-
-
-def while_parts(eqn: Eqn) -> While:
-    """Returns the parts of a while."""
-    names = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
-    return While(*(eqn.params[name] for name in names))
 
 
 def exponent_of(eqn: Eqn) -> int:

@@ -155,17 +155,17 @@ class _Unscaling:
         return lambda *arrays: self.run(jaxpr, arrays)
 
     def _scan(self, eqn: Eqn, operands: list[Array]) -> list[Array]:
-        n_consts, n_carry = params.scan_counts(eqn)
-        n, body = n_consts + n_carry, params.body_of(eqn)
+        loop = params.loop_of(eqn)
+        consts, xs = operands[: loop.n_consts], operands[loop.carries.stop :]
 
         def step(
             carry: list[Array], xs: list[Array]
         ) -> tuple[list[Array], list[Array]]:
-            out = self.run(body, [*operands[:n_consts], *carry, *xs])
-            return out[:n_carry], out[n_carry:]
+            out = self.run(loop.body, [*consts, *carry, *xs])
+            return out[: loop.n_carry], out[loop.n_carry :]
 
         options = params.scan_options(eqn)
-        carry, ys = lax.scan(step, operands[n_consts:n], operands[n:], **options)
+        carry, ys = lax.scan(step, operands[loop.carries], xs, **options)
         return [*carry, *ys]
 
     def _shard_map(self, eqn: Eqn, operands: list[Array]) -> list[Array]:

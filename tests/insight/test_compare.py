@@ -27,7 +27,7 @@ def lanes(fun, *args, rules="mixed"):
     traced = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
 
     def on_both(*arrays):
-        results = Comparer(2**16).run_program(traced, list(map(Twin, arrays)))
+        results = Comparer(2**16).run(traced, list(map(Twin, arrays)))
         return [twin.low for twin in results], [twin.full for twin in results]
 
     each = compiled(on_both, *arrays)

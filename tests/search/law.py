@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 import jmp_lite as jmp
-from jmp_lite.jaxprs.params import scan_counts
+from jmp_lite.jaxprs.params import loop_of
 from search.programs import Args, Program, draw_args
 
 LIMITS = {"bfloat16": 0.005, "float16": 0.001}
@@ -151,8 +151,8 @@ def _called(eqn: Any, operands: list[Any]) -> Sequence[Any]:
 
 def _scanned(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     p = eqn.params
-    n, n_carry = scan_counts(eqn)
-    body, m = p["jaxpr"], n + n_carry
+    loop = loop_of(eqn)
+    body, n, m = loop.body, loop.n_consts, loop.carries.stop
     carry, steps, length = operands[n:m], [], p["length"]
     order = range(length)[::-1] if p["reverse"] else range(length)
     rows = [np.asarray(operand) for operand in operands[m:]]

@@ -95,19 +95,16 @@ class Ancestry(Forward[Ancestors]):
             depth=max(one.depth, other.depth),
         )
 
-    def _loop(
-        self,
-        body: Jaxpr,
-        operands: Sequence[Ancestors],
-        n_consts: int,
-        n_carry: int,
-        path: str,
+    def loop_facts(
+        self, loop: params.Loop, operands: Sequence[Ancestors], path: str
     ) -> Sequence[Ancestors]:
+        """Returns the ancestors of a loop's results; its carries are states."""
         found = list(operands)
-        for i in range(n_consts, n_consts + n_carry):
-            if structure.is_float32(structure.parts(body).invars[i]):
-                found[i] = self._root(body, i)._replace(is_state=True)
-        results = super()._loop(body, found, n_consts, n_carry, path)
+        carries = structure.parts(loop.body).invars[loop.carries]
+        for i, var in enumerate(carries, loop.n_consts):
+            if structure.is_float32(var):
+                found[i] = self._root(loop.body, i)._replace(is_state=True)
+        results = super().loop_facts(loop, found, path)
         return [fact._replace(is_state=False) for fact in results]
 
     def transfer(

@@ -146,23 +146,17 @@ class ContentAnalysis(Forward[Content]):
             ways[0] | ways[1] if len(ways) == 2 else None,
         )
 
-    def _loop(
-        self,
-        body: Jaxpr,
-        operands: Sequence[Content],
-        n_consts: int,
-        n_carry: int,
-        path: str,
+    def loop_facts(
+        self, loop: params.Loop, operands: Sequence[Content], path: str
     ) -> Sequence[Content]:
-        m = n_consts + n_carry
-        fixed = [fact._replace(varies=False, powers=None) for fact in operands]
+        """Returns the contents of a loop's results; what differs by step varies."""
+        n, at = loop.n_consts, loop.carries
         start = [
-            *fixed[:n_consts],
-            *(f._replace(varies=True, powers=frozenset()) for f in fixed[n_consts:m]),
-            *(f._replace(varies=True) for f in fixed[m:]),
+            fact._replace(varies=i >= n, powers=None) for i, fact in enumerate(operands)
         ]
-        results = super()._loop(body, start, n_consts, n_carry, path)
-        for fact in results[:n_carry]:
+        start[at] = [fact._replace(powers=frozenset()) for fact in start[at]]
+        results = super().loop_facts(loop, start, path)
+        for fact in results[: loop.n_carry]:
             for product in fact.powers or ():
                 self._mark(product, Mark.POWER)
         varies = any(fact.varies for fact in operands)

@@ -118,13 +118,14 @@ class _WhileGraph:
     """
 
     def __init__(self, eqn: Eqn, path: str) -> None:
-        loop, self._graph = params.while_parts(eqn), _Graph()
+        loop, self._graph = params.loop_of(eqn), _Graph()
         carries = [_Node(var) for var in eqn.outvars]
-        operands = [*[_INVARIANT] * loop.n_body, *carries]
+        operands = [*[_INVARIANT] * loop.n_consts, *carries]
         results = self._graph.outputs(loop.body, operands, path)
         pairs = zip(carries, results, strict=True)
         self._next = {carry: result for carry, result in pairs if carry is not result}
         operands = [*[_INVARIANT] * loop.n_cond, *carries]
+        assert loop.cond is not None
         (self.predicate,) = self._graph.outputs(loop.cond, operands, path)
 
     @functools.cached_property

@@ -6,7 +6,7 @@ It reads what the body of the loop does with the carry.
 import enum
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_lite.autocasting.decide.decisions import Reason
@@ -17,7 +17,7 @@ from jmp_lite.autocasting.rules.match import RuleSource
 from jmp_lite.jaxprs import params, structure
 from jmp_lite.jaxprs.dataflow import Backward, Forward
 from jmp_lite.jaxprs.products import PRODUCTS
-from jmp_lite.jaxprs.types import Eqn, Jaxpr
+from jmp_lite.jaxprs.types import Eqn
 from jmp_lite.ops import ADDING, MOVING, MOVING_OR_CASTING, TAKING_SLICES, Precision
 
 
@@ -102,44 +102,8 @@ def carry_spec(spec: Spec, is_low: bool) -> Spec:
 # ------------------------------------------ what the body of a loop does with a carry
 
 
-class Loop(NamedTuple):
-    """A loop.
-
-    Attributes:
-      body: the jaxpr of a step.
-      carries: for each carry, the number of its input and the number of its result.
-      sliced: the inputs that differ in each step.
-      has_gradient: whether it has a backward pass, which carries a gradient from step
-        to step in the dtype of the carry.
-    """
-
-    body: Jaxpr
-    carries: Mapping[int, int]
-    sliced: frozenset[int]
-    has_gradient: bool = True
-
-    @classmethod
-    def read(cls, eqn: Eqn) -> "Loop":
-        """Returns a ``scan`` or a ``while`` as a loop."""
-        is_while = params.op_of(eqn) == "while"
-        return cls._read_while(eqn) if is_while else cls._read_scan(eqn)
-
-    @classmethod
-    def _read_scan(cls, eqn: Eqn) -> "Loop":
-        n_consts, n_carry = params.scan_counts(eqn)
-        carries = {n_consts + i: i for i in range(n_carry)}
-        sliced = frozenset(range(n_consts + n_carry, len(eqn.invars)))
-        return cls(params.body_of(eqn), carries, sliced)
-
-    @classmethod
-    def _read_while(cls, eqn: Eqn) -> "Loop":
-        _, body, _, n_consts = params.while_parts(eqn)
-        carries = {n_consts + i: i for i in range(len(eqn.outvars))}
-        return cls(body, carries, frozenset(), has_gradient=False)
-
-
 def classify(
-    rules: RuleLookup, loop: Loop, last_is_read: Sequence[bool], path: str
+    rules: RuleLookup, loop: params.Loop, last_is_read: Sequence[bool], path: str
 ) -> list[CarryDecision]:
     """Returns the slot of each carry of a loop, with the reason.
 
@@ -149,23 +113,20 @@ def classify(
       last_is_read: for each carry, whether anything but an output reads its last value.
       path: the path of the loop.
     """
-    read_by, in_any_step = _uses_of_carries(rules, loop, path)
-    flow = _Flow(rules, loop, path) if loop.has_gradient else None
+    in_one_step, in_any_step = _uses_of_carries(rules, loop, path)
+    flow = _Flow(rules, loop, path) if loop.cond is None else None
 
-    def facts(carry: int, is_read: bool) -> CarryFacts:
+    def facts(carry: int) -> CarryFacts:
         return CarryFacts(
-            is_multiplied=read_by[carry] is _CarryUse.PRODUCT,
+            is_multiplied=in_one_step[carry] is _CarryUse.PRODUCT,
             is_multiplied_later=in_any_step[carry] is _CarryUse.PRODUCT,
-            has_gradient=loop.has_gradient,
+            has_gradient=flow is not None,
             is_of_layers=flow is not None and flow.is_stack_of_layers,
             is_added_to=flow is not None and flow.is_added_to(carry),
-            last_is_read=is_read,
+            last_is_read=last_is_read[carry],
         )
 
-    return [
-        decide_carry(rules, facts(carry, is_read), path)
-        for carry, is_read in zip(loop.carries, last_is_read, strict=True)
-    ]
+    return [decide_carry(rules, facts(i), path) for i in range(loop.n_carry)]
 
 
 class _Source(NamedTuple):
@@ -190,31 +151,33 @@ class _Source(NamedTuple):
 class _Flow(Forward[_Source]):
     """Follows the body of a loop from its inputs to its results."""
 
-    def __init__(self, rules: RuleLookup, loop: Loop, path: str) -> None:
+    def __init__(self, rules: RuleLookup, loop: params.Loop, path: str) -> None:
         invars = structure.parts(loop.body).invars
         self._rules = rules
-        self._carries = loop.carries
+        of_body = range(len(invars))
+        self._carries = of_body[loop.carries]
         self._float_carries = frozenset(
             i for i in self._carries if structure.is_float(invars[i])
         )
-        self._varying = loop.sliced.union(self._carries)
+        self._varying = frozenset(of_body[loop.n_consts :])
         self.is_stack_of_layers = False
         sources = [
             _Source(
                 inputs=frozenset([i]),
                 around=frozenset([i]) & self._float_carries,
-                is_sliced=i in loop.sliced,
+                is_sliced=i >= self._carries.stop,
             )
-            for i in range(len(invars))
+            for i in of_body
         ]
         self._results = self.outputs(loop.body, sources, path)
 
     def is_added_to(self, carry: int) -> bool:
         """Whether each step adds a value to a carry that is independent of it."""
+        at = self._carries[carry]
         return any(
-            carry not in self._inputs_of_all_steps(inputs)
-            for added_to, inputs in self._results[self._carries[carry]].added
-            if added_to == carry
+            at not in self._inputs_of_all_steps(inputs)
+            for added_to, inputs in self._results[carry].added
+            if added_to == at
         )
 
     def _inputs_of_all_steps(self, inputs: frozenset[int]) -> frozenset[int]:
@@ -222,9 +185,9 @@ class _Flow(Forward[_Source]):
         while True:
             more = inputs.union(
                 *(
-                    self._results[self._carries[i]].inputs
-                    for i in inputs
-                    if i in self._carries
+                    result.inputs
+                    for i, result in zip(self._carries, self._results, strict=False)
+                    if i in inputs
                 )
             )
             if more == inputs:
@@ -323,28 +286,27 @@ class _CarryUseAnalysis(Backward[_CarryUse]):
 
 
 def _uses_of_carries(
-    rules: RuleLookup, loop: Loop, path: str
-) -> tuple[Mapping[int, _CarryUse], Mapping[int, _CarryUse]]:
+    rules: RuleLookup, loop: params.Loop, path: str
+) -> tuple[list[_CarryUse], list[_CarryUse]]:
     """Returns the uses of each carry: in one step, and in that step or later ones.
 
     In the first result, a use in the next step counts as another use.
     """
     parts, analysis = structure.parts(loop.body), _CarryUseAnalysis(rules)
+    stacked = [_CarryUse.OTHER] * (len(parts.outvars) - loop.n_carry)
 
-    def uses(outside: Sequence[_CarryUse]) -> dict[int, _CarryUse]:
-        found = analysis.inputs(loop.body, outside, path)
-        return {
-            i: found[i] if structure.is_float32(parts.invars[i]) else _CarryUse.OTHER
-            for i in loop.carries
-        }
+    def uses(outside: Sequence[_CarryUse]) -> list[_CarryUse]:
+        found = analysis.inputs(loop.body, [*outside, *stacked], path)
+        pairs = zip(parts.invars[loop.carries], found[loop.carries], strict=True)
+        return [
+            use if structure.is_float32(var) else _CarryUse.OTHER for var, use in pairs
+        ]
 
-    outside = [_CarryUse.OTHER] * len(parts.outvars)
-    in_one_step = uses(outside)
-    for k in loop.carries.values():
-        outside[k] = _CarryUse.NONE
+    in_one_step = uses([_CarryUse.OTHER] * loop.n_carry)
+    later = [_CarryUse.NONE] * loop.n_carry
     while True:
-        before, in_any_step = list(outside), uses(outside)
-        for i, k in loop.carries.items():
-            outside[k] |= in_any_step[i]
-        if outside == before:
+        in_any_step = uses(later)
+        joined = [a | b for a, b in zip(later, in_any_step, strict=True)]
+        if joined == later:
             return in_one_step, in_any_step
+        later = joined

@@ -20,7 +20,7 @@ from jmp_lite.autocasting.decide.decisions import Reason, Run
 from jmp_lite.autocasting.decide.equation import decide_to_keep, follows
 from jmp_lite.autocasting.decide.facts import Mark, Readers
 from jmp_lite.autocasting.decide.lookup import RuleLookup
-from jmp_lite.autocasting.decide.loops import CarryDecision, Loop, Slot, classify
+from jmp_lite.autocasting.decide.loops import CarryDecision, Slot, classify
 from jmp_lite.autocasting.decide.special_ops import decide_product
 from jmp_lite.autocasting.rules.match import RuleMatch
 from jmp_lite.jaxprs import params, source, structure
@@ -182,19 +182,13 @@ class UseAnalysis(Backward[Readers]):
         return readers if follows_readers else Readers.OTHER
 
     def loop_facts(
-        self,
-        eqn: Eqn,
-        body: Jaxpr,
-        n_consts: int,
-        n_carry: int,
-        results: Sequence[Readers],
-        path: str,
+        self, eqn: Eqn, loop: params.Loop, results: Sequence[Readers], path: str
     ) -> Sequence[Readers]:
         """Returns the readers of a loop's operands; a carry's depend on its slot."""
-        carries = self.carries(eqn, results[:n_carry], path)
-        outputs = [*readers_of_carries(carries), *results[n_carry:]]
-        readers = self.inputs(body, outputs, path)
-        for i, (slot, _) in enumerate(carries, n_consts):
+        carries = self.carries(eqn, results[: loop.n_carry], path)
+        outputs = [*readers_of_carries(carries), *results[loop.n_carry :]]
+        readers = self.inputs(loop.body, outputs, path)
+        for i, (slot, _) in enumerate(carries, loop.n_consts):
             readers[i] = Readers.FULL if slot is Slot.FULL else _LOW
         return readers
 
@@ -212,7 +206,7 @@ class UseAnalysis(Backward[Readers]):
         is_read = [not readers.demand_float32 for readers in results]
         key = eqn, tuple(is_read), path
         if key not in self._carries:
-            found = classify(self._rules, Loop.read(eqn), is_read, path)
+            found = classify(self._rules, params.loop_of(eqn), is_read, path)
             self._carries[key] = found
         return self._carries[key]
 
@@ -295,7 +289,7 @@ def readers_of_results(eqn: Eqn, readers: Sequence[Readers]) -> list[Readers]:
     of layers with two streams, whose results are those of one stream, the other stream
     is no result that would have to be float32.
     """
-    n_carry = params.scan_counts(eqn)[1] if params.op_of(eqn) == "scan" else 0
+    n_carry = params.loop_of(eqn).n_carry if params.op_of(eqn) == "scan" else 0
     return [
         kinds or (Readers.OTHER if i < n_carry else Readers.OUTPUT)
         for i, kinds in enumerate(readers)

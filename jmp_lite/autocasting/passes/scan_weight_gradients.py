@@ -85,7 +85,7 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
         is_cast = any(use.weight not in body.parts.invars for use in body.uses)
         if not is_cast or products.is_at_most(params.scan_length(eqn), 1):
             return params.bind_scan(eqn, arrays, jaxpr)
-        n_consts, _ = params.scan_counts(eqn)
+        n_consts = params.loop_of(eqn).n_consts
         weights = _weights(body, body.uses, arrays[:n_consts])
         fixed = _fix_weights(body.uses, weights)
         return _scan(_drop_weights(body), fixed, {}, [], arrays)[0]
@@ -135,7 +135,7 @@ def _n_bytes(atoms: Sequence[Var]) -> int:
 def _find_products(eqn: Eqn, jaxpr: Jaxpr) -> _ScanBody:
     """Finds the products whose weights are larger than the arrays to stack."""
     parts = structure.parts(jaxpr)
-    n_consts, _ = params.scan_counts(eqn)
+    n_consts = params.loop_of(eqn).n_consts
     moves, made_of = moved_constants(parts, n_consts)
     readers = readers_of(parts)
     uses = [
@@ -176,7 +176,7 @@ def _linearized(
     The tangents of the products are computed for all steps at once. Their transpose is
     the one product that computes the gradient of a weight.
     """
-    n_consts, _ = params.scan_counts(body.eqn)
+    n_consts = params.loop_of(body.eqn).n_consts
     moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
     consts = [i for i in moved if i < n_consts]
     uses = [use for use in body.uses if use.consts & {*consts}]
@@ -313,8 +313,8 @@ def _scan(
       The results of the loop, and the stacked arrays.
     """
     parts = body.parts
-    n_consts, n_carry = params.scan_counts(body.eqn)
-    consts, start = arrays[:n_consts], arrays[n_consts : n_consts + n_carry]
+    loop = params.loop_of(body.eqn)
+    consts, start = arrays[: loop.n_consts], arrays[loop.carries]
 
     def step(
         carry: Sequence[Array], now: tuple[Sequence[Array], Sequence[Array]]
@@ -336,12 +336,13 @@ def _scan(
                 if var in shift:
                     env[var] = _add_tangent(env[var], shift[var])
         out = [trace.read(env, atom) for atom in parts.outvars]
-        return out[:n_carry], (out[n_carry:], [env[var] for var in others])
+        stacks = out[loop.n_carry :], [env[var] for var in others]
+        return out[: loop.n_carry], stacks
 
     last, (stacked, kept) = lax.scan(
         step,
         list(start),
-        (list(arrays[n_consts + n_carry :]), list(shifts.values())),
+        (list(arrays[loop.carries.stop :]), list(shifts.values())),
         **params.scan_options(body.eqn),
     )
     return [*last, *stacked], kept

@@ -1,4 +1,4 @@
-"""The evaluator: its tools enter the same equations, and change no result."""
+"""What runs watch and compare enters the same equations, and changes no result."""
 
 import functools
 import itertools
@@ -98,15 +98,13 @@ def test_all_tools_enter_the_same_equations(name, monkeypatch):
     )
     tool = watcher(np.dtype("float16"))
     jax.eval_shape(
-        lambda *xs: tool.run_program(traced, list(map(FlaggedValue, xs))) and None,
+        lambda *xs: tool.run(traced, list(map(FlaggedValue, xs))) and None,
         *arrays,
     )
     comparer, compared = visiting(Comparer)
     monkeypatch.setattr(comparer, "inner", lambda self: comparer(64))
     other = comparer(64)
-    jax.eval_shape(
-        lambda *xs: other.run_program(traced, list(map(Twin, xs))) and None, *arrays
-    )
+    jax.eval_shape(lambda *xs: other.run(traced, list(map(Twin, xs))) and None, *arrays)
     plan = Planner(get_rules("O1")).function(traced, list(map(jax.typeof, arrays)))
     by_tool = [{id(eqn) for eqn in eqns} for eqns in (watched, compared)]
     assert by_tool[0] == by_tool[1]
