@@ -128,8 +128,7 @@ class ContentAnalysis(Forward[Content]):
     def literal(self, atom: Var) -> Content:
         """Returns the content of a number, which may be 0 or 1."""
         number: Any = atom.val if structure.is_literal(atom) else None
-        is_binary = bool(np.all(np.isin(number, (0, 1))))
-        return _NUMBER._replace(is_binary=is_binary, is_one_number=True)
+        return _NUMBER._replace(is_binary=number in (0, 1), is_one_number=True)
 
     def join(self, one: Content, other: Content) -> Content:
         """Returns the content of a value that is one of two."""

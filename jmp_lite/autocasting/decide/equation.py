@@ -103,7 +103,7 @@ def decide(
         decide_product(rules, eqn, floats, readers, path)
         or decide_format(rules, eqn, operands, readers, match)
         or decide_collective(rules, op, match, floats, readers, path)
-        or _decide_by_class(op, match, floats, readers, rules.low_dtype, held)
+        or _decide_by_class(rules, op, match, floats, readers, held)
     )
     if _loses_slope(op, floats, decision.run):
         # One that runs in float32 has a float32 result: the cast would be a second one.
@@ -144,21 +144,21 @@ _NOT_FLOAT32 = Decision(Run.AS_TRACED, None, Reason.NOT_FLOAT32)
 
 
 def _decide_by_class(
+    rules: RuleLookup,
     op: str,
     match: RuleMatch,
     operands: Sequence[Facts],
     readers: Readers,
-    low_dtype: Dtype,
     held: Dtype | None,
 ) -> Decision:
     """Decides by the class of an op, then by its operands and its readers.
 
     Args:
+      rules: the rules, by path.
       op: the name of the op.
       match: the rule that decides it.
       operands: its operands that were traced in float32.
       readers: the readers of its results.
-      low_dtype: the compute dtype.
       held: the 16-bit dtype of all operands of a move of arguments, or None.
     """
     precision = match.precision
@@ -182,7 +182,7 @@ def _decide_by_class(
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
     if match.is_explicit and state is State.LOW and not readers.demand_float32:
         return Decision(Run.LOW, state, Reason.FOLLOWS, leader)
-    if state is State.LOW and _rounds_nothing(op, operands, low_dtype):
+    if state is State.LOW and _rounds_nothing(op, operands, rules.low_dtype):
         return _decide_low(op, operands, Reason.ROUNDS_NOTHING, leader)
     if state is State.LOW and held is not None:
         return Decision(Run.LOW, state, Reason.MOVES_16_BITS, leader)
@@ -192,8 +192,8 @@ def _decide_by_class(
         kept = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, kept, Reason.READ_IN_FLOAT32)
     if state is State.LOW:
-        # The square of an ordinary number leaves its range.
-        is_narrow = jnp.finfo(low_dtype).maxexp < jnp.finfo("float32").maxexp
+        # The square of an ordinary number leaves a narrow range.
+        is_narrow = rules.is_narrow
         return (
             precision is Precision.FOLLOW
             and _decide_full(op, operands, readers, is_narrow)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.decide.facts import Mark
@@ -26,6 +27,7 @@ class RuleLookup:
     Attributes:
       rules: the rules.
       low_dtype: their compute dtype.
+      is_narrow: whether its range is smaller than that of float32.
       match: ``match(op, path)`` returns the rule that decides an op at a path.
       scope: ``scope(path, op="")`` returns the mark or the scope rule, or None.
       carry: ``carry(path)`` returns the rule for the carries of a loop, or None.
@@ -35,6 +37,8 @@ class RuleLookup:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.low_dtype = np.dtype(rules.compute_dtype)
+        ends = jnp.finfo(self.low_dtype), jnp.finfo("float32")
+        self.is_narrow = ends[0].maxexp < ends[1].maxexp
         self.marks: dict[Eqn, Mark] = {}
         # One search for each path. The functions hold no reference to this object, so
         # that it is freed as soon as nothing uses it.

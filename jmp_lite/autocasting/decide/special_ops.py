@@ -111,8 +111,8 @@ def _reason_of(
         return Reason.DIGITS
     if _is_small(eqn) and not rules.match(params.op_of(eqn), path).is_explicit:
         return Reason.SMALL
-    is_narrow = jnp.finfo(rules.low_dtype).maxexp < jnp.finfo("float32").maxexp
-    return Reason.SPREAD if Mark.SPREAD in marks and is_narrow else None
+    is_spread = Mark.SPREAD in marks and rules.is_narrow
+    return Reason.SPREAD if is_spread else None
 
 
 def _is_small(eqn: Eqn) -> bool:
