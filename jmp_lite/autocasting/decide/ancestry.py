@@ -25,7 +25,9 @@ class Ancestors(NamedTuple):
     """What a value is computed from, without a matrix product in between.
 
     Attributes:
-      roots: the results of products, the inputs and the constants; one bit for each.
+      roots: the results of products, the inputs and the constants; one bit for each. It
+        has nothing to do with the roots of a ``Lineage``, which are 16-bit values: this
+        analysis comes before any decision.
       reduced: those of which it is a sum, a mean or a maximum.
       is_state: whether it is a carry of a loop, moved, scaled or added to.
       slice_of: if it is a slice, the whole value; else None.
