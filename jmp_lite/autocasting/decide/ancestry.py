@@ -151,7 +151,6 @@ class Ancestry(Forward[Ancestors]):
         pairs = zip(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, strict=True)
         # Other sizes than integers are symbols.
         are_parts = any(type(n) is type(m) is int and 2 * n <= m for n, m in pairs)
-        # ``associative_scan`` halves halves: all are slices of one value.
         known = whole._replace(slice_of=whole.slice_of or eqn.invars[0])
         return [
             known._replace(roots=self._root(eqn, i).roots) if are_parts else known

@@ -45,11 +45,14 @@ class CarryFacts(NamedTuple):
     """What the body of a loop does with one carry.
 
     Attributes:
-      is_multiplied: whether only low products read it in a step.
-      is_multiplied_later: whether only low products read it in this step or later ones.
+      is_multiplied: whether only low products read it in a step, and the step replaces
+        it, as the hidden state of an LSTM.
+      is_multiplied_later: whether only low products read it in this step or later ones,
+        as a cache of keys, of which each step passes most on.
       has_gradient: whether the loop has a backward pass.
-      is_of_layers: whether the loop is a stack of layers.
-      is_added_to: whether each step adds another value to it.
+      is_of_layers: whether the loop is a stack of layers: a step multiplies what comes
+        from a carry by a slice of this step, such as its weights.
+      is_added_to: whether each step adds another value to it, as to an auxiliary loss.
       last_is_read: whether anything but an output reads its last value.
     """
 
