@@ -127,6 +127,7 @@ class Runner:
         if op == "while":
             test, body = bodies
             n_test = params.loop_of(eqn).n_cond
+            # The condition reads the carries as the body leaves them.
             given = [*test.given[:n_test], *body.given]
             arrays = self.arrays(operands, given)
             return params.bind_while(eqn, arrays, test.jaxpr, body.jaxpr)
@@ -156,6 +157,7 @@ class Runner:
             jaxpr = rematerialize.rematerialize(body.jaxpr, n_consts)
             passes["rematerialize"] += jaxpr is not body.jaxpr
         dtypes = [spec.held for spec in body.given[:n_consts]]
+        # Weights in bfloat16 that each step reads. Those in int8 have no gradients.
         held = [
             i
             for i, dtype in enumerate(dtypes)
@@ -194,6 +196,8 @@ class Runner:
             for var, spec in zip(plan.parts.invars, plan.given, strict=True)
         ]
         new = Converted(structure.trace(run, avals, plan.jaxpr), plan.given)
+        # Only a call of a jit-compiled function has a name. A loop casts its constants
+        # in each step, so that their gradients add up in float32.
         if not plan.name or "upcasts" not in self.planner.passes:
             return new
         new = self._upcast_outside(new)
@@ -208,6 +212,7 @@ class Runner:
         """
         # The upcast is outside, once, so the gradients of all uses add up in float32.
         are_low = {i for i, spec in enumerate(new.given) if spec.state is State.LOW}
+        # Not an argument in 16 bits: moves and products inside read its own array.
         upcast = upcasts.find_upcast_inputs(new.jaxpr) & are_low
         self.planner.passes["upcasts"] += bool(upcast)
         given = [
@@ -229,6 +234,8 @@ class Runner:
             old = self._known[other]
             are_upcast = all(
                 (mine.state, its.state) == (State.LOW, State.SOFT)
+                # A parameter is cast at each use, so that its gradients add up in
+                # float32.
                 and mine.kind.is_cast_once
                 and its.kind.is_cast_once
                 and its.held is None
