@@ -194,7 +194,6 @@ def _run(
         # ``value_and_grad`` multiplies the loss by its scale, which float16 cannot
         # hold.
         types = program.types_with_float32_loss()
-    # The program of the trace, without the equations' detour through the plan.
     if program.is_unchanged:
         evaluated = structure.evaluate(program.jaxpr, program.arrays)
         results = list(map(structure.as_typed, evaluated, types))

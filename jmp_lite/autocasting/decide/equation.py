@@ -84,6 +84,8 @@ def decide(
     has_float32_results = any(map(structure.is_float32, eqn.outvars))
     if not has_float32_results and not any(map(structure.is_float32, eqn.invars)):
         return _NOT_FLOAT32
+    # ``as_low`` of a draw is an op of its own, ``name``: it casts what was drawn in
+    # float32.
     is_marked = match.precision is Precision.FULL or op == "name"
     # A normal from a uniform number that 16 bits round to 1 is infinite, and bfloat16
     # has 128 different normals.

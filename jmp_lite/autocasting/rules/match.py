@@ -113,8 +113,6 @@ def parse_precision(
                 f"{options!r}."
             )
         return get_format(options.pop("format"), **options)
-    # AQT's and Qwix's products are functions. A rule shows and compares formats by
-    # name.
     if callable(precision) and not isinstance(precision, type):
         raise ValueError(
             f"Expected a precision or a number format, got the function {precision!r}. "

@@ -505,7 +505,7 @@ def _check_pass(name: str) -> str:
 
 def check_pattern(pattern: str) -> str:
     """Returns a pattern; raises a ValueError if it is not a regular expression."""
-    # JSON has no compiled patterns, and equal ones would not be equal rules.
+    # JSON has no compiled patterns.
     if isinstance(cast(object, pattern), re.Pattern):
         raise ValueError(
             f"Expected a regular expression as a string, got {pattern!r}: write flags "
