@@ -191,7 +191,7 @@ class Definitions:
         op = eqn.primitive.name
         if op == "iota":
             return eqn.params["dimension"]
-        # From integers: ``arange(300.0).astype(bfloat16).astype(int)`` repeats numbers.
+        # Of integers alone: ``arange(300.0).astype(bfloat16)`` repeats numbers.
         if op == "convert_element_type":
             return self.counted_axis(eqn.invars[0])
         if op == "select_n" and self._is_negative(*eqn.invars[:2]):
