@@ -33,7 +33,8 @@ class Program(NamedTuple):
       as_written: the jaxpr of the function itself.
       is_unchanged: whether the rules change nothing in it.
       traces_full: whether 16-bit arguments are to be traced in float32.
-      held: the dtypes of the arguments that are float32 in the jaxpr alone, by number.
+      held: the dtypes of the arguments that are float32 in the jaxpr alone, by number:
+        ``{0: bfloat16}`` if the first argument is in bfloat16.
       error: why the function was not traced with float32 arguments, or None.
     """
 

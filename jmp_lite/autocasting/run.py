@@ -27,7 +27,8 @@ class Converted:
     """A jaxpr that runs as planned.
 
     Attributes:
-      jaxpr: the jaxpr.
+      jaxpr: the jaxpr, traced anew for the dtypes of its plan: its casts are equations,
+        and nothing in it is to be decided.
       given: the specs of its inputs, to which the caller casts.
     """
 
@@ -275,6 +276,7 @@ class _Frame:
         self.known.update(zip(parts.constvars, consts, strict=True))
         inputs = map(Value, arrays, plan.inputs)
         self.known.update(zip(parts.invars, inputs, strict=True))
+        # Values that have left a function of one 16-bit value, by their new states.
         self._left: dict[tuple[Var, State | None], Value] = {}
 
     def operands(self, step: Step) -> list[Value]:

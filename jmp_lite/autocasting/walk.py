@@ -73,6 +73,7 @@ class Walk:
         # The readers are those of the jaxpr before the pass, which keeps all variables.
         self._readers = planner.uses.variables(jaxpr, site.readers, site.path)
         self._steps: list[Step] = []
+        # Results of functions of one 16-bit value, as ops outside of these read them.
         self._left: dict[Var, Facts] = {}
         self._inputs = [
             self._shared(var, facts._replace(shape=structure.shape_of(var.aval)))
@@ -223,7 +224,7 @@ class Walk:
         return others[op](eqn, operands, site)
 
     def _equation(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        """Decides an equation that contains no jaxpr to convert."""
+        """Decides an equation in which no jaxpr is planned."""
         readers = readers_of_floats(eqn, site.readers)
         if site.is_in_rule:
             readers |= Readers.TRANSPOSED

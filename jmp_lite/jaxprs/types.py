@@ -124,7 +124,7 @@ class Eqn(Protocol):
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Its parameters; only ``jaxprs.params`` reads them."""
+        """Its parameters; only files of ``jaxprs`` read them."""
         ...
 
     @property

@@ -87,6 +87,7 @@ class Reason(enum.Enum):
     AMPLIFIED = enum.auto()
     # A norm, a softplus or an elu, whatever its name: float32 inside, 16-bit outside.
     ONE_FUNCTION = enum.auto()
+    # Arithmetic, relu and others, in the precision of the operand that wins.
     FOLLOWS = enum.auto()
     # Of parameters alone: an op of these must not widen a stream of 16 bits.
     UNDECIDED = enum.auto()

@@ -65,7 +65,7 @@ def decide(
     readers: Readers,
     path: str,
 ) -> Decision:
-    """Decides how an equation runs, if it contains no jaxpr to convert.
+    """Decides how an equation runs, if no jaxpr in it is planned.
 
     Args:
       rules: the rules, by path.

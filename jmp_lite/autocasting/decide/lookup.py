@@ -71,7 +71,7 @@ class RuleLookup:
     def rules_inside(self, jaxpr: Jaxpr, path: str) -> tuple[object, ...]:
         """Returns the scope and carry rules at each path inside of a jaxpr.
 
-        Nothing else depends on a path. So a block at many paths is converted once if
+        Nothing else depends on a path. So a block at many paths is planned once if
         the rules agree.
         """
         key = jaxpr, path

@@ -26,7 +26,8 @@ class Slot(enum.Enum):
 
     # Low, whatever its initial value is: the hidden state of an LSTM.
     LOW = "low"
-    # Low unless the body makes it hard: the stream of a stack of layers.
+    # Low unless the body makes it hard: the stream of a stack of layers. (An op of the
+    # class ``Precision.FOLLOW`` is float32 next to a hard value, and soft by itself.)
     FOLLOW = "follow"
     # Low if the body writes low values into it: a cache of keys in a ``while``.
     WRITTEN = "written"

@@ -119,7 +119,7 @@ def _fits(number: np.float32, dtype: Dtype) -> bool:
 def of_results(
     eqn: Eqn, operands: Sequence[Facts], decision: Decision, low_dtype: Dtype
 ) -> list[Facts]:
-    """Returns the facts of the results of an equation without a jaxpr to convert.
+    """Returns the facts of the results of an equation that has one decision.
 
     Args:
       eqn: the equation.

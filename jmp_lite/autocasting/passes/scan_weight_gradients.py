@@ -254,7 +254,7 @@ def _drop_weights(body: _ScanBody) -> _ScanBody:
 def _fix_weights(
     uses: Sequence[_WeightProduct], weights: Sequence[Array]
 ) -> dict[Eqn, tuple[int, Array]]:
-    """Returns the side and the weight of each product, by the id of its equation."""
+    """Returns the side and the weight of each product, by its equation."""
     pairs = zip(uses, weights, strict=True)
     return {use.eqn: (use.side, weight) for use, weight in pairs}
 
@@ -310,7 +310,7 @@ def _scan(
 
     Args:
       body: the body.
-      fixed: the side and the weight of each product, by the id of its equation.
+      fixed: the side and the weight of each product, by its equation.
       shifts: for each shifted sum, a stacked array with its tangent.
       others: the variables to stack.
       arrays: the operands of the scan.
