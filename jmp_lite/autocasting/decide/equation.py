@@ -214,6 +214,8 @@ def _decide_by_class(
             precision is Precision.FOLLOW
             and _decide_full(op, operands, readers, is_narrow)
         ) or _decide_low(op, operands, Reason.FOLLOWS, leader, is_narrow=is_narrow)
+    # The end of a norm, ``y * scale``, reads float32 alone. It is marked as a part of
+    # the function, so that what leaves it is 16-bit.
     if precision is Precision.FOLLOW and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     if state is State.HARD:
@@ -231,7 +233,8 @@ def _decide_full_by_default(
         return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
     if _is_undecided(op, operands):
         return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED)
-    # The mean that a norm of ``x`` subtracts is ``sum(x) / n``.
+    # The mean that a norm of ``x`` subtracts is ``sum(x) / n``: under "O2" the quotient
+    # would be 16-bit.
     full = [o for o in operands if o.state is State.HARD]
     origins = [params.op_of(o.origin) for o in full if is_equation(o.origin)]
     is_of_norm = bool(origins) and INSIDE_OF_FUNCTIONS.issuperset([op, *origins])
@@ -274,8 +277,8 @@ def _decide_full(
     if is_narrow and _is_power(op, operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     states = {o.state for o in operands}
-    # A factor that is float32 for its own digits alone is read in 16 bits: XLA would
-    # save it in float32.
+    # A factor that is float32 for its own digits alone, such as ``1 + tanh(...)`` in a
+    # gelu, is read in 16 bits: XLA would save it in float32.
     is_scaled = op == "mul" and State.HARD not in states
     if State.LOW in states and not is_scaled and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
