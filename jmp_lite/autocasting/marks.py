@@ -194,7 +194,7 @@ def low_call(
             results = fun(*args, **kwargs)
         with jax.named_scope(LOW_SCOPE):
             # Outside of autocast a float32 program goes on. Under autocast this cast is
-            # LOW, in whichever 16-bit dtype the kernel returns.
+            # LOW: it has the compute dtype, whichever 16 bits the kernel returns.
             return upcast_tree(results)
 
     return low_fun
