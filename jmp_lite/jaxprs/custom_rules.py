@@ -121,8 +121,7 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Function:
         zero = _internal_zero if has_zeros else _instantiated
         cotangents = outputs.unflatten(map(zero, arrays[n:]))
         if is_closed:
-            # 0.12 returns logs, too.
-            grads, _ = primitive.bwd(residuals, cotangents)
+            grads, _ = primitive.bwd(residuals, cotangents)  # And logs, on 0.12.
             consts = jax.tree.map(
                 lambda aval: Zero(aval.to_ct_aval()), primitive.in_avals[:2]
             )
@@ -134,7 +133,6 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Function:
     new_fun, new_fwd, new_bwd = replace(_high_fun(primitive), fwd, bwd)
 
     def rule_fwd(*primals: Any) -> tuple[list[Array], list[Array]]:
-        # JAX gives a rule with ``symbolic_zeros`` primals with a flag.
         pairs = [
             (x.value, x.perturbed) if hasattr(x, "perturbed") else (x, True)
             for x in primals
@@ -147,7 +145,6 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Function:
         residuals: Sequence[Array], cotangents: Sequence[Array | SymbolicZero]
     ) -> tuple[Array | None, ...]:
         grads = new_bwd(*residuals, *cotangents)
-        # A rule of the old kind returns ``None`` for a zero.
         return tuple(None if isinstance(g, Zero) else g for g in grads)
 
     function = jax.custom_vjp(lambda *arrays: new_fun(*arrays))

@@ -58,6 +58,7 @@ def inner_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
                 yield item
 
 
+# JAX's primitive is ``remat2`` (0.10, 0.12). A high one is called ``checkpoint`` here.
 REMAT = ("checkpoint", "remat", "remat2")
 
 
@@ -66,7 +67,9 @@ CALLS = ("jit", *REMAT)
 
 
 WRAPPERS = {
+    # A scheduling group is an ``xla_metadata_call``.
     **dict.fromkeys(("compute_on", "xla_metadata_call"), "jaxpr"),
+    # One op: a trace of 0.10 has ``closed_call``, and one of 0.12 ``eval_jaxpr``.
     **dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr"),
 }
 """Other ops that only call a jaxpr, with the parameter that contains it."""
@@ -78,6 +81,7 @@ MERE_CALLS = ("jit", "closed_call", "eval_jaxpr")
 
 LOOPS = ("scan", "while")
 
+# A ``switch`` and ``platform_dependent`` are a ``cond``; ``pmap`` is a ``shard_map``.
 CONTROL = ("cond", *LOOPS, "shard_map")
 """Ops with branches, steps or devices."""
 

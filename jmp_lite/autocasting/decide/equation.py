@@ -186,6 +186,7 @@ def _decide_by_class(
         of_default = follows(match) and _decide_full_by_default(op, operands, readers)
         return of_default or _decide_low(op, operands, Reason.RULE, match=match)
     if precision is Precision.FULL:
+        # A rule that says FULL is literal: its result is float32 on purpose.
         of_table = match.source is RuleSource.TABLE
         is_undecided = of_table and _is_undecided(op, operands)
         kept = State.SOFT if is_undecided else State.HARD
