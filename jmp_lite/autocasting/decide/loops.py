@@ -260,6 +260,8 @@ class _Flow(Forward[_Source]):
     def _see_product(self, operands: Sequence[_Source]) -> None:
         """Records a product of a carry's value and a slice of this step."""
         for one, other in (operands[:2], operands[1::-1]):
+            # The weights of a particle filter depend on the particles, and on this
+            # step's measurement: they are no weights of a layer.
             weights = other.is_sliced and not other.inputs & self._float_carries
             if weights and one.inputs & self._float_carries:
                 self.is_stack_of_layers = True
