@@ -32,12 +32,12 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "autocasting": Size(4482, 31, 81, 3),
+    "autocasting": Size(4482, 31, 81, 11),
     "casting": Size(378, 4, 6, 3),
     "flax": Size(659, 4, 11, 4),
     "formats": Size(603, 8, 2, 9),
     "insight": Size(3895, 18, 54, 2),
-    "jaxprs": Size(1831, 14, 45, 3),
+    "jaxprs": Size(1831, 14, 45, 8),
     "optimizers": Size(1339, 9, 28, 4),
     "scaling": Size(1337, 6, 15, 4),
     "top": Size(783, 11, 9, 1),

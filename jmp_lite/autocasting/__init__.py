@@ -1,1 +1,1 @@
-"""The function transformation ``autocast``, its rules, and the tools around it."""
+"""The function transformation ``autocast``, its rules, its plan and its run."""

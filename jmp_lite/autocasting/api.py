@@ -191,6 +191,8 @@ def _run(
     types = program.types
     if is_loss:
         warn_of_second_scale(program.jaxpr)
+        # ``value_and_grad`` multiplies the loss by its scale, which float16 cannot
+        # hold.
         types = program.types_with_float32_loss()
     if program.is_unchanged:
         evaluated = structure.evaluate(program.jaxpr, program.arrays)
@@ -251,6 +253,7 @@ def warn_of_second_scale(jaxpr: Jaxpr) -> None:
         for eqn, path in equations(jaxpr)
         if LOSS_SCALE_SCOPE in path.split("/")
     }
+    # A penalty of gradients, as in WGAN-GP, scales and divides inside of the loss.
     if "mul" in ops and "div" not in ops:
         source.warn(
             "The loss is scaled twice: the function multiplies it by a loss scale, and "

@@ -33,7 +33,8 @@ class Program(NamedTuple):
       as_written: the jaxpr of the function itself.
       is_unchanged: whether the rules change nothing in it.
       traces_full: whether 16-bit arguments are to be traced in float32.
-      held: the dtypes of the arguments that are float32 in the jaxpr alone, by number.
+      held: the dtypes of the arguments that are float32 in the jaxpr alone, by number:
+        ``{0: bfloat16}`` if the first argument is in bfloat16.
       error: why the function was not traced with float32 arguments, or None.
     """
 
@@ -64,6 +65,7 @@ class Program(NamedTuple):
         types = self.types
         if not types or not is_narrow(types[0]) or types[0].shape:
             return types
+        # The cotangent of a float16 loss would be the loss scale: infinite above 2**15.
         traced = structure.parts(self.jaxpr).outvars[0].aval
         return [traced, *types[1:]]
 
@@ -102,6 +104,7 @@ def read_function(fun: Function, args: PyTree, kwargs: PyTree, rules: Rules) -> 
     # Narrow arguments are traced again in float32, in which more may run low.
     may_change = narrow and not is_identity(rules)
     is_unchanged = not may_change and changes_nothing(rules, traced.jaxpr)
+    # "O0" keeps everything: an exponential of a bfloat16 argument is in bfloat16.
     traces_full = not is_unchanged and rules.default is not Precision.KEEP
     held = narrow if traces_full else {}
     program = Program(
@@ -139,10 +142,13 @@ def _trace_full(program: Program, traced: Traced) -> Program:
     except Exception as error:  # It may be valid for 16 bits alone.
         message = f"{type(error).__name__}: {error}".split("\n")[0]
         return as_it_is._replace(error=message)
+    # For example, ``{"a" if x.dtype == bfloat16 else "z": x}``.
     if treedef != traced.treedef:
         return as_it_is._replace(error="its results have another structure")
     afters = [var.aval for var in structure.parts(wide).outvars]
     for before, after in zip(program.types, afters, strict=True):
+        # ``bitcast_convert_type(x, uint16)`` has another shape for float32, and float16
+        # in place of bfloat16 is infinite for 2e5.
         if not _is_alike(before, after):
             message = f"a result is {after} instead of {before}"
             return as_it_is._replace(error=message)
@@ -189,11 +195,15 @@ def _may_change(rules: RuleLookup, eqn: Eqn, path: str) -> bool:
     if op in params.CUSTOM:
         # A rule, which is traced later, may contain products. JAX's own contain none.
         return not custom_rules.are_of_jax(eqn)
+    # Its carries become 16-bit, even if no op inside does.
     if op in ("scan", "while") and rules.carry(path) == "follow":
         return True
     if not any(map(structure.is_float32, (*eqn.invars, *eqn.outvars))):
         return False
+    # A scope for LOW casts the result of a cast from integers, too.
     if op == "convert_element_type":
         match = rules.scope(path)
         return match is not None and match.precision.lowers
+    # A spectral method whose products ask for ``"highest"`` is traced as it is: it took
+    # two to three times as long to trace.
     return runs_low(rules, eqn, path) or raises_precision(rules, eqn, path)

@@ -81,6 +81,8 @@ class Casts:
             return self.narrowed(value, held)
         if held is not None and is_exact_in(held, self.low_dtype):
             return self._from_few_bits(value, held)
+        # A parameter, at each use: with one cast for all 2,048 steps of a scan, the
+        # gradient of a weight was 41 % wrong, and 0.17 % with a cast at each use.
         if not facts.kind.is_cast_once:
             return self.cast(self.full(value), facts.saturates)
         if value.cast is None:  # Once for all uses: each would be kept for backward.
@@ -94,6 +96,7 @@ class Casts:
         """
         if value.facts.is_shared:
             return self.cast(self.full(value))
+        # Integers have no gradients that could add up in 16 bits.
         if not jnp.issubdtype(held, jnp.floating):
             return sharding.cast(value.array, self.low_dtype)
         if value.cast is None:  # Once: the gradients of its uses add up in 16 bits.
@@ -116,6 +119,7 @@ class Casts:
 
     def typed(self, value: Value, aval: Aval) -> Array:
         """Returns the array of a result; in another dtype if its type has another."""
+        # A function of 16-bit arguments has 16-bit results, as without autocast.
         if value.facts.state is None or aval.dtype == np.float32:
             return self.full(value)
         return self.narrowed(value, aval.dtype)
@@ -133,6 +137,7 @@ class Casts:
 
     def cast(self, array: Array, saturates: bool = False) -> Array:
         """Returns an array in the compute dtype."""
+        # A mask of -1e9 or 70,000 in float16: infinities would make NaN of masked rows.
         if saturates:
             ends = jnp.finfo(self.low_dtype)
             array = lax.clamp(np.float32(ends.min), array, np.float32(ends.max))
@@ -168,9 +173,11 @@ def evaluate(
         return [_run_product(casts, eqn, operands, decision.number_format)]
     if run is Run.LOW:
         return _run_low(casts, eqn, operands)
+    # For example a quotient, in whose derivative ``b**-2`` leaves float16's range.
     if run is Run.FULL and decision.state is State.LOW:
         return _run_full_then_cast(casts, eqn, operands)
     full = [casts.full(value) for value in operands]
+    # At the default precision a TPU multiplies bfloat16, and an H100 TF32.
     if op in PRODUCTS and run is Run.FULL:
         precision = decided_precision(eqn, decision)
         return params.bind_in(eqn, full, None, precision, casts.bound)
@@ -197,6 +204,7 @@ def _run_move(
         # Broadcast in float32, then cast: JAX's transpose of it is a sum.
         full = params.bind(eqn, [casts.full(value) for value in operands], casts.bound)
         return [sharding.cast(array, held) for array in full]
+    # Rows of a bfloat16 table: the gradient of a frequent token would stop at 256.
     if has_sum:
         arrays = [
             casts.narrowed(value, held) if value.facts.is_narrow else value.array
@@ -214,6 +222,7 @@ def _run_linear_move(
     casts: Casts, eqn: Eqn, arrays: Sequence[Array], held: Dtype
 ) -> list[Array]:
     """Returns a move in 16 bits whose transpose, a sum, is float32."""
+    # Not the indices of a gather.
     numbers = [i for i, atom in enumerate(eqn.invars) if structure.is_float32(atom)]
 
     @jax.custom_jvp
@@ -249,6 +258,7 @@ def _run_full_then_cast(
             )
         ]
 
+    # A move saves no operand for its derivative.
     if params.op_of(eqn) in MOVING:
         return run_full(*map(casts.full, operands))
 
@@ -277,6 +287,7 @@ def _run_low(casts: Casts, eqn: Eqn, operands: Sequence[Value]) -> list[Array]:
             arrays.append(casts.cast(full, facts.saturates))
         else:
             arrays.append(casts.low(value))
+    # JAX has traced their combiner for float32.
     if op in params.SCATTERS:
         return [params.bind_scatter(eqn, arrays)]
     return params.bind_in(eqn, arrays, casts.low_dtype, bound=casts.bound)
@@ -305,6 +316,7 @@ def _run_cast(casts: Casts, eqn: Eqn, value: Value, decision: Decision) -> Array
         if is_low or structure.dtype_of(atom) == casts.low_dtype:
             return value.array
         (array,) = params.bind(eqn, [value.array], casts.bound)
+        # An integer beyond 65,504 ends there in float16.
         return casts.cast(array, facts.saturates or structure.is_integer(atom))
     elif decision.held is not None:
         return value.array

@@ -58,6 +58,7 @@ def _bind_jvp(
         def low_fun(*arrays: Array) -> list[Array]:
             return structure.evaluate(inside.jaxpr, arrays)
 
+        # What reads a tangent is not known: ``_Rule`` expects such results first.
         def tangents_first(*arrays: Array) -> list[Tangent]:
             out = jvp(*arrays)
             return [*out[len(made) :], *out[: len(made)]]
@@ -137,6 +138,7 @@ class _LowVjp:
             pairs = zip(arrays, args[1::2], strict=True)
             out = self._fwd(*(item for pair in pairs for item in pair))
             n_kept = len(out) - n_out
+            # Equinox branches on a flag among the residuals, which a trace would hide.
             kept = [
                 _PythonNumber(item) if isinstance(item, _NUMBERS) else item
                 for item in out[:n_kept]
@@ -160,6 +162,7 @@ class _LowVjp:
         """Runs ``bwd`` on residuals and cotangents."""
         forwarded = custom_rules.forwarded_residuals(self._eqn, len(self._computed))
         fresh, operands = iter(self._computed), self._plan.given
+        # A residual that is an operand has the operand's dtype: JAX passes it on.
         kept = [next(fresh) if i is None else operands[i] for i in forwarded]
         made = [spec._replace(kind=Kind.COMPUTED) for spec in self._plan.made]
         # Python numbers are not traced, because bwd may branch on them.
@@ -176,6 +179,7 @@ class _LowVjp:
             return leaves
 
         types = list(map(_type_as_traced, arrays, specs))
+        # What reads a gradient is not known.
         site = self._site._replace(readers=())
         rule = _Rule(flat, types, self._plan.jaxpr, site)
         grads = rule.run(self._runner, arrays, specs)
@@ -255,6 +259,7 @@ class _Rule(NamedTuple):
           A ``Value`` for each array that the function returns; other items unchanged.
         """
         are_zeros = list(map(structure.is_symbolic_zero, arrays))
+        # A rule with ``symbolic_zeros=True`` asks whether an argument is such a zero.
         live = [i for i, is_zero in enumerate(are_zeros) if not is_zero]
         others: list[Leaf] = []
 

@@ -188,9 +188,13 @@ def low_call(
     @functools.wraps(fun)
     def low_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         args, kwargs = cast_tree((args, kwargs), dtype)
+        # A fused attention casts inside, and takes 16 bits alone: nothing in it is
+        # decided.
         with jax.named_scope(AS_WRITTEN_SCOPE):
             results = fun(*args, **kwargs)
         with jax.named_scope(LOW_SCOPE):
+            # Outside of autocast a float32 program goes on. Under autocast this cast is
+            # LOW: it has the compute dtype, whichever 16 bits the kernel returns.
             return upcast_tree(results)
 
     return low_fun
@@ -198,6 +202,8 @@ def low_call(
 
 def _mark_values(tree: Tree, scope: str) -> Tree:
     def mark(leaf: Leaf) -> Leaf:
+        # A scope alone leaves no equation around a value. ``checkpoint_name`` does, and
+        # changes no number.
         return checkpoint_name(leaf, scope) if is_floating(leaf) else leaf
 
     with jax.named_scope(scope):

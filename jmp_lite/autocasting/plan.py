@@ -57,6 +57,7 @@ class Planner:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.passes = Counter(dict.fromkeys(rules.passes, 0))
+        # Computed again in a checkpoint, a scale of float8 is a pass over its array.
         requested = requested_formats(rules)
         names = [name for one in requested for name in one.saved]
         self.saved = names if requested else None
@@ -120,10 +121,16 @@ class Planner:
           name: the name of a mere call; None for any other equation.
         """
         path, is_call = source.join(site.path, name or ""), name is not None
+        # Lowering shares one function for each jaxpr object: 24 jit-compiled blocks
+        # were lowered to 10 functions with this memory, and to 173 without.
         readers = tuple(self.uses.readers_of_outputs(jaxpr, site.readers))
+        # Of the path, what the rules say at it. With whole paths no two blocks would be
+        # equal.
         rules = self.lookup.rules_inside(jaxpr, path)
         key = jaxpr, readers, rules, site.is_in_rule, tuple(required)
         known = self._known.setdefault(key, {})
+        # Inside of a loop or a branch a value may be another one than outside: it is a
+        # root of its own there.
         enter = enter_call if is_call else enter_others
         given = tuple(facts.spec for facts in operands), enter(operands)
         if given not in known:
@@ -137,6 +144,8 @@ class Planner:
             if is_call:
                 plan.lineages = [r.lineage if r.has_lineage else None for r in results]
             else:
+                # A norm in a branch or a layer of a scan ends there, in 16 bits. One in
+                # a mere call may go on behind it, as ``jnp.var`` in a norm does.
                 plan.results = results = leave_functions(results, readers)
                 plan.lineages = leave_others(results)
             made = [facts.spec for facts in results]

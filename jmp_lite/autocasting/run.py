@@ -27,7 +27,8 @@ class Converted:
     """A jaxpr that runs as planned.
 
     Attributes:
-      jaxpr: the jaxpr.
+      jaxpr: the jaxpr, traced anew for the dtypes of its plan: its casts are equations,
+        and nothing in it is to be decided.
       given: the specs of its inputs, to which the caller casts.
     """
 
@@ -127,6 +128,7 @@ class Runner:
         if op == "while":
             test, body = bodies
             n_test = params.loop_of(eqn).n_cond
+            # The condition reads the carries as the body leaves them.
             given = [*test.given[:n_test], *body.given]
             arrays = self.arrays(operands, given)
             return params.bind_while(eqn, arrays, test.jaxpr, body.jaxpr)
@@ -156,6 +158,7 @@ class Runner:
             jaxpr = rematerialize.rematerialize(body.jaxpr, n_consts)
             passes["rematerialize"] += jaxpr is not body.jaxpr
         dtypes = [spec.held for spec in body.given[:n_consts]]
+        # Weights in bfloat16 that each step reads. Those in int8 have no gradients.
         held = [
             i
             for i, dtype in enumerate(dtypes)
@@ -194,6 +197,8 @@ class Runner:
             for var, spec in zip(plan.parts.invars, plan.given, strict=True)
         ]
         new = Converted(structure.trace(run, avals, plan.jaxpr), plan.given)
+        # Only a call of a jit-compiled function has a name. A loop casts its constants
+        # in each step, so that their gradients add up in float32.
         if not plan.name or "upcasts" not in self.planner.passes:
             return new
         new = self._upcast_outside(new)
@@ -208,6 +213,7 @@ class Runner:
         """
         # The upcast is outside, once, so the gradients of all uses add up in float32.
         are_low = {i for i, spec in enumerate(new.given) if spec.state is State.LOW}
+        # Not an argument in 16 bits: moves and products inside read its own array.
         upcast = upcasts.find_upcast_inputs(new.jaxpr) & are_low
         self.planner.passes["upcasts"] += bool(upcast)
         given = [
@@ -229,6 +235,8 @@ class Runner:
             old = self._known[other]
             are_upcast = all(
                 (mine.state, its.state) == (State.LOW, State.SOFT)
+                # A parameter is cast at each use, so that its gradients add up in
+                # float32.
                 and mine.kind.is_cast_once
                 and its.kind.is_cast_once
                 and its.held is None
@@ -268,6 +276,7 @@ class _Frame:
         self.known.update(zip(parts.constvars, consts, strict=True))
         inputs = map(Value, arrays, plan.inputs)
         self.known.update(zip(parts.invars, inputs, strict=True))
+        # Values that have left a function of one 16-bit value, by their new states.
         self._left: dict[tuple[Var, State | None], Value] = {}
 
     def operands(self, step: Step) -> list[Value]:

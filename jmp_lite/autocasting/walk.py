@@ -67,10 +67,13 @@ class Walk:
         self._site = site
         self._low_dtype = planner.lookup.low_dtype
         self._parts = structure.parts(jaxpr)
+        # Before the plan, so that it decides the gathers that run.
         if "labels" in planner.passes:
             self._parts = self._replace_label_gathers()
+        # The readers are those of the jaxpr before the pass, which keeps all variables.
         self._readers = planner.uses.variables(jaxpr, site.readers, site.path)
         self._steps: list[Step] = []
+        # Results of functions of one 16-bit value, as ops outside of these read them.
         self._left: dict[Var, Facts] = {}
         self._inputs = [
             self._shared(var, facts._replace(shape=structure.shape_of(var.aval)))
@@ -98,6 +101,7 @@ class Walk:
             raised = frozenset(i for i, pair in pairs if self._is_raised(*pair))
             for i in raised:
                 value, spec = results[i], Spec(State.HARD, results[i].kind)
+                # A norm of it stays a function of one 16-bit value.
                 lineage = Lineage(value.roots)
                 results[i] = Facts.of(spec, value.origin, value.shape, lineage)
             step = step._replace(results=results, raised=raised)
@@ -118,6 +122,8 @@ class Walk:
 
         def is_kept(eqn: Eqn) -> bool:
             path = source.join(self._site.path, *source.scopes(eqn))
+            # In a kernel (``low_call``) and in an inner autocast everything runs as
+            # written.
             return at.match("gather", path).precision is Precision.KEEP
 
         before = labels.n_replaced
@@ -143,7 +149,10 @@ class Walk:
             return facts
         n, is_stored = self._n_readers[var], facts.held.itemsize < 2
         is_read_twice = n > 1 and not self._readers[var].take_16_bits
+        # Weights in int8 are cast at each use: they have no gradient to add up.
         has_gradient = jnp.issubdtype(facts.held, jnp.floating)
+        # Added up in bfloat16, the gradient of a parameter that 42 products read stops
+        # at 256. With two reads, each gradient is rounded once.
         is_shared = is_read_twice and has_gradient if is_stored else n > 2
         return facts._replace(is_shared=is_shared)
 
@@ -154,6 +163,7 @@ class Walk:
         The gradients of the upcasts would be rounded before they are added. Where they
         cancel, little would be left. So the value itself is cast to float32, once.
         """
+        # Upcast at two places, a value got a gradient that was 304 % wrong.
         if facts.state is not State.LOW or self._n_readers[var] < 2:
             return False
         return self._readers[var].demand_float32
@@ -169,16 +179,21 @@ class Walk:
         if not any(value.lineage.is_rejoined for value in operands):
             return operands
         op = params.op_of(eqn)
+        # A branch or a loop is planned for what it is given: a norm's result enters it
+        # in 16 bits, or in float32 if all that reads it inside wants float32.
         if op in _CUSTOM_OR_CONTROL:
             uses = self._planner.uses
             of_operands = uses.equation_facts(eqn, site.readers, self._site.path)
             return leave_functions(operands, of_operands)
         floats = [value for value in operands if value.state is not None]
+        # A 16-bit op casts it by itself.
         is_low = not readers_of_floats(eqn, site.readers).demand_float32
         if is_low or op in _READ_AS_THEY_ARE or is_inside_function(op, floats):
             return operands
         for i, atom in enumerate(eqn.invars):
             if operands[i].lineage.is_rejoined:
+                # One cast for all of its readers: as two values it would be stored
+                # twice.
                 if atom not in self._left:
                     readers = [self._readers[atom]]
                     (self._left[atom],) = leave_functions([operands[i]], readers)
@@ -195,6 +210,7 @@ class Walk:
         if params.is_call(eqn):
             name = params.call_name(eqn)
             return self._only_body(eqn, operands, site, name)
+        # Its rules are planned when JAX traces them, after the program has run.
         if op in params.CUSTOM:
             return self._only_body(eqn, operands, site)
         if op not in params.CONTROL:
@@ -208,7 +224,7 @@ class Walk:
         return others[op](eqn, operands, site)
 
     def _equation(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
-        """Decides an equation that contains no jaxpr to convert."""
+        """Decides an equation in which no jaxpr is planned."""
         readers = readers_of_floats(eqn, site.readers)
         if site.is_in_rule:
             readers |= Readers.TRANSPOSED
@@ -285,6 +301,8 @@ class Walk:
         """Plans the branches of a cond, and joins their results."""
         _, *others = operands
         traced, planner = params.branches_of(eqn), self._planner
+        # In ``switch(i, [exp, lambda x: x @ w, lambda x: x], x)`` the first branch ends
+        # in float32 on purpose: the others are planned again, with a cast at their end.
         branches = [planner.body(branch, others, site) for branch in traced]
         rows = [branch.made for branch in branches]
         made = list(map(join_specs, zip(*rows, strict=True)))
@@ -308,6 +326,7 @@ class Walk:
         if loop.cond is None:
             return self._entered(eqn, operands, site, [(step, given)], carries=carries)
         of_test += given[loop.carries]
+        # A predicate is a boolean: nobody demands float32 of it.
         there = site._replace(readers=[Readers.OTHER])
         test = self._planner.body(loop.cond, of_test, there)
         bodies = [(test, of_test), (step, given)]
@@ -354,6 +373,7 @@ class Walk:
             made = planner.body(loop.body, operands, inside).made
             for i in written:
                 specs[i] = carry_spec(specs[i], made[i].state is State.LOW)
+        # Each round raises a carry, and none falls: at most as many rounds as carries.
         while True:
             operands[at] = map(as_carry, first, specs)
             body = planner.body(loop.body, operands, inside, specs)

@@ -157,6 +157,7 @@ def bilinear(
         dimension_numbers=tuple(axes),
         out_sharding=out_sharding,
         precision=None,
+        # Read by the type rule of ``dot_general``, which is used, too.
         preferred_element_type=lhs.array.dtype,
         form=form,
         n_parts=len(lhs.parts),
@@ -196,6 +197,7 @@ def unrounded(eqn: Eqn, arrays: Sequence[Array]) -> list[Array] | None:
     if eqn.primitive is not _bilinear:
         return None
     lhs, rhs, axes = _unpacked(arrays, eqn.params)
+    # At the default precision an accelerator would round the operands.
     highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     out_sharding = eqn.params["out_sharding"]
     dtype = np.dtype("float32")
@@ -256,6 +258,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
 def _type(
     lhs: Aval, rhs: Aval, *parts: Aval, form: ProductForm, n_parts: int, **params: Any
 ):
+    # The type is that of a ``dot_general``, which knows none of these.
     del parts, form, n_parts
     return dot_general_p.abstract_eval(lhs, rhs, **params)
 
@@ -343,6 +346,7 @@ def _move_axis_first(
     return ProductOperand(array, tuple(parts)), True
 
 
+# With JAX's name: ``explain`` and users count the products of a jaxpr by name.
 _bilinear = core.Primitive(dot_general_p.name)
 _bilinear.def_impl(functools.partial(dispatch.apply_primitive, _bilinear))
 _bilinear.def_effectful_abstract_eval(_type)
@@ -350,6 +354,7 @@ mlir.register_lowering(_bilinear, _lower)
 ad.primitive_jvps[_bilinear] = _jvp
 ad.primitive_transposes[_bilinear] = _transpose
 batching.primitive_batchers[_bilinear] = _map
+# ``dots_saveable`` compares the primitive itself.
 primitives.take_for(_bilinear, dot_general_p)
 
 TANGENT_OF = "tangent_of"

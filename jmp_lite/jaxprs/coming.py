@@ -57,6 +57,8 @@ class _Batching(NamedTuple):
 def batchings(primitive: Any) -> Iterator[_Batching]:
     """Yields the ``vmap`` calls of a primitive, the outermost first (0.10)."""
     while primitive is not unbatched(primitive):
+        # As leaves and a structure: a list of axes, which ``vmap`` accepts, has no
+        # hash.
         trees = (primitive.in_dims, primitive.out_dim)
         flat = [(tuple(leaves), tree) for leaves, tree in map(jax.tree.flatten, trees)]
         yield _Batching(tuple(primitive._vmap_params.items()), *flat)

@@ -27,6 +27,7 @@ def are_of_jax(eqn: Eqn) -> bool:
     functions = eqn.primitive.get_bind_params(dict(eqn.params))["subfuns"]
     infos = [getattr(each, "debug_info", None) for each in functions]
     files = [getattr(info, "func_filename", None) or "" for info in infos]
+    # All of them: a user may write a rule for a function of JAX, with products in it.
     return all(file.startswith(_JAX) for file in files)
 
 
@@ -46,6 +47,8 @@ def bind_custom(eqn: Eqn, operands: Sequence[Array], replace: Function) -> list[
         is_jvp = params.op_of(eqn) == "custom_jvp_call"
         build = _high_custom_jvp if is_jvp else _high_custom_vjp
         return list(build(eqn.params["_prim"], replace)(*operands))
+    # The functions are in ``subfuns`` on 0.10 and on 0.12, though the parameters
+    # differ.
     changed = dict(eqn.primitive.get_bind_params(eqn.params))
     wrapped = changed["subfuns"]
     # On 0.12 a backward function may be an object that is not a function: it stays.
@@ -118,7 +121,7 @@ def _high_custom_vjp(primitive: Any, replace: Function) -> Function:
         zero = _internal_zero if has_zeros else _instantiated
         cotangents = outputs.unflatten(map(zero, arrays[n:]))
         if is_closed:
-            grads, _ = primitive.bwd(residuals, cotangents)
+            grads, _ = primitive.bwd(residuals, cotangents)  # And logs, on 0.12.
             consts = jax.tree.map(
                 lambda aval: Zero(aval.to_ct_aval()), primitive.in_avals[:2]
             )
@@ -206,6 +209,7 @@ def bind_remat_opt(
     """
     p = eqn.params
     n_consts, n_residuals = p["num_consts"], p["num_res"]
+    # What the function captures is an operand: constants have no derivative.
     forward, consts = structure.with_consts_as_inputs(jaxpr)
 
     @functools.cache

@@ -142,6 +142,10 @@ class Forward(_Analysis[Fact]):
         loop = params.loop_of(eqn)
         results = self.loop_facts(loop, operands[loop.n_cond :], inside)
         if loop.cond is not None:
+            # Nothing leaves a condition. But analyses that mark ops have to see those
+            # in it.
+            # Nothing leaves a condition. But analyses that mark ops have to see those
+            # in it.
             self.outputs(loop.cond, [*operands[: loop.n_cond], *results], inside)
         return results
 
@@ -201,6 +205,8 @@ class Backward(_Analysis[Fact]):
         def note(atoms: Sequence[Var], facts: Sequence[Fact]) -> None:
             for atom, fact in zip(atoms, facts, strict=True):
                 if not structure.is_literal(atom):
+                    # Most values have one reader, so most need no join.
+                    # Most values have one reader, so most need no join.
                     is_first = atom not in known
                     known[atom] = fact if is_first else self.join(known[atom], fact)
 
@@ -241,6 +247,8 @@ class Backward(_Analysis[Fact]):
         if loop.cond is None:
             return self.loop_facts(eqn, loop, results, inside)
         of_cond = self.inputs(loop.cond, [self.predicate_fact()], inside)
+        # The condition reads each carry, also the last one.
+        # The condition reads each carry, also the last one.
         read = self._join_all([results, of_cond[loop.n_cond :]])
         of_body = self.loop_facts(eqn, loop, read, inside)
         return [*of_cond[: loop.n_cond], *of_body]

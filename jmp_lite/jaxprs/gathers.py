@@ -50,6 +50,7 @@ def selecting(eqn: Eqn, definitions: "Definitions") -> Eqn | None:
         return None
     operand, indices = eqn.invars
     dimensions = eqn.params["dimension_numbers"]
+    # ``x[arange(len(x)), labels]`` names the rows, too; ``take_along_axis`` does not.
     if len(dimensions.start_index_map) > 1:
         rows = _rows(dimensions, operand, indices, definitions)
         if rows is None:
@@ -85,6 +86,7 @@ def _reads_once(
         if not is_batch and size != (1 if i == axis else full):
             return False
     batch = dimensions.start_indices_batching_dims
+    # Several labels of each row may be equal.
     free = [size for i, size in enumerate(of_indices[:-1]) if i not in batch]
     return all(size == 1 for size in free)
 
@@ -118,13 +120,18 @@ def _rows(
     for axis, column in zip(dimensions.start_index_map, columns, strict=True):
         counted = definitions.counted_axis(column)
         size = operand.aval.shape[axis]
+        # ``x[arange(1), labels]`` reads one row for all labels, perhaps one element
+        # twice.
         is_row = counted is not None and column.aval.shape[counted] == size
         is_row = is_row and axis in dimensions.collapsed_slice_dims
+        # A count along the axis of the index vectors is a part of one index, and no
+        # row.
         is_row = is_row and counted != rank - 1
         if counted is not None and is_row and counted not in pairs.values():
             pairs[axis] = counted
         else:
             labels[axis] = column
+    # With two labels, ``x[arange(4), a, b]``, neither axis is selected alone.
     if len(labels) != 1:
         return None
     ((axis, column),) = labels.items()
@@ -175,6 +182,7 @@ class Definitions:
         """Returns the axis, whatever the dtype of the variable is."""
         if structure.is_literal(atom):
             return None
+        # ``x[np.arange(5), labels]``: NumPy's indices are constants of the jaxpr.
         if atom in self._constants:
             return _axis_of_constant(self._constants[atom])
         eqn = self._makers.get(atom)
@@ -183,6 +191,7 @@ class Definitions:
         op = eqn.primitive.name
         if op == "iota":
             return eqn.params["dimension"]
+        # Of integers alone: ``arange(300.0).astype(bfloat16)`` repeats numbers.
         if op == "convert_element_type":
             return self.counted_axis(eqn.invars[0])
         if op == "select_n" and self._is_negative(*eqn.invars[:2]):
@@ -193,6 +202,7 @@ class Definitions:
             if axis is None:
                 return None
             new = eqn.params["broadcast_dimensions"][axis]
+            # An axis of size 1 that is spread counts nothing.
             return new if operand.aval.shape[axis] == atom.aval.shape[new] else None
         return None
 
@@ -210,6 +220,7 @@ class Definitions:
 
 def _numbers(constant: Array) -> np.ndarray | None:
     """Returns the numbers of a constant; None if this process does not have them."""
+    # An array over several processes cannot be read in one of them.
     is_here = getattr(constant, "is_fully_addressable", True)
     is_known = is_here and not structure.is_tracer(constant)
     return np.asarray(constant) if is_known else None
@@ -224,6 +235,7 @@ def _axis_of_constant(constant: Array) -> int | None:
     if len(long) != 1:
         return None
     counted = np.arange(numbers.size)
+    # Not ``[0, 1, 2, 3, 3]``, which reads a row twice.
     return long[0] if np.array_equal(numbers.ravel(), counted) else None
 
 
@@ -289,6 +301,8 @@ def _transpose(
     size = like.shape[places.label]
     labels = lax.squeeze(indices, [indices.ndim - 1])
     labels = lax.convert_element_type(labels, _index_dtype(labels))
+    # Other modes read nothing, or a number, for an index out of range: it equals no
+    # position, so its gradient is zero there, too.
     if params["mode"] == lax.GatherScatterMode.CLIP:
         last = jnp.asarray(size - 1, labels.dtype)  # It may be symbolic.
         labels = lax.clamp(labels.dtype.type(0), labels, last)
@@ -300,6 +314,7 @@ def _transpose(
 
 def _index_dtype(labels: Array) -> Dtype:
     """Returns a dtype that represents the labels and the size of their axis."""
+    # ``uint8`` labels of 300 columns: 299 is no uint8.
     is_narrow = labels.dtype.itemsize < 4
     return np.dtype("int32") if is_narrow else labels.dtype
 
@@ -352,6 +367,8 @@ class _Gather:
     def bind(self, operand: Array, indices: Array, **params: Any) -> Array:
         """Returns the gathered elements."""
 
+        # Without a derivative it is JAX's own gather, for ``checkify`` and ``vmap``,
+        # too.
         @jax.custom_jvp
         def gather(operand: Array, indices: Array) -> Array:
             return gather_p.bind(operand, indices, **params)
@@ -371,6 +388,7 @@ _SELECTING_GATHER = _Gather()
 def _jvp(tangent: Array, operand: Array, indices: Array, **params: Any) -> Array:
     """Returns the elements of a tangent; zero if an index is out of range."""
     del operand
+    # The number in place of a row is constant.
     fill = {} if params["fill_value"] is None else {"fill_value": 0}
     return _linear_gather.bind(tangent, indices, **{**params, **fill})
 

@@ -52,10 +52,13 @@ def inner_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
         return
     for param in eqn.params.values():
         for item in param if isinstance(param, tuple | list) else (param,):
+            # Of both classes of 0.10, open and closed. A ``cond`` has a tuple of
+            # branches.
             if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
                 yield item
 
 
+# JAX's primitive is ``remat2`` (0.10, 0.12). A high one is called ``checkpoint`` here.
 REMAT = ("checkpoint", "remat", "remat2")
 
 
@@ -64,7 +67,9 @@ CALLS = ("jit", *REMAT)
 
 
 WRAPPERS = {
+    # A scheduling group is an ``xla_metadata_call``.
     **dict.fromkeys(("compute_on", "xla_metadata_call"), "jaxpr"),
+    # One op: a trace of 0.10 has ``closed_call``, and one of 0.12 ``eval_jaxpr``.
     **dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr"),
 }
 """Other ops that only call a jaxpr, with the parameter that contains it."""
@@ -76,6 +81,7 @@ MERE_CALLS = ("jit", "closed_call", "eval_jaxpr")
 
 LOOPS = ("scan", "while")
 
+# A ``switch`` and ``platform_dependent`` are a ``cond``; ``pmap`` is a ``shard_map``.
 CONTROL = ("cond", *LOOPS, "shard_map")
 """Ops with branches, steps or devices."""
 
@@ -153,10 +159,13 @@ def _bind(
     **changed: Any,
 ) -> list[Array]:
     if eqn.primitive.name == coming.HIGH and op_of(eqn) == "name":
+        # Its primitive states the type of the value, which may have another dtype here.
         name = coming.unbatched(eqn.params["_prim"])
         return [type(name)(name.name, jax.typeof(operands[0]))(*operands)]
     params = {**eqn.params, **changed}
     run = functools.partial(_bind_primitive, eqn.primitive, tuple(params.items()))
+    # Tracing and lowering 24 jit-compiled blocks took 1.47 times as long as by hand,
+    # and 1.12 times with ops that are differentiated once.
     is_linearized = bound is not None and any(map(_is_being_linearized, operands))
     # An op that contains a jaxpr is not stored: it may capture arrays and tracers.
     is_plain = is_linearized and not eqn.effects and not [*inner_jaxprs(eqn)]
@@ -165,6 +174,7 @@ def _bind(
             op = (eqn.primitive, tuple(params.items()))
             dtypes = (getattr(array, "dtype", type(array)) for array in operands)
             key = (*op, *dtypes, *map(structure.shape_of, operands))
+            # From the second use on: the first takes longer through a ``jit``.
             if key in bound:
                 run = _one_op(*op)
             bound.add(key)
@@ -196,8 +206,10 @@ class _Inline:
 
 def _is_being_linearized(operand: Any) -> bool:
     """Whether an operand is differentiated in reverse while another trace is active."""
+    # By its name, because JAX does not export the class (0.10, 0.12).
     if type(operand).__name__ != "LinearizeTracer":
         return False
+    # Outside of ``jit`` an op runs at once, and would be compiled as a function.
     return structure.is_tracer(operand.primal)
 
 
@@ -241,10 +253,12 @@ def bind_in(
       precision: the precision or algorithm of a product.
       bound: see ``bind``.
     """
+    # ``mul`` has an ``out_dtype`` that JAX does not print.
     names = () if dtype is None else ("preferred_element_type", "out_dtype")
     changed: dict[str, Any] = {
         name: dtype for name in names if eqn.params.get(name) is not None
     }
+    # Some algorithms are invalid for 16-bit operands, so a low product drops its own.
     if precision is not None or eqn.params.get("precision") is not None:
         changed["precision"] = precision
     return _bind(eqn, operands, bound, **changed)
@@ -272,6 +286,7 @@ def applies_function(eqn: Eqn) -> bool:
     The function is traced for one dtype. Scatters with a known function, such as
     ``scatter-add``, are other ops.
     """
+    # A plain ``x.at[i].set`` has none (0.10, 0.12).
     jaxpr = eqn.params.get("update_jaxpr") if op_of(eqn) == "scatter" else None
     return jaxpr is not None and bool(structure.parts(jaxpr).eqns)
 
@@ -300,6 +315,7 @@ def bind_remat(
       saved: the names (``checkpoint_name``) of values that are saved in addition to its
         policy; None if the jaxpr has no primitive of this library.
     """
+    # The jaxpr of a checkpoint is open: it has no place for constants.
     jaxpr, consts = structure.with_consts_as_inputs(jaxpr)
     operands = [*consts, *operands]
     if eqn.primitive.name == coming.HIGH:
@@ -307,6 +323,7 @@ def bind_remat(
         high = eqn.params["_prim"]
         return list(type(high)(**{**high.params, "jaxpr": jaxpr})(*operands))
     changed: dict[str, Any] = {}
+    # A policy such as ``dots_saveable`` does not know the products of this library.
     if saved or (saved is not None and eqn.params["policy"] is not None):
         changed["policy"] = _saving(saved, eqn.params["policy"])
     return _bind(eqn, operands, jaxpr=structure.open_jaxpr(jaxpr), **changed)
@@ -373,6 +390,7 @@ def loop_of(eqn: Eqn) -> Loop:
         names = ("body_nconsts", "cond_jaxpr", "cond_nconsts")
         n_consts, *of_cond = (params[name] for name in names)
         return Loop(params["body_jaxpr"], n_consts, len(eqn.outvars), *of_cond)
+    # 0.11 has grouped these parameters of a scan in ``ft_in`` and ``ft_out``.
     if "num_consts" in params:
         return Loop(params["jaxpr"], params["num_consts"], params["num_carry"])
     consts, carry, _ = params["ft_in"].update(eqn.invars).unpack()
@@ -415,11 +433,13 @@ def call_name(eqn: Eqn) -> str:
 
 def is_custom_root(eqn: Eqn) -> bool:
     """Whether a custom_jvp is JAX's own for a root."""
+    # Its name is all that tells it from a user's ``custom_jvp`` (0.10, 0.12).
     return "_custom_root" in structure.name_of(body_of(eqn))
 
 
 def has_only_axis_effects(eqn: Eqn) -> bool:
     """Whether an equation has no side effects except communication over named axes."""
+    # On 0.10 such an equation states no effects of the jaxpr inside of it.
     inside = called_jaxpr(eqn) if eqn.primitive.name == coming.HIGH else None
     effects = eqn.effects | (
         set() if inside is None else structure.open_jaxpr(inside).effects

@@ -92,5 +92,7 @@ def straight_through(rounded: AnyArray, exact: AnyArray) -> Array:
       exact: an array of the same shape and dtype. Its numbers are not read.
     """
     rounded, exact = jnp.asarray(rounded), jnp.asarray(exact)
+    # The result has the type of ``exact``: in ``shard_map`` it has to vary over the
+    # axes of ``rounded``, too.
     axes = sharding.mapped_axes_of(rounded)
     return _primitive.bind(rounded, sharding.as_varying(exact, axes))

@@ -15,7 +15,7 @@ from jmp_lite.jaxprs.structure import dtype_of
 from jmp_lite.jaxprs.types import Array, Dtype, Eqn, Pair
 
 PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
-"""Matrix """
+"""The ops that are matrix products: they sum over an axis of both operands."""
 
 
 class ProductParams(NamedTuple):
@@ -48,6 +48,7 @@ def contracts_nothing(eqn: Eqn) -> bool:
     if op_of(eqn) != "dot_general":
         return False
     (contracted, _), _ = dot_dimensions(eqn)
+    # ``positions[:, None] @ rates[None]`` contracts an axis of size 1.
     return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
 
 
@@ -79,6 +80,7 @@ def dot_options(eqn: Eqn, dtype: Dtype) -> dict[str, Any]:
       dtype: the dtype of the result.
     """
     options: dict[str, Any] = {"precision": None, "preferred_element_type": dtype}
+    # Only where the program states one: a user's function may not know it.
     if (sharding := out_sharding(eqn)) is not None:
         options["out_sharding"] = sharding
     return options
@@ -96,6 +98,7 @@ def inserted_zeros(eqn: Eqn) -> Sequence[int]:
 
 def ambient_precision() -> lax.PrecisionLike:
     """Returns the precision or algorithm of a product that requests none."""
+    # JAX accepts the names of precisions there, and those of algorithms.
     name: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     algorithms = jax.lax.DotAlgorithmPreset.__members__
     if name in algorithms:
@@ -159,6 +162,7 @@ def is_at_most(one: Any, other: Any) -> bool:
     """Whether a size is at most another; False if a symbolic size leaves it open."""
     try:
         return one <= other
+    # ``jax.export`` of a batch of any size: whether n is at most 8 is not known.
     except jax.errors.InconclusiveDimensionOperation:
         return False
 

@@ -17,6 +17,8 @@ def zeros(aval: Aval, length: int | None = None) -> Array:
     """Returns zeros of a type, with a new leading axis if a length is given."""
     more = () if length is None else (length,)
     zero, shape = jnp.zeros((), aval.dtype), (*more, *aval.shape)
+    # ``jax.make_mesh`` makes Explicit axes: zeros without the sharding of what they are
+    # added to are an error.
     sharding = None
     if is_type_sharded(aval):
         spec = (*(None for _ in more), *aval.sharding.spec)
@@ -57,6 +59,7 @@ def match_sharding(array: Array, other: Array) -> Array:
         return array
     sharding = jax.typeof(other).sharding
     pairs = zip(array.shape, sharding.spec, strict=True)
+    # An axis of size 1 cannot be split.
     spec = (None if size == 1 else axis for size, axis in pairs)
     return jax.sharding.reshard(array, sharding.update(spec=jax.P(*spec)))
 
@@ -184,6 +187,7 @@ class ShardMap(NamedTuple):
         """
         names = (name for name in self.in_specs[number] if name is not None)
         axes = {axis for n in names for axis in ((n,) if isinstance(n, str) else n)}
+        # With ``check_vma`` JAX inserts a ``pvary``, whose derivative is that sum.
         return not self.check_vma and not self.axes <= axes
 
     def map(
@@ -206,6 +210,7 @@ def shard_map_of(eqn: Eqn) -> ShardMap:
         eqn.params["mesh"],
         tuple(eqn.params["in_specs"]),
         list(eqn.params["out_specs"]),
+        # Of several mapped axes, an outer ``shard_map`` may have mapped some.
         frozenset(eqn.params["newly_manual_axes"]),
         eqn.params["check_vma"],
     )

@@ -24,6 +24,7 @@ def scopes(eqn: Eqn) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _names(stack: tuple[object, ...]) -> tuple[str, ...]:
+    # The stack has the transformations, too: ``jvp``, ``transpose``, ``vmap``.
     return tuple(item.name for item in stack if isinstance(item, _ScopeItem))
 
 
@@ -64,6 +65,7 @@ def _sources(traceback: Any) -> tuple[str, str]:
     """Returns the innermost line of the user's code, and that of installed packages."""
     of_a_package = ""
     for frame in user_frames(traceback):
+        # Autocast calls the user's function: its own frames are between the user's.
         if frame.file_name.startswith(_THIS_LIBRARY):
             continue
         place = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
@@ -81,6 +83,7 @@ _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 def warn(message: str) -> None:
     """Warns at the line of the user's code that is being run or traced."""
+    # ``warnings.warn`` has ``skip_file_prefixes`` since Python 3.12.
     level, frame = 1, inspect.currentframe()
     while frame and not _is_of_user(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -91,6 +94,7 @@ def _is_of_user(file: str) -> bool:
     return not (file.startswith(_THIS_LIBRARY) or _PACKAGES.search(file))
 
 
+# JAX does not export the class.
 _ScopeItem = type(source_info_util.new_name_stack("a").stack[0])
 
 
@@ -110,10 +114,13 @@ def path_of(eqn: Eqn, path: str) -> str:
 @contextlib.contextmanager
 def context_of(eqn: Eqn) -> Generator[None]:
     """Gives the ops of a block the source line, scopes and settings of an equation."""
+    # The stack of an equation is relative to its jaxpr.
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with (
         source_info_util.user_context(traceback, name_stack=name_stack),
+        # ``jax.default_matmul_precision`` and others, as they were where the op was
+        # traced.
         eqn.ctx.manager,
     ):
         yield

@@ -57,8 +57,12 @@ def trace(fun: Function, avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
       avals: the types of its arguments.
       like: the jaxpr that the new one replaces; the new one takes its name.
     """
+    # ``jax.enable_checks`` compares the names with the arguments, which may be others
+    # here.
     debug_info = open_jaxpr(like).debug_info.with_unknown_names()
     wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
+    # Unlike ``jax.make_jaxpr`` it takes any types, those of tokens and of hijax too,
+    # and its tracers are checked for leaks.
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
     # In 0.12 constants are the first inputs; 0.10 stores them separately.
     return closed(jaxpr, consts)
@@ -66,6 +70,7 @@ def trace(fun: Function, avals: Sequence[Aval], like: Jaxpr) -> Jaxpr:
 
 def closed(jaxpr: Any, consts: Sequence[Array]) -> Jaxpr:
     """Returns a jaxpr with its constants."""
+    # Since 0.12, which has one class.
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(consts)
     return core.ClosedJaxpr(open_jaxpr(jaxpr), list(consts))
@@ -181,6 +186,7 @@ def is_tracer(array: Array) -> bool:
 
 def is_zero(item: object) -> bool:
     """Whether an item is a zero that is not an array."""
+    # By name: the first is for users' rules, and the other is JAX's own.
     return type(item).__name__ in ("SymbolicZero", "Zero")
 
 
@@ -195,6 +201,7 @@ def live_equations(jaxpr: Jaxpr) -> list[Eqn]:
     read = {atom for atom in of.outvars if not is_literal(atom)}
     found: list[Eqn] = []
     for eqn in reversed(of.eqns):
+        # A check of ``checkify`` has no result that anything reads.
         if eqn.effects or not read.isdisjoint(eqn.outvars):
             found.append(eqn)
             read.update(atom for atom in eqn.invars if not is_literal(atom))
@@ -205,6 +212,7 @@ def retyped(aval: Aval, dtype: DTypeLike) -> Aval:
     """Returns a type with another dtype."""
     if getattr(aval, "dtype", None) == dtype:
         return aval
+    # As ``astype`` does: it makes a strong type of a weak one.
     return aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
@@ -229,10 +237,12 @@ def as_typed(value: Leaf, aval: Aval) -> Leaf:
     elif not isinstance(value, jax.Array):
         value = jnp.asarray(value, aval.dtype)
     if getattr(aval, "weak_type", False) and not value.weak_type:
+        # No public function of JAX casts to a weak type (0.10, 0.12).
         return lax._convert_element_type(value, aval.dtype, weak_type=True)  # pyright: ignore[reportPrivateUsage]
     return value
 
 
 def as_array(value: Leaf) -> Leaf:
     """Returns the value of a literal or a constant as an object with a dtype."""
+    # A literal may be a Python number, whose dtype depends on x64.
     return value if hasattr(value, "dtype") else jnp.asarray(value)

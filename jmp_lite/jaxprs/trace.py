@@ -56,6 +56,7 @@ def trace_function(fun: Function, args: PyTree, kwargs: PyTree) -> Traced:
         structures.append(made)
         return results
 
+    # JAX's errors name the traced function: that of the user, and not this one.
     flat.__name__ = getattr(fun, "__name__", type(fun).__name__)
     # For JAX's errors: "depends on the value of the argument batch['image']".
     info = api_util.debug_info("jmp_lite", fun, args, kwargs)
@@ -63,6 +64,7 @@ def trace_function(fun: Function, args: PyTree, kwargs: PyTree) -> Traced:
         info = info._replace(arg_names=tuple(names[i] for i in places))
         flat.__fun_debug_info__ = info  # pyright: ignore[reportFunctionMemberAccess]
     arrays = [leaves[i] for i in places]
+    # Flax raises for a module that is captured, and does not say what to write.
     with noting_captures():
         jaxpr = jax.make_jaxpr(flat)(*arrays)
 

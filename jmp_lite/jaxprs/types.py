@@ -23,6 +23,8 @@ Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
 """The axes of the left and of the right operand of a product."""
 
 
+# JAX's own classes differ between 0.10 and 0.12, and most are not public: protocols say
+# what this library reads of them.
 class Aval(Protocol):
     """The type of a value, such as ``float32[4,8]``."""
 
@@ -122,7 +124,7 @@ class Eqn(Protocol):
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Its parameters; only ``jaxprs.params`` reads them."""
+        """Its parameters; only files of ``jaxprs`` read them."""
         ...
 
     @property

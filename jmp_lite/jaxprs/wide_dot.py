@@ -102,5 +102,6 @@ mlir.register_lowering(
 )
 ad.primitive_jvps[_wide_dot] = _jvp
 ad.primitive_transposes[_wide_dot] = _transpose
+# ``dots_saveable`` compares the primitive itself.
 primitives.take_for(_wide_dot, dot_general_p)
 batching.primitive_batchers[_wide_dot] = _map

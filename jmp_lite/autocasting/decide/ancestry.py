@@ -25,7 +25,9 @@ class Ancestors(NamedTuple):
     """What a value is computed from, without a matrix product in between.
 
     Attributes:
-      roots: the results of products, the inputs and the constants; one bit for each.
+      roots: the results of products, the inputs and the constants; one bit for each. It
+        has nothing to do with the roots of a ``Lineage``, which are 16-bit values: this
+        analysis comes before any decision.
       reduced: those of which it is a sum, a mean or a maximum.
       is_state: whether it is a carry of a loop, moved, scaled or added to.
       slice_of: if it is a slice, the whole value; else None.
@@ -105,6 +107,7 @@ class Ancestry(Forward[Ancestors]):
             if structure.is_float32(var):
                 found[i] = self._root(loop.body, i)._replace(is_state=True)
         results = super().loop_facts(loop, found, path)
+        # After the loop, the last value is multiplied once and not at each step.
         return [fact._replace(is_state=False) for fact in results]
 
     def transfer(
@@ -113,6 +116,8 @@ class Ancestry(Forward[Ancestors]):
         """Returns the ancestors of the results of an op, and marks it."""
         op = params.op_of(eqn)
         if op in PRODUCTS:
+            # A product rounds its result: a difference of two products, as in distances
+            # by ``x**2 + y**2 - 2xy``, has lost its digits already. A lint names it.
             return [self._root(eqn)]
         if not any(fact.roots for fact in facts):
             return [Ancestors()] * len(eqn.outvars)
@@ -122,6 +127,7 @@ class Ancestry(Forward[Ancestors]):
             self._mark(eqn, op, facts)
         if op in CUTTING:
             return self._slices(eqn, facts[0])
+        # A maximum counts, too: ``tanh(h - max(h))`` cancels what was added to ``h``.
         is_sum = op in SUMMING or op.startswith("reduce_")
         is_move = op in MOVING and len(eqn.invars) == 1
         is_product = op == "mul" and _are_slices(facts)
@@ -131,6 +137,7 @@ class Ancestry(Forward[Ancestors]):
             joined.roots if is_sum else joined.reduced,
             joined.is_state and stays_state,
             facts[0].slice_of if is_move else None,
+            # A product in a loop would have no fixed point without a bound.
             min(joined.depth + is_product, 3),
             _is_negative(eqn, op, facts),
         )
@@ -155,12 +162,19 @@ class Ancestry(Forward[Ancestors]):
         if op in ADDING:
             shared = one.roots & other.roots
             is_shift = not shared & ~(one.reduced | other.reduced)
+            # Not only literals: ``shard_map`` broadcasts the 1 of ``1 - sigmoid(h)``.
+            # Without this mark its gradient lost 20 %, and 0.5 % under "O1".
             if not (one.roots and other.roots):
                 self._add(eqn, Mark.NUMBER)
+            # ``h + (-1) * tanh(h)`` is a difference: it lost 11 %, and 0.5 % under
+            # "O1".
             elif shared and (one.is_negative != other.is_negative) != (op == "sub"):
                 self._add(eqn, Mark.SHIFT if is_shift else Mark.DIFFERENCE)
             return
+        # ``associative_scan`` of gates multiplies products of slices.
         is_nested = _are_slices(facts) and max(one.depth, other.depth) > 1
+        # The errors of a gate near 1 add up over the steps: after 1,024 steps the loss
+        # was 15 % off, and gradients 49 %.
         if one.is_state != other.is_state or (op == "mul" and is_nested):
             self._add(eqn, Mark.FACTOR)
 

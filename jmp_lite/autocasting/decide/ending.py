@@ -31,6 +31,8 @@ def ends_by_a_float(eqn: Eqn, path: str, runs_low: Callable[[Eqn, str], bool]) -
     """
     loop = _WhileGraph(eqn, path)
     conditions = list(_conditions(loop.predicate))
+    # Without a count, two tokens that are equally likely in 16 bits may alternate for
+    # ever.
     is_counted = any(map(loop.is_count, conditions))
     for condition in conditions:
         values = loop.decisive(condition, may_pick=is_counted)
@@ -65,6 +67,8 @@ class _Node:
         """Whether it is the index of the largest of some floats."""
         if self.eqn is None or self.op not in PICKING:
             return False
+        # ``argmax(abs(h) < 1e-3)`` is a tolerance, and so is the first result of
+        # ``top_k``, a float.
         return structure.is_float(self.eqn.invars[0]) and not self.is_float
 
     @property
@@ -123,6 +127,8 @@ class _WhileGraph:
         operands = [*[_INVARIANT] * loop.n_consts, *carries]
         results = self._graph.outputs(loop.body, operands, path)
         pairs = zip(carries, results, strict=True)
+        # A carry that no step changes is loop-invariant, as a limit that the loop
+        # passes on.
         self._next = {carry: result for carry, result in pairs if carry is not result}
         operands = [*[_INVARIANT] * loop.n_cond, *carries]
         assert loop.cond is not None
@@ -140,6 +146,7 @@ class _WhileGraph:
     def is_count(self, condition: _Node) -> bool:
         """Whether a condition compares a count of steps with a loop-invariant value."""
         return condition.op in COMPARING and any(
+            # A limit that grows in each step may never be reached.
             limit not in self._varying and self._counts(count)
             for count, limit in _pairs(condition)
         )
@@ -150,6 +157,7 @@ class _WhileGraph:
         if after.op not in ("add", "sub"):
             return False
         one, other = after.operands
+        # Not ``9 - n``, which alternates: 1, 8, 1, 8.
         is_added_to = after.op == "add" and other is carry and one not in self._varying
         return is_added_to or (one is carry and other not in self._varying)
 
@@ -183,6 +191,7 @@ class _WhileGraph:
             yield from ((operand, is_compared) for operand in value.operands)
             return
         for operand, other in _pairs(value):
+            # k-means ends where two steps choose alike: 16 bits may choose in turns.
             yield operand, is_compared or other not in self._varying
 
     def is_changing_float(self, value: _Node) -> bool:
@@ -199,6 +208,8 @@ def _pairs(value: _Node) -> list[tuple[_Node, _Node]]:
 def _conditions(value: _Node) -> Iterator[_Node]:
     """Yields the values that must all be true for a value to be true."""
     # A cast of booleans changes nothing.
+    # An ``or`` has no such parts: with ``(n < 9) | goes_on`` the count alone ends
+    # nothing.
     if value.op not in ("and", "convert_element_type"):
         yield value
         return
@@ -211,6 +222,7 @@ def _are_low(values: AbstractSet[_Node], runs_low: Callable[[Eqn, str], bool]) -
     # An inner loop computes many of them.
     made_by = {(one.eqn, one.path) for one in values if one.eqn}
     return any(
+        # A rule may lower ``sub``: on integers this changes no time.
         any(map(structure.is_float32, (*op.invars, *op.outvars))) and runs_low(op, path)
         for eqn, outside in made_by
         for op, path in _ops(eqn, outside)

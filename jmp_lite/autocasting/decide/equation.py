@@ -65,7 +65,7 @@ def decide(
     readers: Readers,
     path: str,
 ) -> Decision:
-    """Decides how an equation runs, if it contains no jaxpr to convert.
+    """Decides how an equation runs, if no jaxpr in it is planned.
 
     Args:
       rules: the rules, by path.
@@ -78,12 +78,17 @@ def decide(
     if op == "convert_element_type":
         return decide_cast(rules, eqn, operands[0], path)
     match = rules.match(op, path)
+    # ``optimization_barrier`` returns operands of several states, each in its own.
     if op in PASSING and not match.is_explicit:
         return Decision(Run.PASS, None, Reason.PASSES_ON)
     has_float32_results = any(map(structure.is_float32, eqn.outvars))
     if not has_float32_results and not any(map(structure.is_float32, eqn.invars)):
         return _NOT_FLOAT32
+    # ``as_low`` of a draw is an op of its own, ``name``: it casts what was drawn in
+    # float32.
     is_marked = match.precision is Precision.FULL or op == "name"
+    # A normal from a uniform number that 16 bits round to 1 is infinite, and bfloat16
+    # has 128 different normals.
     if Mark.RANDOM in rules.mark(eqn) and not (match.is_explicit and is_marked):
         return Decision(Run.AS_TRACED, State.SOFT, Reason.RANDOM)
     if not params.has_only_axis_effects(eqn):
@@ -92,11 +97,16 @@ def decide(
         return Decision(Run.AS_TRACED, State.HARD, Reason.OPAQUE)
     if _has_other_floats(eqn, rules.low_dtype):
         return Decision(Run.AS_TRACED, State.HARD, Reason.OTHER_FLOATS)
+    # A product of integers with a float32 result would be infinite in float16, and one
+    # of int32 is a TypeError in 16 bits.
     if op in PRODUCTS and not any(map(structure.is_float, eqn.invars)):
         return Decision(Run.AS_TRACED, State.HARD, Reason.NOT_FLOAT32)
+    # A comparison has no float32 result. Without a reader it would count as demanded in
+    # float32, although it may compare 16-bit numbers.
     if not has_float32_results:
         readers |= Readers.OTHER
     floats, held = [o for o in operands if o.state is not None], None
+    # ``take(..., fill_value=1e9)``: the number would be infinite in float16.
     if op in MOVING and not gathers.fills_with_number(eqn):
         held = _dtype_of_all(floats, rules.low_dtype)
     decision = (
@@ -105,6 +115,7 @@ def decide(
         or decide_collective(rules, op, match, floats, readers, path)
         or _decide_by_class(rules, op, match, floats, readers, held)
     )
+    # JAX's slope of tanh is ``1 - y**2``: 0 if 16 bits round ``y`` to 1.
     if _loses_slope(op, floats, decision.run):
         # One that runs in float32 has a float32 result: the cast would be a second one.
         is_full = decision.run is Run.FULL and decision.state is State.LOW
@@ -167,11 +178,15 @@ def _decide_by_class(
     if precision is Precision.LOW and follows(match) and op in MOVING:
         precision = Precision.FOLLOW  # Nothing is computed.
     if precision is Precision.LOW:
+        # A rule that names the op or its place is literal: ``erf``, ``div`` and
+        # ``sort`` have no late cast then.
         if match.is_explicit:
             return Decision(Run.LOW, State.LOW, Reason.RULE, match=match)
+        # Under "O2" ops are low by default. A loss is float32 there, too.
         of_default = follows(match) and _decide_full_by_default(op, operands, readers)
         return of_default or _decide_low(op, operands, Reason.RULE, match=match)
     if precision is Precision.FULL:
+        # A rule that says FULL is literal: its result is float32 on purpose.
         of_table = match.source is RuleSource.TABLE
         is_undecided = of_table and _is_undecided(op, operands)
         kept = State.SOFT if is_undecided else State.HARD
@@ -180,6 +195,8 @@ def _decide_by_class(
     if op in POSITIONAL and not match.is_explicit:
         # The operand (a position) needs its digits, the result does not.
         return Decision(Run.FULL, State.SOFT, Reason.POSITION)
+    # Literal, too: a rule that lets ``exp`` follow, as Ascend's lists do for each op
+    # that they do not name.
     if match.is_explicit and state is State.LOW and not readers.demand_float32:
         return Decision(Run.LOW, state, Reason.FOLLOWS, leader)
     if state is State.LOW and _rounds_nothing(op, operands, rules.low_dtype):
@@ -198,6 +215,8 @@ def _decide_by_class(
             precision is Precision.FOLLOW
             and _decide_full(op, operands, readers, is_narrow)
         ) or _decide_low(op, operands, Reason.FOLLOWS, leader, is_narrow=is_narrow)
+    # The end of a norm, ``y * scale``, reads float32 alone. It is marked as a part of
+    # the function, so that what leaves it is 16-bit.
     if precision is Precision.FOLLOW and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     if state is State.HARD:
@@ -215,7 +234,8 @@ def _decide_full_by_default(
         return Decision(Run.FULL, State.SOFT, Reason.AMPLIFIED)
     if _is_undecided(op, operands):
         return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED)
-    # The mean that a norm of ``x`` subtracts is ``sum(x) / n``.
+    # The mean that a norm of ``x`` subtracts is ``sum(x) / n``: under "O2" the quotient
+    # would be 16-bit.
     full = [o for o in operands if o.state is State.HARD]
     origins = [params.op_of(o.origin) for o in full if is_equation(o.origin)]
     is_of_norm = bool(origins) and INSIDE_OF_FUNCTIONS.issuperset([op, *origins])
@@ -258,8 +278,8 @@ def _decide_full(
     if is_narrow and _is_power(op, operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
     states = {o.state for o in operands}
-    # A factor that is float32 for its own digits alone is read in 16 bits: XLA would
-    # save it in float32.
+    # A factor that is float32 for its own digits alone, such as ``1 + tanh(...)`` in a
+    # gelu, is read in 16 bits: XLA would save it in float32.
     is_scaled = op == "mul" and State.HARD not in states
     if State.LOW in states and not is_scaled and is_one_function(operands):
         return Decision(Run.FULL, State.HARD, Reason.ONE_FUNCTION)
@@ -272,14 +292,18 @@ def _is_amplified(op: str, operands: Sequence[Facts], readers: Readers) -> bool:
     A move or a choice of 16-bit numbers makes none. The weaker demands end at a sum of
     two arrays, and that of a shift is for additions alone.
     """
+    # The reshape in ``exp(h.reshape(-1))``, the mask of an attention.
     if op in SELECTING and all(map(_has_16_bits, operands)):
         return False
     if readers & Readers.AMPLIFIER or not readers.amplify:
         return readers.amplify
     if op in ADDING:
+        # ``tanh(h + 5)`` has a slope of 2e-4: 16 bits lose it in the sum.
         adds_number = any(isinstance(o.origin, NumberOrigin) for o in operands)
         adds_bias = len({operand.shape for operand in operands}) > 1
         return adds_number or (adds_bias and readers.amplify_shifts)
+    # bfloat16 rounds ``sigmoid(4)`` = 0.982 to a multiple of 0.004: one digit is left
+    # of ``1 - g``.
     is_near_bound = op in SATURATING and bool(readers & Readers.COMPLEMENT)
     return bool(readers & Readers.FACTOR) or is_near_bound
 
@@ -361,6 +385,7 @@ def _join_states(
             state = State.SOFT
         if operand.lineage.is_rejoined and leaves and precision is Precision.FOLLOW:
             state = State.LOW
+        # PyTorch, whose lists the preset "torch" has, widens no tensor for a number.
         widens = kind not in (Kind.LITERAL, Kind.EXACT, Kind.END)
         if precision is Precision.WIDEST and state is State.SOFT and widens:
             state = State.HARD
@@ -375,6 +400,8 @@ def _rounds_nothing(op: str, operands: Sequence[Facts], low_dtype: Dtype) -> boo
     This is the case for a choice among 16-bit numbers. In bfloat16, which has float32's
     exponents, it is also the case for a scale by a power of two.
     """
+    # The mask of the scores of an attention, which float32 ops alone read: it moves
+    # half the bytes in 16 bits.
     if op == "select_n":
         return all(map(_has_16_bits, operands))
     if op not in ("mul", "div") or low_dtype != jnp.bfloat16:
@@ -402,6 +429,8 @@ def _has_other_floats(eqn: Eqn, low_dtype: Dtype) -> bool:
     ]
     if not others:
         return False
+    # Ops of 16-bit arrays alone are the user's: arrays that a function captures, or
+    # casts itself.
     has_float32 = any(map(structure.is_float32, eqn.invars))
     return not has_float32 or any(dtype != low_dtype for dtype in others)
 
@@ -420,10 +449,14 @@ def decide_to_keep(rules: RuleLookup, eqn: Eqn, path: str) -> Decision | None:
     Returns:
       The decision; None if the ops inside are decided one by one.
     """
+    # Conjugate gradients to a tolerance take 24 steps in float32, and do not end in
+    # bfloat16. The user may know better: a carry rule lets the loop follow.
     op, reason = params.op_of(eqn), None
     if op == "while" and rules.carry(path) != "follow":
         is_low = functools.partial(runs_low, rules)
         reason = Reason.ITERATES if ends_by_a_float(eqn, path, is_low) else None
+    # Its solver may end at a tolerance, and its result needs all digits that it has in
+    # float32.
     if op == "custom_jvp_call" and params.is_custom_root(eqn):
         reason = Reason.ITERATES
     return Decision(Run.AS_TRACED, State.HARD, reason) if reason else None

@@ -66,6 +66,8 @@ class RuleLookup:
         if eqn not in self._equivalent:
             self._equivalent[eqn] = _equivalent_op(eqn, op)
         like = self._equivalent[eqn]
+        # A rule for ``integer_pow`` is about powers, also those with a negative
+        # exponent.
         if like != op and self.match(op, path).source is RuleSource.TABLE:
             return like
         return op
@@ -73,7 +75,7 @@ class RuleLookup:
     def rules_inside(self, jaxpr: Jaxpr, path: str) -> tuple[object, ...]:
         """Returns the scope and carry rules at each path inside of a jaxpr.
 
-        Nothing else depends on a path. So a block at many paths is converted once if
+        Nothing else depends on a path. So a block at many paths is planned once if
         the rules agree.
         """
         key = jaxpr, path
@@ -112,15 +114,19 @@ def _match(
     A scope does not change a kernel, an op on bits, or an op with side effects.
     """
     known = record_of(op)
+    # A primitive of another package may be a kernel, written for the traced dtypes.
     if known is None:
         return RuleMatch(Precision.KEEP, RuleSource.UNKNOWN, op)
     of_table = RuleMatch(known.precision, RuleSource.TABLE, known.group)
     if known.precision is Precision.KEEP:
         return of_table
     match = scope(path, op)
+    # A Cholesky factorization has no 16-bit form: under ``low_precision`` it is
+    # float32.
     if match and (op in LOWERABLE or match.precision is not Precision.LOW):
         return match
     precision = rules.precision_of(op)
+    # Inside of ``shard_map`` the user's ``psum`` is a ``psum_invariant``.
     if op in named or base_of(op) in named:
         return RuleMatch(precision, RuleSource.OP, op)
     if precision is not known.precision:
@@ -135,10 +141,14 @@ def _carry(carries: Iterable[tuple[str, str]], path: str) -> str | None:
 
 def _equivalent_op(eqn: Eqn, op: str) -> str:
     """Returns an equivalent op, such as ``square`` for ``x * x``; else its own op."""
+    # ``einsum("i,j->ij", positions, rates)``: phases of a rotary embedding keep their
+    # digits, as those of ``positions[:, None] * rates``.
     if op in PRODUCTS and products.contracts_nothing(eqn):
         return "mul"
+    # In float16 a square is float32: 256 * 256 is infinite.
     if op == "mul" and eqn.invars[0] is eqn.invars[1]:
         return "square"
+    # ``b**-2`` leaves the range of float16 for ``b`` above 250 and below 1/250.
     if op == "integer_pow" and params.exponent_of(eqn) < 0:
         return "reciprocal"
     return op

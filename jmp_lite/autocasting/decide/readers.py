@@ -82,6 +82,7 @@ class UseAnalysis(Backward[Readers]):
         if jaxpr not in self._sends:
             ops = (params.op_of(eqn) for eqn, _ in equations(jaxpr))
             self._sends[jaxpr] = any(op in SENDING for op in ops)
+        # Else two calls of a block that differ in it would have two plans.
         always = Readers.NOBODY if self._sends[jaxpr] else Readers.EARLIER
         return [
             (each | always if structure.is_float32(atom) else _LOW).deciding
@@ -112,6 +113,7 @@ class UseAnalysis(Backward[Readers]):
         """
         if params.op_of(eqn) == "while":
             inside = source.path_of(eqn, path)
+            # A loop to a tolerance runs as traced: what enters it must not be rounded.
             if decide_to_keep(self._rules, eqn, inside):
                 return [Readers.FULL] * len(eqn.invars)
         return super().equation_facts(eqn, readers_of_results(eqn, results), path)
@@ -126,13 +128,16 @@ class UseAnalysis(Backward[Readers]):
         )
         kind = self._reader(eqn, op, readers, path)
         marks = self._rules.mark(eqn)
+        # A product with zeros and ones may read its table in float32.
         if _changes_if_rounded(op, kind, readers) or marks & _BINARY:
             kind |= Readers.EARLIER
+        # ``tanh(2 * h + 1)``: a sum with a number ends no demand.
         if Mark.NUMBER not in marks:
             kind &= ~_ended_by(eqn, op)
         if _demands(self._rules.match(op, path)):
             for mark in _OF_MARKS.keys() & marks:
                 kind |= _OF_MARKS[mark]
+            # ``gelu(h - 4)`` has a small slope, which 16 bits of the sum change.
             kind |= Readers.SHIFTER if op in SATURATING else Readers.NOBODY
         found = [kind] * len(eqn.invars)
         for i in self._amplified(eqn, op, path):
@@ -141,16 +146,22 @@ class UseAnalysis(Backward[Readers]):
 
     def _amplified(self, eqn: Eqn, op: str, path: str) -> Sequence[int]:
         """Returns the operands whose rounding errors an op amplifies."""
+        # Places in a table: ``(8 * gate).astype(int)`` beside a product of the gate.
         if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
             return [0]
+        # 16 bits make ties of neighbours, in ``maximum(h, roll(h))`` or ``sort(h)``:
+        # the gradient is that of another choice.
         if _orders(eqn, op) and _demands(self._rules.match(op, path)):
             return range(len(eqn.invars))
         if op not in AMPLIFYING or not _demands(self._rules.match(op, path)):
             return []
+        # ``a / b`` has the relative error of ``a``; that of a small ``b`` is
+        # multiplied.
         return range(op in AMPLIFYING_DIVISORS, len(eqn.invars))
 
     def _reader(self, eqn: Eqn, op: str, readers: Readers, path: str) -> Readers:
         match = self._rules.match(op, path)
+        # A Cholesky factorization of a 16-bit Gram matrix is NaN.
         if op in SOLVING:
             return Readers.DIGITS
         if op == "convert_element_type" and structure.is_integer(eqn.outvars[0]):
@@ -164,12 +175,15 @@ class UseAnalysis(Backward[Readers]):
             is_wide = any(map(structure.is_wide_float, eqn.outvars))
             return Readers.FULL if is_wide else Readers.OTHER
         if op in PRODUCTS and match.precision.lowers:
+            # Chains of cameras: ``floor(b @ (a @ x))`` wants float32 of both products.
             decided = decide_product(self._rules, eqn, (), readers, path)
             if decided is None or decided.run is not Run.FULL:
                 return Readers.OTHER
             return _OF_PRODUCTS.get(decided.reason, Readers.FULL)
         is_full = match.precision is Precision.FULL
         if op in POSITIONAL and _demands(match):
+            # The sine in a hidden layer of a SIREN is read by a product, so 16 bits
+            # will do.
             is_demanded = is_full or readers.demand_float32
             return Readers.PHASE if is_demanded else Readers.LOW_PHASE
         if op not in KEEPING_DIGITS or readers & Readers.OTHER:
@@ -189,6 +203,7 @@ class UseAnalysis(Backward[Readers]):
         outputs = [*readers_of_carries(carries), *results[loop.n_carry :]]
         readers = self.inputs(loop.body, outputs, path)
         for i, (slot, _) in enumerate(carries, loop.n_consts):
+            # The start of a float32 carry is float32, too: it is a part of the sum.
             readers[i] = Readers.FULL if slot is Slot.FULL else _LOW
         return readers
 
@@ -237,6 +252,7 @@ def _orders(eqn: Eqn, op: str) -> bool:
     A comparison with a number of the program, as in a relu, is no such op.
     """
     orders = op in ORDERING or op in COMPARING or op in PICKING
+    # Rounding changes no sign, which a relu asks for.
     return orders and not any(map(structure.is_literal, eqn.invars))
 
 
@@ -250,6 +266,8 @@ def _ended_by(eqn: Eqn, op: str) -> Readers:
         return shifts
     if op not in ADDING:
         return Readers.NOBODY
+    # ``h + f(h)`` ends the demand of a norm: in float32, the stream of each residual
+    # network would move more bytes. A bias does not end it.
     is_stream = len({atom.aval.shape for atom in eqn.invars}) == 1
     return Readers.FACTOR | shifts if is_stream else Readers.FACTOR
 

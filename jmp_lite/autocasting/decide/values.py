@@ -43,6 +43,7 @@ def of_argument(var: Var, aval: Aval, path: str = "") -> Facts:
       path: its path in the tree of arguments.
     """
     is_float32 = structure.is_float32(var)
+    # A bfloat16 parameter is traced in float32, and its array stays in bfloat16.
     held = aval.dtype if is_float32 and aval.dtype != structure.dtype_of(var) else None
     spec = Spec(State.SOFT if is_float32 else None, Kind.GIVEN, held)
     return Facts.of(spec, Argument(path), structure.shape_of(var.aval))
@@ -55,6 +56,7 @@ def of_constant(var: Var, array: Array, low_dtype: Dtype) -> Facts:
     """
     shape = structure.shape_of(var.aval)
     is_float32 = structure.is_float32(var)
+    # For example, an additive mask of -1e9. The numbers of a tracer are not known.
     if is_float32 and not structure.is_tracer(array):
         numbers = np.asarray(array)
         with np.errstate(over="ignore"):
@@ -71,6 +73,7 @@ def of_literal(atom: Literal, low_dtype: Dtype) -> Facts:
     """Returns the facts of a number; HARD if 16 bits cannot represent it."""
     shape = structure.shape_of(atom.aval)
     is_real = jnp.issubdtype(structure.dtype_of(atom), jnp.floating)
+    # ``where(mask, scores, -100000)`` has an integer, which a cast follows.
     is_real |= structure.is_integer(atom)
     number: Any = as_float32(atom.val) if is_real else None
     fits = not is_real or _fits(number, low_dtype)
@@ -79,6 +82,7 @@ def of_literal(atom: Literal, low_dtype: Dtype) -> Facts:
     if not structure.is_float32(atom):
         # A number that does not fit the compute dtype is HARD.
         return Facts.of(Spec(None, kind if fits else Kind.COMPUTED), None, shape)
+    # Cast to bfloat16 ``finfo(float32).min`` is -inf, and -inf less -inf is NaN.
     if number in _RANGE_ENDS:
         return Facts.of(Spec(State.HARD, Kind.END), RangeEnd(), shape)
     spec = Spec(State.SOFT if fits else State.HARD, kind)
@@ -102,6 +106,8 @@ def _fits(number: np.float32, dtype: Dtype) -> bool:
         low = np.float32(number.astype(dtype))
     if not np.isfinite(number):
         return True
+    # ``clip(p, 1e-7, 1 - 1e-7)`` would clip to 0 and 1, of which the logarithm of a
+    # cross-entropy is infinite.
     return bool(
         np.isfinite(low) and (low != 0 or number == 0) and (low != 1 or number == 1)
     )
@@ -113,7 +119,7 @@ def _fits(number: np.float32, dtype: Dtype) -> bool:
 def of_results(
     eqn: Eqn, operands: Sequence[Facts], decision: Decision, low_dtype: Dtype
 ) -> list[Facts]:
-    """Returns the facts of the results of an equation without a jaxpr to convert.
+    """Returns the facts of the results of an equation that has one decision.
 
     Args:
       eqn: the equation.
@@ -174,6 +180,7 @@ def _of_cast(
         is_low = operand.state is State.LOW and structure.dtype_of(var) == low_dtype
         kind = Kind.COMPUTED if is_low else operand.kind
         return Facts.of(Spec(None, kind), None, shape)
+    # It is cast once for all readers of both, so it is one value.
     if decision.run is Run.PASS and operand.is_narrow:
         return operand
     if decision.run is Run.LOW:
@@ -198,13 +205,17 @@ def kind_of_results(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
         # One layer's weights of a stack; many rows of a table are activations, but
         # rows of 16 bits are as exact as the table.
         found = {kinds[0]}
+    # Positions: beyond 65,504 they end there in float16, and are not infinite.
     if op == "iota":
         return Kind.INTEGER
+    # The phases of the second layer of a SIREN are of sines: their product is 16-bit.
     if Kind.COMPUTED in found or not found:
         return Kind.COMPUTED
     if op in SCALING:
         return Kind.INTEGER if Kind.INTEGER in found else Kind.SCALED
     if op not in MOVING:
+        # A table of frequencies, ``2**arange(n)``, by which coordinates are multiplied
+        # before a sine.
         are_numbers = found.isdisjoint([Kind.GIVEN, Kind.SCALED])
         is_table = are_numbers and op not in PRODUCTS
         return Kind.SCALED if is_table else Kind.COMPUTED
@@ -251,11 +262,13 @@ def is_one_function(operands: Sequence[Facts]) -> bool:
     computed = [
         o
         for o in operands
+        # In the mask of an attention it is no number, but the end of the range.
         if o.kind is not Kind.END
         and (o.state is not State.SOFT or o.lineage.roots != frozenset())
     ]
     states = {o.state for o in computed}
     is_joined = len(states) > 1 or any(o.lineage.is_rejoined for o in computed)
+    # ``tanh(exp(h)) @ w`` reads ``h`` once: no function ends there, and it is float32.
     return is_joined and bool(roots_of(computed))
 
 
@@ -283,6 +296,7 @@ def roots_of(operands: Iterable[Facts]) -> frozenset[object] | None:
         if operand.lineage.roots is None:
             return None
         found |= operand.lineage.roots
+    # ``tanh(exp(x @ w) * (x @ u))`` is a function of two products: float32.
     return found if len(found) <= 1 else None
 
 
@@ -317,6 +331,8 @@ _TRACKED = (
     Reason.UNDECIDED,
 )
 
+# Under other rules, as ``rules.full("exp")``, float32 is on purpose: no function of 16
+# bits ends there.
 _TRACKED_RULES = ((RuleSource.TABLE, Run.FULL), (RuleSource.DEFAULT, Run.LOW))
 
 

@@ -29,6 +29,8 @@ def run_scan(
       held: the numbers of its constants of 16 bits.
       scan_of: returns a function that runs the scan with another body.
     """
+    # The gradient of a bfloat16 weight over 2,000 steps of a recurrent network was more
+    # than 4 % wrong as JAX adds it up.
     wide = scan_of(eqn, _add_casts(jaxpr, held))
 
     def upcast(arrays: Sequence[Array | SymbolicZero]) -> list[Array | SymbolicZero]:
@@ -44,12 +46,14 @@ def run_scan(
 
     @jax.custom_jvp
     def run(*arrays: Array) -> list[Array]:
+        # Without a derivative the weights are read in 16 bits: no float32 copy of them.
         return params.bind_scan(eqn, arrays, jaxpr)
 
     def jvp(
         primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
     ) -> tuple[list[Array], list[Array]]:
         at, along = upcast(primals), upcast(tangents)
+        # A frozen weight has a symbolic zero: no step computes its tangent.
         moved = [i for i, t in enumerate(along) if not isinstance(t, SymbolicZero)]
 
         def run_moved(*arrays: Array) -> list[Array]:

@@ -54,6 +54,7 @@ class Degrees(Forward[Degree]):
         is_any = np.issubdtype(number.dtype, np.number) and bool(
             np.all((number == 0) | np.isinf(number))
         )
+        # ``where(abs(x) < 1, g, 0)``, a straight-through rule, has the degree of ``g``.
         return None if is_any else 0.0
 
     def join(self, one: Degree, other: Degree) -> Degree:
@@ -67,7 +68,7 @@ class Degrees(Forward[Degree]):
     ) -> Sequence[Degree]:
         """Returns the degrees of an equation's results."""
         results = super().equation_facts(eqn, operands, path)
-        # A branch that depends on the scale may return anything.
+        # A branch that depends on the scale may return anything: ``cond(g > 1, ...)``.
         is_free = params.op_of(eqn) == "cond" and operands[0] == NO_DEGREE
         results = [NO_DEGREE] * len(results) if is_free else results
         if NO_DEGREE in results and NO_DEGREE not in operands and not self.culprit:
@@ -94,14 +95,19 @@ class Degrees(Forward[Degree]):
         is_integer = op == "convert_element_type" and not structure.is_float(
             eqn.outvars[0]
         )
+        # ``tanh(g)`` and ``round(g)``; but ``round(127 * g / max(g))``, as for int8,
+        # has degree 0 before and after.
         if op in ops.BENDING or is_integer:
             return 0.0 if joined in (None, 0.0) else NO_DEGREE
+        # ``sign(g)`` is the same for any scale; ``g > 1`` is not, if 1 has degree 0.
         if op in _OF_DEGREE_0:
             return NO_DEGREE if joined == NO_DEGREE else 0.0
         if op in _JOINING:
             return joined
+        # ``g * g`` has degree 2, and so ``sqrt(g * g)`` has 1.
         if op in _PRODUCTS:
             return None if None in floats else sum(fact or 0.0 for fact in floats)
+        # ``g / norm(g)``, a unit vector, has degree 0.
         if op == "div":
             above, below = floats
             return None if above is None else above - (below or 0.0)

@@ -46,6 +46,8 @@ class LabelGathers:
         return parts._replace(eqns=[new.get(eqn) or eqn for eqn in parts.eqns])
 
     def _selecting(self, eqn: Eqn, definitions: gathers.Definitions) -> Eqn | None:
+        # An equation is the key of decisions, so a block that is called twice gets one
+        # new gather: two would be lowered as two functions.
         if eqn not in self._known:
             made = gathers.selecting(eqn, definitions)
             self.n_replaced += made is not None

@@ -77,6 +77,7 @@ def rewritten(eqn: Eqn, jaxpr: Jaxpr) -> Callable[..., list[Array]] | None:
       derivative adds up the gradients of weights after the loop.
     """
     body = _find_products(eqn, jaxpr)
+    # A ``custom_jvp`` has no effects: a loop with a callback keeps JAX's gradient.
     if not body.uses or structure.effects_of(jaxpr):
         return None
 
@@ -149,6 +150,8 @@ def _find_products(eqn: Eqn, jaxpr: Jaxpr) -> _ScanBody:
 
 
 def _is_worth_it(use: _WeightProduct) -> bool:
+    # A layer that is used again on a large batch moves less if its gradient is added up
+    # in the loop. A size may be symbolic (``jax.export``): unknown is no.
     stacked = use.other.aval.size + use.eqn.outvars[0].aval.size
     return products.is_at_most(1, stacked) and products.is_at_most(
         stacked, use.weight.aval.size
@@ -160,6 +163,7 @@ def _sum_of(product: Eqn, readers: Mapping[Var, list[Eqn | None]]) -> Var:
     (var,) = product.outvars
     while True:
         reader, *others = readers.get(var, [None])
+        # ``h @ w + x @ u + b``: one stack of gradients serves all products of a sum.
         if others or reader is None or params.op_of(reader) not in ("add", "add_any"):
             return var
         (result,) = reader.outvars
@@ -178,6 +182,7 @@ def _linearized(
     """
     n_consts = params.loop_of(body.eqn).n_consts
     moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    # A frozen weight stacks nothing, and costs no product.
     consts = [i for i in moved if i < n_consts]
     uses = [use for use in body.uses if use.consts & {*consts}]
     others = list(dict.fromkeys(use.other for use in uses))
@@ -203,6 +208,7 @@ def _linearized(
         return _scan(body, fixed, dict(zip(sums, shifts, strict=True)), others, every)
 
     length = params.scan_length(body.eqn)
+    # On an Explicit mesh the stacks are sharded as what they are added to.
     zeros = [sharding.zeros(var.aval, length) for var in sums]
     results, linear, stacks = jax.linearize(
         shifted, zeros, *(primals[i] for i in moved), has_aux=True
@@ -248,7 +254,7 @@ def _drop_weights(body: _ScanBody) -> _ScanBody:
 def _fix_weights(
     uses: Sequence[_WeightProduct], weights: Sequence[Array]
 ) -> dict[Eqn, tuple[int, Array]]:
-    """Returns the side and the weight of each product, by the id of its equation."""
+    """Returns the side and the weight of each product, by its equation."""
     pairs = zip(uses, weights, strict=True)
     return {use.eqn: (use.side, weight) for use, weight in pairs}
 
@@ -304,7 +310,7 @@ def _scan(
 
     Args:
       body: the body.
-      fixed: the side and the weight of each product, by the id of its equation.
+      fixed: the side and the weight of each product, by its equation.
       shifts: for each shifted sum, a stacked array with its tangent.
       others: the variables to stack.
       arrays: the operands of the scan.

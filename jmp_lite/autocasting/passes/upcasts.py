@@ -21,6 +21,8 @@ def is_upcast(eqn: Eqn) -> bool:
 def find_upcast_inputs(jaxpr: Jaxpr) -> frozenset[int]:
     """Returns the 16-bit inputs of a jaxpr that are only cast to float32."""
     parts = structure.parts(jaxpr)
+    # For example, the logits ``y`` of ``logsumexp(y) - take_along_axis(y, labels)``:
+    # both functions are jit-compiled calls that cast it.
     upcast = {eqn.invars[0] for eqn in parts.eqns if is_upcast(eqn)}
     read = {
         atom

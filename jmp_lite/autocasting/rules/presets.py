@@ -143,6 +143,7 @@ PRESETS: Mapping[str, Rules] = MappingProxyType(
         "float8": _MIXED.product("float8"),
         "int8": _MIXED.product("int8"),
         "O0": _O0,
+        # MindSpore's white list: its operands are cast, and its result is cast back.
         "O1": Rules(default=Precision.FULL),
         "O2": Rules(default=Precision.LOW),
         "O3": _O3,

@@ -260,6 +260,7 @@ class Rules:
             return Precision.KEEP
         follows = known.precision is Precision.FOLLOW
         of_table = self.default if follows else known.precision
+        # JAX makes variants, such as ``psum_invariant``, of the op that a rule names.
         return self._ops.get(op, self._ops.get(base_of(op), of_table))
 
     def precision_in(self, path: str) -> AnyPrecision | None:
@@ -401,6 +402,7 @@ def _check_default(precision: AnyPrecision) -> AnyPrecision:
 
 def _unknown_op(op: str) -> ValueError:
     near = _CALLED_OTHERWISE.get(op)
+    # ``softmax`` and ``gelu`` are no primitives.
     if near is None and hasattr(jax.nn, op):
         return ValueError(
             f"{op!r} is a function of several ops. Put jax.named_scope around its "
@@ -451,6 +453,7 @@ def _check_compute_dtype(dtype: DTypeLike) -> "Dtype | str":
     if isinstance(dtype, str) and dtype == HALF_OF_DEVICE:
         return HALF_OF_DEVICE
     parsed = parse_dtype(dtype)
+    # Float32 is useful to see what the passes do without any rounding.
     if parsed.itemsize not in (2, 4):
         hint = " For float8 products use the preset 'float8'."
         raise ValueError(
@@ -502,6 +505,7 @@ def _check_pass(name: str) -> str:
 
 def check_pattern(pattern: str) -> str:
     """Returns a pattern; raises a ValueError if it is not a regular expression."""
+    # JSON has no compiled patterns.
     if isinstance(cast(object, pattern), re.Pattern):
         raise ValueError(
             f"Expected a regular expression as a string, got {pattern!r}: write flags "

@@ -20,6 +20,8 @@ AS_WRITTEN_SCOPE = "__low_call__"
 
 _MARKS: Mapping[str, Precision] = MappingProxyType(
     {
+        # Of two autocasts the inner one decides: ``autocast(fun, "O0")`` inside of
+        # another.
         AUTOCAST_SCOPE: Precision.KEEP,
         FULL_SCOPE: Precision.FULL,
         LOW_SCOPE: Precision.LOW,
@@ -40,6 +42,7 @@ def match_scope(
       op: an op; a scope for a number format matches the products that have it. Empty
         for all ops.
     """
+    # From the innermost: ``low_precision`` in a function that is ``full_precision``.
     for name in reversed(path.split("/")):
         if name in _MARKS:
             return RuleMatch(_MARKS[name], RuleSource.MARK, name)
@@ -96,6 +99,8 @@ def unused_scopes(
                 earlier[pattern] = first
                 continue
             used.add(pattern)
+            # A scope for float8 decides products alone, so a later rule for other ops
+            # has an effect, too.
             if _applies(precision, op):
                 first = pattern
     for pattern, _ in scopes:
