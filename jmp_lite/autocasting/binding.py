@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting.decide.decisions import Decision, Run
 from jmp_lite.autocasting.decide.facts import Facts, Spec, State
 from jmp_lite.autocasting.decide.special_ops import decided_precision, is_exact_in
-from jmp_lite.autocasting.passes import slopes
 from jmp_lite.formats.number_format import NumberFormat, Product
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.bilinear import ProductOperand
@@ -74,13 +73,13 @@ class Casts:
 
     def low(self, value: Value) -> Array:
         """Returns the array of a value; if it is float32, in the compute dtype."""
-        facts, held = value.facts, value.facts.held
+        facts, stored = value.facts, value.facts.stored
         if facts.state is None or facts.state is State.LOW:
             return value.array
-        if held is not None and held == self.low_dtype:
-            return self.narrowed(value, held)
-        if held is not None and is_exact_in(held, self.low_dtype):
-            return self._from_few_bits(value, held)
+        if stored is not None and stored == self.low_dtype:
+            return self.narrowed(value, stored)
+        if stored is not None and is_exact_in(stored, self.low_dtype):
+            return self._from_few_bits(value, stored)
         # A parameter, at each use: with one cast for all 2,048 steps of a scan, the
         # gradient of a weight was 41 % wrong, and 0.17 % with a cast at each use.
         if not facts.kind.is_cast_once:
@@ -89,7 +88,7 @@ class Casts:
             value.cast = self.cast(self.full(value))
         return value.cast
 
-    def _from_few_bits(self, value: Value, held: Dtype) -> Array:
+    def _from_few_bits(self, value: Value, stored: Dtype) -> Array:
         """Returns an array that is stored in 8 bits or fewer in the compute dtype.
 
         XLA fuses one cast into a product, and not two.
@@ -97,7 +96,7 @@ class Casts:
         if value.facts.is_shared:
             return self.cast(self.full(value))
         # Integers have no gradients that could add up in 16 bits.
-        if not jnp.issubdtype(held, jnp.floating):
+        if not jnp.issubdtype(stored, jnp.floating):
             return sharding.cast(value.array, self.low_dtype)
         if value.cast is None:  # Once: the gradients of its uses add up in 16 bits.
             value.cast = sharding.cast(value.array, self.low_dtype)
@@ -107,14 +106,14 @@ class Casts:
         """Returns the array of a value in a 16-bit dtype."""
         facts = value.facts
         is_low = facts.state is State.LOW and dtype == self.low_dtype
-        if is_low or (facts.held == dtype and not facts.is_shared):
+        if is_low or (facts.stored == dtype and not facts.is_shared):
             return value.array
         return sharding.cast(self.full(value), dtype)
 
     def as_spec(self, value: Value, spec: Spec) -> Array:
         """Returns the array of a value with another spec."""
-        if spec.held is not None:
-            return self.narrowed(value, spec.held)
+        if spec.stored is not None:
+            return self.narrowed(value, spec.stored)
         return (self.low if spec.state is State.LOW else self.full)(value)
 
     def typed(self, value: Value, aval: Aval) -> Array:
@@ -163,12 +162,12 @@ def evaluate(
         return [_run_cast(casts, eqn, operands[0], decision)]
     if run is Run.PASS:
         return params.bind(eqn, [value.array for value in operands], casts.bound)
-    if decision.held is not None:
+    if decision.stored is not None:
         lowers_sum = decision.lowers_sum
-        return _run_move(casts, eqn, operands, decision.held, lowers_sum)
+        return _run_move(casts, eqn, operands, decision.stored, lowers_sum)
     if decision.keeps_slope:
         read = casts.low if run is Run.LOW else casts.full
-        return [slopes.bind(eqn, read(operands[0]), casts.bound)]
+        return [_run_tanh_or_logistic(eqn, read(operands[0]), casts.bound)]
     if run is Run.LOW and op in PRODUCTS:
         return [_run_product(casts, eqn, operands, decision.number_format)]
     if run is Run.LOW:
@@ -185,7 +184,7 @@ def evaluate(
 
 
 def _run_move(
-    casts: Casts, eqn: Eqn, operands: Sequence[Value], held: Dtype, lowers_sum: bool
+    casts: Casts, eqn: Eqn, operands: Sequence[Value], stored: Dtype, lowers_sum: bool
 ) -> list[Array]:
     """Returns moves in 16 bits.
 
@@ -193,33 +192,33 @@ def _run_move(
       casts: casts values.
       eqn: the equation.
       operands: the values of its operands.
-      held: the dtype.
+      stored: the dtype.
       lowers_sum: whether the derivative is in 16 bits, although it is a sum.
     """
     op = params.op_of(eqn)
     has_sum, is_spread = op in ADDED_UP and not lowers_sum, op in KEEPING_NUMBERS
-    has_sum &= jnp.issubdtype(held, jnp.floating)
+    has_sum &= jnp.issubdtype(stored, jnp.floating)
     # Numbers of 8 bits would be rounded to them again.
-    if has_sum and is_spread and held.itemsize > 1:
+    if has_sum and is_spread and stored.itemsize > 1:
         # Broadcast in float32, then cast: JAX's transpose of it is a sum.
         full = params.bind(eqn, [casts.full(value) for value in operands], casts.bound)
-        return [sharding.cast(array, held) for array in full]
+        return [sharding.cast(array, stored) for array in full]
     # Rows of a bfloat16 table: the gradient of a frequent token would stop at 256.
     if has_sum:
         arrays = [
-            casts.narrowed(value, held) if value.facts.is_narrow else value.array
+            casts.narrowed(value, stored) if value.facts.is_narrow else value.array
             for value in operands
         ]
-        return _run_linear_move(casts, eqn, arrays, held)
+        return _run_linear_move(casts, eqn, arrays, stored)
     arrays = [
-        value.array if value.facts.state is None else casts.narrowed(value, held)
+        value.array if value.facts.state is None else casts.narrowed(value, stored)
         for value in operands
     ]
-    return params.bind_in(eqn, arrays, held, bound=casts.bound)
+    return params.bind_in(eqn, arrays, stored, bound=casts.bound)
 
 
 def _run_linear_move(
-    casts: Casts, eqn: Eqn, arrays: Sequence[Array], held: Dtype
+    casts: Casts, eqn: Eqn, arrays: Sequence[Array], stored: Dtype
 ) -> list[Array]:
     """Returns a move in 16 bits whose transpose, a sum, is float32."""
     # Not the indices of a gather.
@@ -229,8 +228,8 @@ def _run_linear_move(
     def move(*arrays: Array) -> list[Array]:
         low = list(arrays)
         for i in numbers:
-            low[i] = sharding.cast(low[i], held)
-        return params.bind_in(eqn, low, held, bound=casts.bound)
+            low[i] = sharding.cast(low[i], stored)
+        return params.bind_in(eqn, low, stored, bound=casts.bound)
 
     @move.defjvp
     def jvp(  # pyright: ignore[reportUnusedFunction]
@@ -240,7 +239,7 @@ def _run_linear_move(
         for i in numbers:
             along[i] = sharding.cast(tangents[i], np.float32)
         moved = params.bind(eqn, along)  # A move is its own derivative.
-        return move(*primals), [sharding.cast(tangent, held) for tangent in moved]
+        return move(*primals), [sharding.cast(tangent, stored) for tangent in moved]
 
     return move(*arrays)
 
@@ -310,15 +309,15 @@ def _run_cast(casts: Casts, eqn: Eqn, value: Value, decision: Decision) -> Array
     if not structure.is_float32(var):
         if is_low and dtype == casts.low_dtype:
             return value.array
-        if facts.held is not None and dtype == facts.held:
-            return casts.narrowed(value, facts.held)
+        if facts.stored is not None and dtype == facts.stored:
+            return casts.narrowed(value, facts.stored)
     elif decision.run is Run.LOW:
         if is_low or structure.dtype_of(atom) == casts.low_dtype:
             return value.array
         (array,) = params.bind(eqn, [value.array], casts.bound)
         # An integer beyond 65,504 ends there in float16.
         return casts.cast(array, facts.saturates or structure.is_integer(atom))
-    elif decision.held is not None:
+    elif decision.stored is not None:
         return value.array
     (array,) = params.bind(eqn, [casts.full(value)], casts.bound)
     return array
@@ -328,3 +327,54 @@ def _broadcast(array: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts a scalar, or axes of size 1, to a shape."""
     dims = range(len(shape)) if jnp.ndim(array) else ()
     return lax.broadcast_in_dim(array, shape, tuple(dims))
+
+
+def _run_tanh_or_logistic(eqn: Eqn, operand: Array, bound: set[object] | None) -> Array:
+    """Returns tanh or the logistic function, with a derivative from the operand.
+
+    JAX computes it from the result, as ``1 - y**2`` or ``y * (1 - y)``. A 16-bit result
+    close to 1 has lost the digits of ``1 - y``. A float32 result would be saved for the
+    backward pass, beside the 16-bit value that the operand is computed from.
+
+    Args:
+      eqn: the equation.
+      operand: its operand, in float32 or the compute dtype.
+      bound: see ``params.bind``.
+    """
+    dtype = operand.dtype
+
+    @jax.custom_jvp
+    def function(x: Array) -> Array:
+        return params.bind_in(eqn, [x], dtype, bound=bound)[0]
+
+    @function.defjvp
+    def jvp(  # pyright: ignore[reportUnusedFunction]
+        primals: tuple[Array], tangents: tuple[Array]
+    ) -> tuple[Array, Array]:
+        (x,), (tangent,) = primals, tangents
+        full = sharding.cast(x, np.float32)
+        is_tanh = params.op_of(eqn) == "tanh"
+        slope = 4 * _slope(2 * full) if is_tanh else _slope(full)
+        # The slope is saved for the backward pass, in the dtype of the operand.
+        return function(x), tangent * sharding.cast(slope, dtype)
+
+    return function(operand)
+
+
+@jax.custom_jvp
+def _slope(x: Array) -> Array:
+    """The slope of the logistic function, without cancellation or overflow.
+
+    It has one exponential. With two, XLA for GPUs writes a float32 array of them.
+    """
+    small = lax.exp(-lax.abs(x))
+    return small / ((1 + small) * (1 + small))
+
+
+@_slope.defjvp
+def _slope_jvp(  # pyright: ignore[reportUnusedFunction]
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    # Not that of abs, whose second derivative at 0 would be lost.
+    ((x,), (tangent,)), slope = (primals, tangents), _slope(*primals)
+    return slope, -tangent * slope * lax.tanh(x / 2)

@@ -36,7 +36,7 @@ def run(runner: "Runner", step: Step, operands: Sequence[Value]) -> list[Array]:
       operands: its operands.
     """
     (plan,) = step.inside
-    arrays = runner.arrays(operands, plan.given)
+    arrays = runner.arrays(operands, plan.input_specs)
     binds = {
         "custom_jvp_call": _bind_jvp,
         "custom_vjp_call": _bind_vjp,
@@ -50,7 +50,7 @@ def _bind_jvp(
     runner: "Runner", step: Step, plan: Plan, arrays: Sequence[Array]
 ) -> list[Array]:
     """Binds a function with a ``jvp`` rule."""
-    inside, made = runner.converted(plan), plan.made
+    inside, specs = runner.converted(plan), plan.result_specs
 
     def replace(fun: Function, jvp: Function) -> tuple[Function, Function]:
         del fun  # It evaluates the jaxpr.
@@ -61,21 +61,21 @@ def _bind_jvp(
         # What reads a tangent is not known: ``_Rule`` expects such results first.
         def tangents_first(*arrays: Array) -> list[Tangent]:
             out = jvp(*arrays)
-            return [*out[len(made) :], *out[: len(made)]]
+            return [*out[len(specs) :], *out[: len(specs)]]
 
         def low_jvp(*arrays: Array) -> list[Array]:
-            tangents = [spec._replace(kind=Kind.COMPUTED) for spec in plan.given]
+            tangents = [spec._replace(kind=Kind.COMPUTED) for spec in plan.input_specs]
             types = list(map(structure.type_of, plan.parts.invars))
             avals = [*types, *(aval.to_tangent_aval() for aval in types)]
             # The results have the readers that they have without the derivative.
             site = step.site._replace(is_in_rule=True)
             rule = _Rule(tangents_first, avals, plan.jaxpr, site)
-            out = rule.run(runner, arrays, [*plan.given, *tangents])
+            out = rule.run(runner, arrays, [*plan.input_specs, *tangents])
             out = [
                 _cast_result(runner, o, s)
-                for o, s in zip(out, 2 * [*made], strict=True)
+                for o, s in zip(out, 2 * [*specs], strict=True)
             ]
-            return [*out[len(made) :], *out[: len(made)]]
+            return [*out[len(specs) :], *out[: len(specs)]]
 
         return low_fun, low_jvp
 
@@ -132,7 +132,7 @@ class _LowVjp:
 
     def _forward(self, *args: Leaf) -> list[Array]:
         """Runs ``fwd`` on operands, each followed by whether it is differentiated."""
-        n_out = len(self._plan.made)
+        n_out = len(self._plan.result_specs)
 
         def flat(*arrays: Array) -> list[Leaf]:
             pairs = zip(arrays, args[1::2], strict=True)
@@ -147,7 +147,7 @@ class _LowVjp:
 
         avals = list(map(structure.type_of, self._plan.parts.invars))
         rule = _Rule(flat, avals, self._plan.jaxpr, self._site)
-        out = rule.run(self._runner, args[::2], self._plan.given)
+        out = rule.run(self._runner, args[::2], self._plan.input_specs)
         kept, results = out[: len(out) - n_out], out[len(out) - n_out :]
         self._computed = [
             one.facts.spec._replace(kind=Kind.COMPUTED)
@@ -156,17 +156,19 @@ class _LowVjp:
             for one in kept
         ]
         arrays = [one.array if isinstance(one, Value) else one.number for one in kept]
-        return arrays + self._runner.arrays(results, self._plan.made)
+        return arrays + self._runner.arrays(results, self._plan.result_specs)
 
     def _backward(self, *args: Leaf) -> PyTree:
         """Runs ``bwd`` on residuals and cotangents."""
         forwarded = custom_rules.forwarded_residuals(self._eqn, len(self._computed))
-        fresh, operands = iter(self._computed), self._plan.given
+        fresh, operands = iter(self._computed), self._plan.input_specs
         # A residual that is an operand has the operand's dtype: JAX passes it on.
         kept = [next(fresh) if i is None else operands[i] for i in forwarded]
-        made = [spec._replace(kind=Kind.COMPUTED) for spec in self._plan.made]
+        cotangents = [
+            spec._replace(kind=Kind.COMPUTED) for spec in self._plan.result_specs
+        ]
         # Python numbers are not traced, because bwd may branch on them.
-        pairs = list(zip(args, [*kept, *made], strict=True))
+        pairs = list(zip(args, [*kept, *cotangents], strict=True))
         arrays = [arg for arg, spec in pairs if spec is not None]
         specs = [spec for _, spec in pairs if spec is not None]
         trees: list[PyTree] = []
@@ -198,10 +200,12 @@ def _bind_vmap(
     """Binds a function with a rule for ``vmap``."""
 
     def low_rule(batched: Function, *arrays: Array) -> list[Array]:
-        types = list(map(_type_as_traced, arrays, plan.given))
+        types = list(map(_type_as_traced, arrays, plan.input_specs))
         site = step.site._replace(readers=())  # Its results may have any readers.
-        out = _Rule(batched, types, plan.jaxpr, site).run(runner, arrays, plan.given)
-        return runner.arrays(out, plan.made)
+        out = _Rule(batched, types, plan.jaxpr, site).run(
+            runner, arrays, plan.input_specs
+        )
+        return runner.arrays(out, plan.result_specs)
 
     inside = runner.converted(plan).jaxpr
     return custom_rules.bind_custom_vmap(step.eqn, arrays, inside, low_rule)
@@ -214,8 +218,8 @@ def _bind_remat_opt(
 
     def replace(function: Jaxpr, n_consts: int, n_residuals: int) -> Jaxpr:
         site = step.site._replace(readers=step.site.readers[n_residuals:])
-        made, operands = plan.made[n_residuals:], step.operands[n_consts:]
-        body = runner.planner.body(function, operands, site, made)
+        specs, operands = plan.result_specs[n_residuals:], step.operands[n_consts:]
+        body = runner.planner.body(function, operands, site, specs)
         return runner.converted(body).jaxpr
 
     inside = runner.converted(plan).jaxpr
@@ -263,7 +267,7 @@ class _Rule(NamedTuple):
         live = [i for i, is_zero in enumerate(are_zeros) if not is_zero]
         others: list[Leaf] = []
 
-        def traced(*given: Array) -> list[Array]:
+        def traced(*arrays_of_live: Array) -> list[Array]:
             full = [
                 type(array)(structure.retyped(array.aval, aval.dtype))
                 if is_zero
@@ -272,7 +276,7 @@ class _Rule(NamedTuple):
                     arrays, self.avals, are_zeros, strict=True
                 )
             ]
-            for i, array in zip(live, given, strict=True):
+            for i, array in zip(live, arrays_of_live, strict=True):
                 full[i] = array
             out = list(self.fun(*full))
             others[:] = [None if _is_array(item) else item for item in out]

@@ -132,11 +132,11 @@ class Planner:
         # Inside of a loop or a branch a value may be another one than outside: it is a
         # root of its own there.
         enter = enter_call if is_call else enter_others
-        given = tuple(facts.spec for facts in operands), enter(operands)
-        if given not in known:
+        facts_inside = tuple(facts.spec for facts in operands), enter(operands)
+        if facts_inside not in known:
             inputs = [
                 Facts.of(spec, Input(i), (), lineage)
-                for i, (spec, lineage) in enumerate(zip(*given, strict=True))
+                for i, (spec, lineage) in enumerate(zip(*facts_inside, strict=True))
             ]
             there = Site(path, readers, site.is_in_rule)
             plan = self.plan(jaxpr, inputs, there)
@@ -148,8 +148,8 @@ class Planner:
                 # a mere call may go on behind it, as ``jnp.var`` in a norm does.
                 plan.results = results = leave_functions(results, readers)
                 plan.lineages = leave_others(results)
-            made = [facts.spec for facts in results]
-            plan.made = [*required, *made[len(required) :]]
+            specs = [facts.spec for facts in results]
+            plan.result_specs = [*required, *specs[len(required) :]]
             plan.name, plan.others = name or "", known
-            known[given] = plan
-        return known[given]
+            known[facts_inside] = plan
+        return known[facts_inside]

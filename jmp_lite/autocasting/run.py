@@ -11,10 +11,9 @@ from jmp_lite.autocasting.decide.decisions import Plan, Run, Step, run_alike
 from jmp_lite.autocasting.decide.facts import Facts, Spec, State
 from jmp_lite.autocasting.decide.values import as_float32
 from jmp_lite.autocasting.passes import (
-    held_constants,
+    gradient_sums,
     rematerialize,
     scan_weight_gradients,
-    upcasts,
 )
 from jmp_lite.autocasting.plan import Planner
 from jmp_lite.jaxprs import params, sharding, source, structure
@@ -29,11 +28,11 @@ class Converted:
     Attributes:
       jaxpr: the jaxpr, traced anew for the dtypes of its plan: its casts are equations,
         and nothing in it is to be decided.
-      given: the specs of its inputs, to which the caller casts.
+      input_specs: the specs of its inputs, to which the caller casts.
     """
 
     jaxpr: Jaxpr
-    given: Sequence[Spec]
+    input_specs: Sequence[Spec]
 
 
 class Runner:
@@ -122,18 +121,18 @@ class Runner:
             return self._shard_map(step, operands)
         bodies = list(map(self.converted, step.inside))
         if op == "cond":
-            (which, *others), given = operands, bodies[0].given
-            arrays = [which.array, *self.arrays(others, given)]
+            (which, *others), specs = operands, bodies[0].input_specs
+            arrays = [which.array, *self.arrays(others, specs)]
             return params.bind_cond(eqn, arrays, [body.jaxpr for body in bodies])
         if op == "while":
             test, body = bodies
             n_test = params.loop_of(eqn).n_cond
             # The condition reads the carries as the body leaves them.
-            given = [*test.given[:n_test], *body.given]
-            arrays = self.arrays(operands, given)
+            specs = [*test.input_specs[:n_test], *body.input_specs]
+            arrays = self.arrays(operands, specs)
             return params.bind_while(eqn, arrays, test.jaxpr, body.jaxpr)
         (body,) = bodies
-        arrays = self.arrays(operands, body.given)
+        arrays = self.arrays(operands, body.input_specs)
         if op == "scan":
             return self._scan(eqn, arrays, body)
         if op in params.REMAT:
@@ -145,10 +144,10 @@ class Runner:
         call, (plan,) = sharding.shard_map_of(step.eqn), step.inside
 
         def run(*arrays: Array) -> list[Array]:
-            return self.arrays(self.run(plan, arrays), plan.made)
+            return self.arrays(self.run(plan, arrays), plan.result_specs)
 
         mapped = call.map(run, call.in_specs, call.out_specs)
-        return mapped(*self.arrays(operands, plan.given))
+        return mapped(*self.arrays(operands, plan.input_specs))
 
     def _scan(self, eqn: Eqn, arrays: Sequence[Array], body: Converted) -> list[Array]:
         """Binds a scan, after the passes over its body."""
@@ -157,16 +156,16 @@ class Runner:
         if "rematerialize" in passes:
             jaxpr = rematerialize.rematerialize(body.jaxpr, n_consts)
             passes["rematerialize"] += jaxpr is not body.jaxpr
-        dtypes = [spec.held for spec in body.given[:n_consts]]
+        dtypes = [spec.stored for spec in body.input_specs[:n_consts]]
         # Weights in bfloat16 that each step reads. Those in int8 have no gradients.
-        held = [
+        stored = [
             i
             for i, dtype in enumerate(dtypes)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating)
         ]
-        if not held:
+        if not stored:
             return self._scan_of(eqn, jaxpr)(*arrays)
-        return held_constants.run_scan(eqn, arrays, jaxpr, held, self._scan_of)
+        return gradient_sums.run_scan(eqn, arrays, jaxpr, stored, self._scan_of)
 
     def _scan_of(self, eqn: Eqn, jaxpr: Jaxpr) -> Function:
         """Returns a function that runs a scan with another body."""
@@ -188,15 +187,15 @@ class Runner:
 
     def _convert(self, plan: Plan) -> Converted:
         def run(*arrays: Array) -> list[Array]:
-            return self.arrays(self.run(plan, arrays), plan.made)
+            return self.arrays(self.run(plan, arrays), plan.result_specs)
 
         avals = [
             structure.type_of(var)
             if spec.state is None
             else structure.retyped(var.aval, spec.dtype(self.casts.low_dtype))
-            for var, spec in zip(plan.parts.invars, plan.given, strict=True)
+            for var, spec in zip(plan.parts.invars, plan.input_specs, strict=True)
         ]
-        new = Converted(structure.trace(run, avals, plan.jaxpr), plan.given)
+        new = Converted(structure.trace(run, avals, plan.jaxpr), plan.input_specs)
         # Only a call of a jit-compiled function has a name. A loop casts its constants
         # in each step, so that their gradients add up in float32.
         if not plan.name or "upcasts" not in self.planner.passes:
@@ -212,15 +211,17 @@ class Runner:
         These are the inputs that the jaxpr only casts to float32.
         """
         # The upcast is outside, once, so the gradients of all uses add up in float32.
-        are_low = {i for i, spec in enumerate(new.given) if spec.state is State.LOW}
+        are_low = {
+            i for i, spec in enumerate(new.input_specs) if spec.state is State.LOW
+        }
         # Not an argument in 16 bits: moves and products inside read its own array.
-        upcast = upcasts.find_upcast_inputs(new.jaxpr) & are_low
+        upcast = gradient_sums.find_upcast_inputs(new.jaxpr) & are_low
         self.planner.passes["upcasts"] += bool(upcast)
-        given = [
+        specs = [
             Spec(State.SOFT, spec.kind) if i in upcast else spec
-            for i, spec in enumerate(new.given)
+            for i, spec in enumerate(new.input_specs)
         ]
-        return Converted(upcasts.upcast_inputs(new.jaxpr, upcast), given)
+        return Converted(gradient_sums.upcast_inputs(new.jaxpr, upcast), specs)
 
     def _alike(self, plan: Plan, new: Converted) -> Converted:
         """Returns the jaxpr of an earlier plan that is equivalent, else the new one.
@@ -239,11 +240,11 @@ class Runner:
                 # float32.
                 and mine.kind.is_cast_once
                 and its.kind.is_cast_once
-                and its.held is None
-                for mine, its in zip(plan.given, other.given, strict=True)
+                and its.stored is None
+                for mine, its in zip(plan.input_specs, other.input_specs, strict=True)
                 if mine != its
             )
-            is_same = other.made == plan.made and run_alike(other, plan)
+            is_same = other.result_specs == plan.result_specs and run_alike(other, plan)
             if are_upcast and is_same:
                 return old
         return new

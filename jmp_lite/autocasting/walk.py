@@ -144,13 +144,13 @@ class Walk:
         return Counter(atom for atom in atoms if not structure.is_literal(atom))
 
     def _shared(self, var: Var, facts: Facts) -> Facts:
-        """Returns the facts of a value, of which a held one may be shared."""
-        if facts.held is None:
+        """Returns the facts of a value, of which a stored one may be shared."""
+        if facts.stored is None:
             return facts
-        n, is_stored = self._n_readers[var], facts.held.itemsize < 2
+        n, is_stored = self._n_readers[var], facts.stored.itemsize < 2
         is_read_twice = n > 1 and not self._readers[var].take_16_bits
         # Weights in int8 are cast at each use: they have no gradient to add up.
-        has_gradient = jnp.issubdtype(facts.held, jnp.floating)
+        has_gradient = jnp.issubdtype(facts.stored, jnp.floating)
         # Added up in bfloat16, the gradient of a parameter that 42 products read stops
         # at 256. With two reads, each gradient is rounded once.
         is_shared = is_read_twice and has_gradient if is_stored else n > 2
@@ -256,9 +256,9 @@ class Walk:
           number: the number of the jaxpr whose results are those of the equation.
           carries: the carries of a loop.
         """
-        origins = [[facts.origin for facts in given] for _, given in bodies]
-        plan, given = bodies[number]
-        found = leave_call(plan.lineages, given)
+        origins = [[facts.origin for facts in values] for _, values in bodies]
+        plan, values = bodies[number]
+        lineages = leave_call(plan.lineages, values)
         results = [
             Facts.of(
                 spec,
@@ -267,7 +267,7 @@ class Walk:
                 lineage,
             )
             for var, spec, inside, lineage in zip(
-                eqn.outvars, plan.made, plan.results, found, strict=True
+                eqn.outvars, plan.result_specs, plan.results, lineages, strict=True
             )
         ]
         plans = [plan for plan, _ in bodies]
@@ -288,14 +288,14 @@ class Walk:
         """Plans the function of each device."""
         call = sharding.shard_map_of(eqn)
         # The gradient of a parameter adds up over the devices in the dtype that it has.
-        given = [
-            _as_spec(facts, facts.spec._replace(held=None))
-            if facts.held is not None and call.adds_up_gradient(i)
+        of_body = [
+            _as_spec(facts, facts.spec._replace(stored=None))
+            if facts.stored is not None and call.adds_up_gradient(i)
             else facts
             for i, facts in enumerate(operands)
         ]
-        body = self._planner.body(params.body_of(eqn), given, site)
-        return self._entered(eqn, operands, site, [(body, given)])
+        body = self._planner.body(params.body_of(eqn), of_body, site)
+        return self._entered(eqn, operands, site, [(body, of_body)])
 
     def _cond(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
         """Plans the branches of a cond, and joins their results."""
@@ -304,10 +304,12 @@ class Walk:
         # In ``switch(i, [exp, lambda x: x @ w, lambda x: x], x)`` the first branch ends
         # in float32 on purpose: the others are planned again, with a cast at their end.
         branches = [planner.body(branch, others, site) for branch in traced]
-        rows = [branch.made for branch in branches]
-        made = list(map(join_specs, zip(*rows, strict=True)))
+        rows = [branch.result_specs for branch in branches]
+        joined = list(map(join_specs, zip(*rows, strict=True)))
         branches = [
-            branch if branch.made == made else planner.body(jaxpr, others, site, made)
+            branch
+            if branch.result_specs == joined
+            else planner.body(jaxpr, others, site, joined)
             for branch, jaxpr in zip(branches, traced, strict=True)
         ]
         return self._entered(eqn, operands, site, [(one, others) for one in branches])
@@ -315,21 +317,23 @@ class Walk:
     def _loop(self, eqn: Eqn, operands: list[Facts], site: Site) -> Step:
         """Plans the body of a loop, and the condition of a while."""
         loop = params.loop_of(eqn)
-        of_test, given = operands[: loop.n_cond], operands[loop.n_cond :]
+        of_test, of_body = operands[: loop.n_cond], operands[loop.n_cond :]
         if loop.cond is None:
             # A 16-bit value that every step reads is cast at each use, as a parameter
             # is: its gradient would add up in 16 bits over the steps.
-            for i, facts in enumerate(given[: loop.n_consts]):
+            for i, facts in enumerate(of_body[: loop.n_consts]):
                 if facts.state is State.LOW:
-                    given[i] = _as_spec(facts, Spec(State.SOFT, Kind.GIVEN))
-        step, carries = self._settle(eqn, loop, given, site)
+                    of_body[i] = _as_spec(facts, Spec(State.SOFT, Kind.GIVEN))
+        step, carries = self._settle(eqn, loop, of_body, site)
         if loop.cond is None:
-            return self._entered(eqn, operands, site, [(step, given)], carries=carries)
-        of_test += given[loop.carries]
+            return self._entered(
+                eqn, operands, site, [(step, of_body)], carries=carries
+            )
+        of_test += of_body[loop.carries]
         # A predicate is a boolean: nobody demands float32 of it.
         there = site._replace(readers=[Readers.OTHER])
         test = self._planner.body(loop.cond, of_test, there)
-        bodies = [(test, of_test), (step, given)]
+        bodies = [(test, of_test), (step, of_body)]
         return self._entered(eqn, operands, site, bodies, 1, carries)
 
     def _settle(
@@ -370,9 +374,9 @@ class Walk:
             for i in written:
                 specs[i] = Spec(State.SOFT)
             operands[at] = map(as_carry, first, specs)
-            made = planner.body(loop.body, operands, inside).made
+            once = planner.body(loop.body, operands, inside).result_specs
             for i in written:
-                specs[i] = carry_spec(specs[i], made[i].state is State.LOW)
+                specs[i] = carry_spec(specs[i], once[i].state is State.LOW)
         # Each round raises a carry, and none falls: at most as many rounds as carries.
         while True:
             operands[at] = map(as_carry, first, specs)

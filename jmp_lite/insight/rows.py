@@ -207,7 +207,7 @@ class _RowMaker:
         low = np.dtype(self._rules.compute_dtype)
         eqn, decision = record.eqn, record.decision
         results = eqn.outvars if record.result is None else [eqn.outvars[record.result]]
-        dtype = low if decision.state is State.LOW else decision.held
+        dtype = low if decision.state is State.LOW else decision.stored
         return Row(
             scope=source.join(*source.scopes(eqn)),
             op=params.op_of(eqn),
@@ -264,8 +264,8 @@ def _record_outside(
 def _precision(eqn: Eqn, decision: Decision, low: Dtype) -> str:
     if decision.run is Run.LOW:
         return decision.number_format.dtype(low).name
-    if decision.held is not None:
-        return decision.held.name
+    if decision.stored is not None:
+        return decision.stored.name
     return precision_as_traced(eqn)
 
 

@@ -125,15 +125,15 @@ class Decision:
       within: the op around this equation whose jaxpr runs as traced.
       requested: the number format that the rules request for a low product.
       verdict: whether the product qualifies for this format; if not, it is ``low``.
-      held: the dtype of 16 bits or fewer that a move or a cast runs in, and its result
-        has, although it was traced in float32. Its derivative is float32, even if the
-        result is LOW. For example, ``w.T`` of a bfloat16 argument ``w`` runs in
+      stored: the dtype of 16 bits or fewer that a move or a cast runs in, and that its
+        result has, although it was traced in float32. Its derivative is float32, even
+        if the result is LOW. For example, ``w.T`` of a bfloat16 argument ``w`` runs in
         bfloat16, and so does the ``all_gather`` of a float32 ``w`` that only a product
         reads. None for all other equations.
-      lowers_sum: whether its derivative, a sum over devices, runs in ``held``, too.
+      lowers_sum: whether its derivative, a sum over devices, runs in ``stored``, too.
         It does if a rule lowers ``reduce_scatter`` or ``psum``.
-      keeps_slope: whether its derivative is computed from its operand; see
-        ``passes/slopes.py``.
+      keeps_slope: whether the derivative of a tanh or of a logistic function is
+        computed from its operand, not from its result.
     """
 
     run: Run
@@ -144,7 +144,7 @@ class Decision:
     within: str = ""
     requested: NumberFormat = LOW
     verdict: Verdict = QUALIFIES
-    held: Dtype | None = None
+    stored: Dtype | None = None
     lowers_sum: bool = False
     keeps_slope: bool = False
 
@@ -222,9 +222,9 @@ class Plan:
       constants: the facts of its constants.
       steps: one for each equation.
       results: the facts of its results, as its last equations make them.
-      made: the specs to which its results are cast. A body of a loop whose carry is
-        float32 may result in a 16-bit value: its spec here is float32. Empty for a
-        whole function, whose results get the types of the trace.
+      result_specs: the specs to which its results are cast. A body of a loop whose
+        carry is float32 may result in a 16-bit value: its spec here is float32. Empty
+        for a whole function, whose results get the types of the trace.
       lineages: the lineages of the results, as ``leave_call`` reads them.
       name: the name of the function that it is, if an equation only calls it.
       others: all plans of this jaxpr for the same rules and readers, this one too, by
@@ -238,13 +238,13 @@ class Plan:
     constants: Sequence[Facts]
     steps: Sequence[Step]
     results: Sequence[Facts]
-    made: Sequence[Spec] = ()
+    result_specs: Sequence[Spec] = ()
     lineages: Sequence[Lineage | None] = ()
     name: str = ""
     others: "Mapping[object, Plan]" = dataclasses.field(default_factory=dict)
 
     @property
-    def given(self) -> tuple[Spec, ...]:
+    def input_specs(self) -> tuple[Spec, ...]:
         """The specs of its inputs, to which the caller casts its operands."""
         return tuple(facts.spec for facts in self.inputs)
 
@@ -277,7 +277,9 @@ def run_alike(some: Plan, others: Plan) -> bool:
             decided = [step.decision]
         # Undecided and deliberate float32 are one dtype. The first of 24 jit-compiled
         # blocks has an undecided input, the others a 16-bit one that is upcast.
-        how = [(d.run, d.state is State.LOW, d.held, d.number_format) for d in decided]
+        how = [
+            (d.run, d.state is State.LOW, d.stored, d.number_format) for d in decided
+        ]
         return step.eqn, how, len(step.inside)
 
     return list(map(key, some.steps)) == list(map(key, others.steps)) and all(

@@ -105,15 +105,15 @@ def decide(
     # float32, although it may compare 16-bit numbers.
     if not has_float32_results:
         readers |= Readers.OTHER
-    floats, held = [o for o in operands if o.state is not None], None
+    floats, stored = [o for o in operands if o.state is not None], None
     # ``take(..., fill_value=1e9)``: the number would be infinite in float16.
     if op in MOVING and not gathers.fills_with_number(eqn):
-        held = _dtype_of_all(floats, rules.low_dtype)
+        stored = _dtype_of_all(floats, rules.low_dtype)
     decision = (
         decide_product(rules, eqn, floats, readers, path)
         or decide_format(rules, eqn, operands, readers, match)
         or decide_collective(rules, op, match, floats, readers, path)
-        or _decide_by_class(rules, op, match, floats, readers, held)
+        or _decide_by_class(rules, op, match, floats, readers, stored)
     )
     # JAX's slope of tanh is ``1 - y**2``: 0 if 16 bits round ``y`` to 1.
     if _loses_slope(op, floats, decision.run):
@@ -160,7 +160,7 @@ def _decide_by_class(
     match: RuleMatch,
     operands: Sequence[Facts],
     readers: Readers,
-    held: Dtype | None,
+    stored: Dtype | None,
 ) -> Decision:
     """Decides by the class of an op, then by its operands and its readers.
 
@@ -170,7 +170,7 @@ def _decide_by_class(
       match: the rule that decides it.
       operands: its operands that were traced in float32.
       readers: the readers of its results.
-      held: the 16-bit dtype of all operands of a move of arguments, or None.
+      stored: the 16-bit dtype of all operands of a move of arguments, or None.
     """
     precision = match.precision
     if precision is Precision.KEEP:
@@ -201,10 +201,10 @@ def _decide_by_class(
         return Decision(Run.LOW, state, Reason.FOLLOWS, leader)
     if state is State.LOW and _rounds_nothing(op, operands, rules.low_dtype):
         return _decide_low(op, operands, Reason.ROUNDS_NOTHING, leader)
-    if state is State.LOW and held is not None:
+    if state is State.LOW and stored is not None:
         return Decision(Run.LOW, state, Reason.MOVES_16_BITS, leader)
-    if state is not State.LOW and held is not None:
-        return Decision(Run.FULL, state, Reason.MOVES_16_BITS, held=held)
+    if state is not State.LOW and stored is not None:
+        return Decision(Run.FULL, state, Reason.MOVES_16_BITS, stored=stored)
     if readers.demand_float32:
         kept = State.SOFT if state is State.SOFT else State.HARD
         return Decision(Run.FULL, kept, Reason.READ_IN_FLOAT32)
@@ -260,12 +260,12 @@ def _is_undecided(op: str, operands: Sequence[Facts]) -> bool:
 def _dtype_of_all(operands: Sequence[Facts], low_dtype: Dtype) -> Dtype | None:
     """Returns the dtype of 16 bits or fewer that all operands have, or None.
 
-    At least one of them is held in it. Numbers that the compute dtype represents count
-    as numbers of this dtype.
+    At least one of them is stored in it. Numbers that the compute dtype represents
+    count as numbers of this dtype.
     """
-    if all(o.held is None for o in operands):
+    if all(o.stored is None for o in operands):
         return None
-    found = {low_dtype if _has_16_bits(o) else o.held for o in operands}
+    found = {low_dtype if _has_16_bits(o) else o.stored for o in operands}
     return found.pop() if len(found) == 1 else None
 
 

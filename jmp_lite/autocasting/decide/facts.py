@@ -282,16 +282,17 @@ class Spec(NamedTuple):
     Attributes:
       state: its state; None if it was not traced in float32.
       kind: its kind.
-      held: the dtype that it has although it was traced in float32 and its state is not
-        LOW, or None. It is an argument of 16 bits, or an array of 8 bits or fewer that
-        the program casts to float32, possibly moved. Examples: a bfloat16 parameter,
-        and its transpose, are held in bfloat16; ``w.astype("float32")`` of int8 weights
-        is held in int8. A float32 parameter and the result of a product are not held.
+      stored: the dtype that it has although it was traced in float32 and its state is
+        not LOW, or None. It is an argument of 16 bits, or an array of 8 bits or fewer
+        that the program casts to float32, possibly moved. Examples: a bfloat16
+        parameter, and its transpose, are stored in bfloat16; ``w.astype("float32")`` of
+        int8 weights is stored in int8. A float32 parameter and the result of a product
+        have none.
     """
 
     state: State | None
     kind: Kind = Kind.COMPUTED
-    held: Dtype | None = None
+    stored: Dtype | None = None
 
     def dtype(self, low_dtype: Dtype) -> Dtype:
         """Returns the dtype of a value that was traced in float32.
@@ -300,7 +301,7 @@ class Spec(NamedTuple):
           low_dtype: the compute dtype.
         """
         is_low = self.state is State.LOW
-        return low_dtype if is_low else self.held or np.dtype("float32")
+        return low_dtype if is_low else self.stored or np.dtype("float32")
 
 
 class Facts(NamedTuple):
@@ -309,18 +310,18 @@ class Facts(NamedTuple):
     Attributes:
       state: its state; None if it was not traced in float32.
       kind: its kind.
-      held: the dtype that it has although its state is not LOW; see ``Spec``.
+      stored: the dtype that it has although its state is not LOW; see ``Spec``.
       origin: the origin of its state.
       shape: its shape.
       lineage: its lineage.
-      is_shared: whether more than two equations read a held value, or several one of 8
-        bits that has gradients. Then the gradients add up in float32: the value is cast
-        to float32 once, for all of them.
+      is_shared: whether more than two equations read a stored value, or several one of
+        8 bits that has gradients. Then the gradients add up in float32: the value is
+        cast to float32 once, for all of them.
     """
 
     state: State | None
     kind: Kind = Kind.COMPUTED
-    held: Dtype | None = None
+    stored: Dtype | None = None
     origin: Origin = None
     shape: tuple[int, ...] = ()
     lineage: Lineage = Lineage()
@@ -364,7 +365,7 @@ class Facts(NamedTuple):
     @property
     def is_narrow(self) -> bool:
         """Whether it was traced in float32, and its array has 16 bits or fewer."""
-        return self.state is State.LOW or self.held is not None
+        return self.state is State.LOW or self.stored is not None
 
     @property
     def saturates(self) -> bool:
@@ -459,12 +460,12 @@ def join_specs(specs: Sequence[Spec]) -> Spec:
     """Returns the spec of a value that has one of several specs."""
     states = [spec.state for spec in specs if spec.state is not None]
     kinds = {spec.kind for spec in specs}
-    dtypes = {spec.held for spec in specs}
+    dtypes = {spec.stored for spec in specs}
     # In ``cond(p, exp, lambda x: x @ w, x)`` one branch is float32 on purpose, so HARD,
     # the largest state, wins.
     kind = kinds.pop() if len(kinds) == 1 else Kind.COMPUTED
-    held = dtypes.pop() if len(dtypes) == 1 else None
-    return Spec(max(states, default=None), kind, held)
+    stored = dtypes.pop() if len(dtypes) == 1 else None
+    return Spec(max(states, default=None), kind, stored)
 
 
 def origin_outside(origin: Origin, origins: Sequence[Origin]) -> Origin:

@@ -266,22 +266,22 @@ def decide_cast(rules: RuleLookup, eqn: Eqn, operand: Facts, path: str) -> Decis
     if precision is Precision.FULL:
         return Decision(Run.FULL, State.HARD, Reason.RULE, match=match)
     # An array that is stored in few bits stays so until an op reads its numbers.
-    held = dtype if is_exact_in(dtype, rules.low_dtype) else None
+    stored = dtype if is_exact_in(dtype, rules.low_dtype) else None
     # JAX casts from weak to strong float32: no cast that the user has written.
     if operand.state is not None:
         return Decision(Run.PASS, operand.state, Reason.PASSES_ON, leader=operand)
     # ``mask.astype(float32) * h`` must not widen ``h``.
     if dtype == np.bool_:
-        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED, held=held)
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED, stored=stored)
     # ``where(mask, h, 0)`` and ``clip(h, -2, 2)`` cast an integer of the program.
     if operand.kind in (Kind.LITERAL, Kind.EXACT) and not operand.shape:
         return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED)
     # Flax casts each 16-bit bias to the dtype of the input. As float32 on purpose, they
     # kept 131 kB of float32 residuals, where float32 parameters keep 0.5 kB.
     if operand.kind is Kind.GIVEN and jnp.issubdtype(dtype, jnp.floating):
-        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED, held=held)
+        return Decision(Run.FULL, State.SOFT, Reason.UNDECIDED, stored=stored)
     # Counts and positions: bfloat16 cannot count past 256.
-    return Decision(Run.FULL, State.HARD, Reason.CAST, held=held)
+    return Decision(Run.FULL, State.HARD, Reason.CAST, stored=stored)
 
 
 @functools.cache
@@ -356,6 +356,6 @@ def decide_collective(
         Run.FULL if is_soft else Run.LOW,
         State.SOFT if is_soft else State.LOW,
         Reason.MOVES_16_BITS,
-        held=rules.low_dtype,
+        stored=rules.low_dtype,
         lowers_sum=lowers_sum,
     )

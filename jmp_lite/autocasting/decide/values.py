@@ -44,8 +44,10 @@ def of_argument(var: Var, aval: Aval, path: str = "") -> Facts:
     """
     is_float32 = structure.is_float32(var)
     # A bfloat16 parameter is traced in float32, and its array stays in bfloat16.
-    held = aval.dtype if is_float32 and aval.dtype != structure.dtype_of(var) else None
-    spec = Spec(State.SOFT if is_float32 else None, Kind.GIVEN, held)
+    stored = (
+        aval.dtype if is_float32 and aval.dtype != structure.dtype_of(var) else None
+    )
+    spec = Spec(State.SOFT if is_float32 else None, Kind.GIVEN, stored)
     return Facts.of(spec, Argument(path), structure.shape_of(var.aval))
 
 
@@ -138,9 +140,9 @@ def of_results(
 
     def of(var: Var) -> Facts:
         shape = structure.shape_of(var.aval)
-        if decision.held is not None:
-            held = None if decision.state is State.LOW else decision.held
-            spec = Spec(decision.state, kind, held)
+        if decision.stored is not None:
+            stored = None if decision.state is State.LOW else decision.stored
+            spec = Spec(decision.state, kind, stored)
         elif structure.is_float32(var):
             spec = Spec(_state_of_result(eqn, operands, decision), kind)
         else:
@@ -185,10 +187,10 @@ def _of_cast(
         return operand
     if decision.run is Run.LOW:
         return Facts.of(Spec(State.LOW), eqn, shape, lineage)
-    is_wide = structure.is_integer(atom) and decision.held is None
+    is_wide = structure.is_integer(atom) and decision.stored is None
     is_counted = is_wide and decision.state is State.HARD
     kind = Kind.INTEGER if is_counted else operand.kind
-    return Facts.of(Spec(decision.state, kind, decision.held), origin, shape, lineage)
+    return Facts.of(Spec(decision.state, kind, decision.stored), origin, shape, lineage)
 
 
 def kind_of_results(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from jmp_lite.autocasting.passes.gradient_sums import is_upcast
 from jmp_lite.autocasting.passes.scan_weight_gradients import moved_constants
-from jmp_lite.autocasting.passes.upcasts import is_upcast
 from jmp_lite.jaxprs import params, structure, trace
 from jmp_lite.jaxprs.types import Array, Eqn, Jaxpr, Var
 from jmp_lite.ops import ADDING, CHEAP, LINEAR
