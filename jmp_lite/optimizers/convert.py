@@ -352,7 +352,7 @@ def _wrapped(
         old = next(former[type(new)])
         inner_state = wrap(_inner_state_of(new))
         if isinstance(new, LowPrecisionState):
-            return packed(inner_state, _key(old, new), new)
+            return packed(inner_state, _key(old, new), new.scales)
         if isinstance(new, StochasticRoundingState):
             return StochasticRoundingState(_key(old, new), inner_state)
         return _keep_counts(old, new)._replace(inner_state=inner_state)
