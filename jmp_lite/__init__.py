@@ -40,7 +40,7 @@ from jmp_lite.optimizers.compensated import compensated
 from jmp_lite.optimizers.convert import convert_state
 from jmp_lite.optimizers.low_precision_state import low_precision_state
 from jmp_lite.optimizers.master_weights import master_weights
-from jmp_lite.optimizers.parameters import apply_updates
+from jmp_lite.optimizers.rounding import apply_updates
 from jmp_lite.optimizers.stochastic_rounding import stochastic_rounding
 from jmp_lite.scaling.loss_scale import (
     DynamicLossScale,

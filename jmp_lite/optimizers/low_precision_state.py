@@ -22,19 +22,9 @@ from jmp_lite.casting.dtypes import (
     unknown_name,
     upcast_tree,
 )
-from jmp_lite.casting.types import (
-    Array,
-    Dtype,
-    Key,
-    Leaf,
-    Optimizer,
-    Params,
-    PyTree,
-    Updates,
-)
+from jmp_lite.casting.types import Array, Dtype, Key, Leaf, Optimizer, PyTree
 from jmp_lite.optimizers.moments import Moment, choose_formats, is_large, known_moments
-from jmp_lite.optimizers.parameters import check_key
-from jmp_lite.optimizers.rounding import draw_words
+from jmp_lite.optimizers.rounding import check_key, draw_words
 from jmp_lite.optimizers.storage import (
     SQUARES,
     Stored,
@@ -45,13 +35,12 @@ from jmp_lite.optimizers.storage import (
 )
 from jmp_lite.scaling.wrapping import (
     CONVERT,
-    check_grads,
     check_same_structure,
-    check_state,
     initial_state,
     params_for_init,
     params_for_update,
     with_extra_args,
+    wrapper,
 )
 
 Scales: TypeAlias = dict[str, tuple[Array | None, ...]] | Array | None
@@ -176,7 +165,7 @@ def low_precision_state(
     if key is not None:
         check_key(key)
 
-    def init(params: Params) -> PyTree:
+    def init(params: PyTree) -> PyTree:
         refuse_raw_bytes(params)
         params = params_for_init(inner, params)
         state = initial_state(inner, params)
@@ -196,13 +185,8 @@ def low_precision_state(
         return packed(structure.unflatten(stored), kept, scales)
 
     def update(
-        updates: Updates,
-        state: PyTree,
-        params: Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[Updates, PyTree]:
-        check_grads(updates, params)
-        check_state(state, LowPrecisionState, "low_precision_state")
+        updates: PyTree, state: LowPrecisionState, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, LowPrecisionState]:
         stored = unpacked(state)
         before = jax.tree.map(
             lambda x: restore(x) if is_stored(x) else x, stored, is_leaf=is_stored
@@ -217,7 +201,7 @@ def low_precision_state(
 
         return steps, packed(store_again(after, stored, words), later, state.scales)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return wrapper("low_precision_state", LowPrecisionState, init, update)
 
 
 _KINDS = {

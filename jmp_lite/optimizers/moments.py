@@ -16,15 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_array, is_floating, is_number
-from jmp_lite.casting.types import (
-    Array,
-    Dtype,
-    Leaf,
-    Optimizer,
-    Params,
-    Path,
-    PyTree,
-)
+from jmp_lite.casting.types import Array, Dtype, Leaf, Optimizer, Path, PyTree
 from jmp_lite.optimizers.storage import SQUARES, spacing_of
 
 
@@ -169,7 +161,7 @@ def is_large(leaf: Leaf) -> bool:
 
 def choose_formats(
     inner: Optimizer,
-    params: Params,
+    params: PyTree,
     state: PyTree,
     dtype: Dtype,
     is_by_chance: bool,
@@ -239,7 +231,7 @@ def _name(key: Any) -> Any:
     return getattr(key, "name", getattr(key, "key", None))
 
 
-def _decays(inner: Optimizer, params: Params) -> list[float]:
+def _decays(inner: Optimizer, params: PyTree) -> list[float]:
     """Returns the part of its value that each array of a state keeps at a step.
 
     It is what a step makes of ones, less what it makes of zeros: at the first step, and
