@@ -3,12 +3,10 @@
 Code that was written for jmp 0.0.4 also runs with ``import jmp_lite as jmp``.
 """
 
-# ``serialization`` registers pytrees with jax.export when it is imported.
 from jmp_lite import formats as formats
 from jmp_lite import numerics as numerics
 from jmp_lite import ops as ops
 from jmp_lite import results as results
-from jmp_lite import serialization as serialization
 from jmp_lite import states as states
 from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import (

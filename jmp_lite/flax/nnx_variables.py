@@ -13,8 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_lite.casting import dtypes
-from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, is_array, parse_dtype
-from jmp_lite.casting.types import Array, Dtype, Leaf, Path, PyTree
+from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, parse_dtype
+from jmp_lite.casting.types import Array, Leaf, Path, PyTree
 from jmp_lite.flax.nnx_autocast import Model, check_model, is_mutable, modules_of
 from jmp_lite.scaling.skipping import LossScalingState, select_tree
 from jmp_lite.scaling.wrapping import nodes_of
@@ -368,8 +368,10 @@ def restore_if_skipped(model: PyTree, optimizer: nnx.Optimizer[Any]) -> Generato
 
         def restored(path: Path, leaf: Leaf, was: PyTree = arrays) -> Leaf:
             like = was.get(path, leaf)
-            is_alike = _shape_and_dtype(leaf) == _shape_and_dtype(like) is not None
-            return select_tree(is_finite, leaf, like) if is_alike else leaf
+            try:
+                return select_tree(is_finite, leaf, like)
+            except TypeError:  # They differ in shape or dtype, or are no arrays.
+                return leaf
 
         variable.set_value(jax.tree.map_with_path(restored, new))
 
@@ -384,13 +386,6 @@ def _variables_by_place(
         for path, variable in _variables(model)
         if not excluded(path, variable)
     }
-
-
-def _shape_and_dtype(leaf: Leaf) -> tuple[tuple[int, ...], Dtype] | None:
-    """Returns None for a leaf that is neither an array nor a number."""
-    if isinstance(leaf, bool | int | float | complex):
-        leaf = jnp.asarray(leaf)
-    return (leaf.shape, leaf.dtype) if is_array(leaf) else None
 
 
 def _grads_finite(optimizer: nnx.Optimizer[Any]) -> Array:

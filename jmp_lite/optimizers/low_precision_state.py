@@ -161,7 +161,7 @@ def low_precision_state(
     for kind in (fields or {}).values():
         if kind not in _KINDS:
             raise unknown_name("kind of a field", str(kind), [*_KINDS])
-    moments = {name: _KINDS[kind] for name, kind in (fields or {}).items()}
+    moments = {name: Moment[kind.upper()] for name, kind in (fields or {}).items()}
     if key is not None:
         check_key(key)
 
@@ -204,13 +204,8 @@ def low_precision_state(
     return wrapper("low_precision_state", LowPrecisionState, init, update)
 
 
-_KINDS = {
-    "average": Moment.AVERAGE,
-    "squares": Moment.SQUARES,
-    "exact": Moment.EXACT,
-}
-
-
+_KINDS = ("average", "squares", "exact")
+"""Names of moments, in lower case."""
 _STATE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 

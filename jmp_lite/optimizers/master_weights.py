@@ -132,10 +132,11 @@ def master_weights(
         )
 
     def cast(leaf: Leaf) -> Leaf:
-        if is_floating(leaf) and jnp.finfo(leaf.dtype).bits > jnp.finfo(parsed).bits:
-            return jnp.array(leaf, copy=True)
+        if not is_floating(leaf):
+            return leaf
+        is_wider = jnp.finfo(leaf.dtype).bits > jnp.finfo(parsed).bits
         # A copy, because parameters and state may both be donated.
-        return jnp.array(leaf, parsed, copy=True) if is_floating(leaf) else leaf
+        return jnp.array(leaf, leaf.dtype if is_wider else parsed, copy=True)
 
     def init(params: PyTree) -> MasterWeightsState:
         refuse_raw_bytes(params)

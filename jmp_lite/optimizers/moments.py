@@ -182,8 +182,6 @@ def choose_formats(
       ValueError: the dtype cannot store a moment.
     """
     shapes = {leaf.shape for leaf in jax.tree.leaves(params) if is_array(leaf)}
-    leaves = jax.tree.leaves_with_path(state)
-    known: list[Moment] = jax.tree.leaves(known_moments(state))
 
     def moment_of(path: Path, x: Leaf, known: Moment) -> Moment:
         is_wider = is_large(x) and dtype.itemsize < x.dtype.itemsize < 8
@@ -194,11 +192,12 @@ def choose_formats(
         named = (fields[name] for name in map(_name, path) if name in fields)
         return next(named, Moment.UNKNOWN)
 
-    moments = [
-        moment_of(*pair, moment) for pair, moment in zip(leaves, known, strict=True)
+    known: list[Moment] = jax.tree.leaves(known_moments(state))
+    pairs = zip(jax.tree.leaves_with_path(state), known, strict=True)
+    found = [
+        (f"inner_state{jax.tree_util.keystr(path)}", moment_of(path, x, moment))
+        for (path, x), moment in pairs
     ]
-    names = [f"inner_state{jax.tree_util.keystr(path)}" for path, _ in leaves]
-    found = list(zip(names, moments, strict=True))
     squares = [name for name, moment in found if moment in _ALL_SQUARES]
     if squares and dtype == jnp.float16:
         raise ValueError(
@@ -213,7 +212,7 @@ def choose_formats(
             return SQUARES
         return dtype if moment in (Moment.AVERAGE, *_ALL_SQUARES) else None
 
-    formats = list(map(format_of, moments))
+    formats = [format_of(moment) for _, moment in found]
     if not is_by_chance and any(one is not None for one in formats):
         kept = _decays(inner, params)
         for (name, moment), stored_in, part in zip(found, formats, kept, strict=True):
