@@ -33,15 +33,15 @@ class Size(NamedTuple):
 
 BUDGET = {
     "autocasting": Size(4524, 31, 81, 3),
-    "casting": Size(373, 4, 6, 3),
-    "flax": Size(655, 4, 11, 4),
+    "casting": Size(370, 4, 6, 4),
+    "flax": Size(650, 4, 11, 4),
     "formats": Size(603, 8, 2, 9),
     "insight": Size(3820, 18, 53, 2),
     "jaxprs": Size(2050, 15, 43, 3),
-    "optimizers": Size(1213, 8, 27, 5),
+    "optimizers": Size(1212, 8, 27, 5),
     "scaling": Size(1314, 6, 15, 4),
     "top": Size(778, 10, 8, 1),
-    "training": Size(669, 3, 5, 4),
+    "training": Size(661, 3, 5, 4),
 }
 """The most that a room may have, and the fewest comments."""
 

@@ -110,15 +110,12 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
 
     def init(params: PyTree) -> CompensatedState:
         check_16_bit(params, "compensated")
-
-        def none_yet(param: Leaf) -> Array | optax.MaskedNode:
-            if not is_16_bit(param):
-                return optax.MaskedNode()
-            return jnp.zeros_like(param, remainder_dtype(param))
-
-        remainder = by_dtype(jax.tree.map(none_yet, params), params)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros_like(x, remainder_dtype(x)) if is_16_bit(x) else x,
+            params,
+        )
         inner_state = initial_state(inner, upcast_tree(params))
-        return CompensatedState(remainder, inner_state)
+        return CompensatedState(by_dtype(zeros, params), inner_state)
 
     def update(
         updates: PyTree, state: CompensatedState, params: PyTree, **extra_args: Any

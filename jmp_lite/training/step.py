@@ -245,19 +245,16 @@ class _Training:
         opt_state = init_optimizer(wrapped, self.optimizer, params)
         if self.ema is not None:
             check_moves(opt_state)
-        # Two arrays may be one object, or belong to the caller.
-        return copied(
-            strongly_typed(
-                TrainingState(
-                    params=params,
-                    model_state=model_state,
-                    opt_state=opt_state,
-                    ema=None if self.ema is None else upcast_tree(params),
-                    rng=rng,
-                    step=jnp.zeros([], jnp.int32),
-                )
-            )
+        state = TrainingState(
+            params=params,
+            model_state=model_state,
+            opt_state=opt_state,
+            ema=None if self.ema is None else upcast_tree(params),
+            rng=rng,
+            step=jnp.zeros([], jnp.int32),
         )
+        # Two arrays may be one object, or belong to the caller.
+        return copied(strongly_typed(state))
 
     def step(
         self, state: TrainingState, batch: PyTree, **extra_args: PyTree
@@ -293,13 +290,9 @@ class _Training:
             average = moving_average(self.ema, state.ema, new_params, n)
             if moved is not None:
                 average = select_tree(moved, average, state.ema)
-        new_state = TrainingState(
-            params=new_params,
-            model_state=model_state,
-            opt_state=new_opt_state,
-            ema=average,
-            rng=state.rng,
-            step=state.step + 1,
+        kept = state._replace(opt_state=new_opt_state)
+        new_state = kept._replace(
+            params=new_params, model_state=model_state, ema=average, step=state.step + 1
         )
         finite = new_opt_state.grads_finite
         metrics: Metrics = {
@@ -310,7 +303,6 @@ class _Training:
             "skipped": new_opt_state.skipped,
             "aux": aux,
         }
-        kept = state._replace(opt_state=new_opt_state)
         return select_tree(finite, new_state, kept), metrics
 
     def _key(self, state: TrainingState) -> Key | None:
