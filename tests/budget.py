@@ -33,7 +33,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     "autocasting": Size(4524, 31, 81, 3),
-    "casting": Size(370, 4, 6, 4),
+    "casting": Size(373, 4, 6, 3),
     "flax": Size(650, 4, 11, 4),
     "formats": Size(603, 8, 2, 9),
     "insight": Size(3820, 18, 53, 2),

@@ -8,7 +8,7 @@ that scales the loss may also prepare the function itself, before ``autocast`` s
 import types
 import weakref
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jmp_lite.casting.types import LossFn
 
@@ -24,6 +24,11 @@ A profile shows it, and the tools find it.
 _NAME = "_with_float32_loss"
 
 
+class _Variant(NamedTuple):
+    original: weakref.ref[LossFn]
+    prepared: Callable[[Prepare], LossFn]
+
+
 def set_float32_loss(fun: LossFn, prepared: Callable[[Prepare], LossFn]) -> None:
     """Notes the variant of a function that returns its loss in float32.
 
@@ -31,7 +36,7 @@ def set_float32_loss(fun: LossFn, prepared: Callable[[Prepare], LossFn]) -> None
       fun: the function.
       prepared: returns its variant, whose original function is prepared.
     """
-    setattr(fun, _NAME, (weakref.ref(fun), prepared))
+    setattr(fun, _NAME, _Variant(weakref.ref(fun), prepared))
 
 
 def with_float32_loss(fun: LossFn, prepare: Prepare = lambda fun: fun) -> LossFn:
@@ -50,10 +55,10 @@ def with_float32_loss(fun: LossFn, prepare: Prepare = lambda fun: fun) -> LossFn
       (dtype(bfloat16), dtype('float32'))
     """
     # A function that wraps another one copies its attributes.
-    original, prepared = getattr(fun, _NAME, (lambda: None, prepare))
+    found = getattr(fun, _NAME, None)
     owner = getattr(fun, "__self__", None)
     function = fun if owner is None else getattr(fun, "__func__", fun)
-    if original() is not function:
+    if not isinstance(found, _Variant) or found.original() is not function:
         return prepare(fun)
-    call = prepared(prepare)
+    call = found.prepared(prepare)
     return call if owner is None else types.MethodType(call, owner)
