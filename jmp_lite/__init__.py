@@ -3,12 +3,10 @@
 Code that was written for jmp 0.0.4 also runs with ``import jmp_lite as jmp``.
 """
 
-# ``serialization`` registers pytrees with jax.export when it is imported.
 from jmp_lite import formats as formats
 from jmp_lite import numerics as numerics
 from jmp_lite import ops as ops
 from jmp_lite import results as results
-from jmp_lite import serialization as serialization
 from jmp_lite import states as states
 from jmp_lite.autocasting.api import autocast
 from jmp_lite.autocasting.marks import (
@@ -40,7 +38,7 @@ from jmp_lite.optimizers.compensated import compensated
 from jmp_lite.optimizers.convert import convert_state
 from jmp_lite.optimizers.low_precision_state import low_precision_state
 from jmp_lite.optimizers.master_weights import master_weights
-from jmp_lite.optimizers.parameters import apply_updates
+from jmp_lite.optimizers.rounding import apply_updates
 from jmp_lite.optimizers.stochastic_rounding import stochastic_rounding
 from jmp_lite.scaling.loss_scale import (
     DynamicLossScale,

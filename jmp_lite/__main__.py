@@ -28,7 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: the arguments are not valid (code 2), or ask for help (code 0).
     """
-    if make_parser().parse_args(argv).command == "doctor":
+    parser = argparse.ArgumentParser(
+        "python -m jmp_lite", description="Mixed precision for JAX."
+    )
+    version = f"jmp_lite {jmp.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", required=True)
+    about = "print versions, devices and the 16-bit dtype that they compute in"
+    commands.add_parser("doctor", help=about, description=_ABOUT_DOCTOR)
+    commands.add_parser("demo", help="say where the demo is")
+    if parser.parse_args(argv).command == "doctor":
         return doctor()
     where = "The demo is examples/demo.py in the repository: make demo runs it."
     print(where, file=sys.stderr)
@@ -41,20 +50,6 @@ change precision, the devices that JAX finds, and the 16-bit dtype that they com
 with the reason. Include this output in a bug report. The exit code is 1 if JAX finds no
 device.
 """
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m jmp_lite", description="Mixed precision for JAX."
-    )
-    version = f"jmp_lite {jmp.__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True)
-    about = "print versions, devices and the 16-bit dtype that they compute in"
-    commands.add_parser("doctor", help=about, description=_ABOUT_DOCTOR)
-    commands.add_parser("demo", help="say where the demo is")
-    return parser
 
 
 def doctor() -> int:

@@ -158,24 +158,25 @@ def write_changes(
 
 def values_in(tree: Tree) -> Tree:
     """Returns a pytree with the present value of each nnx variable in its place."""
-    kind = _flax_kind("nnx", "Variable")
 
     def value(node: Any) -> Any:
-        return node.get_value() if isinstance(node, kind) else node
+        return node.get_value() if _is_variable(node) else node
 
-    return jax.tree.map(value, tree, is_leaf=lambda node: isinstance(node, kind))
+    return jax.tree.map(value, tree, is_leaf=_is_variable)
 
 
 def stored_like(value: Any, like: Any) -> Any:
     """Returns a value in a variable of nnx, if another value is in one."""
-    kind = _flax_kind("nnx", "Variable")
-    return type(like)(value) if isinstance(like, kind) else value
+    return type(like)(value) if _is_variable(like) else value
 
 
 def _variables_in(tree: object) -> list[Variable]:
-    kind = _flax_kind("nnx", "Variable")
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+    leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
+    return list(filter(_is_variable, leaves))
+
+
+def _is_variable(x: object) -> bool:
+    return isinstance(x, _flax_kind("nnx", "Variable"))
 
 
 @contextlib.contextmanager

@@ -33,15 +33,15 @@ class Size(NamedTuple):
 
 BUDGET = {
     "autocasting": Size(4491, 29, 82, 11),
-    "casting": Size(378, 4, 6, 3),
-    "flax": Size(659, 4, 11, 4),
+    "casting": Size(373, 4, 6, 3),
+    "flax": Size(650, 4, 11, 4),
     "formats": Size(603, 8, 2, 9),
     "insight": Size(3895, 18, 54, 2),
     "jaxprs": Size(1831, 14, 45, 8),
-    "optimizers": Size(1339, 9, 28, 4),
-    "scaling": Size(1337, 6, 15, 4),
-    "top": Size(783, 11, 9, 1),
-    "training": Size(706, 3, 5, 3),
+    "optimizers": Size(1212, 8, 27, 5),
+    "scaling": Size(1314, 6, 15, 4),
+    "top": Size(778, 10, 8, 1),
+    "training": Size(661, 3, 5, 4),
 }
 """The most that a room may have, and the fewest comments."""
 

@@ -228,8 +228,11 @@ def cast_tree(
     refuse_raw_bytes(tree)
 
     def cast(path: Path, leaf: Leaf) -> Leaf:
-        is_cast = is_floating(leaf) and (where is None or where(path, leaf))
-        return _cast_leaf(leaf, target) if is_cast else leaf
+        if not is_floating(leaf) or (where is not None and not where(path, leaf)):
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(dtype=target, weak_type=False)
+        return leaf.astype(target, copy=False)
 
     return jax.tree_util.tree_map_with_path(cast, tree)
 
@@ -274,13 +277,9 @@ def cast_to_half(tree: Tree) -> Tree:
 
 def upcast_tree(tree: Tree) -> Tree:
     """Casts floating-point arrays of 16 bits or fewer to float32."""
-    refuse_raw_bytes(tree)
-
-    def upcast(leaf: Leaf) -> Leaf:
-        narrow = is_floating(leaf) and jnp.finfo(leaf.dtype).bits < 32
-        return _cast_leaf(leaf, np.dtype(np.float32)) if narrow else leaf
-
-    return jax.tree.map(upcast, tree)
+    return cast_tree(
+        tree, jnp.float32, where=lambda _, leaf: jnp.finfo(leaf.dtype).bits < 32
+    )
 
 
 def is_array(leaf: Leaf) -> TypeGuard[Array]:
@@ -355,12 +354,6 @@ def is_16_bit(leaf: Leaf) -> TypeGuard[Array]:
 def is_inexact(leaf: Leaf) -> bool:
     """Whether a leaf is an array or a Python scalar of real or complex floats."""
     return is_number(leaf, jnp.inexact)
-
-
-def _cast_leaf(leaf: Leaf, dtype: Dtype) -> Leaf:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(dtype=dtype, weak_type=False)
-    return leaf.astype(dtype, copy=False)
 
 
 # ----------------------------------------------------------------------- policies

@@ -11,11 +11,7 @@ Tree = TypeVar("Tree")
 """A pytree; a function that returns it keeps its structure."""
 
 PyTree: TypeAlias = Any
-"""A pytree of any structure."""
-Params: TypeAlias = optax.Params
-"""The parameters that an optimizer trains."""
-Updates: TypeAlias = optax.Updates
-"""Gradients or updates, in the structure of the parameters."""
+"""A pytree of any structure, such as parameters, gradients and updates."""
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 """An optimizer, as users pass it."""
 OptimizerExtraArgs: TypeAlias = optax.GradientTransformationExtraArgs | optax.MultiSteps

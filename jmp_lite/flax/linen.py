@@ -137,14 +137,16 @@ def _floating_class(cls: type[Module], dtype: Dtype, where: Selector) -> type[Mo
     def reduce_ex(self: Module, protocol: SupportsIndex) -> tuple[object, ...]:
         # Not by the name of the class, which is that of the original.
         _, _, *state = cls.__reduce_ex__(self, protocol)
-        return _make_empty, _recipe(type(self)), *state
+        made_of = vars(type(self)).get(_MADE_OF, (type(self),))
+        return _make_empty, made_of, *state
 
     def body(namespace: dict[str, Any]) -> None:
+        made_of = *vars(cls).get(_MADE_OF, (cls,)), (dtype, where)
         methods = {name: getattr(cls, name) for name in _methods(cls)}
         namespace.update({name: floating(method) for name, method in methods.items()})
         namespace.update(apply=taking_methods(cls.apply))
         namespace.update(init_with_output=taking_methods(cls.init_with_output))
-        namespace.update({"__reduce_ex__": reduce_ex, _MADE_OF: (cls, dtype, where)})
+        namespace.update({"__reduce_ex__": reduce_ex, _MADE_OF: made_of})
         namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__)
         namespace.update(__doc__=cls.__doc__)
 
@@ -176,20 +178,11 @@ def _report_no_cast(module: nn.Module, parts: "_PartCaster", where: Selector) ->
 
 
 _MADE_OF = "_jmp_lite_made_of"
-
-
-def _recipe(
-    cls: type[nn.Module],
-) -> tuple[type[nn.Module], *tuple[tuple[Dtype, Selector], ...]]:
-    """Returns the original class of a module, and the casts applied to it."""
-    if _MADE_OF not in vars(cls):
-        return (cls,)
-    base, dtype, where = vars(cls)[_MADE_OF]
-    return *_recipe(base), (dtype, where)
+"""The attribute with the original class of a module, and the casts applied to it."""
 
 
 def _make_empty(cls: type[nn.Module], *changes: tuple[Dtype, Selector]) -> nn.Module:
-    """Returns an empty module of a recipe, for ``pickle`` and ``copy``."""
+    """Returns an empty module of a class with casts, for ``pickle`` and ``copy``."""
     for dtype, where in changes:
         cls = _floating_class(cls, dtype, where)
     return object.__new__(cls)

@@ -5,7 +5,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_lite.casting import dtypes
-from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, is_array, parse_dtype
-from jmp_lite.casting.types import Array, Dtype, Leaf, Path, PyTree
+from jmp_lite.casting.dtypes import DtypeSummary, cast_tree, parse_dtype
+from jmp_lite.casting.types import Array, Leaf, Path, PyTree
 from jmp_lite.flax.nnx_autocast import Model, check_model, is_mutable, modules_of
-from jmp_lite.scaling.skipping import select_tree
-from jmp_lite.scaling.state import LossScalingState
+from jmp_lite.scaling.skipping import LossScalingState, select_tree
+from jmp_lite.scaling.wrapping import nodes_of
 
 # It does not match a block or a cell that is named after its norm.
 _NORM = re.compile(r"(?i)(layer|rms|group|batch|instance)_?norm(s|alization)?(?![a-z])")
@@ -368,8 +368,10 @@ def restore_if_skipped(model: PyTree, optimizer: nnx.Optimizer[Any]) -> Generato
 
         def restored(path: Path, leaf: Leaf, was: PyTree = arrays) -> Leaf:
             like = was.get(path, leaf)
-            is_alike = _shape_and_dtype(leaf) == _shape_and_dtype(like) is not None
-            return select_tree(is_finite, leaf, like) if is_alike else leaf
+            try:
+                return select_tree(is_finite, leaf, like)
+            except TypeError:  # They differ in shape or dtype, or are no arrays.
+                return leaf
 
         variable.set_value(jax.tree.map_with_path(restored, new))
 
@@ -386,22 +388,11 @@ def _variables_by_place(
     }
 
 
-def _shape_and_dtype(leaf: Leaf) -> tuple[tuple[int, ...], Dtype] | None:
-    """Returns None for a leaf that is neither an array nor a number."""
-    if isinstance(leaf, bool | int | float | complex):
-        leaf = jnp.asarray(leaf)
-    return (leaf.shape, leaf.dtype) if is_array(leaf) else None
-
-
 def _grads_finite(optimizer: nnx.Optimizer[Any]) -> Array:
     """Returns whether the gradients of the optimizer's last step were finite."""
-
-    def is_state(node: PyTree) -> TypeGuard[LossScalingState]:
-        return isinstance(node, LossScalingState)
-
-    leaves = jax.tree.leaves(optimizer.opt_state, is_leaf=is_state)
+    states = nodes_of(optimizer.opt_state, LossScalingState)
     # Each array is in a Flax variable.
-    checks = jax.tree.leaves([x.grads_finite for x in leaves if is_state(x)])
+    checks = jax.tree.leaves([state.grads_finite for _, state in states])
     if not checks:
         raise ValueError(
             "Expected an nnx.Optimizer that skips steps: wrap its transformation in "

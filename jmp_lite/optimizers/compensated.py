@@ -9,27 +9,17 @@ import optax
 from jax import lax
 
 from jmp_lite.casting.dtypes import is_16_bit, is_array, place_of, type_of, upcast_tree
-from jmp_lite.casting.types import (
-    AnyArray,
-    Array,
-    Dtype,
-    Leaf,
-    Optimizer,
-    Params,
-    Path,
-    PyTree,
-    Updates,
-)
+from jmp_lite.casting.types import AnyArray, Array, Dtype, Leaf, Optimizer, Path, PyTree
 from jmp_lite.jaxprs.primitives import straight_through
-from jmp_lite.optimizers.parameters import (
+from jmp_lite.optimizers.rounding import (
     check_16_bit,
     check_16_bit_as_before,
-    check_params,
+    join,
+    split,
     to_float32,
     update_to,
 )
-from jmp_lite.optimizers.rounding import join, split
-from jmp_lite.scaling.wrapping import check_state, initial_state, with_extra_args
+from jmp_lite.scaling.wrapping import initial_state, with_extra_args, wrapper
 
 
 class CompensatedState(NamedTuple):
@@ -118,26 +108,18 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
     """
     inner = with_extra_args(inner)
 
-    def init(params: Params) -> CompensatedState:
+    def init(params: PyTree) -> CompensatedState:
         check_16_bit(params, "compensated")
-
-        def none_yet(param: Leaf) -> Array | optax.MaskedNode:
-            if not is_16_bit(param):
-                return optax.MaskedNode()
-            return jnp.zeros_like(param, remainder_dtype(param))
-
-        remainder = by_dtype(jax.tree.map(none_yet, params), params)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros_like(x, remainder_dtype(x)) if is_16_bit(x) else x,
+            params,
+        )
         inner_state = initial_state(inner, upcast_tree(params))
-        return CompensatedState(remainder, inner_state)
+        return CompensatedState(by_dtype(zeros, params), inner_state)
 
     def update(
-        updates: Updates,
-        state: PyTree,
-        params: Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[Updates, CompensatedState]:
-        check_state(state, CompensatedState, "compensated")
-        check_params(updates, params, "compensated")
+        updates: PyTree, state: CompensatedState, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, CompensatedState]:
         before = remainders_of(state, params)
         masters = jax.tree.map(add_remainder, params, before)
         steps, inner_state = inner.update(
@@ -159,7 +141,7 @@ def compensated(inner: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
         return moved, CompensatedState(by_dtype(remainder, params), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return wrapper("compensated", CompensatedState, init, update, needs_params=True)
 
 
 def remainder_dtype(param: AnyArray) -> Dtype:

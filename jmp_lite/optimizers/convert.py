@@ -21,7 +21,7 @@ from jmp_lite.casting.dtypes import (
     type_of,
     upcast_tree,
 )
-from jmp_lite.casting.types import AnyArray, Leaf, Optimizer, Params, Path, PyTree, Tree
+from jmp_lite.casting.types import AnyArray, Leaf, Optimizer, Path, PyTree, Tree
 from jmp_lite.optimizers.compensated import (
     CompensatedState,
     add_remainder,
@@ -30,17 +30,16 @@ from jmp_lite.optimizers.compensated import (
 from jmp_lite.optimizers.low_precision_state import LowPrecisionState, packed, unpacked
 from jmp_lite.optimizers.master_weights import (
     MasterWeightsState,
-    check_any_narrower,
+    check_narrower,
     is_narrower,
     master_of,
     rounded_to,
 )
-from jmp_lite.optimizers.parameters import check_16_bit_as_before, is_left_out
-from jmp_lite.optimizers.rounding import split
+from jmp_lite.optimizers.rounding import check_16_bit_as_before, is_left_out, split
 from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_lite.optimizers.storage import is_stored, restore, store_nearest
 from jmp_lite.scaling.skipping import LossScalingState
-from jmp_lite.scaling.wrapping import strongly_typed, with_extra_args
+from jmp_lite.scaling.wrapping import copied, kind_of, strongly_typed, with_extra_args
 
 
 def convert_state(
@@ -170,8 +169,8 @@ def _restore_digits(old_state: PyTree, params: Tree) -> Tree:
     for state in _wrappers(old_state):
         if isinstance(state, MasterWeightsState):
             advice = "Pass the parameters of the old state, without casting them."
-            _check_narrower(state.masters, params, advice)
             full = _zipped(of_master, state.masters, full, params)
+            check_narrower(params, state.masters, advice)
         elif isinstance(state, CompensatedState):
             for part in state.remainder.values():
                 full = _zipped(of_remainder, part, full, params)
@@ -190,14 +189,6 @@ def _limit_digits(new_state: PyTree, full: Tree) -> Tree:
             for part in state.remainder.values():
                 full = _zipped(lambda _, __, x: x.astype(jnp.float32), part, full)
     return full
-
-
-def _check_narrower(masters: Params, params: PyTree, advice: str) -> None:
-    """Raises a ValueError if all parameters have as many bits as their masters."""
-    pairs: list[tuple[Leaf, Leaf]] = []
-    _zipped(lambda _, master, param: pairs.append((param, master)), masters, params)
-    if not any(map(is_left_out, jax.tree.leaves(masters, is_leaf=is_left_out))):
-        check_any_narrower(pairs, advice)
 
 
 def _zipped(
@@ -287,7 +278,7 @@ def _converted(old: Leaf, new: Leaf) -> Leaf:
         for each in (old, new)
     ]
     if is_stored(old) and formats[0] == formats[1]:
-        return jax.tree.map(_copied, old)
+        return copied(old)
     full = restore(old) if is_stored(old) else old
     if formats[1] is not None:
         return store_nearest(_as_array(full), *formats[1])
@@ -334,7 +325,7 @@ def _wrapped(
 
     def convert_wrapper(new: WrapperState) -> WrapperState:
         if isinstance(new, MasterWeightsState):
-            _check_narrower(new.masters, params, _CAST)
+            check_narrower(params, new.masters, _CAST)
             masters = _zipped(
                 lambda _, master, __, full: _copied(full, master),
                 *(new.masters, new.masters, full),
@@ -352,7 +343,7 @@ def _wrapped(
         old = next(former[type(new)])
         inner_state = wrap(_inner_state_of(new))
         if isinstance(new, LowPrecisionState):
-            return packed(inner_state, _key(old, new), new)
+            return packed(inner_state, _key(old, new), new.scales)
         if isinstance(new, StochasticRoundingState):
             return StochasticRoundingState(_key(old, new), inner_state)
         return _keep_counts(old, new)._replace(inner_state=inner_state)
@@ -372,7 +363,7 @@ def _keep_counts(
     scales = old.loss_scale, new.loss_scale
     is_same_scale = jax.tree.structure(scales[0]) == jax.tree.structure(scales[1])
     kept = old._replace(loss_scale=scales[0 if is_same_scale else 1], inner_state=None)
-    return jax.tree.map(_copied, kept)
+    return copied(kept)
 
 
 def _key(
@@ -383,7 +374,7 @@ def _key(
     keys = [None if state is None else state.key for state in (old, new)]
     types = [(key.dtype, key.shape) for key in keys if is_array(key)]
     is_kept = len(types) == 2 and types[0] == types[1]
-    return _copied(keys[0]) if is_kept else keys[1]
+    return copied(keys[0]) if is_kept else keys[1]
 
 
 # --------------------------------------------------------- whether optimizers are alike
@@ -412,15 +403,18 @@ def _check_same_optimizer(old: PyTree, new: PyTree) -> None:
 
 def _difference(old: PyTree, new: PyTree, path: Path) -> tuple[Path, str, str] | None:
     """Returns the first path at which two states differ, and what each has there."""
-    if _is_leaf(old) and _is_leaf(new):
-        is_same = _kind(old) == _kind(new)
-        return None if is_same else (path, _leaf_name(old), _leaf_name(new))
     (old_parts, old_type), (new_parts, new_type) = map(_parts, (old, new))
-    if old_type != new_type:
-        return path, _node_name(old), _node_name(new)
+    is_leaf = old_type == new_type == _LEAF
+    if old_type != new_type or (is_leaf and _kind(old) != _kind(new)):
+        return path, _name(old), _name(new)
+    if is_leaf:
+        return None
     pairs = zip(old_parts, new_parts, strict=True)
     differences = (_difference(a, b, (*path, *key)) for (key, a), (_, b) in pairs)
     return next(filter(None, differences), None)
+
+
+_LEAF = jax.tree.structure(0)
 
 
 def _parts(node: PyTree) -> tuple[list[tuple[Path, PyTree]], Any]:
@@ -430,30 +424,20 @@ def _parts(node: PyTree) -> tuple[list[tuple[Path, PyTree]], Any]:
     return jax.tree_util.tree_flatten_with_path(node, lambda child: child is not node)
 
 
-def _is_leaf(node: PyTree) -> bool:
-    return is_stored(node) or jax.tree_util.all_leaves([node])
-
-
 def _kind(leaf: Leaf) -> tuple[DTypeLike, tuple[int, ...]] | None:
     """Returns a key that is equal for two leaves if one can replace the other."""
     if is_stored(leaf):
         return jnp.floating, leaf.numbers.shape
     if not is_array(leaf) and not is_number(leaf):
         return None
-    leaf = _as_array(leaf)
-    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
-    kind = next((kind for kind in kinds if is_number(leaf, kind)), leaf.dtype)
-    return kind, leaf.shape
+    return kind_of(_as_array(leaf))
 
 
-def _leaf_name(leaf: Leaf) -> str:
-    return type_of(leaf.numbers if is_stored(leaf) else leaf)
-
-
-def _node_name(node: PyTree) -> str:
-    if _is_leaf(node):
-        return _leaf_name(node)
-    keys = ", ".join(jax.tree_util.keystr(path) for path, _ in _parts(node)[0])
+def _name(node: PyTree) -> str:
+    parts, kind = _parts(node)
+    if kind == _LEAF:
+        return type_of(parts[0][1])
+    keys = ", ".join(jax.tree_util.keystr(path) for path, _ in parts)
     return f"{type(node).__name__}({keys})"
 
 
@@ -462,9 +446,7 @@ def _as_array(leaf: Leaf) -> Leaf:
     return jnp.asarray(leaf) if is_number(leaf) else leaf
 
 
-def _copied(leaf: Leaf, like: Leaf = None) -> Leaf:
+def _copied(leaf: Leaf, like: Leaf) -> Leaf:
     """Returns a copy of an array, in the dtype of another one."""
-    if not is_array(leaf) and not is_number(leaf):
-        return leaf
     is_cast = is_number(like) and is_number(leaf)
-    return jnp.array(leaf, like.dtype if is_cast else None, copy=True)
+    return jnp.array(leaf, like.dtype, copy=True) if is_cast else copied(leaf)

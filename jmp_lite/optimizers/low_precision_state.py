@@ -5,7 +5,7 @@ training: in float32, 8 of 16 bytes a parameter.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,46 +16,34 @@ from jmp_lite.casting.dtypes import (
     dtype_names,
     is_16_bit,
     is_array,
-    is_floating,
     parse_dtype,
     refuse_raw_bytes,
     type_of,
     unknown_name,
     upcast_tree,
 )
-from jmp_lite.casting.types import (
-    Array,
-    Dtype,
-    Key,
-    Leaf,
-    Optimizer,
-    Params,
-    PyTree,
-    Updates,
-)
+from jmp_lite.casting.types import Array, Dtype, Key, Leaf, Optimizer, PyTree
 from jmp_lite.optimizers.moments import Moment, choose_formats, is_large, known_moments
-from jmp_lite.optimizers.parameters import check_key
-from jmp_lite.optimizers.rounding import Words, draw_words, random_bits
+from jmp_lite.optimizers.rounding import check_key, draw_words
 from jmp_lite.optimizers.storage import (
     SQUARES,
     Stored,
     is_stored,
-    refuse_derivatives,
     restore,
-    scales_like,
-    store,
+    store_again,
     store_nearest,
 )
 from jmp_lite.scaling.wrapping import (
     CONVERT,
-    check_grads,
     check_same_structure,
-    check_state,
     initial_state,
     params_for_init,
     params_for_update,
     with_extra_args,
+    wrapper,
 )
+
+Scales: TypeAlias = dict[str, tuple[Array | None, ...]] | Array | None
 
 
 class LowPrecisionState(NamedTuple):
@@ -83,7 +71,7 @@ class LowPrecisionState(NamedTuple):
 
     inner_state: PyTree
     key: Key | None
-    scales: dict[str, tuple[Array | None, ...]] | Array | None
+    scales: Scales
 
 
 def low_precision_state(
@@ -173,11 +161,11 @@ def low_precision_state(
     for kind in (fields or {}).values():
         if kind not in _KINDS:
             raise unknown_name("kind of a field", str(kind), [*_KINDS])
-    moments = {name: _KINDS[kind] for name, kind in (fields or {}).items()}
+    moments = {name: Moment[kind.upper()] for name, kind in (fields or {}).items()}
     if key is not None:
         check_key(key)
 
-    def init(params: Params) -> PyTree:
+    def init(params: PyTree) -> PyTree:
         refuse_raw_bytes(params)
         params = params_for_init(inner, params)
         state = initial_state(inner, params)
@@ -186,28 +174,23 @@ def low_precision_state(
         is_scaled = parsed != jnp.bfloat16
 
         stored = [
-            Stored(x) if form is None else store_nearest(x, form, is_scaled)
+            x if form is None else store_nearest(x, form, is_scaled)
             for x, form in zip(leaves, formats, strict=True)
         ]
-        scales = _named(parsed.name, stored) if is_scaled else None
+        scales = {parsed.name: ()} if is_scaled else None
         if is_scaled and not any(map(is_array, jax.tree.leaves(params))):
             # optax calls init with placeholders instead of the parameters.
             scales = jnp.zeros(0)
         kept = key if key is None else jnp.array(key, copy=True)
-        numbers = structure.unflatten([x.numbers for x in stored])
-        return LowPrecisionState(numbers, kept, scales)
+        return packed(structure.unflatten(stored), kept, scales)
 
     def update(
-        updates: Updates,
-        state: PyTree,
-        params: Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[Updates, PyTree]:
-        check_grads(updates, params)
-        check_state(state, LowPrecisionState, "low_precision_state")
-        stored, structure = _stored(state)
-        full = [x if low is None else restore(low) for x, low in stored]
-        before = structure.unflatten(full)
+        updates: PyTree, state: LowPrecisionState, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, LowPrecisionState]:
+        stored = unpacked(state)
+        before = jax.tree.map(
+            lambda x: restore(x) if is_stored(x) else x, stored, is_leaf=is_stored
+        )
         seen = params_for_update(before, params)
         steps, after = inner.update(upcast_tree(updates), before, seen, **extra_args)
         check_same_structure(before, after, "its new arrays cannot be stored")
@@ -216,38 +199,13 @@ def low_precision_state(
             now, later = jax.random.split(state.key)
             words = draw_words(now)
 
-        lows = [low for _, low in stored]
-        leaves = refuse_derivatives(jax.tree.leaves(after), lows)
-        again = _stored_again(leaves, lows, words)
-        return steps, packed(structure.unflatten(again), later, state)
+        return steps, packed(store_again(after, stored, words), later, state.scales)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return wrapper("low_precision_state", LowPrecisionState, init, update)
 
 
-def _stored_again(
-    leaves: Sequence[Leaf], before: Sequence[Stored | None], words: Words | None
-) -> list[Stored]:
-    """Stores the leaves of a state as those that they replace; None is as it is."""
-
-    def store_one(
-        number: int, x: Leaf, low: Stored | None, scale: Array | None
-    ) -> Stored:
-        if low is None or not is_floating(x):
-            return Stored(x)
-        bits = None if words is None else random_bits(words, number, x)
-        return store(x.astype(jnp.float32), low.numbers.dtype, bits, scale)
-
-    scales = scales_like(leaves, before)
-    return [*map(store_one, range(len(leaves)), leaves, before, scales)]
-
-
-_KINDS = {
-    "average": Moment.AVERAGE,
-    "squares": Moment.SQUARES,
-    "exact": Moment.EXACT,
-}
-
-
+_KINDS = ("average", "squares", "exact")
+"""Names of moments, in lower case."""
 _STATE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -263,25 +221,22 @@ def _parse(dtype: DTypeLike) -> Dtype:
     return parsed
 
 
-def _stored(state: LowPrecisionState) -> tuple[list[tuple[Leaf, Stored | None]], Any]:
-    """Returns each leaf of the inner state, with its ``Stored`` if it is low."""
+def unpacked(state: LowPrecisionState) -> PyTree:
+    """Returns the inner state, with a ``Stored`` for each array of 16 or 8 bits."""
     leaves, structure = jax.tree.flatten(state.inner_state)
     moments = jax.tree.leaves(known_moments(state.inner_state))
-    in_bfloat16 = state.scales is None
     scales: Sequence[Array | None] = [None] * len(leaves)
     if isinstance(state.scales, dict):
         # A checkpoint that was restored without its classes has a list.
         ((name, scales),) = state.scales.items()
         _check_scales(name, scales, leaves)
 
-    def is_low(leaf: Leaf, moment: Moment, scale: Array | None) -> bool:
-        is_half = in_bfloat16 and is_16_bit(leaf) and is_large(leaf)
-        return scale is not None or (is_half and moment != Moment.EXACT)
+    def one(leaf: Leaf, moment: Moment, scale: Array | None) -> Leaf:
+        is_half = state.scales is None and is_16_bit(leaf) and is_large(leaf)
+        is_low = scale is not None or (is_half and moment != Moment.EXACT)
+        return Stored(leaf, scale) if is_low else leaf
 
-    return [
-        (leaf, Stored(leaf, scale) if is_low(leaf, moment, scale) else None)
-        for leaf, moment, scale in zip(leaves, moments, scales, strict=True)
-    ], structure
+    return structure.unflatten(map(one, leaves, moments, scales))
 
 
 def _check_scales(
@@ -304,30 +259,17 @@ def _check_scales(
         )
 
 
-def _named(name: str, stored: Sequence[Stored]) -> dict[str, tuple[Array | None, ...]]:
-    return {name: tuple(each.scale for each in stored)}
-
-
-def unpacked(state: LowPrecisionState) -> PyTree:
-    """Returns the inner state, with a ``Stored`` for each array of 16 or 8 bits."""
-    stored, structure = _stored(state)
-    return structure.unflatten([x if low is None else low for x, low in stored])
-
-
-def packed(
-    inner_state: PyTree, key: Key | None, like: LowPrecisionState
-) -> LowPrecisionState:
+def packed(inner_state: PyTree, key: Key | None, scales: Scales) -> LowPrecisionState:
     """Returns the state for an inner state.
 
     Args:
       inner_state: the inner state, with a ``Stored`` for some of its arrays.
       key: the key of the next update.
-      like: a state that has scales if the result has.
+      scales: those of a state that has scales if the result has.
     """
     leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_stored)
     stored = [x if is_stored(x) else Stored(x) for x in leaves]
-    scales = like.scales
     if isinstance(scales, dict):
-        scales = _named(next(iter(scales)), stored)
+        scales = {name: tuple(x.scale for x in stored) for name in scales}
     numbers = structure.unflatten([x.numbers for x in stored])
     return LowPrecisionState(numbers, key, scales)

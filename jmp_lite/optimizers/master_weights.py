@@ -4,7 +4,6 @@ A small update is not lost: the wrapped optimizer sees parameters with all their
 and the 16-bit parameters follow.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,28 +17,20 @@ from jmp_lite.casting.dtypes import (
     refuse_raw_bytes,
     upcast_tree,
 )
-from jmp_lite.casting.types import (
-    AnyArray,
-    Dtype,
-    Leaf,
-    Optimizer,
-    Params,
-    Path,
-    PyTree,
-    Updates,
-)
+from jmp_lite.casting.types import AnyArray, Dtype, Leaf, Optimizer, Path, PyTree
 from jmp_lite.jaxprs.primitives import straight_through
-from jmp_lite.optimizers.parameters import (
+from jmp_lite.optimizers.rounding import (
     NOT_ROUNDED,
     apply_updates,
-    check_params,
+    grid_of,
+    round_to_nearest,
+    split,
     to_float32,
     types_of,
     update_to,
     whole_or_part,
 )
-from jmp_lite.optimizers.rounding import grid_of, round_to_nearest, split
-from jmp_lite.scaling.wrapping import check_state, initial_state, with_extra_args
+from jmp_lite.scaling.wrapping import initial_state, with_extra_args, wrapper
 
 
 class MasterWeightsState(NamedTuple):
@@ -58,7 +49,7 @@ class MasterWeightsState(NamedTuple):
       dtype('float32')
     """
 
-    masters: Params
+    masters: PyTree
     inner_state: PyTree
 
     def _rounded_parameters(self) -> set[Path] | None:
@@ -141,25 +132,26 @@ def master_weights(
         )
 
     def cast(leaf: Leaf) -> Leaf:
-        if is_floating(leaf) and jnp.finfo(leaf.dtype).bits > jnp.finfo(parsed).bits:
-            return jnp.array(leaf, copy=True)
+        if not is_floating(leaf):
+            return leaf
+        is_wider = jnp.finfo(leaf.dtype).bits > jnp.finfo(parsed).bits
         # A copy, because parameters and state may both be donated.
-        return jnp.array(leaf, parsed, copy=True) if is_floating(leaf) else leaf
+        return jnp.array(leaf, leaf.dtype if is_wider else parsed, copy=True)
 
-    def init(params: Params) -> MasterWeightsState:
+    def init(params: PyTree) -> MasterWeightsState:
         refuse_raw_bytes(params)
         masters = jax.tree.map(cast, params)
         return MasterWeightsState(masters, initial_state(inner, masters))
 
     def update(
-        updates: Updates,
-        state: PyTree,
-        params: Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[Updates, MasterWeightsState]:
-        check_state(state, MasterWeightsState, "master_weights")
-        check_params(updates, params, "master_weights")
-        _check_narrower(params, state.masters)
+        updates: PyTree, state: MasterWeightsState, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, MasterWeightsState]:
+        check_narrower(
+            params,
+            state.masters,
+            f"Causes: (a) {NOT_ROUNDED}; (b) the parameters have 32 bits: cast them "
+            "with cast_tree, or leave the wrapper out.",
+        )
         masters = jax.tree.map(master_of, params, state.masters)
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, masters, **extra_args
@@ -175,7 +167,9 @@ def master_weights(
         moved = jax.tree.map(to_master, masters, steps, params)
         return moved, MasterWeightsState(masters, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return wrapper(
+        "master_weights", MasterWeightsState, init, update, needs_params=True
+    )
 
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -206,27 +200,19 @@ def is_narrower(param: Leaf, master: Leaf) -> bool:
     return is_pair and jnp.finfo(param.dtype).bits < jnp.finfo(master.dtype).bits
 
 
-def _check_narrower(params: PyTree, masters: Params) -> None:
-    """Raises a ValueError if no parameter is narrower than its master."""
-    leaves, is_part = whole_or_part(params)
-    if not is_part:
-        pairs = zip(leaves, jax.tree.leaves(masters), strict=False)
-        check_any_narrower(
-            list(pairs),
-            f"Causes: (a) {NOT_ROUNDED}; (b) the parameters have 32 bits: cast them "
-            "with cast_tree, or leave the wrapper out.",
-        )
-
-
-def check_any_narrower(pairs: Sequence[tuple[Leaf, Leaf]], advice: str) -> None:
-    """Raises a ValueError if there are parameters, and none has fewer bits.
+def check_narrower(params: PyTree, masters: PyTree, advice: str) -> None:
+    """Raises a ValueError if there are parameters, and none is narrower.
 
     Args:
-      pairs: the parameters, each with its master.
+      params: the parameters.
+      masters: the masters. Those of a part that optax.masked or optax.partition has
+        selected may all be as wide.
       advice: the end of the message.
     """
+    leaves, is_part = whole_or_part(masters)
+    pairs = [*zip(jax.tree.leaves(params), leaves, strict=False)]
     floats = [param for param, _ in pairs if is_floating(param)]
-    if floats and not any(is_narrower(*pair) for pair in pairs):
+    if floats and not is_part and not any(is_narrower(*pair) for pair in pairs):
         raise ValueError(
             "master_weights is for parameters that are narrower than their masters, "
             f"but got only {types_of(floats)}. {advice}"

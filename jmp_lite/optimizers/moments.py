@@ -16,15 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import is_array, is_floating, is_number
-from jmp_lite.casting.types import (
-    Array,
-    Dtype,
-    Leaf,
-    Optimizer,
-    Params,
-    Path,
-    PyTree,
-)
+from jmp_lite.casting.types import Array, Dtype, Leaf, Optimizer, Path, PyTree
 from jmp_lite.optimizers.storage import SQUARES, spacing_of
 
 
@@ -169,7 +161,7 @@ def is_large(leaf: Leaf) -> bool:
 
 def choose_formats(
     inner: Optimizer,
-    params: Params,
+    params: PyTree,
     state: PyTree,
     dtype: Dtype,
     is_by_chance: bool,
@@ -190,8 +182,6 @@ def choose_formats(
       ValueError: the dtype cannot store a moment.
     """
     shapes = {leaf.shape for leaf in jax.tree.leaves(params) if is_array(leaf)}
-    leaves = jax.tree.leaves_with_path(state)
-    known: list[Moment] = jax.tree.leaves(known_moments(state))
 
     def moment_of(path: Path, x: Leaf, known: Moment) -> Moment:
         is_wider = is_large(x) and dtype.itemsize < x.dtype.itemsize < 8
@@ -202,11 +192,12 @@ def choose_formats(
         named = (fields[name] for name in map(_name, path) if name in fields)
         return next(named, Moment.UNKNOWN)
 
-    moments = [
-        moment_of(*pair, moment) for pair, moment in zip(leaves, known, strict=True)
+    known: list[Moment] = jax.tree.leaves(known_moments(state))
+    pairs = zip(jax.tree.leaves_with_path(state), known, strict=True)
+    found = [
+        (f"inner_state{jax.tree_util.keystr(path)}", moment_of(path, x, moment))
+        for (path, x), moment in pairs
     ]
-    names = [f"inner_state{jax.tree_util.keystr(path)}" for path, _ in leaves]
-    found = list(zip(names, moments, strict=True))
     squares = [name for name, moment in found if moment in _ALL_SQUARES]
     if squares and dtype == jnp.float16:
         raise ValueError(
@@ -221,7 +212,7 @@ def choose_formats(
             return SQUARES
         return dtype if moment in (Moment.AVERAGE, *_ALL_SQUARES) else None
 
-    formats = list(map(format_of, moments))
+    formats = [format_of(moment) for _, moment in found]
     if not is_by_chance and any(one is not None for one in formats):
         kept = _decays(inner, params)
         for (name, moment), stored_in, part in zip(found, formats, kept, strict=True):
@@ -239,7 +230,7 @@ def _name(key: Any) -> Any:
     return getattr(key, "name", getattr(key, "key", None))
 
 
-def _decays(inner: Optimizer, params: Params) -> list[float]:
+def _decays(inner: Optimizer, params: PyTree) -> list[float]:
     """Returns the part of its value that each array of a state keeps at a step.
 
     It is what a step makes of ones, less what it makes of zeros: at the first step, and

@@ -8,30 +8,19 @@ import jax.numpy as jnp
 import optax
 
 from jmp_lite.casting.dtypes import is_16_bit, upcast_tree
-from jmp_lite.casting.types import (
-    Key,
-    Leaf,
-    Optimizer,
-    Params,
-    Path,
-    PyTree,
-    Updates,
-)
+from jmp_lite.casting.types import Key, Leaf, Optimizer, Path, PyTree
 from jmp_lite.jaxprs.primitives import straight_through
-from jmp_lite.optimizers.parameters import (
+from jmp_lite.optimizers.rounding import (
     check_16_bit,
     check_key,
-    check_params,
-    to_float32,
-    update_to,
-)
-from jmp_lite.optimizers.rounding import (
     draw_words,
     grid_of,
     random_bits,
     round_by_chance,
+    to_float32,
+    update_to,
 )
-from jmp_lite.scaling.wrapping import check_state, initial_state, with_extra_args
+from jmp_lite.scaling.wrapping import initial_state, with_extra_args, wrapper
 
 
 class StochasticRoundingState(NamedTuple):
@@ -116,20 +105,18 @@ def stochastic_rounding(
     inner = with_extra_args(inner)
     check_key(key)
 
-    def init(params: Params) -> StochasticRoundingState:
+    def init(params: PyTree) -> StochasticRoundingState:
         check_16_bit(params, "stochastic_rounding")
         inner_state = initial_state(inner, upcast_tree(params))
         _warn_of_distances(inner_state)
         return StochasticRoundingState(jnp.array(key, copy=True), inner_state)
 
     def update(
-        updates: Updates,
-        state: PyTree,
-        params: Params | None = None,
+        updates: PyTree,
+        state: StochasticRoundingState,
+        params: PyTree,
         **extra_args: Any,
-    ) -> tuple[Updates, StochasticRoundingState]:
-        check_state(state, StochasticRoundingState, "stochastic_rounding")
-        check_params(updates, params, "stochastic_rounding")
+    ) -> tuple[PyTree, StochasticRoundingState]:
         check_16_bit(params, "stochastic_rounding")
         steps, inner_state = inner.update(
             upcast_tree(updates), state.inner_state, upcast_tree(params), **extra_args
@@ -150,7 +137,9 @@ def stochastic_rounding(
         moved = jax.tree.map(add, params, steps, numbers)
         return moved, StochasticRoundingState(later, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return wrapper(
+        "stochastic_rounding", StochasticRoundingState, init, update, needs_params=True
+    )
 
 
 _MEASURE_DISTANCES = (

@@ -38,34 +38,24 @@ def with_true_cotangents(fun: Function, loss_scale: LossScale) -> Function:
 
     @functools.wraps(fun)
     def unscaling(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
-        made: list[Any] = []
         changing = returning_changes(fun)
+        made: list[Any] = []
 
-        def flat(*arrays: Array) -> list[Array]:
-            given = list(leaves)
-            for i, array in zip(places, arrays, strict=True):
-                given[i] = array
-            args, kwargs = jax.tree.unflatten(treedef, given)
-            results, tree = jax.tree.flatten(changing(*args, **kwargs))
-            arrays_last = [None if is_traceable(leaf) else leaf for leaf in results]
-            made[:] = [tree, arrays_last, [leaf is None for leaf in arrays_last]]
-            return [leaf for leaf in results if is_traceable(leaf)]
+        def arrays_of(*args: PyTree, **kwargs: PyTree) -> list[Array]:
+            results, treedef = jax.tree.flatten(changing(*args, **kwargs))
+            others = [None if is_traceable(leaf) else leaf for leaf in results]
+            made[:] = [treedef, others]
+            return list(filter(is_traceable, results))
 
-        arrays = [leaves[i] for i in places]
         try:
-            jaxpr = jax.make_jaxpr(flat)(*arrays)
+            traced = trace.trace_function(arrays_of, args, kwargs)
         except Exception:
             # Outside of jit it may branch on numbers. An error of its own comes again.
             return fun(*args, **kwargs)
-        out = iter(_Unscaling(loss_scale).run(jaxpr, arrays))
-        tree, others, is_array = made
-        results = [
-            next(out) if yes else other
-            for other, yes in zip(others, is_array, strict=True)
-        ]
-        result, changes = jax.tree.unflatten(tree, results)
+        out = iter(_Unscaling(loss_scale).run(traced.jaxpr, traced.arrays))
+        treedef, others = made
+        results = [next(out) if other is None else other for other in others]
+        result, changes = jax.tree.unflatten(treedef, results)
         write_changes(args, kwargs, changes)
         return result
 
@@ -81,8 +71,9 @@ class _Unscaling:
 
     def __init__(self, loss_scale: LossScale) -> None:
         self._scale = loss_scale
-        # By id; the jaxpr or equation is kept, so that its id is not used again.
-        self._known: dict[int, tuple[object, Any]] = {}
+        # Jaxprs and equations are compared by identity.
+        self._has_culprit = functools.cache(self._look_for_culprit)
+        self._culprit = functools.cache(homogeneity.culprit_of)
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
         """Returns the results of a closed jaxpr."""
@@ -99,11 +90,8 @@ class _Unscaling:
             env.update(zip(eqn.outvars, results, strict=True))
         return [trace.read(env, atom) for atom in parts.outvars]
 
-    def _has_culprit(self, jaxpr: Jaxpr) -> bool:
-        if id(jaxpr) not in self._known:
-            found = any(map(self._is_concerned, structure.parts(jaxpr).eqns))
-            self._known[id(jaxpr)] = jaxpr, found
-        return self._known[id(jaxpr)][1]
+    def _look_for_culprit(self, jaxpr: Jaxpr) -> bool:
+        return any(map(self._is_concerned, structure.parts(jaxpr).eqns))
 
     def _is_concerned(self, eqn: Eqn) -> bool:
         if params.op_of(eqn) == "custom_vjp_call":
@@ -112,11 +100,6 @@ class _Unscaling:
             inside = equations(params.body_of(eqn))
             return any(params.op_of(one) == "custom_vjp_call" for one, _ in inside)
         return any(map(self._has_culprit, params.inner_jaxprs(eqn)))
-
-    def _culprit(self, eqn: Eqn) -> Eqn | None:
-        if id(eqn) not in self._known:
-            self._known[id(eqn)] = eqn, homogeneity.culprit_of(eqn)
-        return self._known[id(eqn)][1]
 
     def _equation(self, eqn: Eqn, operands: list[Array]) -> Sequence[Array]:
         if not self._is_concerned(eqn):

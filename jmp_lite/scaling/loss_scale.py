@@ -1,10 +1,11 @@
 """Loss scales: none, one that stays, one that grows and shrinks; and their numbers."""
 
 import abc
+import copy
 import dataclasses
 import warnings
 from collections.abc import Iterable
-from typing import Any, ClassVar, Never, TypeAlias
+from typing import Any, ClassVar, Never
 
 import jax
 import jax.numpy as jnp
@@ -205,9 +206,29 @@ class NoOpLossScale(LossScale):
         return self
 
 
+class _Scaling(LossScale):
+    """A loss scale with a factor."""
+
+    def scale(self, tree: Tree) -> Tree:
+        """Multiplies the floating-point leaves by the scale and returns float32."""
+        return multiplied(tree, self._factor())
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Divides the floating-point leaves by the scale and returns float32."""
+        # By its reciprocal, which is the quotient for a power of two; other factors
+        # round once more. XLA's CPU backend repeats the operation in each loop that
+        # reads a gradient, and a division takes longer.
+        with jax.named_scope(LOSS_SCALE_SCOPE):
+            reciprocal = jnp.float32(1) / jnp.asarray(self._factor(), jnp.float32)
+        return multiplied(tree, reciprocal)
+
+    def _factor(self) -> Scalar:
+        return self.loss_scale
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(LossScale):
+class StaticLossScale(_Scaling):
     """A loss scale that never changes, such as the 128 of MXNet and MindSpore.
 
     Attributes:
@@ -234,20 +255,12 @@ class StaticLossScale(LossScale):
             )
         object.__setattr__(self, "loss_scale", factor)
 
-    def scale(self, tree: Tree) -> Tree:
-        """Multiplies the floating-point leaves by the scale and returns float32."""
-        return multiplied(tree, self._positive())
-
-    def unscale(self, tree: Tree) -> Tree:
-        """Divides the floating-point leaves by the scale and returns float32."""
-        return divided(tree, self._positive())
-
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
         """Returns this scale."""
         boolean_scalar(grads_finite)
         return self
 
-    def _positive(self) -> np.float32:
+    def _factor(self) -> np.float32:
         if self.loss_scale == 0:
             raise ValueError(
                 "Expected a positive loss_scale, got 0, which makes "
@@ -277,12 +290,8 @@ _NAMES_ELSEWHERE = {
 }
 
 
-_DynamicLeaves: TypeAlias = tuple[Leaf, ...]
-_DynamicStatic: TypeAlias = tuple[float | None, ...]
-
-
 @dataclasses.dataclass(frozen=True, init=False)
-class DynamicLossScale(LossScale):
+class DynamicLossScale(_Scaling):
     """A loss scale that grows while gradients are finite and shrinks on an overflow.
 
     The scale grows on exactly the ``period``-th finite step in a row. It backs off on a
@@ -399,14 +408,6 @@ class DynamicLossScale(LossScale):
                 f"Expected a positive loss_scale up to 2**126, got {start}."
             )
 
-    def scale(self, tree: Tree) -> Tree:
-        """Multiplies the floating-point leaves by the scale and returns float32."""
-        return multiplied(tree, self.loss_scale)
-
-    def unscale(self, tree: Tree) -> Tree:
-        """Divides the floating-point leaves by the scale and returns float32."""
-        return divided(tree, self.loss_scale)
-
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Returns the scale of the next step.
 
@@ -438,8 +439,9 @@ class DynamicLossScale(LossScale):
             jnp.where(counter == 0, grown, loss_scale),
             jnp.where(backs_off, shrunk, loss_scale),
         )
-        _, static = _flatten_dynamic(self)
-        return _unflatten_dynamic(static, (after, counter, overflows))
+        adjusted = copy.copy(self)
+        vars(adjusted).update(loss_scale=after, counter=counter, overflows=overflows)
+        return adjusted
 
     def _count_overflow(self, finite: Array) -> tuple[Array | None, Array | bool]:
         """Returns the overflows in a row, and whether the scale backs off."""
@@ -462,23 +464,18 @@ _DYNAMIC_STATIC = tuple(
 )
 
 
-def _flatten_dynamic(scale: DynamicLossScale) -> tuple[_DynamicLeaves, _DynamicStatic]:
-    return (
-        tuple(getattr(scale, name) for name in _DYNAMIC_LEAVES),
-        tuple(getattr(scale, name) for name in _DYNAMIC_STATIC),
-    )
-
-
-def _flatten_dynamic_with_keys(
+def _flatten_dynamic(
     scale: DynamicLossScale,
-) -> tuple[list[tuple[Any, Leaf]], _DynamicStatic]:
-    leaves, static = _flatten_dynamic(scale)
-    keys = map(jax.tree_util.GetAttrKey, _DYNAMIC_LEAVES)
-    return list(zip(keys, leaves, strict=True)), static
+) -> tuple[list[tuple[Any, Leaf]], tuple[float | None, ...]]:
+    leaves = [
+        (jax.tree_util.GetAttrKey(name), getattr(scale, name))
+        for name in _DYNAMIC_LEAVES
+    ]
+    return leaves, tuple(getattr(scale, name) for name in _DYNAMIC_STATIC)
 
 
 def _unflatten_dynamic(
-    static: _DynamicStatic, leaves: Iterable[Leaf]
+    static: tuple[float | None, ...], leaves: Iterable[Leaf]
 ) -> DynamicLossScale:
     # Not through __init__: JAX and its libraries also use shapes, shardings and bare
     # objects as leaves, which must stay unchanged.
@@ -489,10 +486,7 @@ def _unflatten_dynamic(
 
 
 jax.tree_util.register_pytree_with_keys(
-    DynamicLossScale,
-    _flatten_dynamic_with_keys,
-    _unflatten_dynamic,
-    _flatten_dynamic,
+    DynamicLossScale, _flatten_dynamic, _unflatten_dynamic
 )
 
 
@@ -556,13 +550,3 @@ def multiplied(tree: Tree, factor: Scalar) -> Tree:
 
     with jax.named_scope(LOSS_SCALE_SCOPE):
         return jax.tree.map(multiply, tree)
-
-
-def divided(tree: Tree, loss_scale: Scalar) -> Tree:
-    """Divides real and complex leaves by a loss scale, in 32 bits or more."""
-    # By its reciprocal, which is the quotient for a power of two; other factors round
-    # once more. XLA's CPU backend repeats the operation in each loop that reads a
-    # gradient, and a division takes longer.
-    with jax.named_scope(LOSS_SCALE_SCOPE):
-        reciprocal = jnp.float32(1) / jnp.asarray(loss_scale, jnp.float32)
-    return multiplied(tree, reciprocal)

@@ -27,11 +27,9 @@ from jmp_lite.casting.types import (
     Leaf,
     Optimizer,
     OptimizerExtraArgs,
-    Params,
     Path,
     PyTree,
     Tree,
-    Updates,
 )
 from jmp_lite.scaling.loss_scale import (
     DynamicLossScale,
@@ -43,12 +41,13 @@ from jmp_lite.scaling.loss_scale import (
 )
 from jmp_lite.scaling.wrapping import (
     check_classes,
-    check_state,
+    copied,
     initial_state,
     nodes_of,
     params_for_init,
     update_inner,
     with_extra_args,
+    wrapper,
 )
 
 
@@ -115,7 +114,7 @@ class Judged(NamedTuple):
     zero: Array
 
 
-def judged(grads: Updates, axis_name: AxisName | None = None) -> Judged:
+def judged(grads: PyTree, axis_name: AxisName | None = None) -> Judged:
     """Returns whether gradients are finite, and whether they are all zero.
 
     Both come from the size of the largest number, in one reduction.
@@ -270,11 +269,6 @@ def find_states(tree: PyTree, prefix: Path = ()) -> list[tuple[Path, LossScaling
     return found
 
 
-def copied_scale(loss_scale: LossScale) -> LossScale:
-    """Returns a copy: the state may be donated, and the scale used again."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), loss_scale)
-
-
 def loss_scaling(
     inner: Optimizer,
     loss_scale: LossScale | None = None,
@@ -364,7 +358,7 @@ def loss_scaling(
             "StaticLossScale(128.0) or NoOpLossScale(), or leave skip=False out."
         )
 
-    def init(params: Params) -> PyTree:
+    def init(params: PyTree) -> PyTree:
         refuse_raw_bytes(params)
         start = DynamicLossScale() if loss_scale is None else loss_scale
         inner_state = initial_state(inner, params_for_init(inner, params))
@@ -376,7 +370,7 @@ def loss_scaling(
                 "loss scale. Remove one of the two wrappers."
             )
         return LossScalingState(
-            loss_scale=copied_scale(start),
+            loss_scale=copied(start),
             inner_state=inner_state,
             grads_finite=jnp.array(True),
             skipped=jnp.zeros([], jnp.int32),
@@ -385,12 +379,8 @@ def loss_scaling(
         )
 
     def update(
-        updates: Updates,
-        state: PyTree,
-        params: Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[Updates, PyTree]:
-        check_state(state, LossScalingState, "loss_scaling")
+        updates: PyTree, state: LossScalingState, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, LossScalingState]:
         check_classes(state.loss_scale, "a LossScale in the state")
         refuse_raw_bytes(updates)
         refuse_raw_bytes(params)
@@ -404,7 +394,7 @@ def loss_scaling(
         )
         return new_updates, _state_after_step(state, grads, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return wrapper("loss_scaling", LossScalingState, init, update)
 
 
 def skip_nonfinite(
@@ -441,13 +431,13 @@ def skip_nonfinite(
 def update_if(
     judged_grads: Judged,
     inner: OptimizerExtraArgs,
-    updates: Updates,
+    updates: PyTree,
     state: LossScalingState,
-    params: Params | None,
+    params: PyTree | None,
     extra_args: dict[str, Any],
     *,
     axis_name: AxisName | None = None,
-) -> tuple[Updates, LossScalingState]:
+) -> tuple[PyTree, LossScalingState]:
     """Runs ``inner.update`` and keeps its results only if they are finite.
 
     They are if the gradients are. An exception is an optimizer that calls a function

@@ -17,10 +17,9 @@ from jmp_lite.scaling.loss_scale import (
 from jmp_lite.scaling.skipping import (
     LossScalingState,
     all_finite,
-    copied_scale,
     find_states,
 )
-from jmp_lite.scaling.wrapping import nodes_of
+from jmp_lite.scaling.wrapping import copied, nodes_of
 
 
 def get_loss_scale(opt_state: PyTree) -> LossScale:
@@ -86,7 +85,7 @@ def set_loss_scale(opt_state: Tree, loss_scale: LossScale) -> Tree:
     """
     check_is_loss_scale(loss_scale)
     get_loss_scale(opt_state)  # Raises unless there is exactly one.
-    new = copied_scale(loss_scale)
+    new = copied(loss_scale)
 
     def replace(node: PyTree) -> PyTree:
         if not isinstance(node, LossScalingState):

@@ -281,13 +281,22 @@ def _value_and_grad_of_arrays(
     of_all = differentiate(fun)
     nums = tuple(argnums) if isinstance(argnums, Sequence) else (int(argnums),)
 
+    def has_derivative(leaf: Leaf) -> bool:
+        is_bool = isinstance(leaf, bool) or (is_array(leaf) and leaf.dtype == jnp.bool_)
+        is_discrete = is_bool or is_number(leaf, jnp.integer)
+        return is_inexact(leaf) or (allow_int and is_discrete)
+
     def value_and_grad_fun(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        if not _has_leaves_to_leave_out(args, nums, allow_int):
+        # Others go to JAX unchanged, which raises its own errors.
+        is_valid = all(-len(args) <= i < len(args) for i in nums)
+        leaves = jax.tree.leaves([args[i] for i in nums]) if is_valid else []
+        if all(map(has_derivative, leaves)) or not any(
+            is_array(leaf) and is_inexact(leaf) for leaf in leaves
+        ):
             return of_all(*args, **kwargs)
 
         def or_none(leaf: Leaf) -> Leaf:
-            is_kept = is_array(leaf) and _has_derivative(leaf, allow_int)
-            return leaf if is_kept else None
+            return leaf if is_array(leaf) and has_derivative(leaf) else None
 
         def fun_of_arrays(*given: PyTree, **kwargs: PyTree) -> PyTree:
             whole = list(given)
@@ -301,27 +310,6 @@ def _value_and_grad_of_arrays(
         return differentiate(fun_of_arrays)(*given, **kwargs)
 
     return value_and_grad_fun
-
-
-def _has_leaves_to_leave_out(
-    args: tuple[PyTree, ...], nums: tuple[int, ...], allow_int: bool
-) -> bool:
-    """Whether arguments mix inexact arrays with leaves without a derivative.
-
-    All other arguments go to JAX unchanged, which raises its own errors.
-    """
-    if not all(-len(args) <= i < len(args) for i in nums):
-        return False
-    leaves = jax.tree.leaves([args[i] for i in nums])
-    return any(is_array(leaf) and is_inexact(leaf) for leaf in leaves) and not all(
-        _has_derivative(leaf, allow_int) for leaf in leaves
-    )
-
-
-def _has_derivative(leaf: Leaf, allow_int: bool) -> bool:
-    is_bool = isinstance(leaf, bool) or (is_array(leaf) and leaf.dtype == jnp.bool_)
-    is_discrete = is_bool or is_number(leaf, jnp.integer)
-    return is_inexact(leaf) or (allow_int and is_discrete)
 
 
 def filled_in(arrays: PyTree, whole: Tree) -> Tree:

@@ -1,11 +1,13 @@
 """What all wrappers of an optimizer share: checks, and how the wrapped one runs."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jmp_lite.casting.dtypes import (
     is_16_bit,
@@ -16,15 +18,7 @@ from jmp_lite.casting.dtypes import (
     type_of,
     upcast_tree,
 )
-from jmp_lite.casting.types import (
-    Leaf,
-    OptimizerExtraArgs,
-    Params,
-    Path,
-    PyTree,
-    Tree,
-    Updates,
-)
+from jmp_lite.casting.types import Array, Leaf, OptimizerExtraArgs, Path, PyTree, Tree
 
 Node = TypeVar("Node")
 
@@ -50,8 +44,8 @@ def with_extra_args(inner: object) -> OptimizerExtraArgs:
 
     @functools.wraps(full.update)  # Its signature tells what it asks for.
     def update(
-        updates: Updates, state: PyTree, params: Params | None = None, **extra_args: Any
-    ) -> tuple[Updates, PyTree]:
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         try:
             return full.update(updates, state, params, **extra_args)
         except AttributeError as error:
@@ -115,20 +109,6 @@ def initial_state(inner: OptimizerExtraArgs, params: PyTree) -> PyTree:
     return state
 
 
-def check_grads(grads: PyTree, params: PyTree) -> None:
-    """Raises a TypeError for ``(loss, grads)`` in place of gradients."""
-    if params is None or not isinstance(grads, tuple) or len(grads) != 2:
-        return
-    expected = jax.tree.structure(params)
-    parts = map(jax.tree.structure, grads)
-    if jax.tree.structure(grads) != expected and expected in parts:
-        raise TypeError(
-            "Expected gradients, got a pair (loss, grads), as value_and_grad returns "
-            "it. Unpack it: loss, grads = value_and_grad(...)(...), then call "
-            "optimizer.update(grads, opt_state, params)."
-        )
-
-
 def check_same_structure(old_state: PyTree, new_state: PyTree, effect: str) -> None:
     """Raises a TypeError for an optimizer that changes the structure of its state."""
     old, new = map(jax.tree.structure, (old_state, new_state))
@@ -156,23 +136,56 @@ def check_classes(node: PyTree, name: str) -> None:
         )
 
 
-def check_state(state: PyTree, expected: type, name: str) -> None:
-    """Raises a TypeError for a state that a wrapper does not make, or for raw bytes.
+def wrapper(
+    name: str,
+    kind: type,
+    init: optax.TransformInitFn,
+    update: Callable[..., tuple[PyTree, PyTree]],
+    needs_params: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that checks what its ``update`` gets.
 
     Args:
-      state: the state that ``update`` got.
-      expected: the class of the wrapper's state.
       name: the name of the wrapper.
+      kind: the class of its state.
+      init: returns the state.
+      update: takes the arguments after these checks.
+      needs_params: whether ``update`` requires parameters.
     """
-    refuse_raw_bytes(state)
-    if isinstance(state, expected):
-        return
-    raise TypeError(
-        f"Expected the {expected.__name__} that {name} makes in init, got "
-        f"{type(state).__name__}. Causes: (a) the arguments have another order: call "
-        "optimizer.update(grads, opt_state, params); (b) an optimizer with other "
-        f"wrappers made the state: {CONVERT}; (c) {WITHOUT_CLASSES}."
-    )
+
+    def checked(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, PyTree]:
+        refuse_raw_bytes(state)
+        if not isinstance(state, kind):
+            raise TypeError(
+                f"Expected the {kind.__name__} that {name} makes in init, got "
+                f"{type(state).__name__}. Causes: (a) the arguments have another "
+                "order: call optimizer.update(grads, opt_state, params); (b) an "
+                f"optimizer with other wrappers made the state: {CONVERT}; (c) "
+                f"{WITHOUT_CLASSES}."
+            )
+        if params is None and needs_params:
+            raise ValueError(
+                f"{name} needs the parameters: call optimizer.update(grads, opt_state, "
+                "params)."
+            )
+        expected, got = map(jax.tree.structure, (params, updates))
+        is_pair = isinstance(updates, tuple) and len(updates) == 2
+        # Without parameters, it is not known what is expected.
+        parts = updates if is_pair and params is not None else ()
+        if got != expected and expected in map(jax.tree.structure, parts):
+            raise TypeError(
+                "Expected gradients, got a pair (loss, grads), as value_and_grad "
+                "returns it. Unpack it: loss, grads = value_and_grad(...)(...), then "
+                "call optimizer.update(grads, opt_state, params)."
+            )
+        return update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, checked)
 
 
 CONVERT = (
@@ -183,13 +196,12 @@ CONVERT = (
 
 def update_inner(
     inner: OptimizerExtraArgs,
-    grads: Updates,
+    grads: PyTree,
     inner_state: PyTree,
-    params: Params | None,
+    params: PyTree | None,
     extra_args: dict[str, Any],
-) -> tuple[Updates, PyTree, PyTree]:
+) -> tuple[PyTree, PyTree, PyTree]:
     """Returns the updates, and the inner state before and after, of the same types."""
-    check_grads(grads, params)
     # A user may have put a Python number into it, such as a new learning rate.
     inner_state = strongly_typed(inner_state)
     try:
@@ -217,9 +229,9 @@ def update_inner(
 
 
 def _check_structure(
-    updates: Updates,
-    grads: Updates,
-    params: Params | None,
+    updates: PyTree,
+    grads: PyTree,
+    params: PyTree | None,
     cause: Exception | None = None,
 ) -> None:
     """Raises a TypeError for updates that do not match the parameters.
@@ -255,7 +267,7 @@ def _check_structure(
         ) from cause
 
 
-def params_for_init(inner: OptimizerExtraArgs, params: Params) -> Params:
+def params_for_init(inner: OptimizerExtraArgs, params: PyTree) -> PyTree:
     """Returns parameters as the inner optimizer sees them.
 
     It sees 16-bit parameters in float32, except those that a wrapper inside rounds. The
@@ -269,7 +281,7 @@ def params_for_init(inner: OptimizerExtraArgs, params: Params) -> Params:
     return _upcast_others(kept[0], params)
 
 
-def params_for_update(inner_state: PyTree, params: Params | None) -> Params | None:
+def params_for_update(inner_state: PyTree, params: PyTree | None) -> PyTree | None:
     """Returns parameters as ``params_for_init`` does, given the inner state."""
     return _upcast_others(_kept_in_16_bits(inner_state), params)
 
@@ -288,10 +300,7 @@ def _cast_leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
     if not is_array(before) or not (is_array(after) or is_number(after)):
         return after
     after = jnp.asarray(after)
-    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
-    same_kind = any(is_number(before, k) and is_number(after, k) for k in kinds)
-    same_type = after.dtype == before.dtype or same_kind
-    if not same_type or after.shape != before.shape:
+    if kind_of(before) != kind_of(after):
         hint = (
             " If a parameter is an integer, exclude it with optax.masked: it has no "
             "gradient."
@@ -303,7 +312,24 @@ def _cast_leaf_like(path: Path, before: Leaf, after: Leaf) -> Leaf:
             "update returns."
             f"{hint if is_number(before, jnp.integer) else ''}"
         )
-    return after.astype(before.dtype) if same_kind else after
+    return after if after.dtype == before.dtype else after.astype(before.dtype)
+
+
+def kind_of(array: Array) -> tuple[DTypeLike, tuple[int, ...]]:
+    """Returns a key that is equal for two arrays if one can be cast to the other."""
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    kind = next((kind for kind in kinds if is_number(array, kind)), array.dtype)
+    return kind, array.shape
+
+
+def copied(tree: Tree) -> Tree:
+    """Copies arrays and numbers: one may be donated, and another used again."""
+
+    def copy(leaf: Leaf) -> Leaf:
+        is_copied = is_array(leaf) or is_number(leaf)
+        return jnp.array(leaf, copy=True) if is_copied else leaf
+
+    return jax.tree.map(copy, tree)
 
 
 def _kept_in_16_bits(state: PyTree) -> set[Path] | None:

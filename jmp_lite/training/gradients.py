@@ -1,16 +1,14 @@
-"""The loss of a train step and its gradients: of micro-batches, devices, parameters."""
+"""The loss of a train step and its gradients: of micro-batches and of devices."""
 
 import functools
 import inspect
-import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from jmp_lite.autocasting.api import build_autocast, has_float16_product
@@ -23,30 +21,17 @@ from jmp_lite.casting.dtypes import (
     type_of,
     upcast_tree,
 )
-from jmp_lite.casting.losses import Prepare, set_float32_loss, with_float32_loss
-from jmp_lite.casting.types import (
-    Array,
-    AxisName,
-    Key,
-    Leaf,
-    LossFn,
-    OptimizerExtraArgs,
-    Params,
-    PyTree,
-    Tree,
-    Updates,
-)
-from jmp_lite.jaxprs import source, structure
+from jmp_lite.casting.types import Array, AxisName, Key, Leaf, LossFn, PyTree, Tree
+from jmp_lite.jaxprs import source
 from jmp_lite.jaxprs.sharding import as_varying, is_sharded
 from jmp_lite.jaxprs.types import Jaxpr
 from jmp_lite.scaling.loss_scale import LossScale, NoOpLossScale, default_loss_scale
-from jmp_lite.scaling.value_and_grad import filled_in
-from jmp_lite.scaling.wrapping import nodes_of, strongly_typed
+from jmp_lite.scaling.wrapping import strongly_typed
 
 WithAux: TypeAlias = tuple[Array, tuple[PyTree, PyTree]]
 """The result of a loss function: ``(loss, (model_state, aux))``."""
 GradFn: TypeAlias = Callable[
-    [Params, PyTree, PyTree, Key | None], tuple[WithAux, Updates]
+    [PyTree, PyTree, PyTree, Key | None], tuple[WithAux, PyTree]
 ]
 """A function with the arguments of a loss function: its result, and gradients."""
 
@@ -79,7 +64,7 @@ def lower_loss(
 
     @functools.wraps(loss_fn)
     def checked(
-        params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
+        params: PyTree, model_state: PyTree, batch: PyTree, rng: Key | None
     ) -> WithAux:
         try:
             result = loss_fn(params, model_state, batch, rng)
@@ -185,26 +170,22 @@ def accumulated_gradients(
     """Returns a gradient function that runs its batch in micro-batches."""
 
     def accumulated(
-        params: Params, model_state: PyTree, batch: PyTree, rng: Key | None
-    ) -> tuple[WithAux, Updates]:
+        params: PyTree, model_state: PyTree, batch: PyTree, rng: Key | None
+    ) -> tuple[WithAux, PyTree]:
         leaves, treedef = jax.tree.flatten(batch)
         axes = _split_axes(batch, batch_axes, times)
         parts = [
-            _split(leaf, axis, times)
+            None if axis is None else _split(leaf, axis, times)
             for leaf, axis in zip(leaves, axes, strict=True)
-            if axis is not None
         ]
 
         def one(
-            carry: tuple[PyTree, Updates], now: tuple[Array, list[Array]]
-        ) -> tuple[tuple[PyTree, Updates], tuple[Array, PyTree]]:
+            carry: tuple[PyTree, PyTree], now: tuple[Array, list[Array | None]]
+        ) -> tuple[tuple[PyTree, PyTree], tuple[Array, PyTree]]:
             model_state, total = carry
             i, parts = now
-            given = iter(parts)
-            merged = [
-                leaf if axis is None else next(given)
-                for leaf, axis in zip(leaves, axes, strict=True)
-            ]
+            pairs = zip(leaves, parts, strict=True)
+            merged = [leaf if part is None else part for leaf, part in pairs]
             # Or dropout would draw the same mask in each micro-batch.
             key = None if rng is None else jax.random.fold_in(rng, i)
             (loss, (new_state, aux)), grads = grad_fn(
@@ -267,21 +248,16 @@ def _split_axes(batch: PyTree, batch_axes: PyTree, times: int) -> list[int | Non
 
 def _broadcast(batch_axes: PyTree, batch: PyTree) -> list[tuple[int, int | None]]:
     """Returns for each leaf the number of its entry in ``batch_axes``, and its axis."""
-    axes: list[tuple[int, int | None]] = []
-    entries = itertools.count()
-
-    def add(axis: int | None, part: PyTree) -> None:
-        axes.extend([(next(entries), axis)] * len(jax.tree.leaves(part)))
-
+    axes, treedef = jax.tree.flatten(batch_axes, is_leaf=lambda node: node is None)
     try:
-        jax.tree.map(add, batch_axes, batch, is_leaf=lambda node: node is None)
+        whole = jax.tree.broadcast(treedef.unflatten(range(len(axes))), batch)
     except (ValueError, TypeError) as error:
         raise ValueError(
             "Expected batch_axes to be an axis, None, or a pytree of them that is a "
             f"prefix of the batch, got {batch_axes!r} for a batch of the structure "
             f"{jax.tree.structure(batch)}."
         ) from error
-    return axes
+    return [(number, axes[number]) for number in jax.tree.leaves(whole)]
 
 
 def _split(leaf: Array, axis: int, times: int) -> Array:
@@ -312,7 +288,7 @@ def _check_types(before: PyTree, after: PyTree) -> None:
             )
 
 
-# ---------------------------------------------------------- devices, frozen parameters
+# ---------------------------------------------------------------------------- devices
 
 
 def localize(tree: Tree, axis_name: AxisName | None) -> Tree:
@@ -366,111 +342,3 @@ def check_axes(axis_name: AxisName | None) -> None:
             "jax.shard_map or jax.vmap with that axis. In a jit with sharded "
             "arguments, leave axis_name out."
         ) from error
-
-
-def find_frozen(
-    optimizer: OptimizerExtraArgs, parameters: Params, state: PyTree
-) -> list[bool]:
-    """Returns whether each parameter is frozen, as by ``optax.set_to_zero``.
-
-    The update of such a parameter depends on nothing: on no gradient, parameter or
-    state. A part of the parameters can be frozen by ``optax.masked`` and by
-    transformations that use it, such as ``optax.partition``.
-
-    No parameter counts as frozen without these, if a wrapper such as ``compensated``
-    stands around them, for an optimizer that computes gradients by itself, and for one
-    whose ``update`` is jit-compiled: a call counts as one op.
-
-    Args:
-      optimizer: the optimizer.
-      parameters: the parameters.
-      state: its state for them.
-
-    Example:
-      >>> import optax
-      >>> labels = {"base": "frozen", "adapter": "trained"}
-      >>> optimizer = optax.partition(
-      ...     {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-3)}, labels
-      ... )
-      >>> params = {"base": jnp.ones(4), "adapter": jnp.ones(2)}
-      >>> find_frozen(optimizer, params, optimizer.init(params))  # adapter, base
-      [False, True]
-    """
-    n_leaves = len(jax.tree.leaves(parameters))
-    if not nodes_of(state, optax.MaskedState):
-        return [False] * n_leaves
-
-    def updates(grads: PyTree, state: PyTree, current: PyTree) -> PyTree:
-        return optimizer.update(grads, state, current)[0]
-
-    grads = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), parameters
-    )
-    try:
-        with jax.numpy_dtype_promotion("standard"):  # Some optimizers need it.
-            jaxpr = jax.make_jaxpr(updates)(grads, state, parameters)
-    except Exception:  # It needs the loss, or other arguments.
-        return [False] * n_leaves
-    parts = structure.parts(jaxpr)
-    found = {*parts.invars}  # What depends on an input.
-    for eqn in parts.eqns:
-        if any(not structure.is_literal(x) and x in found for x in eqn.invars):
-            found.update(eqn.outvars)
-    return [structure.is_literal(x) or x not in found for x in parts.outvars]
-
-
-def trained_part(
-    loss_fn: LossFn, params: Params, frozen: list[bool]
-) -> tuple[Params, LossFn]:
-    """Returns the parameters that are not frozen, and the loss as their function."""
-    if not any(frozen):
-        return params, loss_fn
-
-    def prepared(prepare: Prepare) -> LossFn:
-        loss = with_float32_loss(loss_fn, prepare)
-
-        def of_trained(trained: Params, *others: PyTree) -> WithAux:
-            return loss(filled_in(trained, params), *others)
-
-        return of_trained
-
-    loss_of_trained = prepared(lambda fun: fun)
-    set_float32_loss(loss_of_trained, prepared)
-    return without(params, frozen), loss_of_trained
-
-
-def without(tree: Tree, frozen: Sequence[bool]) -> Tree:
-    """Returns a tree of the parameters with None in place of each frozen one."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is None)
-    kept = zip(leaves, frozen, strict=True)
-    return treedef.unflatten([None if cold else leaf for leaf, cold in kept])
-
-
-def accepted_arguments(
-    optimizer: OptimizerExtraArgs,
-    given: Mapping[str, Any],
-    extra_args: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the extra arguments for an optimizer's update.
-
-    Args:
-      optimizer: the optimizer.
-      given: those of every step. They are left out if its update does not accept them.
-      extra_args: those that the caller of the step adds.
-
-    Raises:
-      TypeError: the update does not accept one of the caller's, or each step has it.
-    """
-    accepted = inspect.signature(optimizer.update).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
-    for name in extra_args:
-        # An optimizer that monitors another loss would silently get this step's.
-        if name in given:
-            raise TypeError(f"The step itself passes {name} to the optimizer.")
-        if not takes_all and name not in accepted:
-            raise TypeError(
-                f"The optimizer's update has no argument {name}, which step got. It "
-                f"has {', '.join(accepted)}."
-            )
-    taken = {name: x for name, x in given.items() if takes_all or name in accepted}
-    return {**taken, **extra_args}

@@ -1,7 +1,9 @@
-"""The state of a training: how it starts, and how it moves."""
+"""The state of a training: how it starts, how it moves, and what is frozen in it."""
 
+import inspect
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import jax
@@ -11,23 +13,14 @@ from jax.typing import ArrayLike
 
 from jmp_lite.casting.dtypes import (
     is_16_bit,
-    is_array,
     is_inexact,
     refuse_raw_bytes,
     type_of,
 )
-from jmp_lite.casting.types import (
-    Array,
-    Key,
-    Leaf,
-    OptimizerExtraArgs,
-    Params,
-    PyTree,
-    Tree,
-)
+from jmp_lite.casting.types import Array, Key, OptimizerExtraArgs, PyTree, Tree
+from jmp_lite.jaxprs import structure
 from jmp_lite.scaling.skipping import LossScalingState, find_states
-from jmp_lite.scaling.wrapping import Rounding, nodes_of, strongly_typed
-from jmp_lite.training.gradients import find_frozen
+from jmp_lite.scaling.wrapping import Rounding, nodes_of
 
 Batch = TypeVar("Batch", contravariant=True)
 
@@ -92,15 +85,6 @@ class Step(Protocol[Batch]):
     ) -> tuple[TrainingState, Metrics]:
         """Trains on a batch."""
         ...
-
-
-def copied(state: TrainingState) -> TrainingState:
-    """Copies all arrays: two of them may be one object, or belong to the caller."""
-
-    def copy(leaf: Leaf) -> Leaf:
-        return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
-
-    return jax.tree.map(copy, strongly_typed(state))
 
 
 def steps_that_move(
@@ -186,7 +170,7 @@ def check_trainable(params: PyTree) -> None:
 
 
 def init_optimizer(
-    wrapped: Any, inner: OptimizerExtraArgs, params: Params
+    wrapped: Any, inner: OptimizerExtraArgs, params: PyTree
 ) -> LossScalingState:
     """Returns the state of an optimizer; warns of parameters that lose updates."""
     opt_state = wrapped.init(params)
@@ -213,3 +197,91 @@ def init_optimizer(
             "loss_scaling or skip_nonfinite, and pass the scale as loss_scale=..."
         )
     return opt_state
+
+
+def find_frozen(
+    optimizer: OptimizerExtraArgs, parameters: PyTree, state: PyTree
+) -> list[bool]:
+    """Returns whether each parameter is frozen, as by ``optax.set_to_zero``.
+
+    The update of such a parameter depends on nothing: on no gradient, parameter or
+    state. A part of the parameters can be frozen by ``optax.masked`` and by
+    transformations that use it, such as ``optax.partition``.
+
+    No parameter counts as frozen without these, if a wrapper such as ``compensated``
+    stands around them, for an optimizer that computes gradients by itself, and for one
+    whose ``update`` is jit-compiled: a call counts as one op.
+
+    Args:
+      optimizer: the optimizer.
+      parameters: the parameters.
+      state: its state for them.
+
+    Example:
+      >>> import optax
+      >>> labels = {"base": "frozen", "adapter": "trained"}
+      >>> optimizer = optax.partition(
+      ...     {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-3)}, labels
+      ... )
+      >>> params = {"base": jnp.ones(4), "adapter": jnp.ones(2)}
+      >>> find_frozen(optimizer, params, optimizer.init(params))  # adapter, base
+      [False, True]
+    """
+    n_leaves = len(jax.tree.leaves(parameters))
+    if not nodes_of(state, optax.MaskedState):
+        return [False] * n_leaves
+
+    def updates(grads: PyTree, state: PyTree, current: PyTree) -> PyTree:
+        return optimizer.update(grads, state, current)[0]
+
+    grads = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), parameters
+    )
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # Some optimizers need it.
+            jaxpr = jax.make_jaxpr(updates)(grads, state, parameters)
+    except Exception:  # It needs the loss, or other arguments.
+        return [False] * n_leaves
+    parts = structure.parts(jaxpr)
+    found = {*parts.invars}  # What depends on an input.
+    for eqn in parts.eqns:
+        if any(not structure.is_literal(x) and x in found for x in eqn.invars):
+            found.update(eqn.outvars)
+    return [structure.is_literal(x) or x not in found for x in parts.outvars]
+
+
+def without(tree: Tree, frozen: Sequence[bool]) -> Tree:
+    """Returns a tree of the parameters with None in place of each frozen one."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is None)
+    kept = zip(leaves, frozen, strict=True)
+    return treedef.unflatten([None if cold else leaf for leaf, cold in kept])
+
+
+def accepted_arguments(
+    optimizer: OptimizerExtraArgs,
+    given: Mapping[str, Any],
+    extra_args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the extra arguments for an optimizer's update.
+
+    Args:
+      optimizer: the optimizer.
+      given: those of every step. They are left out if its update does not accept them.
+      extra_args: those that the caller of the step adds.
+
+    Raises:
+      TypeError: the update does not accept one of the caller's, or each step has it.
+    """
+    accepted = inspect.signature(optimizer.update).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    for name in extra_args:
+        # An optimizer that monitors another loss would silently get this step's.
+        if name in given:
+            raise TypeError(f"The step itself passes {name} to the optimizer.")
+        if not takes_all and name not in accepted:
+            raise TypeError(
+                f"The optimizer's update has no argument {name}, which step got. It "
+                f"has {', '.join(accepted)}."
+            )
+    taken = {name: x for name, x in given.items() if takes_all or name in accepted}
+    return {**taken, **extra_args}

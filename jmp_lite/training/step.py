@@ -21,12 +21,11 @@ from jmp_lite.casting.types import (
     LossFn,
     Optimizer,
     OptimizerExtraArgs,
-    Params,
     PyTree,
     Scalar,
-    Updates,
 )
-from jmp_lite.optimizers.parameters import apply_updates, check_key
+from jmp_lite.mutables import refusing_modules
+from jmp_lite.optimizers.rounding import apply_updates, check_key
 from jmp_lite.scaling.loss_scale import LossScale, check_is_loss_scale
 from jmp_lite.scaling.skipping import (
     LossScalingState,
@@ -37,38 +36,42 @@ from jmp_lite.scaling.skipping import (
     update_if,
 )
 from jmp_lite.scaling.value_and_grad import (
+    build_value_and_grad,
     filled_in,
     parse_grad_dtype,
     rounded_gradients,
-    value_and_grad,
 )
-from jmp_lite.scaling.wrapping import check_classes, with_extra_args
+from jmp_lite.scaling.wrapping import (
+    check_classes,
+    copied,
+    strongly_typed,
+    with_extra_args,
+)
 from jmp_lite.training.gradients import (
     GradFn,
-    accepted_arguments,
+    WithAux,
     accumulated_gradients,
     averaged,
     check_accumulation,
     check_axes,
     check_loss_fn,
-    find_frozen,
     localize,
     lower_loss,
     scale_at_start,
-    trained_part,
-    without,
 )
 from jmp_lite.training.state import (
     Init,
     Metrics,
     Step,
     TrainingState,
+    accepted_arguments,
     check_moves,
     check_trainable,
-    copied,
+    find_frozen,
     init_optimizer,
     moving_average,
     steps_that_move,
+    without,
 )
 
 Batch = TypeVar("Batch")
@@ -231,7 +234,7 @@ class _Training:
     grad_dtype: Dtype
 
     def init(
-        self, params: Params, model_state: PyTree = None, rng: Key | None = None
+        self, params: PyTree, model_state: PyTree = None, rng: Key | None = None
     ) -> TrainingState:
         """Returns the state before the first step; its arrays are copies."""
         check_trainable(params)
@@ -242,16 +245,16 @@ class _Training:
         opt_state = init_optimizer(wrapped, self.optimizer, params)
         if self.ema is not None:
             check_moves(opt_state)
-        return copied(
-            TrainingState(
-                params=params,
-                model_state=model_state,
-                opt_state=opt_state,
-                ema=None if self.ema is None else upcast_tree(params),
-                rng=rng,
-                step=jnp.zeros([], jnp.int32),
-            )
+        state = TrainingState(
+            params=params,
+            model_state=model_state,
+            opt_state=opt_state,
+            ema=None if self.ema is None else upcast_tree(params),
+            rng=rng,
+            step=jnp.zeros([], jnp.int32),
         )
+        # Two arrays may be one object, or belong to the caller.
+        return copied(strongly_typed(state))
 
     def step(
         self, state: TrainingState, batch: PyTree, **extra_args: PyTree
@@ -287,13 +290,9 @@ class _Training:
             average = moving_average(self.ema, state.ema, new_params, n)
             if moved is not None:
                 average = select_tree(moved, average, state.ema)
-        new_state = TrainingState(
-            params=new_params,
-            model_state=model_state,
-            opt_state=new_opt_state,
-            ema=average,
-            rng=state.rng,
-            step=state.step + 1,
+        kept = state._replace(opt_state=new_opt_state)
+        new_state = kept._replace(
+            params=new_params, model_state=model_state, ema=average, step=state.step + 1
         )
         finite = new_opt_state.grads_finite
         metrics: Metrics = {
@@ -304,7 +303,6 @@ class _Training:
             "skipped": new_opt_state.skipped,
             "aux": aux,
         }
-        kept = state._replace(opt_state=new_opt_state)
         return select_tree(finite, new_state, kept), metrics
 
     def _key(self, state: TrainingState) -> Key | None:
@@ -321,21 +319,28 @@ class _Training:
 
     def _evaluate(
         self, state: TrainingState, batch: PyTree, rng: Key | None, frozen: list[bool]
-    ) -> tuple[Array, PyTree, PyTree, Updates]:
+    ) -> tuple[Array, PyTree, PyTree, PyTree]:
         """Returns the loss, the new model state, ``aux``, and the gradients."""
         local = localize(state.params, self.axis_name)
-        trained, loss_of_trained = trained_part(self.loss_fn, local, frozen)
+
+        def of_trained(fun: LossFn, has_aux: bool) -> LossFn:
+            def fun_of_trained(trained: PyTree, *others: PyTree) -> WithAux:
+                return fun(filled_in(trained, local), *others)
+
+            return jax.value_and_grad(fun_of_trained, has_aux=has_aux)
+
         # The loss is scaled in float32, and the gradients are unscaled in float32.
         scale = state.opt_state.loss_scale
-        grad_fn: GradFn = value_and_grad(
-            loss_of_trained, loss_scale=scale, has_aux=True
+        grad_fn: GradFn = refusing_modules(
+            build_value_and_grad(of_trained, self.loss_fn, scale, True, "float32"),
+            "jmp_lite.nnx.value_and_grad",
         )
         if self.times > 1:
             grad_fn = accumulated_gradients(
                 grad_fn, self.times, self.batch_axes, self.axis_name
             )
         (loss, (model_state, aux)), grads = grad_fn(
-            trained, state.model_state, batch, rng
+            without(local, frozen), state.model_state, batch, rng
         )
         on_device = loss, model_state, grads
         loss, model_state, grads = averaged(on_device, self.axis_name)
@@ -346,11 +351,11 @@ class _Training:
     def _update(
         self,
         loss: Array,
-        grads: Updates,
+        grads: PyTree,
         opt_state: LossScalingState,
-        params: Params,
+        params: PyTree,
         extra_args: dict[str, PyTree],
-    ) -> tuple[Updates, LossScalingState]:
+    ) -> tuple[PyTree, LossScalingState]:
         """Returns the updates, and the optimizer's state after them.
 
         ``grads_finite`` of the state decides whether the step is skipped. It covers the
@@ -367,7 +372,7 @@ class _Training:
 
 
 def _refuse_to_evaluate(
-    params: Params,
+    params: PyTree,
     value_fn: PyTree = None,
     obj_fn: PyTree = None,
     grad_fn: PyTree = None,
