@@ -317,8 +317,9 @@ class Walk:
         loop = params.loop_of(eqn)
         of_test, given = operands[: loop.n_cond], operands[loop.n_cond :]
         if loop.cond is None:
-            # A 16-bit value that every step reads is cast at each use, as a parameter
-            # is: its gradient would add up in 16 bits over the steps.
+            # A 16-bit value that every step reads, such as the input of an equilibrium
+            # model, is cast at each use, as a parameter is: its gradient would add up
+            # in 16 bits over the steps.
             for i, facts in enumerate(given[: loop.n_consts]):
                 if facts.state is State.LOW:
                     given[i] = _as_spec(facts, Spec(State.SOFT, Kind.GIVEN))

@@ -128,7 +128,7 @@ class UseAnalysis(Backward[Readers]):
         )
         kind = self._reader(eqn, op, readers, path)
         marks = self._rules.mark(eqn)
-        # A product with zeros and ones may read its table in float32.
+        # ``one_hot(ids) @ all_gather(table)`` may read the table in float32.
         if _changes_if_rounded(op, kind, readers) or marks & _BINARY:
             kind |= Readers.EARLIER
         # In a product of 2,048 factors ``1 + 0.01 * h`` the sums with 1 end no demand.
@@ -263,6 +263,7 @@ def _ended_by(eqn: Eqn, op: str) -> Readers:
     The sum of a branch and a stream, of one shape, ends more than that of a bias.
     """
     shifts = Readers.SHIFTER | Readers.COMPLEMENT
+    # A norm behind a collective would double the bytes that are sent.
     if op in SENDING:
         return shifts
     if op not in ADDING:
