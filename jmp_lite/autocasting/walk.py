@@ -319,8 +319,9 @@ class Walk:
         loop = params.loop_of(eqn)
         of_test, of_body = operands[: loop.n_cond], operands[loop.n_cond :]
         if loop.cond is None:
-            # A 16-bit value that every step reads is cast at each use, as a parameter
-            # is: its gradient would add up in 16 bits over the steps.
+            # A 16-bit value that every step reads, such as the input of an equilibrium
+            # model, is cast at each use, as a parameter is: its gradient would add up
+            # in 16 bits over the steps.
             for i, facts in enumerate(of_body[: loop.n_consts]):
                 if facts.state is State.LOW:
                     of_body[i] = _as_spec(facts, Spec(State.SOFT, Kind.GIVEN))

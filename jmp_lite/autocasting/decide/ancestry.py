@@ -131,6 +131,7 @@ class Ancestry(Forward[Ancestors]):
         is_sum = op in SUMMING or op.startswith("reduce_")
         is_move = op in MOVING and len(eqn.invars) == 1
         is_product = op == "mul" and _are_slices(facts)
+        # A mask may reset the state first: ``g * where(m, h, 0) + x``.
         stays_state = op in LINEAR or is_ratio or op == "select_n"
         result = Ancestors(
             joined.roots,

@@ -229,6 +229,7 @@ class ContentAnalysis(Forward[Content]):
         """Returns the content of the result of a product, and marks it."""
         pair = facts[:2]
         for fact, mark in zip(pair, (Mark.BINARY_LEFT, Mark.BINARY_RIGHT), strict=True):
+            # A convolution sums windows of a 0/1 image, and looks nothing up.
             is_binary = fact.is_binary and params.op_of(eqn) == "dot_general"
             self._mark_if(is_binary, eqn, mark)
         before = pair[0].products | pair[1].products

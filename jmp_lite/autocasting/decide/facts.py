@@ -145,8 +145,8 @@ class Readers(enum.IntFlag):
     def full_reader(self) -> "Readers":
         """The kind of reader that a float32 op is, if these readers read its result."""
         digits = self & _DIGIT_READERS
-        # A sum in float32 demands float32 of its operand, even if a product reads its
-        # sine.
+        # In ``sin(sum(x @ w)) @ u`` a product reads the sine. The sum is float32, and
+        # wants the digits of the phases.
         if self & Readers.LOW_PHASE:
             digits |= Readers.PHASE
         return digits | Readers.FULL

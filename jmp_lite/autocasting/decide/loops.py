@@ -194,6 +194,8 @@ class _Flow(Forward[_Source]):
 
     def _inputs_of_all_steps(self, inputs: frozenset[int]) -> frozenset[int]:
         """Returns the inputs of values, in this step and earlier ones."""
+        # In a reversible network each stream adds what is computed from the other one,
+        # which depends on it in turn.
         while True:
             more = inputs.union(
                 *(
@@ -241,8 +243,7 @@ class _Flow(Forward[_Source]):
                 (carry, other.inputs)
                 for one, other in (operands, operands[::-1])
                 for carry in one.around
-                # A bias or a number is no sum over steps: it is moved, and not
-                # computed.
+                # In ``h + b + tanh(h @ w)`` a bias or a number is no sum over steps.
                 if not other.is_moved
             }
         is_moved = op in MOVING_OR_CASTING and joined.is_moved

@@ -128,10 +128,10 @@ class UseAnalysis(Backward[Readers]):
         )
         kind = self._reader(eqn, op, readers, path)
         marks = self._rules.mark(eqn)
-        # A product with zeros and ones may read its table in float32.
+        # ``one_hot(ids) @ all_gather(table)`` may read the table in float32.
         if _changes_if_rounded(op, kind, readers) or marks & _BINARY:
             kind |= Readers.EARLIER
-        # ``tanh(2 * h + 1)``: a sum with a number ends no demand.
+        # In a product of 2,048 factors ``1 + 0.01 * h`` the sums with 1 end no demand.
         if Mark.NUMBER not in marks:
             kind &= ~_ended_by(eqn, op)
         if _demands(self._rules.match(op, path)):
@@ -187,7 +187,8 @@ class UseAnalysis(Backward[Readers]):
             is_demanded = is_full or readers.demand_float32
             return Readers.PHASE if is_demanded else Readers.LOW_PHASE
         if op not in KEEPING_DIGITS or readers & Readers.OTHER:
-            # A phase keeps its digits, whatever else reads the value.
+            # A phase keeps its digits, whatever else reads the value: in the activation
+            # snake, ``h + sin(20 * h) ** 2 / 20``, the stream does.
             phases = readers & _PHASES if op in KEEPING_DIGITS else Readers.NOBODY
             readers = readers.generalized | phases
         if is_full:
@@ -262,6 +263,7 @@ def _ended_by(eqn: Eqn, op: str) -> Readers:
     The sum of a branch and a stream, of one shape, ends more than that of a bias.
     """
     shifts = Readers.SHIFTER | Readers.COMPLEMENT
+    # A norm behind a collective would double the bytes that are sent.
     if op in SENDING:
         return shifts
     if op not in ADDING:
