@@ -16,7 +16,7 @@ from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.statistics import sample
 from jmp_lite.insight.tables import Place
 from jmp_lite.jaxprs import bilinear, params, primitives, products, structure
-from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn
 from jmp_lite.ops import EDITABLE, EXACT, KEEPING_ERRORS
 
 
@@ -206,7 +206,7 @@ class Sums(NamedTuple):
     given: Array
 
 
-class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
+class Comparer(CountingEvaluator[Twin, ComparedOp]):
     """Runs jaxprs on two lanes. The form of a value is whether it has a twin.
 
     Args:
@@ -214,7 +214,7 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
     """
 
     def __init__(self, elements: int) -> None:
-        super().__init__()
+        super().__init__(Twin)
         self._elements = elements
 
     def inner(self) -> "Comparer":
@@ -281,41 +281,22 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, var: Var, array: Array) -> Twin:
-        """Returns a constant, which no rounding affects."""
-        del var
-        return Twin(array)
-
     def form(self, value: Twin) -> bool:
         """Returns whether a value has a twin."""
         return value.exact is not None
-
-    def join(self, forms: Sequence[bool]) -> bool:
-        """Returns whether a value has a twin in any of several cases."""
-        return any(forms)
-
-    def width(self, form: bool) -> int:
-        """Returns the number of arrays: two for a value with a twin."""
-        return 1 + form
 
     def unpack(self, value: Twin, form: bool) -> list[Array]:
         """Returns the array of the first lane, then the twin."""
         return [value.low, value.full] if form else [value.low]
 
-    def pack(self, arrays: Sequence[Array], form: bool) -> Twin:
-        """Returns the value of an array of the first lane, and its twin."""
-        return Twin(arrays[0], arrays[1] if form else None)
-
-    def types(self, aval: Aval, form: bool) -> list[Aval]:
-        """Returns the types of the first lane and of the twin."""
-        if not form:
-            return [aval]
+    def second_type(self, aval: Aval) -> Aval:
+        """Returns the type of a twin."""
         is_cast = is_narrow(aval.dtype)
-        return [aval, structure.retyped(aval, jnp.float32) if is_cast else aval]
+        return structure.retyped(aval, jnp.float32) if is_cast else aval
 
-    def specs(self, spec: PartitionSpec, form: bool) -> list[PartitionSpec]:
-        """Returns the specs of the first lane and of the twin."""
-        return [spec] * self.width(form)
+    def second_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of a twin: that of the first lane."""
+        return spec
 
 
 _KEEPING = KEEPING_ERRORS | {bilinear.TANGENT_OF}

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import jax
@@ -14,15 +14,15 @@ from jmp_lite.insight.tables import TOP, Place
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.dataflow import has_lanes
 from jmp_lite.jaxprs.evaluate import Body, Evaluator, Frame
-from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Literal, PyTree
+from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, Literal, PyTree, Var
 
 ValueT = TypeVar("ValueT")
-FormT = TypeVar("FormT")
 OpT = TypeVar("OpT")
+AnyT = TypeVar("AnyT")
 
 
 @dataclasses.dataclass(frozen=True)
-class CountedBody(Body[FormT], Generic[FormT, OpT]):
+class CountedBody(Body[bool], Generic[OpT]):
     """A jaxpr of a tool's arrays, which returns sums after its results.
 
     Attributes:
@@ -44,27 +44,34 @@ class _CountingFrame(Frame[ValueT, Place]):
 
 
 class CountingEvaluator(
-    Evaluator[ValueT, FormT, Place, CountedBody[FormT, OpT]],
-    Generic[ValueT, FormT, OpT],
+    Evaluator[ValueT, bool, Place, CountedBody[OpT]], Generic[ValueT, OpT]
 ):
-    """Runs jaxprs, and notes ops with their sums."""
+    """Runs jaxprs, and notes ops with their sums.
 
-    def __init__(self) -> None:
+    A value is the array of the program, or that and a second one. Its form is whether
+    it has a second array.
+
+    Args:
+      value: returns the value of one array or of two.
+    """
+
+    def __init__(self, value: Callable[..., ValueT]) -> None:
+        self._value = value
         self._noted: list[tuple[Sequence[OpT], PyTree]] = []
 
     # ----------------------------------------------------------- what a tool defines
 
     @abc.abstractmethod
-    def inner(self) -> "CountingEvaluator[ValueT, FormT, OpT]":
+    def inner(self) -> "CountingEvaluator[ValueT, OpT]":
         """Returns a new tool, without ops, for a jaxpr inside."""
 
     @abc.abstractmethod
-    def types(self, aval: Aval, form: FormT) -> Sequence[Aval]:
-        """Returns the types of a value's arrays, for the type that the program has."""
+    def second_type(self, aval: Aval) -> Aval:
+        """Returns the type of a second array, for the type that the program has."""
 
     @abc.abstractmethod
-    def specs(self, spec: PartitionSpec, form: FormT) -> Sequence[PartitionSpec]:
-        """Returns the specs of a value's arrays in a ``shard_map``."""
+    def second_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of a second array in a ``shard_map``."""
 
     @abc.abstractmethod
     def nothing(self, n: int) -> PyTree:
@@ -74,16 +81,16 @@ class CountingEvaluator(
     def add(self, one: PyTree, other: PyTree) -> PyTree:
         """Returns the sums of two runs of the same ops."""
 
-    def unpack_rows(self, value: ValueT, form: FormT) -> Sequence[Array]:
+    def unpack_rows(self, value: ValueT, form: bool) -> Sequence[Array]:
         """Returns stacked arrays, with a row for each step."""
         return self.unpack(value, form)
 
-    def pack_rows(self, arrays: Sequence[Array], form: FormT) -> ValueT:
+    def pack_rows(self, arrays: Sequence[Array], form: bool) -> ValueT:
         """Returns the value of stacked arrays of the steps of a loop."""
         return self.pack(arrays, form)
 
     def unpack_device(
-        self, value: ValueT, form: FormT, axes: frozenset[str]
+        self, value: ValueT, form: bool, axes: frozenset[str]
     ) -> Sequence[Array]:
         """Returns the arrays of a result of a ``shard_map``, which fit ``specs``."""
         del axes
@@ -97,14 +104,32 @@ class CountingEvaluator(
 
     def found(self) -> tuple[list[OpT], PyTree]:
         """Returns the ops and their sums, each column in one array."""
-        return self.joined(self._noted)
+        ops = [op for ops, _ in self._noted for op in ops]
+        return ops, stacked([sums for _, sums in self._noted] or [self.nothing(0)])
 
-    def joined(
-        self, parts: Sequence[tuple[Sequence[OpT], PyTree]]
-    ) -> tuple[list[OpT], PyTree]:
-        """Returns several lists of ops as one, with their sums."""
-        ops = [op for ops, _ in parts for op in ops]
-        return ops, stacked([sums for _, sums in parts] or [self.nothing(0)])
+    # --------------------------------------------------------------------- the values
+
+    def constant(self, var: Var, array: Array) -> ValueT:
+        """Returns the value of a constant, of which nothing else is known."""
+        del var
+        return self._value(array)
+
+    def literal(self, atom: Literal) -> ValueT:
+        """Returns the value of a literal, which is that of a constant."""
+        return self.constant(atom, structure.as_array(atom.val))
+
+    def join(self, forms: Sequence[bool]) -> bool:
+        """Returns whether a value has a second array in any of several cases."""
+        return any(forms)
+
+    def width(self, form: bool) -> int:
+        """Returns the number of arrays of a value."""
+        return 1 + form
+
+    def pack(self, arrays: Sequence[Array], form: bool) -> ValueT:
+        """Returns the value of one array or of two."""
+        del form
+        return self._value(*arrays)
 
     # ------------------------------------------------------------------ the equations
 
@@ -126,10 +151,6 @@ class CountingEvaluator(
             return self.equation(eqn, operands, site)
         return super().step(eqn, operands, site)
 
-    def literal(self, atom: Literal) -> ValueT:
-        """Returns the value of a literal, which is that of a constant."""
-        return self.constant(atom, structure.as_array(atom.val))
-
     def call(
         self, eqn: Eqn, operands: Sequence[ValueT], site: Place
     ) -> Sequence[ValueT]:
@@ -149,11 +170,11 @@ class CountingEvaluator(
         jaxpr: Jaxpr,
         operands: Sequence[ValueT],
         site: Place,
-        required: Sequence[FormT] = (),
-    ) -> CountedBody[FormT, OpT]:
+        required: Sequence[bool] = (),
+    ) -> CountedBody[OpT]:
         """Returns a jaxpr of the tool's arrays; see ``Evaluator``."""
         given = tuple(map(self.form, operands))
-        made: list[FormT] = []
+        made: list[bool] = []
         ops: list[OpT] = []
 
         def run(*arrays: Array) -> list[Array]:
@@ -163,12 +184,8 @@ class CountingEvaluator(
             made[: len(required)] = map(self.join, pairs)
             return [*self.unpack_all(results, made), *jax.tree.leaves(sums)]
 
-        invars = structure.parts(jaxpr).invars
-        avals = [
-            aval
-            for var, form in zip(invars, given, strict=True)
-            for aval in self.types(structure.type_of(var), form)
-        ]
+        types = map(structure.type_of, structure.parts(jaxpr).invars)
+        avals = _with_seconds(types, given, self.second_type)
         traced = structure.trace(run, avals, jaxpr)
         n_sums = jax.tree.structure(self.nothing(0)).num_leaves
         axes = sharding.varying_axes(structure.parts(traced).outvars[-n_sums:])
@@ -178,7 +195,7 @@ class CountingEvaluator(
         self,
         jaxpr: Jaxpr,
         arrays: Sequence[Array],
-        given: Sequence[FormT],
+        given: Sequence[bool],
         site: Place,
         ops: list[OpT],
     ) -> tuple[list[ValueT], PyTree]:
@@ -191,7 +208,7 @@ class CountingEvaluator(
     def collect_results(
         self,
         eqn: Eqn,
-        bodies: Sequence[tuple[CountedBody[FormT, OpT], Sequence[ValueT]]],
+        bodies: Sequence[tuple[CountedBody[OpT], Sequence[ValueT]]],
         arrays: Sequence[Array],
         number: int = 0,
     ) -> list[ValueT]:
@@ -210,7 +227,7 @@ class CountingEvaluator(
         return [*self.pack_all(arrays[:at], whole), *stacked]
 
     def _split(
-        self, body: CountedBody[FormT, OpT], arrays: Sequence[Array]
+        self, body: CountedBody[OpT], arrays: Sequence[Array]
     ) -> tuple[list[Array], PyTree]:
         """Runs a body; returns the arrays of its results, and its sums."""
         of_sums = jax.tree.structure(self.nothing(0))
@@ -218,7 +235,7 @@ class CountingEvaluator(
         n = len(out) - of_sums.num_leaves
         return out[:n], of_sums.unflatten(out[n:])
 
-    def _start_sums(self, body: CountedBody[FormT, OpT]) -> PyTree:
+    def _start_sums(self, body: CountedBody[OpT]) -> PyTree:
         """Returns the sums of a body before it runs."""
         return _varying(self.nothing(len(body.ops)), body.axes)
 
@@ -228,7 +245,7 @@ class CountingEvaluator(
         self,
         eqn: Eqn,
         arrays: Sequence[Array],
-        branches: Sequence[CountedBody[FormT, OpT]],
+        branches: Sequence[CountedBody[OpT]],
     ) -> Sequence[Array]:
         """Binds a cond; each branch returns the sums of all."""
         avals = list(map(structure.type_of_value, arrays[1:]))
@@ -239,7 +256,7 @@ class CountingEvaluator(
         return params.bind_cond(eqn, arrays, jaxprs)
 
     def _taken(
-        self, branches: Sequence[CountedBody[FormT, OpT]], i: int
+        self, branches: Sequence[CountedBody[OpT]], i: int
     ) -> Callable[..., list[Array]]:
         """Returns a function that runs one branch, with sums for all branches."""
 
@@ -252,7 +269,7 @@ class CountingEvaluator(
         return run
 
     def bind_scan(
-        self, eqn: Eqn, operands: Sequence[ValueT], body: CountedBody[FormT, OpT]
+        self, eqn: Eqn, operands: Sequence[ValueT], body: CountedBody[OpT]
     ) -> Sequence[Array]:
         """Binds a scan, which carries the sums."""
         n_consts, n_carry = params.scan_counts(eqn)
@@ -278,8 +295,8 @@ class CountingEvaluator(
         self,
         eqn: Eqn,
         operands: Sequence[ValueT],
-        test: CountedBody[FormT, OpT],
-        step: CountedBody[FormT, OpT],
+        test: CountedBody[OpT],
+        step: CountedBody[OpT],
     ) -> Sequence[Array]:
         """Binds a while, which carries the sums of its condition and of its body."""
         loop = params.while_parts(eqn)
@@ -312,7 +329,7 @@ class CountingEvaluator(
         call = sharding.shard_map_of(eqn)
         axes = call.axes
         arrays = self.unpack_all(operands, given)
-        made: list[FormT] = []
+        made: list[bool] = []
         ops: list[OpT] = []
 
         def run(*arrays: Array) -> tuple[list[Array], PyTree]:
@@ -326,16 +343,11 @@ class CountingEvaluator(
             run(*arrays)
             return ()
 
-        def specs(
-            of_program: Sequence[PartitionSpec], forms: Sequence[FormT]
-        ) -> list[PartitionSpec]:
-            pairs = zip(of_program, forms, strict=True)
-            return [spec for pair in pairs for spec in self.specs(*pair)]
-
-        in_specs = tuple(specs(call.in_specs, given))
+        in_specs = tuple(_with_seconds(call.in_specs, given, self.second_spec))
         # The specs of the results depend on their forms, which a first trace finds.
         jax.eval_shape(call.map(trace_once, in_specs, ()), *arrays)
-        mapped = call.map(run, in_specs, (specs(call.out_specs, made), jax.P()))
+        out_specs = _with_seconds(call.out_specs, made, self.second_spec)
+        mapped = call.map(run, in_specs, (out_specs, jax.P()))
         # Outside of jit, JAX would compile each op for all devices.
         out, sums = jax.jit(mapped)(*arrays)
         self.note(ops, sums)
@@ -348,6 +360,16 @@ class CountingEvaluator(
             for at in (0, slice(1, None))
         )
         return lax.scan(lambda sums, row: (self.add(sums, row), None), first, others)[0]
+
+
+def _with_seconds(
+    of_program: Iterable[AnyT], forms: Sequence[bool], second: Callable[[AnyT], AnyT]
+) -> list[AnyT]:
+    """Returns the types or the specs of all arrays, given those of the program."""
+    found: list[AnyT] = []
+    for one, form in zip(of_program, forms, strict=True):
+        found += [one, second(one)] if form else [one]
+    return found
 
 
 def _varying(sums: PyTree, axes: frozenset[str]) -> PyTree:

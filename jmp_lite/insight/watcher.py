@@ -6,10 +6,11 @@ twice. Which op reads which is noted while tracing, so that an infinity can be f
 to the results, or to where it is dropped.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jmp_lite.insight.statistics import Counts
 from jmp_lite.insight.tables import Place
 from jmp_lite.jaxprs import params, sharding, structure
 from jmp_lite.jaxprs.evaluate import Evaluator
-from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Jaxpr, Var
+from jmp_lite.jaxprs.types import Array, Aval, Dtype, Eqn, Jaxpr
 from jmp_lite.ops import KEEPING_NUMBERS
 
 
@@ -106,76 +107,65 @@ class WatchedOp(NamedTuple):
     reads: tuple[Source, ...] = ()
 
 
+@dataclasses.dataclass(eq=False)
 class CountedArray:
     """The numbers of an array, which are counted when they are read.
 
-    Args:
+    Attributes:
       array: the array.
       count: counts this array, together with others.
+      known: the counts, once they are taken.
     """
 
-    def __init__(self, array: Array, count: Callable[[], None]) -> None:
-        self.array = array
-        self.known: Counts | None = None
-        self._count = count
+    array: Array
+    count: Callable[[], None]
+    known: Counts | None = None
 
     @property
     def counts(self) -> Counts:
         """The counts."""
         if self.known is None:
-            self._count()
+            self.count()
         assert self.known is not None
         return self.known
 
 
+@dataclasses.dataclass(eq=False)
 class FlaggedValue:
     """A value and a flag: are all its numbers finite?
 
-    Args:
+    Attributes:
       array: the value.
-      is_finite: the flag; None if it is not computed yet.
-      finite_steps: a flag for each element of the first axis, if a loop stacked them.
+      flag: the flag; None if it is not computed yet.
+      steps: a flag for each element of the first axis, if a loop stacked them.
       counted: the counts of the value, if they are taken.
       sources: the ops that made it, or the slots that hold it.
     """
 
-    def __init__(
-        self,
-        array: Array,
-        is_finite: Array | np.bool_ | None = None,
-        finite_steps: Array | None = None,
-        counted: CountedArray | None = None,
-        sources: frozenset[Source] = frozenset(),
-    ) -> None:
-        self.array = array
-        self.counted = counted
-        self.sources = sources
-        self._is_finite = is_finite
-        self._finite_steps = finite_steps
+    array: Array
+    flag: Array | np.bool_ | None = None
+    steps: Array | None = None
+    counted: CountedArray | None = None
+    sources: frozenset[Source] = frozenset()
 
     @property
     def is_finite(self) -> Array | np.bool_:
         """Whether all its numbers are finite; True if they are not floats."""
-        if self._is_finite is None and self.counted is not None:
-            self._is_finite = statistics.are_finite(self.counted.counts)
-        if self._is_finite is None and self._finite_steps is not None:
-            self._is_finite = self._finite_steps.all()
-        if self._is_finite is None:
-            self._is_finite = _are_all_finite(self.array)
-        return self._is_finite
+        if self.flag is None and self.counted is not None:
+            self.flag = statistics.are_finite(self.counted.counts)
+        elif self.flag is None and self.steps is not None:
+            self.flag = self.steps.all()
+        elif self.flag is None:
+            self.flag = _are_all_finite(self.array)
+        return self.flag
 
+    @property
     def finite_steps(self) -> Array:
         """Whether the numbers of each element of its first axis are finite."""
-        if self._finite_steps is None:
+        if self.steps is None:
             array = jnp.asarray(self.array)
-            self._finite_steps = _are_all_finite(array, tuple(range(1, array.ndim)))
-        return self._finite_steps
-
-    def with_array(self, array: Array) -> "FlaggedValue":
-        """Returns a value with the same numbers in another array."""
-        return FlaggedValue(
-            array, self._is_finite, counted=self.counted, sources=self.sources
-        )
+            self.steps = _are_all_finite(array, tuple(range(1, array.ndim)))
+        return self.steps
 
 
 class Note(NamedTuple):
@@ -194,11 +184,10 @@ class Note(NamedTuple):
     @property
     def counts(self) -> Counts:
         """The counts of its results, without ``is_first``."""
-        each = [result.counts for result in self.results]
-        return functools.reduce(statistics.added, each)
+        return functools.reduce(statistics.added, [r.counts for r in self.results])
 
 
-class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
+class Watcher(CountingEvaluator[FlaggedValue, WatchedOp]):
     """Runs jaxprs and counts the numbers of all results.
 
     Args:
@@ -215,7 +204,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         numbers: Iterator[int] | None = None,
         graph: Graph | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(FlaggedValue)
         self.graph = Graph() if graph is None else graph
         self._dtype, self._elements = dtype, elements
         self._uncounted: list[CountedArray] = []
@@ -236,7 +225,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         results = params.bind(eqn, [value.array for value in operands])
         # The counts of its operand are known.
         if name in KEEPING_NUMBERS or _is_cast_in_range(eqn):
-            return [operands[0].with_array(results[0])]
+            return [dataclasses.replace(operands[0], array=results[0], steps=None)]
         op = (of_the_user(site.path), name, site.source)
         return self._counted(operands, results, op)
 
@@ -263,10 +252,9 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         ]
         seen = self.run(params.body_of(eqn), stopped, site)
         arrays = params.bind(eqn, [value.array for value in operands])
-        pairs = zip(arrays, seen, strict=True)
         return [
             FlaggedValue(array, value.is_finite, sources=value.sources)
-            for array, value in pairs
+            for array, value in zip(arrays, seen, strict=True)
         ]
 
     def _counted(
@@ -314,7 +302,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         self,
         jaxpr: Jaxpr,
         arrays: Sequence[Array],
-        given: Sequence[None],
+        given: Sequence[bool],
         site: Place,
         ops: list[WatchedOp],
     ) -> tuple[list[FlaggedValue], Counts]:
@@ -332,7 +320,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
     def collect_results(
         self,
         eqn: Eqn,
-        bodies: Sequence[tuple[CountedBody[None, WatchedOp], Sequence[FlaggedValue]]],
+        bodies: Sequence[tuple[CountedBody[WatchedOp], Sequence[FlaggedValue]]],
         arrays: Sequence[Array],
         number: int = 0,
     ) -> list[FlaggedValue]:
@@ -349,13 +337,10 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         return results
 
     def converted(
-        self, values: Sequence[FlaggedValue], forms: Sequence[None]
+        self, values: Sequence[FlaggedValue], forms: Sequence[bool]
     ) -> list[FlaggedValue]:
         """Returns the carries of a loop: they have one form."""
-        found = super().converted(values, forms)
-        for new, old in zip(found, values, strict=True):
-            new.sources = old.sources
-        return found
+        return list(values)
 
     # --------------------------------------------------------------------- the counts
 
@@ -369,12 +354,11 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
 
     def found(self) -> tuple[list[WatchedOp], Counts]:
         """Returns the ops that ran, and their counts."""
-        parts = list(self._noted)
         if self._notes:
             columns = statistics.stacked([note.counts for note in self._notes])
             columns["is_first"] = self._are_first(statistics.are_finite(columns))
-            parts.insert(0, ([note.op for note in self._notes], columns))
-        return self.joined(parts)
+            self.note([note.op for note in self._notes], columns)
+        return super().found()
 
     def nothing(self, n: int) -> Counts:
         """Returns the counts of ops that did not run."""
@@ -414,52 +398,35 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, var: Var, array: Array) -> FlaggedValue:
-        """Returns a constant, which has no flag yet."""
-        del var
-        return FlaggedValue(array)
+    def form(self, value: FlaggedValue) -> bool:
+        """Returns True: each value is an array and a flag."""
+        return True
 
-    def form(self, value: FlaggedValue) -> None:
-        """Returns None: each value is an array and a flag."""
-
-    def join(self, forms: Sequence[None]) -> None:
-        """Returns None."""
-
-    def width(self, form: None) -> int:
-        """Returns two: an array and a flag."""
-        return 2
-
-    def unpack(self, value: FlaggedValue, form: None) -> tuple[Array, Array]:
+    def unpack(self, value: FlaggedValue, form: bool) -> tuple[Array, Array]:
         """Returns an array and its flag."""
         flag = jnp.asarray(value.is_finite)
         axes = sharding.mapped_axes_of(value.array)
         return value.array, sharding.as_varying(flag, axes)
 
-    def pack(self, arrays: Sequence[Any], form: None) -> FlaggedValue:
-        """Returns the value of an array and its flag."""
-        return FlaggedValue(*arrays)
+    def second_type(self, aval: Aval) -> Aval:
+        """Returns the type of a flag."""
+        return structure.flag_type(aval)
 
-    def types(self, aval: Aval, form: None) -> tuple[Aval, Aval]:
-        """Returns the types of an array and its flag."""
-        return aval, structure.flag_type(aval)
+    def second_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of a flag, which all devices share."""
+        return jax.P()
 
-    def unpack_rows(self, value: FlaggedValue, form: None) -> tuple[Array, Array]:
+    def unpack_rows(self, value: FlaggedValue, form: bool) -> tuple[Array, Array]:
         """Returns an array and a flag for each of its rows."""
-        return value.array, value.finite_steps()
+        return value.array, value.finite_steps
 
-    def pack_rows(self, arrays: Sequence[Array], form: None) -> FlaggedValue:
+    def pack_rows(self, arrays: Sequence[Array], form: bool) -> FlaggedValue:
         """Returns the value of an array with a flag for each of its rows."""
-        array, finite_steps = arrays
-        return FlaggedValue(array, finite_steps=finite_steps)
-
-    def specs(
-        self, spec: PartitionSpec, form: None
-    ) -> tuple[PartitionSpec, PartitionSpec]:
-        """Returns the specs of an array and its flag."""
-        return spec, jax.P()
+        array, steps = arrays
+        return FlaggedValue(array, steps=steps)
 
     def unpack_device(
-        self, value: FlaggedValue, form: None, axes: frozenset[str]
+        self, value: FlaggedValue, form: bool, axes: frozenset[str]
     ) -> tuple[Array, Array]:
         """Returns an array, and one flag for all devices."""
         array, flag = self.unpack(value, form)
