@@ -30,6 +30,7 @@ from jmp_lite.autocasting.rules.serialization import fields_for_json
 from jmp_lite.autocasting.run import Runner
 from jmp_lite.casting.dtypes import default_device, hint_for, unknown_name
 from jmp_lite.formats.float8 import Float8Format, describe_formats
+from jmp_lite.insight import provenance
 from jmp_lite.insight.backward import (
     Difference,
     backward_of,
@@ -355,7 +356,8 @@ def explain(
             rules,
             has_gradients=backward or len(forward) < len(decided),
             program=program,
-            alone=_alone(args, kwargs),
+            added=provenance.addends_in(traced, _alone(args, kwargs)),
+            closely_read=provenance.closely_read(traced),
         )
         counts = {} if program.is_unchanged else planner.passes
         return Explanation(

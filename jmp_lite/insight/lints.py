@@ -1,13 +1,13 @@
 """Finds probable problems in what autocast does with a function.
 
-A lint names a problem, its place and a remedy. Each check is a function that yields
-lints, and one table lists all checks.
+A lint names a problem, its place and a remedy. Each check yields lints, and one table
+lists all checks.
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.autocasting.rules.scopes import FULL_SCOPE
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
 from jmp_lite.formats.number_format import LOW, Verdict
-from jmp_lite.insight import provenance
 from jmp_lite.insight.reasons import origin_in_words
 from jmp_lite.insight.rows import (
     DecidedRow,
@@ -101,8 +100,10 @@ class LintInput(NamedTuple):
       rules: the rules.
       has_gradients: whether the function is differentiated.
       program: the function as autocast reads it.
-      alone: the numbers of the float32 inputs that are whole arguments, not leaves of a
-        pytree.
+      added: for each sum, by id, the operands that are float32 arguments. Parameters
+        are not data: they come in pytrees, and data comes as an array.
+      closely_read: the equations, by id, whose result is read by what needs its digits,
+        by the name of a lint.
     """
 
     decided: Sequence[DecidedRow]
@@ -110,7 +111,30 @@ class LintInput(NamedTuple):
     rules: Rules
     has_gradients: bool
     program: Program
-    alone: frozenset[int]
+    added: Mapping[int, set[int]]
+    closely_read: Mapping[str, set[int]]
+
+
+class RowLint(NamedTuple):
+    """A check of one equation at a time, with one text.
+
+    Attributes:
+      name: the kind of problem.
+      applies: whether an equation has it.
+      message: the problem.
+      remedy: how to solve it.
+    """
+
+    name: str
+    applies: Callable[[LintInput, DecidedRow], bool]
+    message: str
+    remedy: str
+
+    def __call__(self, inputs: LintInput) -> Iterator[Lint]:
+        """Yields a lint for each equation with the problem."""
+        for decided in inputs.decided:
+            if self.applies(inputs, decided):
+                yield _make_lint(decided, self.name, self.message, self.remedy)
 
 
 def find_lints(inputs: LintInput) -> tuple[Lint, ...]:
@@ -153,7 +177,6 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
     that is deliberately float32: a norm, a softplus. The float32 carry of a loop has a
     row with its own reason.
     """
-    first: dict[int, DecidedRow] = {}
     after: dict[int, list[DecidedRow]] = {}
     is_cast_back: set[int] = set()
     for decided in inputs.decided:
@@ -165,62 +188,45 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
             origin = record.origin
             # A number, or the carry of a loop, is float32 by choice.
             is_op = is_equation(origin) and params.op_of(origin) not in HIGHER_ORDER
-            if widens and is_op:
-                first.setdefault(name, decided)
-            if name in first:
+            if name in after or (widens and is_op):
                 after.setdefault(name, []).append(decided)
         if record.decision.run is Run.LOW:
-            for operand in record.operands:
-                if operand.state is State.HARD:
-                    is_cast_back.add(id(operand.origin))
-    for name, decided in first.items():
-        rows = [one.row for one in after[name]]
+            wide = (o for o in record.operands if o.state is State.HARD)
+            is_cast_back.update(id(operand.origin) for operand in wide)
+    for name, stream in after.items():
+        rows = [decided.row for decided in stream]
         # The tail of a loss ends in float32, and a cast fuses with a single op.
         if name not in is_cast_back or len(rows) == 1:
             continue
         size = sum(row.bytes_run * times_or_once(row.times) for row in rows)
         yield _make_lint(
-            decided,
+            stream[0],
             "widened stream",
-            f"{decided.origin} is float32 and meets a 16-bit value here: {len(rows)} "
+            f"{stream[0].origin} is float32 and meets a 16-bit value here: {len(rows)} "
             f"ops ({count(size)}B) from here on run in float32",
             "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
         )
 
 
-def _float32_input(inputs: LintInput) -> Iterator[Lint]:
-    """An argument follows the 16-bit value that it is added to.
+def _adds_an_input(inputs: LintInput, decided: DecidedRow) -> bool:
+    """Whether an argument follows the 16-bit value that it is added to."""
+    record = decided.record
+    decision, added = record.decision, inputs.added.get(id(record.eqn), ())
+    if decision.run is not Run.LOW or decision.match or not _has_low(decided):
+        return False
+    shape = record.eqn.outvars[0].aval.shape  # A bias is spread over the other axes.
+    return len(shape) > 1 and any(
+        record.operands[i].state is State.SOFT and record.operands[i].shape == shape
+        for i in added
+    )
 
-    Parameters are not data: they come in pytrees, and data comes as an array.
-    """
-    if not inputs.alone:
-        return
-    given = [
-        provenance.ArgumentOrigin(frozenset([i]), i)
-        if i in inputs.alone
-        else provenance.ArgumentOrigin()
-        for i in range(len(structure.parts(inputs.program.jaxpr).invars))
-    ]
-    addends = provenance.Addends()
-    addends.outputs(inputs.program.jaxpr, given)
-    for decided in inputs.decided:
-        record = decided.record
-        follows = record.decision.match is None and _has_low(decided)
-        if not follows or record.decision.run is not Run.LOW:
-            continue
-        shape = record.eqn.outvars[0].aval.shape
-        for i in addends.added.get(id(record.eqn), ()):
-            operand = record.operands[i]
-            is_spread = operand.shape != shape or len(shape) < 2
-            if operand.state is State.SOFT and not is_spread:
-                yield _make_lint(
-                    decided,
-                    "float32 input",
-                    "a float32 input is rounded to 16 bits before it is added to a "
-                    "16-bit value",
-                    "Apply jmp_lite.as_full to it if all its digits matter "
-                    "(coordinates, times)",
-                )
+
+_FLOAT32_INPUT = RowLint(
+    "float32 input",
+    _adds_an_input,
+    "a float32 input is rounded to 16 bits before it is added to a 16-bit value",
+    "Apply jmp_lite.as_full to it if all its digits matter (coordinates, times)",
+)
 
 
 def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
@@ -231,13 +237,13 @@ def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
         record = decided.record
         if record.result is None or record.decision.run is not Run.FULL:
             continue
-        if _trains_or_filters(record.eqn):
-            continue
-        remedy = "Apply jmp_lite.as_low to the named value if 16 bits suffice"
-        is_result = record.decision.reason is Reason.CARRY_RESULT
-        if is_result:
+        if record.decision.reason is Reason.CARRY_RESULT:
             remedy = 'Use rules.carry(scope, "follow") if layers pass it on'
-        if is_result or record.origin is not None:
+        elif record.origin is not None:
+            remedy = "Apply jmp_lite.as_low to the named value if 16 bits suffice"
+        else:
+            continue
+        if not _trains_or_filters(record.eqn):
             yield _make_lint(
                 decided, "float32 carry", f"float32 {decided.row.reason}", remedy
             )
@@ -258,16 +264,13 @@ def _trains_or_filters(loop: Eqn) -> bool:
     return bool(sizes) and all(n < 8 for size in sizes for n in size)
 
 
-def _asked_for_float32(inputs: LintInput) -> Iterator[Lint]:
-    for decided in inputs.decided:
-        if decided.record.decision.reason is Reason.HIGHEST_PRECISION:
-            yield _make_lint(
-                decided,
-                "float32 product",
-                "a matrix product requests a specific precision and runs in float32",
-                "Leave precision= out if 16 bits suffice, or call it under "
-                "jmp_lite.low_precision if a package sets it",
-            )
+_FLOAT32_PRODUCT = RowLint(
+    "float32 product",
+    lambda _, decided: decided.record.decision.reason is Reason.HIGHEST_PRECISION,
+    "a matrix product requests a specific precision and runs in float32",
+    "Leave precision= out if 16 bits suffice, or call it under jmp_lite.low_precision "
+    "if a package sets it",
+)
 
 
 def _off_tensor_cores(inputs: LintInput) -> Iterator[Lint]:
@@ -322,66 +325,60 @@ def _unfit_for_format(inputs: LintInput) -> Iterator[Lint]:
             )
 
 
-def _lost_digits(inputs: LintInput) -> Iterator[Lint]:
-    """The reader of a 16-bit product needs more of its digits."""
-    readers, residues = provenance.ProductReaders(), provenance.Residues()
-    for analysis in (readers, residues):
-        analysis.follow(inputs.program.jaxpr)
-    found = {**readers.found, "residue": residues.found}
-    for decided in inputs.decided:
-        if decided.record.decision.run is Run.LOW:
-            for name, message, remedy in _LOST_DIGITS:
-                if id(decided.record.eqn) in found.get(name, ()):
-                    yield _make_lint(decided, name, message, remedy)
+def _of_readers(name: str, message: str, remedy: str) -> RowLint:
+    """Returns the check of a 16-bit product whose reader needs more of its digits."""
+
+    def applies(inputs: LintInput, decided: DecidedRow) -> bool:
+        record = decided.record
+        is_read = id(record.eqn) in inputs.closely_read.get(name, ())
+        return is_read and record.decision.run is Run.LOW
+
+    return RowLint(name, applies, message, remedy)
 
 
 _LOST_DIGITS = (
-    (
+    _of_readers(
         "low phase",
         "sin or cos reads the result of a 16-bit product",
         "Compute it under jmp_lite.full_precision if its angles are large",
     ),
-    (
+    _of_readers(
         "cancellation",
         "a 16-bit product is a term of a difference that a root or a pick (argmax, "
         "top_k) reads",
         "Compute it under jmp_lite.full_precision, or sum squared differences",
     ),
-    (
+    _of_readers(
         "low lookup",
         "a 16-bit product looks up integers, or averages them, and rounds those above "
         "256",
         "Use an index instead of the product, or jmp_lite.full_precision",
     ),
-    (
+    _of_readers(
         "residue",
         "a 16-bit product is subtracted, and a state or the result reads what is left",
         "Compute it under jmp_lite.full_precision if both are close to each other",
     ),
-    (
+    _of_readers(
         "low range",
         "a quotient divides by a difference of 16-bit products, which is 0 where they "
         "are close to each other",
         "Compute them under jmp_lite.full_precision, or divide by more",
     ),
 )
-"""The name of each lint, its message and its remedy."""
 
 
-def _amplified_rounding(inputs: LintInput) -> Iterator[Lint]:
-    """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
-    differences = provenance.Differences()
-    differences.follow(inputs.program.jaxpr)
-    for decided in inputs.decided:
-        is_low = decided.record.decision.state is State.LOW
-        if is_low and id(decided.record.eqn) in differences.amplified:
-            yield _make_lint(
-                decided,
-                "amplified rounding",
-                "a logarithm, a root, a quotient or a step reads this 16-bit sum or "
-                "difference, and amplifies its rounding error",
-                "Compute it under jmp_lite.full_precision",
-            )
+# A rule or a mark lowers what autocast would not.
+_AMPLIFIED_ROUNDING = RowLint(
+    "amplified rounding",
+    lambda inputs, decided: (
+        decided.record.decision.state is State.LOW
+        and id(decided.record.eqn) in inputs.closely_read.get("amplified rounding", ())
+    ),
+    "a logarithm, a root, a quotient or a step reads this 16-bit sum or difference, "
+    "and amplifies its rounding error",
+    "Compute it under jmp_lite.full_precision",
+)
 
 
 def _wide_work(inputs: LintInput) -> Iterator[Lint]:
@@ -629,15 +626,15 @@ def _inner_autocast(inputs: LintInput) -> Iterator[Lint]:
 
 _CHECKS: Sequence[Callable[[LintInput], Iterator[Lint]]] = (
     _widened_stream,
-    _float32_input,
+    _FLOAT32_INPUT,
     _float32_carry,
-    _asked_for_float32,
+    _FLOAT32_PRODUCT,
     _off_tensor_cores,
     _unfit_for_format,
-    _lost_digits,
+    *_LOST_DIGITS,
     _wide_work,
     _low_sampling,
-    _amplified_rounding,
+    _AMPLIFIED_ROUNDING,
     _opaque,
     _literal,
     _no_loss_scale,
