@@ -44,11 +44,9 @@ class TwinError(NamedTuple):
     @property
     def relative(self) -> Array:
         """The relative error; infinite if all float32 values are zero."""
-        is_off = self.off > 0
+        of_zeros = jnp.where(self.off > 0, jnp.inf, 0.0)
         unit = jnp.where(self.size > 0, self.size, 1)
-        return jnp.where(
-            self.size > 0, self.off / unit, jnp.where(is_off, jnp.inf, 0.0)
-        )
+        return jnp.where(self.size > 0, self.off / unit, of_zeros)
 
 
 NO_ERROR = TwinError(np.float32(0), np.float32(1))
@@ -246,7 +244,7 @@ class Comparer(CountingEvaluator[Twin, ComparedOp]):
         made = self._errors(results)
         if not made:
             return
-        off, size = (sum(each) for each in zip(*made, strict=True))
+        off, size = map(sum, zip(*made, strict=True))
         # An operand that only carries a tangent consists of zeros on the low lane. Its
         # error is known only if an earlier op has passed it on.
         pairs = zip(operands, bilinear.are_tangents(eqn), strict=True)
@@ -307,6 +305,6 @@ def _half_a_unit(dtype: Dtype) -> float:
 
     For integers it is that of the largest number.
     """
-    if jnp.issubdtype(dtype, jnp.integer):
-        return 0.5 / float(jnp.iinfo(dtype).max)
-    return float(jnp.finfo(dtype).eps) / 2
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    unit = 1 / jnp.iinfo(dtype).max if is_integer else float(jnp.finfo(dtype).eps)
+    return unit / 2

@@ -32,20 +32,20 @@ from jmp_lite.casting.dtypes import default_device, hint_for, unknown_name
 from jmp_lite.formats.float8 import Float8Format, describe_formats
 from jmp_lite.insight import provenance
 from jmp_lite.insight.backward import (
-    Difference,
+    ArgNums,
+    Differentiable,
     backward_of,
-    depth_that_fits,
-    grouped,
+    check_argnums,
     rows_of_backward,
 )
-from jmp_lite.insight.gradients import ArgNums, Arguments, check_argnums
 from jmp_lite.insight.lints import Lint, LintInput, find_lints
-from jmp_lite.insight.rows import (
-    Row,
+from jmp_lite.insight.rows import Row, decided_rows, is_low
+from jmp_lite.insight.summaries import (
+    Difference,
     Totals,
     casts_in,
-    decided_rows,
-    is_low,
+    depth_that_fits,
+    grouped,
     totals_of,
 )
 from jmp_lite.insight.tables import Uncalled, count, html_table, text_table
@@ -339,14 +339,14 @@ def explain(
         rows, kept = [one.row for one in decided], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
-            arguments = Arguments.of(args, kwargs, argnums)
-            passes = [backward_of(one, treedef, arguments) for one in (traced, run)]
-            written = passes[0]
-            if program.held:
-                written = backward_of(program.as_written, treedef, arguments)
-            kept = written.kept, passes[1].kept
+            of_all = traced, run, program.as_written
+            passes = [
+                backward_of(Differentiable(one, treedef, args, kwargs, argnums))
+                for one in (of_all if program.held else of_all[:2])
+            ]
+            kept = passes[-1 if program.held else 0].kept, passes[1].kept
             rows += rows_of_backward(passes[1], passes[0])
-            programs = [[one.forward, one.backward] for one in passes]
+            programs = [[one.forward, one.backward] for one in passes[:2]]
         as_traced, as_run = (casts_in(each, low) for each in programs)
         added = tuple(n - m for n, m in zip(as_run, as_traced, strict=True))
         forward = [one for one in decided if not one.row.is_backward]

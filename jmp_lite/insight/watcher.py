@@ -181,11 +181,6 @@ class Note(NamedTuple):
     results: Sequence[CountedArray]
     operands: Sequence[FlaggedValue]
 
-    @property
-    def counts(self) -> Counts:
-        """The counts of its results, without ``is_first``."""
-        return functools.reduce(statistics.added, [r.counts for r in self.results])
-
 
 class Watcher(CountingEvaluator[FlaggedValue, WatchedOp]):
     """Runs jaxprs and counts the numbers of all results.
@@ -355,7 +350,9 @@ class Watcher(CountingEvaluator[FlaggedValue, WatchedOp]):
     def found(self) -> tuple[list[WatchedOp], Counts]:
         """Returns the ops that ran, and their counts."""
         if self._notes:
-            columns = statistics.stacked([note.counts for note in self._notes])
+            each = [[result.counts for result in note.results] for note in self._notes]
+            sums = [functools.reduce(statistics.added, counts) for counts in each]
+            columns = statistics.stacked(sums)
             columns["is_first"] = self._are_first(statistics.are_finite(columns))
             self.note([note.op for note in self._notes], columns)
         return super().found()
