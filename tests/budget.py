@@ -36,7 +36,7 @@ BUDGET = {
     "casting": Size(378, 4, 6, 3),
     "flax": Size(659, 4, 11, 4),
     "formats": Size(603, 8, 2, 9),
-    "insight": Size(3661, 17, 44, 3),
+    "insight": Size(3618, 17, 43, 3),
     "jaxprs": Size(2050, 15, 45, 3),
     "optimizers": Size(1339, 9, 28, 4),
     "scaling": Size(1337, 6, 15, 4),

@@ -97,7 +97,6 @@ class Differentiable:
         self._names = [argument_name(paths[i]) for i in self.floats]
         self.names_of_gradients = [f"gradient of {name}" for name in self._names]
         self.losses = _losses_in(parts.outvars, treedef)
-        self._of_losses = [parts.outvars[i].aval for i in self.losses]
         results = jax.tree.unflatten(treedef, range(len(parts.outvars)))
         self.names_of_results = [
             f"result{jax.tree_util.keystr(path)}"
@@ -177,7 +176,8 @@ class Differentiable:
         Args:
           fun: as in ``differentiated``.
         """
-        types, generator = self._of_losses, np.random.default_rng(0)
+        types = [self.types[i] for i in self.losses]
+        generator = np.random.default_rng(0)
         cotangents = [
             jnp.asarray(generator.standard_normal(x.shape)).astype(x.dtype)
             for x in types

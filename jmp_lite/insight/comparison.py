@@ -231,17 +231,16 @@ def compared_with_float32(
       backward: whether its gradients are compared too.
       elements: the largest number of elements of a result to compare.
     """
-    run = functools.partial(run_function, rules, function.traced)
-    low = functools.partial(run, types=function.types, casts=StagedCasts)
+    traced, types = function.traced, function.types
+    low = functools.partial(run_function, rules, traced, types=types, casts=StagedCasts)
     program = jax.make_jaxpr(lambda *xs: low(xs))(*arrays)
     names = function.names_of_results
     if backward:
         function.check()
         names = [*names, *function.names_of_gradients]
-        forward = functools.partial(structure.evaluate, program)
-        both = function.with_gradients(forward)
+        run = functools.partial(structure.evaluate, program)
         with function.advised():
-            program = jax.make_jaxpr(both)(*function.avals)
+            program = jax.make_jaxpr(function.with_gradients(run))(*function.avals)
     comparer = Comparer(elements)
     results = comparer.run_program(program, list(map(Twin, arrays)))
     empty = jnp.zeros(0, jnp.float32)

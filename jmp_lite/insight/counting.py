@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -92,7 +93,7 @@ class CountingEvaluator(
     def unpack_device(
         self, value: ValueT, form: bool, axes: frozenset[str]
     ) -> Sequence[Array]:
-        """Returns the arrays of a result of a ``shard_map``, which fit ``specs``."""
+        """Returns the arrays of a result of a ``shard_map``, which fit its specs."""
         del axes
         return self.unpack(value, form)
 
@@ -248,25 +249,19 @@ class CountingEvaluator(
         branches: Sequence[CountedBody[OpT]],
     ) -> Sequence[Array]:
         """Binds a cond; each branch returns the sums of all."""
-        avals = list(map(structure.type_of_value, arrays[1:]))
-        jaxprs = [
-            structure.trace(self._taken(branches, i), avals, branch.jaxpr)
-            for i, branch in enumerate(branches)
-        ]
-        return params.bind_cond(eqn, arrays, jaxprs)
 
-    def _taken(
-        self, branches: Sequence[CountedBody[OpT]], i: int
-    ) -> Callable[..., list[Array]]:
-        """Returns a function that runs one branch, with sums for all branches."""
-
-        def run(*arrays: Array) -> list[Array]:
+        def run(i: int, *arrays: Array) -> list[Array]:
             results, new = self._split(branches[i], arrays)
             sums = list(map(self._start_sums, branches))
             sums[i] = _varying(new, branches[i].axes)
             return [*results, *jax.tree.leaves(sums)]
 
-        return run
+        avals = list(map(structure.type_of_value, arrays[1:]))
+        jaxprs = [
+            structure.trace(functools.partial(run, i), avals, branch.jaxpr)
+            for i, branch in enumerate(branches)
+        ]
+        return params.bind_cond(eqn, arrays, jaxprs)
 
     def bind_scan(
         self, eqn: Eqn, operands: Sequence[ValueT], body: CountedBody[OpT]

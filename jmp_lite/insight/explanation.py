@@ -373,11 +373,11 @@ def explain(
     return Uncalled("explain", fun, explained)
 
 
-def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
+def _alone(args: PyTree, kwargs: PyTree) -> set[int]:
     """Returns the float32 arrays that are whole arguments, not leaves of a pytree."""
     arrays = arrays_in(args, kwargs)
-    is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
-    return frozenset(i for i, yes in enumerate(is_alone) if yes)
+    wholes = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
+    return {i for i, is_whole in enumerate(wholes) if is_whole}
 
 
 def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
@@ -387,7 +387,7 @@ def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
     if rules.carries:
         # As rules of a precision that applies to every op: a carry has no format.
         carries = [(pattern, Precision.FULL) for pattern, _ in rules.carries]
-        inside = [(path, params.op_of(eqn)) for eqn, path in equations(jaxpr)]
+        inside = ((path, params.op_of(eqn)) for eqn, path in equations(jaxpr))
         loops = [(path, op) for path, op in inside if op in ("scan", "while")]
         yield from _unused_scopes("carry", carries, loops)
     ops = list(dict.fromkeys(row.op for row in rows))

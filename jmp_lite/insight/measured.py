@@ -121,12 +121,8 @@ class Sample:
 
     def error(self, rules: Rules, options: Mapping[str, bool]) -> Error:
         """Returns the error under some rules, with some compiler options."""
-        run = functools.partial(
-            run_function,
-            rules,
-            self._function.traced,
-            types=self._function.types,
-        )
+        traced, types = self._function.traced, self._function.types
+        run = functools.partial(run_function, rules, traced, types=types)
         found = self._run(run, self._arrays, options)
         errors = [
             # Infinities and NaN count even in a result that is not judged.
@@ -310,10 +306,9 @@ class TuningReport:
         ]
         if self.kept:
             headers = ("kept", "", "as", "error without it", "worst in")
-            named = [(k, name_of(k.precision).upper()) for k in self.kept]
             rows = [
-                (k.kind, k.name or "(all)", precision, *_cells(k.without))
-                for k, precision in named
+                (kind, name or "(all)", name_of(precision).upper(), *_cells(error))
+                for kind, name, precision, error in self.kept
             ]
             lines.append(text_table(headers, [("", rows)], right=(3,)))
         if self.not_judged:

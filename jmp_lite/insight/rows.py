@@ -4,8 +4,7 @@ A row describes one equation. Lints judge it.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -313,48 +312,42 @@ def placed_equations(jaxpr: Jaxpr, place: Place = TOP) -> Iterator[tuple[Eqn, Pl
 
 # --------------------------------------------------- the reason of each, in words
 
-_WORDS: Mapping[Reason, str] = MappingProxyType(
-    {
-        Reason.RULE: "set by a carry rule or a mark",
-        Reason.HIGHEST_PRECISION: "FULL: requests a specific precision",
-        Reason.DIGITS: "FULL: for an index, a solver, or a power of one matrix",
-        Reason.PHASE: "FULL: read by sin or cos, and its operands are given",
-        Reason.LOOKUP: "FULL: zeros and ones look up or count, for float32 ops",
-        Reason.SPREAD: "FULL: exponentials, read by a logarithm or a quotient",
-        Reason.SMALL: "FULL: a batch of products of small matrices",
-        Reason.RANDOM: "as traced: computed from random bits alone",
-        Reason.NOT_FLOAT32: "as traced: not from float32 to float32",
-        Reason.OPAQUE: "KEEP: has side effects, or applies a function to elements",
-        Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
-        Reason.PASSES_ON: "returns its operands",
-        Reason.POSITION: "the operand may be a position or a phase",
-        Reason.MOVES_16_BITS: "moves or sends what has 16 bits or fewer",
-        Reason.ROUNDS_NOTHING: "exact in 16 bits",
-        Reason.READ_IN_FLOAT32: "read only by float32 ops, or returned",
-        Reason.AMPLIFIED: "read by an op that amplifies rounding errors",
-        Reason.ONE_FUNCTION: "part of a function of one 16-bit value",
-        Reason.UNDECIDED: "undecided: no operand is 16-bit or deliberate float32",
-        Reason.CAST: "existing cast to float32: deliberate",
-        Reason.ITERATES: "KEEP: iterates until a float tells it to end",
-        Reason.CARRY_PRODUCTS: "read only by 16-bit matrix products",
-        Reason.CARRY_STATE: "a state or a sum: not one of a stack of layers",
-        Reason.CARRY_RESULT: "a result: only an output reads its last value",
-        Reason.CARRY_LAYERS: "a stack of layers: follows its start and its steps",
-    }
-)
+_WORDS = {
+    Reason.RULE: "set by a carry rule or a mark",
+    Reason.HIGHEST_PRECISION: "FULL: requests a specific precision",
+    Reason.DIGITS: "FULL: for an index, a solver, or a power of one matrix",
+    Reason.PHASE: "FULL: read by sin or cos, and its operands are given",
+    Reason.LOOKUP: "FULL: zeros and ones look up or count, for float32 ops",
+    Reason.SPREAD: "FULL: exponentials, read by a logarithm or a quotient",
+    Reason.SMALL: "FULL: a batch of products of small matrices",
+    Reason.RANDOM: "as traced: computed from random bits alone",
+    Reason.NOT_FLOAT32: "as traced: not from float32 to float32",
+    Reason.OPAQUE: "KEEP: has side effects, or applies a function to elements",
+    Reason.OTHER_FLOATS: "KEEP: an operand has another float dtype",
+    Reason.PASSES_ON: "returns its operands",
+    Reason.POSITION: "the operand may be a position or a phase",
+    Reason.MOVES_16_BITS: "moves or sends what has 16 bits or fewer",
+    Reason.ROUNDS_NOTHING: "exact in 16 bits",
+    Reason.READ_IN_FLOAT32: "read only by float32 ops, or returned",
+    Reason.AMPLIFIED: "read by an op that amplifies rounding errors",
+    Reason.ONE_FUNCTION: "part of a function of one 16-bit value",
+    Reason.UNDECIDED: "undecided: no operand is 16-bit or deliberate float32",
+    Reason.CAST: "existing cast to float32: deliberate",
+    Reason.ITERATES: "KEEP: iterates until a float tells it to end",
+    Reason.CARRY_PRODUCTS: "read only by 16-bit matrix products",
+    Reason.CARRY_STATE: "a state or a sum: not one of a stack of layers",
+    Reason.CARRY_RESULT: "a result: only an output reads its last value",
+    Reason.CARRY_LAYERS: "a stack of layers: follows its start and its steps",
+}
 
-_MARK_REASONS: Mapping[str, str] = MappingProxyType(
-    {
-        scopes.AUTOCAST_SCOPE: "decided by an inner autocast",
-        scopes.FULL_SCOPE: "marked by full_precision or as_full",
-        scopes.LOW_SCOPE: "marked by low_precision or as_low",
-        scopes.AS_WRITTEN_SCOPE: "inside low_call: runs as written",
-    }
-)
+_MARK_REASONS = {
+    scopes.AUTOCAST_SCOPE: "decided by an inner autocast",
+    scopes.FULL_SCOPE: "marked by full_precision or as_full",
+    scopes.LOW_SCOPE: "marked by low_precision or as_low",
+    scopes.AS_WRITTEN_SCOPE: "inside low_call: runs as written",
+}
 
-_GROUP_REASONS: Mapping[str, str] = MappingProxyType(
-    {op.group: op.reason for op in OPS}
-)
+_GROUP_REASONS = {op.group: op.reason for op in OPS}
 
 
 def records_of(step: Step) -> list[DecisionRecord]:

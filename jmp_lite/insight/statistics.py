@@ -187,27 +187,16 @@ def counted_together(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
         if len(group) == 1:
             counts[group[0]] = counted(arrays[group[0]], dtype)
             continue
-        rows = _counted_in_rows([arrays[i] for i in group], dtype)
-        counts.update(zip(group, rows, strict=True))
+        # As rows of one array, with zeros at the end, which do not count.
+        most = max(arrays[i].size for i in group)
+        rows = [jnp.ravel(sizes_of(arrays[i])) for i in group]
+        sizes = jnp.stack([jnp.pad(row, (0, most - row.size)) for row in rows])
+        ends = _ends_for(sizes, dtype, _has_scale(arrays[group[0]], dtype), [1])
+        columns = _reduce_counts(_classify(sizes, ends), [1])
+        for at, i in enumerate(group):
+            found = jax.tree.map(lambda column, at=at: column[at], columns)
+            counts[i] = {**found, "elements": Count.split(arrays[i].size)}
     return [counts[i] for i in range(len(arrays))]
-
-
-def _counted_in_rows(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
-    most = max(array.size for array in arrays)
-    # Zeros do not count.
-    rows = [
-        jnp.pad(jnp.ravel(sizes_of(array)), (0, most - array.size)) for array in arrays
-    ]
-    sizes = jnp.stack(rows)
-    ends = _ends_for(sizes, dtype, _has_scale(arrays[0], dtype), [1])
-    columns = _reduce_counts(_classify(sizes, ends), [1])
-    return [
-        {
-            **jax.tree.map(lambda column, i=i: column[i], columns),
-            "elements": Count.split(array.size),
-        }
-        for i, array in enumerate(arrays)
-    ]
 
 
 def _has_scale(array: ArrayLike, dtype: DTypeLike) -> bool:

@@ -157,13 +157,10 @@ def watch(
         results_from = frozenset[Source]().union(*(value.sources for value in seen))
         order = np.argsort([op.number for op in ops])
         counts = jax.tree.map(lambda column: gathered(column[order]), counts)
-        stats = WatchedNumerics(
-            counts,
-            tuple(ops[i] for i in order),
-            target.name,
-            tuple(results_from),
-            watcher.graph.frozen(),
-        )
+        # Tuples, for the structure of a pytree.
+        slots = tuple((s, tuple(made)) for s, made in watcher.graph.of_slots.items())
+        ordered, reaching = tuple(ops[i] for i in order), tuple(results_from)
+        stats = WatchedNumerics(counts, ordered, target.name, reaching, slots)
         results = [
             structure.as_typed(x.array, var.aval)
             for x, var in zip(seen, structure.parts(traced.jaxpr).outvars, strict=True)

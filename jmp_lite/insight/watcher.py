@@ -9,7 +9,7 @@ to the results, or to where it is dropped.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -46,9 +46,10 @@ Source = int | Slot
 
 
 class Graph:
-    """Where the values in slots come from, and the values of jaxprs inside."""
+    """The numbers of ops, and where the values in slots and of jaxprs come from."""
 
     def __init__(self) -> None:
+        self.numbers = itertools.count()
         self.of_slots: dict[Slot, set[Source]] = {}
         # By the id of the list of ops, which is kept so that its id is not reused.
         self._bodies: dict[int, tuple[object, list[Slot], list[set[Source]]]] = {}
@@ -83,10 +84,6 @@ class Graph:
         for slot, made in zip(slots[carries] if carries else (), results, strict=False):
             self.of_slots[slot] |= made
         return results
-
-    def frozen(self) -> tuple[tuple[Slot, tuple[Source, ...]], ...]:
-        """Returns the sources of all slots, for the structure of a pytree."""
-        return tuple((slot, tuple(found)) for slot, found in self.of_slots.items())
 
 
 class WatchedOp(NamedTuple):
@@ -188,27 +185,21 @@ class Watcher(CountingEvaluator[FlaggedValue, WatchedOp]):
     Args:
       dtype: the dtype that shares are given for.
       elements: the largest number of elements of a result to count; None for all.
-      numbers: an iterator that numbers the ops.
-      graph: the sources of values in slots.
+      graph: the numbers of ops, and the sources of values in slots.
     """
 
     def __init__(
-        self,
-        dtype: Dtype,
-        elements: int | None = None,
-        numbers: Iterator[int] | None = None,
-        graph: Graph | None = None,
+        self, dtype: Dtype, elements: int | None = None, graph: Graph | None = None
     ) -> None:
         super().__init__(FlaggedValue)
         self.graph = Graph() if graph is None else graph
         self._dtype, self._elements = dtype, elements
         self._uncounted: list[CountedArray] = []
-        self._numbers = itertools.count() if numbers is None else numbers
         self._notes: list[Note] = []
 
     def inner(self) -> "Watcher":
         """Returns a watcher for a jaxpr inside."""
-        return Watcher(self._dtype, self._elements, self._numbers, self.graph)
+        return Watcher(self._dtype, self._elements, self.graph)
 
     # ------------------------------------------------------------------ the equations
 
@@ -221,8 +212,37 @@ class Watcher(CountingEvaluator[FlaggedValue, WatchedOp]):
         # The counts of its operand are known.
         if name in KEEPING_NUMBERS or _is_cast_in_range(eqn):
             return [dataclasses.replace(operands[0], array=results[0], steps=None)]
-        op = (of_the_user(site.path), name, site.source)
-        return self._counted(operands, results, op)
+        each = [
+            CountedArray(self._sample(array), self._count) if _is_float(array) else None
+            for array in results
+        ]
+        made = [counted for counted in each if counted is not None]
+        self._uncounted += made
+        read = frozenset[Source]().union(*(value.sources for value in operands))
+        sources = read  # A number of another kind, such as a flag, tells of them.
+        if made:
+            place = (of_the_user(site.path), name, site.source)
+            op = WatchedOp(*place, next(self.graph.numbers), tuple(read))
+            sources = frozenset[Source]([op.number])
+            self._notes.append(Note(op, made, operands))
+        for value in operands:  # An op may write into a reference.
+            if not structure.is_of_numbers(jax.typeof(value.array)):
+                value.sources |= sources | read
+        return [
+            FlaggedValue(
+                array,
+                np.True_ if counted is None else None,
+                counted=counted,
+                sources=sources,
+            )
+            for array, counted in zip(results, each, strict=True)
+        ]
+
+    def _sample(self, array: Array) -> Array:
+        array = lax.stop_gradient(jnp.asarray(array))
+        if self._elements is None:
+            return array
+        return statistics.sample(array, self._elements)
 
     def call(
         self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place
@@ -251,45 +271,6 @@ class Watcher(CountingEvaluator[FlaggedValue, WatchedOp]):
             FlaggedValue(array, value.is_finite, sources=value.sources)
             for array, value in zip(arrays, seen, strict=True)
         ]
-
-    def _counted(
-        self,
-        operands: Sequence[FlaggedValue],
-        results: Sequence[Array],
-        op: tuple[str, str, str],
-    ) -> list[FlaggedValue]:
-        """Counts the numbers of results, and returns the results with their flags."""
-        each = [
-            CountedArray(self._sample(array), self._count) if _is_float(array) else None
-            for array in results
-        ]
-        made = [counted for counted in each if counted is not None]
-        self._uncounted += made
-        read = frozenset[Source]().union(*(value.sources for value in operands))
-        sources = read  # A number of another kind, such as a flag, tells of them.
-        if made:
-            number = next(self._numbers)
-            sources = frozenset[Source]([number])
-            watched = WatchedOp(*op, number, tuple(read))
-            self._notes.append(Note(watched, made, operands))
-        for value in operands:  # An op may write into a reference.
-            if not structure.is_of_numbers(jax.typeof(value.array)):
-                value.sources |= sources | read
-        return [
-            FlaggedValue(
-                array,
-                np.True_ if counted is None else None,
-                counted=counted,
-                sources=sources,
-            )
-            for array, counted in zip(results, each, strict=True)
-        ]
-
-    def _sample(self, array: Array) -> Array:
-        array = lax.stop_gradient(jnp.asarray(array))
-        if self._elements is None:
-            return array
-        return statistics.sample(array, self._elements)
 
     # ------------------------------------------------------------------ jaxprs inside
 
