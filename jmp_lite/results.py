@@ -4,7 +4,6 @@ Public names only: each is defined beside the function that returns it.
 """
 
 from jmp_lite.casting.dtypes import DtypeSummary, DtypeTotals
-from jmp_lite.insight.backward import Difference
 from jmp_lite.insight.comparison import Comparison, OpError
 from jmp_lite.insight.explanation import Explanation
 from jmp_lite.insight.lints import Lint
@@ -15,7 +14,8 @@ from jmp_lite.insight.report import (
     NumericsReport,
     SuggestedLossScale,
 )
-from jmp_lite.insight.rows import Row, Totals
+from jmp_lite.insight.rows import Row
+from jmp_lite.insight.summaries import Difference, Totals
 from jmp_lite.insight.watch import OpNumerics, WatchedNumerics
 
 __all__ = [

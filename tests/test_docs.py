@@ -410,9 +410,8 @@ def first_column(page, header):
 
 def test_the_table_of_lints_has_the_lints_of_explain():
     source = (PACKAGE / "insight" / "lints.py").read_text()
-    named = re.findall(r'int\(\s*(?:\w+(?:\[0\])?,\s*)?"([a-z0-9 -]+)"', source)
-    (of_readers,) = re.findall(r"_LOST_DIGITS = \((.*?)\n\)", source, re.DOTALL)
-    named += re.findall(r'\(\s*"([a-z ]+)",\n', of_readers)
+    maker = r"(?:int|_of_readers)\("
+    named = re.findall(maker + r'\s*(?:\w+(?:\[0\])?,\s*)?"([a-z0-9 -]+)"', source)
     listed = first_column("troubleshooting.md", "lint")
     assert sorted(listed) == sorted(set(named))
 

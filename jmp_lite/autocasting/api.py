@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 from jmp_lite.autocasting.arguments import read_function
 from jmp_lite.autocasting.binding import Casts
 from jmp_lite.autocasting.plan import Planner
+from jmp_lite.autocasting.rules.match import AUTOCAST_SCOPE, unused_scopes
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.autocasting.rules.scopes import AUTOCAST_SCOPE, unused_scopes
 from jmp_lite.autocasting.run import Runner
 from jmp_lite.casting.dtypes import hint_for, refuse_unknown
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE, Prepare, set_float32_loss

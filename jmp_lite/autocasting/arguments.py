@@ -14,8 +14,8 @@ from jax import lax
 from jmp_lite.autocasting.decide.equation import runs_low
 from jmp_lite.autocasting.decide.lookup import RuleLookup
 from jmp_lite.autocasting.decide.special_ops import raises_precision
+from jmp_lite.autocasting.rules.match import LOW_SCOPE
 from jmp_lite.autocasting.rules.rules import Rules, is_identity
-from jmp_lite.autocasting.rules.scopes import LOW_SCOPE
 from jmp_lite.jaxprs import custom_rules, params, sharding, structure
 from jmp_lite.jaxprs.dataflow import equations
 from jmp_lite.jaxprs.trace import Traced, trace_function

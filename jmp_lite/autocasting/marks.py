@@ -14,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jmp_lite.autocasting.rules.scopes import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
+from jmp_lite.autocasting.rules.match import AS_WRITTEN_SCOPE, FULL_SCOPE, LOW_SCOPE
 from jmp_lite.casting.dtypes import cast_tree, is_floating, parse_dtype, upcast_tree
 from jmp_lite.casting.types import Leaf
 from jmp_lite.jaxprs.types import Function, PyTree

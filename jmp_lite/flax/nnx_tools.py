@@ -18,9 +18,9 @@ from jmp_lite.flax.nnx_autocast import Args, FunctionOfStates, Result
 from jmp_lite.insight import comparison, explanation
 from jmp_lite.insight import tune as search
 from jmp_lite.insight import watch as watching
+from jmp_lite.insight.backward import ArgNums
 from jmp_lite.insight.comparison import Comparison
 from jmp_lite.insight.explanation import Explanation
-from jmp_lite.insight.gradients import ArgNums
 from jmp_lite.insight.measured import Tuned
 from jmp_lite.insight.tables import Uncalled
 from jmp_lite.insight.watch import WatchedNumerics

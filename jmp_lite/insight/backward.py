@@ -1,100 +1,224 @@
-"""The rows of a backward pass, of a difference of two explanations, and of scopes."""
+"""Differentiates a traced function, and makes the rows of its backward pass."""
 
+import contextlib
+import copy
 import enum
 import functools
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jmp_lite.autocasting.rules.scopes import of_the_user
-from jmp_lite.insight.gradients import Arguments, Differentiable
-from jmp_lite.insight.rows import (
-    Row,
-    bytes_of,
-    placed_equations,
-    precision_as_traced,
-    runs_in,
-)
-from jmp_lite.insight.tables import Place, RowGroups, count, short, text_table
-from jmp_lite.jaxprs import bilinear, params, products, source, structure
+from jmp_lite.autocasting.rules.match import of_the_user
+from jmp_lite.insight.rows import Row, bytes_of, placed_equations, row_as_traced
+from jmp_lite.jaxprs import bilinear, params, source, structure
 from jmp_lite.jaxprs.dataflow import Backward
-from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree
+from jmp_lite.jaxprs.trace import argument_name, arrays_in
+from jmp_lite.jaxprs.types import Array, Eqn, Function, Jaxpr, PyTree, Var
 from jmp_lite.ops import HIGHER_ORDER
 
-_HEADERS = ("times", "op", "runs in", "traced as", "why", "where")
-
-_HEADERS_OF_A_SUM = ("times", "op", "runs in", "only in")
-
-_NAMED = 3
-"""The number of blocks that are named if an op runs differently in them."""
-
-_LINES = 60
-"""The number of lines on a terminal."""
+ArgNums = int | Sequence[int] | None
+"""Positional arguments, by number, as in ``jax.grad``; None for all arguments."""
 
 
-def depth_that_fits(rows: Sequence[Row]) -> int | None:
-    """Returns the greatest depth whose table fits on a terminal."""
-    deepest = max((row.scope.count("/") + 1 for row in rows), default=0)
-    for depth in (None, *range(deepest, 0, -1)):
-        _, groups = grouped(rows, depth)
-        if sum(1 + len(cells) for _, cells in groups) <= _LINES:
-            return depth
-    return 1
+def check_argnums(argnums: object, backward: bool = True) -> None:
+    """Raises an error for what cannot be the numbers of arguments.
+
+    Args:
+      argnums: the numbers.
+      backward: whether anything is differentiated.
+    """
+    if argnums is None:
+        return
+    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            raise TypeError(
+                "Expected the numbers of positional arguments as argnums, as in "
+                f"jax.grad, got {argnums!r}."
+            )
+    if not backward:
+        raise ValueError(
+            "argnums chooses the arguments to differentiate: pass backward=True, too."
+        )
 
 
-def grouped(rows: Sequence[Row], depth: int | None) -> tuple[Sequence[str], RowGroups]:
-    """Returns the headers and the rows of a table, by scope."""
-    counted: dict[tuple[str, ...], list[Row]] = {}
-    of_op: dict[object, list[Row]] = {}
-    for row in rows:
-        cells, scope = _cells(row, depth), _cut(row.scope, depth)
-        counted.setdefault((scope, *cells), []).append(row)
-        of_op.setdefault((scope, row.op), []).append(row)
-    if depth is not None:  # Each scope once.
-        order = list(dict.fromkeys(key[0] for key in counted))
-        by_scope = sorted(counted, key=lambda key: order.index(key[0]))
-        counted = {key: counted[key] for key in by_scope}
-    groups: list[tuple[str, list[Sequence[str]]]] = []
-    above = ""
-    for (scope, *cells), same in counted.items():
-        if not groups or scope != above:
-            above = scope
-            groups.append((scope or ("(no scope)" if groups else ""), []))
-        times = [row.times for row in same]
-        number = "?" if None in times else str(sum(t for t in times if t))
-        if depth is not None:
-            cells.append(_blocks_that_differ(same, of_op[scope, cells[0]], depth))
-        groups[-1][1].append((number, *cells))
-    headers = _HEADERS if depth is None else _HEADERS_OF_A_SUM
-    return headers, groups
+class Differentiable:
+    """A traced function, and which of its arguments and results are differentiated.
+
+    Args:
+      traced: its jaxpr.
+      treedef: the tree structure of its results.
+      args: its arguments.
+      kwargs: its keyword arguments.
+      argnums: the positional arguments to differentiate; None for all arguments.
+      written: its jaxpr with the types that its arguments and results have, if it was
+        traced with other ones.
+
+    Attributes:
+      traced: its jaxpr.
+      types: the types of its results.
+      names_of_results: the names of its results, such as ``result['loss']``.
+      names_of_gradients: the names of its gradients.
+      avals: the types of its arguments.
+      floats: the arguments to differentiate.
+      losses: the results to differentiate. A scalar result that is alone, or first in a
+        tuple, is the loss. Otherwise all floating-point results are differentiated.
+
+    Raises:
+      ValueError: there is no argument of a number.
+    """
+
+    def __init__(
+        self,
+        traced: Jaxpr,
+        treedef: PyTree,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        argnums: ArgNums = None,
+        written: Jaxpr | None = None,
+    ) -> None:
+        parts = structure.parts(traced if written is None else written)
+        self.traced = traced
+        self.types = [var.aval for var in parts.outvars]
+        self.avals = [var.aval for var in parts.invars]
+        self._argnums = _counted_from_zero(argnums, len(args))
+        paths = [path for path, _ in arrays_in(args, kwargs)]
+        # The positional argument of each array; None for keyword arguments.
+        self._owners = [None if path[0].idx else path[1].idx for path in paths]
+        self.floats = [
+            i
+            for i in floats_in(parts.invars)
+            if self._argnums is None or self._owners[i] in self._argnums
+        ]
+        self._names = [argument_name(paths[i]) for i in self.floats]
+        self.names_of_gradients = [f"gradient of {name}" for name in self._names]
+        self.losses = _losses_in(parts.outvars, treedef)
+        results = jax.tree.unflatten(treedef, range(len(parts.outvars)))
+        self.names_of_results = [
+            f"result{jax.tree_util.keystr(path)}"
+            for path, _ in jax.tree.leaves_with_path(results)
+        ]
+
+    def check(self) -> None:
+        """Raises a ValueError for a function without a gradient."""
+        if self._argnums is not None and not self.floats:
+            raise ValueError(
+                "There is no backward pass: the arguments of argnums="
+                f"{self._argnums} have no floating-point array."
+            )
+        for found, what in ((self.floats, "argument"), (self.losses, "result")):
+            if not found:
+                raise ValueError(
+                    "There is no backward pass: the function has no floating-point "
+                    f"{what}. Leave backward out."
+                )
+
+    @contextlib.contextmanager
+    def advised(self) -> Generator[None]:
+        """Adds to an error of differentiation which argument to leave out."""
+        try:
+            yield
+        except Exception as error:
+            owners = [self._owners[i] for i in self.floats]
+            able = sorted(k for k in {*owners} if k is not None and self._is_able(k))
+            pairs = zip(owners, self._names, strict=True)
+            unable = [name for owner, name in pairs if owner not in able]
+            if self._argnums is not None or not able or not unable:
+                raise
+            numbers = able[0] if len(able) == 1 else tuple(able)
+            raise ValueError(
+                f"The function has no derivative with respect to {unable[0]}: "
+                f"{str(error).splitlines()[0]} Without argnums, all floating-point "
+                "arguments are differentiated. Name those that training "
+                f"differentiates: argnums={numbers}."
+            ) from error
+
+    def _is_able(self, number: int) -> bool:
+        """Whether the function has a derivative with respect to one argument."""
+        alone = copy.copy(self)
+        alone.floats = [i for i in self.floats if self._owners[i] == number]
+        run = alone.with_gradients(functools.partial(structure.evaluate, self.traced))
+        with contextlib.suppress(Exception):
+            jax.make_jaxpr(run)(*self.avals)
+            return True
+        return False
+
+    def differentiated(
+        self, fun: Function, arrays: Sequence[Array]
+    ) -> tuple[list[Array], Function, list[Array]]:
+        """Returns the losses of the function, its backward pass, and its results.
+
+        Args:
+          fun: runs the function, or one with the same arguments and results, on a
+            list of arrays.
+          arrays: its arguments.
+        """
+
+        def fun_of_floats(*given: Array) -> tuple[list[Array], list[Array]]:
+            merged = list(arrays)
+            for i, array in zip(self.floats, given, strict=True):
+                merged[i] = array
+            results = fun(merged)
+            return [results[i] for i in self.losses], results
+
+        return jax.vjp(fun_of_floats, *(arrays[i] for i in self.floats), has_aux=True)
+
+    def with_gradients(self, fun: Function) -> Function:
+        """Returns a function of arrays that returns gradients after its results.
+
+        These are the gradients of the loss. Without a loss, they are those of a fixed
+        random combination of all results.
+
+        Args:
+          fun: as in ``differentiated``.
+        """
+        types = [self.types[i] for i in self.losses]
+        generator = np.random.default_rng(0)
+        cotangents = [
+            jnp.asarray(generator.standard_normal(x.shape)).astype(x.dtype)
+            for x in types
+        ]
+        if len(types) == 1 and not types[0].shape:  # A loss.
+            cotangents = [jnp.ones((), types[0].dtype)]
+
+        def run(*arrays: Array) -> list[Array]:
+            _, back, results = self.differentiated(fun, arrays)
+            return [*results, *back(cotangents)]
+
+        return run
 
 
-def _cells(row: Row, depth: int | None) -> Sequence[str]:
-    if depth is not None:
-        return (row.op, runs_in(row))
-    texts = (" ".join(row.shapes), row.reason, short(row.source))
-    return (row.op, runs_in(row), *texts)
+def _counted_from_zero(argnums: ArgNums, n: int) -> tuple[int, ...] | None:
+    """Returns the numbers of some of n arguments, of which a negative one is last."""
+    if argnums is None:
+        return None
+    numbers = [argnums] if isinstance(argnums, int | np.integer) else argnums
+    for number in numbers:
+        if not -n <= number < n:
+            raise ValueError(
+                f"Expected argnums below {n}, the number of positional arguments, "
+                f"got {argnums!r}."
+            )
+    return tuple(int(number) % n for number in numbers)
 
 
-def _blocks_that_differ(rows: Sequence[Row], among: Sequence[Row], depth: int) -> str:
-    """Returns the few numbered blocks in which an op runs differently."""
-    ours, all_ = (
-        {_first(row.scope, depth): None for row in some} for some in (rows, among)
-    )
-    is_few = 2 * len(ours) <= len(all_) and len(ours) <= _NAMED
-    return ", ".join(ours) if is_few else ""
+def floats_in(atoms: Sequence[Var]) -> list[int]:
+    """Returns which inputs or results of a program are real or complex floats."""
+    return [i for i, atom in enumerate(atoms) if structure.is_float(atom)]
 
 
-def _first(scope: str, depth: int) -> str:
-    return "/".join(scope.split("/")[:depth])
-
-
-def _cut(scope: str, depth: int | None) -> str:
-    """Returns the start of a path, with numbered blocks as one."""
-    return scope if depth is None else re.sub(r"\d+", "*", _first(scope, depth))
+def _losses_in(results: Sequence[Var], treedef: PyTree) -> list[int]:
+    floats = floats_in(results)
+    first: PyTree = jax.tree.unflatten(treedef, range(len(results)))
+    while isinstance(first, tuple) and first:
+        first = first[0]
+    if isinstance(first, int) and first in floats and not results[first].aval.shape:
+        return [first]
+    return floats
 
 
 class ProgramGradient(NamedTuple):
@@ -115,30 +239,22 @@ class ProgramGradient(NamedTuple):
     kept: int
 
 
-def backward_of(
-    program: Jaxpr, treedef: PyTree, arguments: Arguments
-) -> ProgramGradient:
-    """Returns the backward pass of a program, without running it.
-
-    Args:
-      program: a jaxpr.
-      treedef: the pytree structure of its results.
-      arguments: its arguments.
+def backward_of(function: Differentiable) -> ProgramGradient:
+    """Returns the backward pass of a function, without running it.
 
     Raises:
-      ValueError: the program has no floating-point input or no floating-point result.
+      ValueError: it has no floating-point argument or no floating-point result.
     """
-    gradient = Differentiable(program, treedef, arguments)
-    gradient.check()
+    function.check()
 
     def forward(*arrays: Array) -> tuple[list[Array], tuple[Function, list[Array]]]:
-        run = functools.partial(structure.evaluate, program)
-        out, back, results = gradient.differentiated(run, arrays)
+        run = functools.partial(structure.evaluate, function.traced)
+        out, back, results = function.differentiated(run, arrays)
         return results, (back, out)
 
-    with gradient.advised():
+    with function.advised():
         trace = jax.make_jaxpr(forward, return_shape=True)
-        traced, (results, kept) = trace(*gradient.avals)
+        traced, (results, kept) = trace(*function.avals)
         backward = jax.make_jaxpr(lambda back, out: back(out))(*kept)
     of_forward = structure.parts(traced)
     there = {*of_forward.invars, *of_forward.constvars}
@@ -151,7 +267,8 @@ def backward_of(
         for var, use in zip(returned, uses[:n_kept], strict=True)
         if use is not _ResidualUse.TANGENT and not structure.is_literal(var)
     } - there
-    return ProgramGradient(program, traced, backward, sum(map(bytes_of, residuals)))
+    n_bytes = sum(map(bytes_of, residuals))
+    return ProgramGradient(function.traced, traced, backward, n_bytes)
 
 
 class _ResidualUse(enum.IntEnum):
@@ -230,99 +347,19 @@ def _rows_for(passes: ProgramGradient) -> Iterator[Row]:
 
 def _rows_of(jaxpr: Jaxpr) -> Iterator[Row]:
     made: dict[int, Row] = {}
-    for eqn, place in placed_equations(jaxpr, Place()):
+    for eqn, place in placed_equations(jaxpr):
         if params.op_of(eqn) in (*HIGHER_ORDER, "convert_element_type"):
             continue
         if id(eqn) not in made:
-            n_bytes = sum(map(bytes_of, eqn.outvars))
             how = "runs in the dtype of its operands"
             if bilinear.dtype_of(eqn) is not None:
                 how = "multiplies rounded operands"
-            made[id(eqn)] = Row(
-                scope="",
-                op=params.op_of(eqn),
-                precision=precision_as_traced(eqn),
-                code="backward",
-                reason=f"backward pass: {how}",
-                source="",
-                shapes=tuple(var.aval.str_short() for var in eqn.outvars),
-                times=1,
-                bytes_traced=n_bytes,
-                bytes_run=n_bytes,
-                flops=products.product_flops(eqn),
-                is_backward=True,
-                sums=bilinear.sums_of(eqn),
-            )
-        scope = source.join(place.path, *source.scopes(eqn))
-        yield made[id(eqn)]._replace(
-            scope=of_the_user(scope),
+            reason = f"backward pass: {how}"
+            made[id(eqn)] = row_as_traced(eqn, eqn.outvars, "backward", reason)
+        row = made[id(eqn)]
+        yield row._replace(
+            scope=of_the_user(source.join(place.path, row.scope)),
             source=source.source(eqn, place.source),
             times=place.times,
+            is_backward=True,
         )
-
-
-class Difference:
-    """The differences between two explanations of a function; ``print`` shows a table.
-
-    Attributes:
-      changed: pairs of rows of the same equation that run in different dtypes or hold
-        different numbers of bytes.
-      only_left: the equations of the first explanation only.
-      only_right: the equations of the second explanation only.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_lite as jmp
-      >>> fun, x = lambda x: x @ x, jnp.ones((2, 2))
-      >>> difference = jmp.explain(fun, "O0")(x).diff(jmp.explain(fun)(x))
-      >>> [(a.precision, b.precision) for a, b in difference.changed]
-      [('float32', 'bfloat16')]
-    """
-
-    def __init__(self, left: Sequence[Row], right: Sequence[Row]) -> None:
-        ours, theirs = _index_by_place(left), _index_by_place(right)
-        both = [(row, theirs[key]) for key, row in ours.items() if key in theirs]
-        self.changed = tuple(
-            (a, b)
-            for a, b in both
-            if (a.precision, a.bytes_run) != (b.precision, b.bytes_run)
-        )
-        self.only_left = tuple(row for key, row in ours.items() if key not in theirs)
-        self.only_right = tuple(row for key, row in theirs.items() if key not in ours)
-
-    def __bool__(self) -> bool:
-        return bool(self.changed or self.only_left or self.only_right)
-
-    def __str__(self) -> str:
-        if not self:
-            return "no difference"
-        rows: list[tuple[Row, str, str, str]] = []
-        for a, b in self.changed:
-            before, after = a.precision, b.precision
-            if before == after:  # They hold different numbers of bytes.
-                before, after = (f"{before}, {count(r.bytes_run)}B" for r in (a, b))
-            rows.append((a, before, after, b.reason))
-        rows += [(row, row.precision, "-", "") for row in self.only_left]
-        rows += [(row, "-", row.precision, row.reason) for row in self.only_right]
-        like: dict[str, Counter[Sequence[str]]] = {}
-        for row, *cells in rows:
-            times = "?" if row.times is None else str(row.times)
-            line = (times, row.op, *cells, short(row.source))
-            like.setdefault(row.scope, Counter())[line] += 1
-        groups = [
-            (scope, [(f"{n}" if n > 1 else "", *cells) for cells, n in counted.items()])
-            for scope, counted in like.items()
-        ]
-        headers = ("", "times", "op", "before", "after", "why", "where")
-        return text_table(headers, groups, right=(0, 1))
-
-
-def _index_by_place(rows: Iterable[Row]) -> Mapping[object, Row]:
-    """Returns rows by keys that are the same in each explanation of a function."""
-    seen: Counter[object] = Counter()
-    found: dict[object, Row] = {}
-    for row in rows:
-        key = (row.scope, row.op, row.source, row.is_backward)
-        found[*key, seen[key]] = row
-        seen[key] += 1
-    return found

@@ -9,9 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_lite.autocasting.rules.match import AnyPrecision, format_of
+from jmp_lite.autocasting.rules.match import (
+    AS_WRITTEN_SCOPE,
+    LOW_SCOPE,
+    AnyPrecision,
+    format_of,
+)
 from jmp_lite.autocasting.rules.rules import Rules, fields_of
-from jmp_lite.autocasting.rules.scopes import AS_WRITTEN_SCOPE, LOW_SCOPE
 from jmp_lite.insight.rows import Row, is_low, times_or_once
 from jmp_lite.ops import EDITABLE, EXACT, Precision, record_of
 

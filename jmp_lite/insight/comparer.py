@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jmp_lite.autocasting.binding import Casts
-from jmp_lite.autocasting.rules.scopes import of_the_user
+from jmp_lite.autocasting.rules.match import of_the_user
 from jmp_lite.insight.counting import CountingEvaluator
 from jmp_lite.insight.statistics import sample
 from jmp_lite.insight.tables import Place
@@ -44,11 +44,9 @@ class TwinError(NamedTuple):
     @property
     def relative(self) -> Array:
         """The relative error; infinite if all float32 values are zero."""
-        is_off = self.off > 0
+        of_zeros = jnp.where(self.off > 0, jnp.inf, 0.0)
         unit = jnp.where(self.size > 0, self.size, 1)
-        return jnp.where(
-            self.size > 0, self.off / unit, jnp.where(is_off, jnp.inf, 0.0)
-        )
+        return jnp.where(self.size > 0, self.off / unit, of_zeros)
 
 
 NO_ERROR = TwinError(np.float32(0), np.float32(1))
@@ -206,7 +204,7 @@ class Sums(NamedTuple):
     given: Array
 
 
-class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
+class Comparer(CountingEvaluator[Twin, ComparedOp]):
     """Runs jaxprs on two lanes. The form of a value is whether it has a twin.
 
     Args:
@@ -214,7 +212,7 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
     """
 
     def __init__(self, elements: int) -> None:
-        super().__init__()
+        super().__init__(Twin)
         self._elements = elements
 
     def inner(self) -> "Comparer":
@@ -246,7 +244,7 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
         made = self._errors(results)
         if not made:
             return
-        off, size = (sum(each) for each in zip(*made, strict=True))
+        off, size = map(sum, zip(*made, strict=True))
         # An operand that only carries a tangent consists of zeros on the low lane. Its
         # error is known only if an earlier op has passed it on.
         pairs = zip(operands, bilinear.are_tangents(eqn), strict=True)
@@ -281,40 +279,22 @@ class Comparer(CountingEvaluator[Twin, bool, ComparedOp]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, array: Array) -> Twin:
-        """Returns a constant, which no rounding affects."""
-        return Twin(array)
-
     def form(self, value: Twin) -> bool:
         """Returns whether a value has a twin."""
         return value.exact is not None
-
-    def join(self, forms: Sequence[bool]) -> bool:
-        """Returns whether a value has a twin in any of several cases."""
-        return any(forms)
-
-    def width(self, form: bool) -> int:
-        """Returns the number of arrays: two for a value with a twin."""
-        return 1 + form
 
     def unpack(self, value: Twin, form: bool) -> list[Array]:
         """Returns the array of the first lane, then the twin."""
         return [value.low, value.full] if form else [value.low]
 
-    def pack(self, arrays: Sequence[Array], form: bool) -> Twin:
-        """Returns the value of an array of the first lane, and its twin."""
-        return Twin(arrays[0], arrays[1] if form else None)
-
-    def types(self, aval: Aval, form: bool) -> list[Aval]:
-        """Returns the types of the first lane and of the twin."""
-        if not form:
-            return [aval]
+    def second_type(self, aval: Aval) -> Aval:
+        """Returns the type of a twin."""
         is_cast = is_narrow(aval.dtype)
-        return [aval, structure.retyped(aval, jnp.float32) if is_cast else aval]
+        return structure.retyped(aval, jnp.float32) if is_cast else aval
 
-    def specs(self, spec: PartitionSpec, form: bool) -> list[PartitionSpec]:
-        """Returns the specs of the first lane and of the twin."""
-        return [spec] * self.width(form)
+    def second_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of a twin: that of the first lane."""
+        return spec
 
 
 _KEEPING = KEEPING_ERRORS | {bilinear.TANGENT_OF}
@@ -325,6 +305,6 @@ def _half_a_unit(dtype: Dtype) -> float:
 
     For integers it is that of the largest number.
     """
-    if jnp.issubdtype(dtype, jnp.integer):
-        return 0.5 / float(jnp.iinfo(dtype).max)
-    return float(jnp.finfo(dtype).eps) / 2
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    unit = 1 / jnp.iinfo(dtype).max if is_integer else float(jnp.finfo(dtype).eps)
+    return unit / 2

@@ -14,7 +14,7 @@ from jmp_lite.autocasting.api import run_function
 from jmp_lite.autocasting.arguments import read_function
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.insight import gradients
+from jmp_lite.insight.backward import ArgNums, Differentiable, check_argnums
 from jmp_lite.insight.comparer import (
     ComparedOp,
     Comparer,
@@ -24,8 +24,7 @@ from jmp_lite.insight.comparer import (
     TwinError,
     error,
 )
-from jmp_lite.insight.gradients import ArgNums, Differentiable
-from jmp_lite.insight.statistics import check_elements, fetched
+from jmp_lite.insight.statistics import check_elements, fetched, stacked
 from jmp_lite.insight.tables import Uncalled, short, text_table
 from jmp_lite.jaxprs import sharding, structure
 from jmp_lite.jaxprs.types import Array, PyTree
@@ -60,11 +59,7 @@ class OpError:
     amplification: float
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["sums", "results"],
-    meta_fields=["ops", "names"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """The errors of a function in mixed precision; a pytree that prints as a table.
@@ -78,8 +73,8 @@ class Comparison:
 
     sums: Sums
     results: TwinError
-    ops: tuple[ComparedOp, ...]
-    names: tuple[str, ...]
+    ops: tuple[ComparedOp, ...] = dataclasses.field(metadata={"static": True})
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def errors(self) -> Mapping[str, float]:
@@ -207,20 +202,15 @@ def compare(
     """
     check_convertible(fun)
     check_elements(elements)
-    gradients.check_argnums(argnums, backward)
+    check_argnums(argnums, backward)
     chosen = choose_rules(rules, compute_dtype)
 
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
-        chosen_rules = chosen()
-        program = read_function(fun, args, kwargs, chosen_rules)
-        function = Differentiable(
-            program.jaxpr,
-            program.treedef,
-            gradients.Arguments.of(args, kwargs, argnums),
-            program.as_written,
-        )
+        program = read_function(fun, args, kwargs, rules := chosen())
+        traced, treedef, written = program.jaxpr, program.treedef, program.as_written
+        function = Differentiable(traced, treedef, args, kwargs, argnums, written)
         arrays = program.arrays
-        return compared_with_float32(function, chosen_rules, arrays, backward, elements)
+        return compared_with_float32(function, rules, arrays, backward, elements)
 
     return Uncalled("compare", fun, compared)
 
@@ -241,31 +231,29 @@ def compared_with_float32(
       backward: whether its gradients are compared too.
       elements: the largest number of elements of a result to compare.
     """
-    run = functools.partial(run_function, rules, function.traced)
-    low = functools.partial(run, types=function.types, casts=StagedCasts)
+    traced, types = function.traced, function.types
+    low = functools.partial(run_function, rules, traced, types=types, casts=StagedCasts)
     program = jax.make_jaxpr(lambda *xs: low(xs))(*arrays)
     names = function.names_of_results
     if backward:
         function.check()
         names = [*names, *function.names_of_gradients]
-        forward = functools.partial(structure.evaluate, program)
-        both = function.with_gradients(forward)
+        run = functools.partial(structure.evaluate, program)
         with function.advised():
-            program = jax.make_jaxpr(both)(*function.avals)
+            program = jax.make_jaxpr(function.with_gradients(run))(*function.avals)
     comparer = Comparer(elements)
     results = comparer.run(program, list(map(Twin, arrays)))
-    errors: list[TwinError] = []
+    empty = jnp.zeros(0, jnp.float32)
+    errors = [TwinError(empty, empty)]  # There may be no result.
     for twin in results:
         found, full = error(twin.low, twin.full), twin.full
         if jnp.issubdtype(jnp.result_type(full), jnp.inexact):
             off = jnp.where(jnp.any(jnp.isnan(full)), jnp.nan, found.off)
             found = found._replace(off=off)
         errors.append(found)
-    columns = zip(*errors, strict=True) if errors else ((), ())
-    off, size = (jnp.asarray(column, jnp.float32) for column in columns)
-    ops, total = comparer.found()
-    sums: Sums = jax.tree.map(sharding.gathered, total)
-    of_results: TwinError = jax.tree.map(sharding.gathered, TwinError(off, size))
+    ops, columns = comparer.found()
+    sums: Sums = jax.tree.map(sharding.gathered, columns)
+    of_results = jax.tree.map(sharding.gathered, stacked(errors))
     return Comparison(sums, of_results, tuple(ops), tuple(names))
 
 

@@ -1,13 +1,16 @@
 """Runs jaxprs on a tool's values, and adds up numbers for each op, over all steps.
 
-A value is one array or several, such as an array with a flag, or an array on two lanes.
-A tool, which is a subclass, defines what a value is, and how an equation without a
-jaxpr inside runs. This module runs each primitive that contains jaxprs.
+A value is the array of the program, or that and a second one: a flag, or the same array
+on another lane. A tool, which is a subclass, defines what a value is, and how an
+equation without a jaxpr inside runs. This module runs each primitive that contains
+jaxprs.
 """
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import jax
@@ -20,40 +23,47 @@ from jmp_lite.jaxprs import params, sharding, source, structure
 from jmp_lite.jaxprs.types import Array, Aval, Eqn, Jaxpr, PyTree, Var
 
 ValueT = TypeVar("ValueT")
-FormT = TypeVar("FormT")
 OpT = TypeVar("OpT")
+AnyT = TypeVar("AnyT")
 
 
 @dataclasses.dataclass(frozen=True)
-class Body(Generic[FormT, OpT]):
+class Body(Generic[OpT]):
     """A jaxpr inside of an equation, as a jaxpr of a tool's arrays.
 
     Attributes:
       jaxpr: the closed jaxpr. It takes the arrays of its operands, and returns those of
         its results, and then sums.
-      given: the forms of its operands.
-      made: the forms of its results.
+      operands: whether each operand has a second array.
+      results: whether each result has one.
       ops: the ops inside.
       axes: the mapped axes over which the sums differ.
     """
 
     jaxpr: Jaxpr
-    given: tuple[FormT, ...]
-    made: tuple[FormT, ...]
+    operands: tuple[bool, ...]
+    results: tuple[bool, ...]
     ops: Sequence[OpT]
     axes: frozenset[str]
 
 
-class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
-    """Runs jaxprs, and notes ops with their sums."""
+class CountingEvaluator(abc.ABC, Generic[ValueT, OpT]):
+    """Runs jaxprs, and notes ops with their sums.
 
-    def __init__(self) -> None:
+    The form of a value is whether it has a second array.
+
+    Args:
+      value: returns the value of one array or of two.
+    """
+
+    def __init__(self, value: Callable[..., ValueT]) -> None:
+        self._value = value
         self._noted: list[tuple[Sequence[OpT], PyTree]] = []
 
     # ----------------------------------------------------------- what a tool defines
 
     @abc.abstractmethod
-    def inner(self) -> "CountingEvaluator[ValueT, FormT, OpT]":
+    def inner(self) -> "CountingEvaluator[ValueT, OpT]":
         """Returns a new tool, without ops, for a jaxpr inside."""
 
     @abc.abstractmethod
@@ -63,36 +73,20 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         """Runs an equation, without entering any jaxpr in it."""
 
     @abc.abstractmethod
-    def constant(self, array: Array) -> ValueT:
-        """Returns the value of a constant or a literal."""
+    def form(self, value: ValueT) -> bool:
+        """Returns whether a value has a second array."""
 
     @abc.abstractmethod
-    def form(self, value: ValueT) -> FormT:
-        """Returns the form of a value: which arrays it consists of."""
-
-    @abc.abstractmethod
-    def join(self, forms: Sequence[FormT]) -> FormT:
-        """Returns the form of a value that has one of several forms."""
-
-    @abc.abstractmethod
-    def width(self, form: FormT) -> int:
-        """Returns the number of arrays of a value."""
-
-    @abc.abstractmethod
-    def unpack(self, value: ValueT, form: FormT) -> Sequence[Array]:
+    def unpack(self, value: ValueT, form: bool) -> Sequence[Array]:
         """Returns the arrays of a value; the first is that of the program."""
 
     @abc.abstractmethod
-    def pack(self, arrays: Sequence[Array], form: FormT) -> ValueT:
-        """Returns the value of arrays."""
+    def second_type(self, aval: Aval) -> Aval:
+        """Returns the type of a second array, for the type that the program has."""
 
     @abc.abstractmethod
-    def types(self, aval: Aval, form: FormT) -> Sequence[Aval]:
-        """Returns the types of a value's arrays, for the type that the program has."""
-
-    @abc.abstractmethod
-    def specs(self, spec: PartitionSpec, form: FormT) -> Sequence[PartitionSpec]:
-        """Returns the specs of a value's arrays in a ``shard_map``."""
+    def second_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of a second array in a ``shard_map``."""
 
     @abc.abstractmethod
     def nothing(self, n: int) -> PyTree:
@@ -102,18 +96,18 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
     def add(self, one: PyTree, other: PyTree) -> PyTree:
         """Returns the sums of two runs of the same ops."""
 
-    def unpack_rows(self, value: ValueT, form: FormT) -> Sequence[Array]:
+    def unpack_rows(self, value: ValueT, form: bool) -> Sequence[Array]:
         """Returns stacked arrays, with a row for each step."""
         return self.unpack(value, form)
 
-    def pack_rows(self, arrays: Sequence[Array], form: FormT) -> ValueT:
+    def pack_rows(self, *arrays: Array) -> ValueT:
         """Returns the value of stacked arrays of the steps of a loop."""
-        return self.pack(arrays, form)
+        return self._value(*arrays)
 
     def unpack_device(
-        self, value: ValueT, form: FormT, axes: frozenset[str]
+        self, value: ValueT, form: bool, axes: frozenset[str]
     ) -> Sequence[Array]:
-        """Returns the arrays of a result of a ``shard_map``, which fit ``specs``."""
+        """Returns the arrays of a result of a ``shard_map``, which fit its specs."""
         del axes
         return self.unpack(value, form)
 
@@ -125,19 +119,13 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
 
     def found(self) -> tuple[list[OpT], PyTree]:
         """Returns the ops and their sums, each column in one array."""
-        return self.joined(self._noted)
-
-    def joined(
-        self, parts: Sequence[tuple[Sequence[OpT], PyTree]]
-    ) -> tuple[list[OpT], PyTree]:
-        """Returns several lists of ops as one, with their sums."""
-        ops = [op for ops, _ in parts for op in ops]
-        return ops, stacked([sums for _, sums in parts] or [self.nothing(0)])
+        ops = [op for ops, _ in self._noted for op in ops]
+        return ops, stacked([sums for _, sums in self._noted] or [self.nothing(0)])
 
     # ------------------------------------------------------------------------- values
 
     def unpack_all(
-        self, values: Sequence[ValueT], forms: Sequence[FormT]
+        self, values: Sequence[ValueT], forms: Sequence[bool]
     ) -> list[Array]:
         """Returns the arrays of several values, one value after the other."""
         pairs = zip(values, forms, strict=True)
@@ -146,26 +134,23 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
     def pack_all(
         self,
         arrays: Sequence[Array],
-        forms: Sequence[FormT],
-        pack: Callable[[Sequence[Array], FormT], ValueT] | None = None,
+        forms: Sequence[bool],
+        pack: Callable[..., ValueT] | None = None,
     ) -> list[ValueT]:
         """Returns the values of the arrays that ``unpack_all`` returns.
 
         Args:
           arrays: the arrays.
           forms: the forms of the values.
-          pack: returns the value of arrays; by default ``self.pack``.
+          pack: returns the value of one array or of two.
         """
-        values: list[ValueT] = []
-        at = 0
-        for form in forms:
-            n = self.width(form)
-            values.append((pack or self.pack)(arrays[at : at + n], form))
-            at += n
-        return values
+        left = iter(arrays)
+        return [
+            (pack or self._value)(*itertools.islice(left, 1 + form)) for form in forms
+        ]
 
     def converted(
-        self, values: Sequence[ValueT], forms: Sequence[FormT]
+        self, values: Sequence[ValueT], forms: Sequence[bool]
     ) -> list[ValueT]:
         """Returns the carries of a loop in other forms."""
         return self.pack_all(self.unpack_all(values, forms), forms)
@@ -183,20 +168,19 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
           site: its place; by default it is a whole program.
         """
         parts = structure.parts(jaxpr)
-        consts = map(self.constant, parts.consts)
+        consts = map(self._value, parts.consts)
         env = dict(zip(parts.constvars, consts, strict=True))
         env.update(zip(parts.invars, operands, strict=True))
 
         def read(atom: Var) -> ValueT:
             if structure.is_literal(atom):
-                return self.constant(structure.as_array(atom.val))
+                return self._value(structure.as_array(atom.val))
             return env[atom]
 
         for eqn in parts.eqns:
             with source.context_of(eqn):
-                given = list(map(read, eqn.invars))
                 here = site.enter(eqn, params.trips(eqn))
-                results = self._step(eqn, given, here)
+                results = self._step(eqn, list(map(read, eqn.invars)), here)
             env.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, parts.outvars))
 
@@ -228,8 +212,8 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         jaxpr: Jaxpr,
         operands: Sequence[ValueT],
         site: Place,
-        required: Sequence[FormT] = (),
-    ) -> Body[FormT, OpT]:
+        required: Sequence[bool] = (),
+    ) -> Body[OpT]:
         """Returns a jaxpr inside of an equation as a jaxpr of the tool's arrays.
 
         Args:
@@ -238,46 +222,42 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
           site: the place of the equation.
           required: the forms of its first results.
         """
-        given = tuple(map(self.form, operands))
-        made: list[FormT] = []
+        forms = tuple(map(self.form, operands))
+        of_results: list[bool] = []
         ops: list[OpT] = []
 
         def run(*arrays: Array) -> list[Array]:
-            results, sums = self._run_inside(jaxpr, arrays, given, site, ops)
-            made[:] = map(self.form, results)
-            pairs = zip(made, required, strict=False)
-            made[: len(required)] = map(self.join, pairs)
-            return [*self.unpack_all(results, made), *jax.tree.leaves(sums)]
+            results, sums = self._run_inside(jaxpr, arrays, forms, site, ops)
+            of_results[:] = map(self.form, results)
+            pairs = zip(of_results, required, strict=False)
+            of_results[: len(required)] = map(any, pairs)
+            return [*self.unpack_all(results, of_results), *jax.tree.leaves(sums)]
 
-        invars = structure.parts(jaxpr).invars
-        avals = [
-            aval
-            for var, form in zip(invars, given, strict=True)
-            for aval in self.types(structure.type_of(var), form)
-        ]
+        types = map(structure.type_of, structure.parts(jaxpr).invars)
+        avals = _with_seconds(types, forms, self.second_type)
         traced = structure.trace(run, avals, jaxpr)
         n_sums = jax.tree.structure(self.nothing(0)).num_leaves
         axes = sharding.varying_axes(structure.parts(traced).outvars[-n_sums:])
-        return Body(traced, given, tuple(made), ops, axes)
+        return Body(traced, forms, tuple(of_results), ops, axes)
 
     def _run_inside(
         self,
         jaxpr: Jaxpr,
         arrays: Sequence[Array],
-        given: Sequence[FormT],
+        forms: Sequence[bool],
         site: Place,
         ops: list[OpT],
     ) -> tuple[list[ValueT], PyTree]:
         """Runs a jaxpr inside; returns its results and sums, and adds its ops."""
         tool = self.inner()
-        results = tool.run(jaxpr, tool.pack_all(arrays, given), site)
+        results = tool.run(jaxpr, tool.pack_all(arrays, forms), site)
         ops[:], sums = tool.found()
         return results, sums
 
     def collect_results(
         self,
         eqn: Eqn,
-        bodies: Sequence[tuple[Body[FormT, OpT], Sequence[ValueT]]],
+        bodies: Sequence[tuple[Body[OpT], Sequence[ValueT]]],
         arrays: Sequence[Array],
         number: int = 0,
     ) -> list[ValueT]:
@@ -295,15 +275,15 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
             self.note(body.ops, sums)
         of, _ = bodies[number]
         if params.op_of(eqn) != "scan":
-            return self.pack_all(arrays[:n], of.made)
+            return self.pack_all(arrays[:n], of.results)
         n_carry = params.loop_of(eqn).n_carry
-        whole, rows = of.made[:n_carry], of.made[n_carry:]
-        at = sum(map(self.width, whole))
+        whole, rows = of.results[:n_carry], of.results[n_carry:]
+        at = len(whole) + sum(whole)
         stacked = self.pack_all(arrays[at:n], rows, self.pack_rows)
         return [*self.pack_all(arrays[:at], whole), *stacked]
 
     def _split(
-        self, body: Body[FormT, OpT], arrays: Sequence[Array]
+        self, body: Body[OpT], arrays: Sequence[Array]
     ) -> tuple[list[Array], PyTree]:
         """Runs a body; returns the arrays of its results, and its sums."""
         of_sums = jax.tree.structure(self.nothing(0))
@@ -311,7 +291,7 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         n = len(out) - of_sums.num_leaves
         return out[:n], of_sums.unflatten(out[n:])
 
-    def _start_sums(self, body: Body[FormT, OpT]) -> PyTree:
+    def _start_sums(self, body: Body[OpT]) -> PyTree:
         """Returns the sums of a body before it runs."""
         return _varying(self.nothing(len(body.ops)), body.axes)
 
@@ -324,34 +304,28 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         index, *others = operands
         traced = params.branches_of(eqn)
         branches = [self.body(branch, others, site) for branch in traced]
-        rows = [branch.made for branch in branches]
-        made = tuple(map(self.join, zip(*rows, strict=True)))
+        rows = [branch.results for branch in branches]
+        forms = tuple(map(any, zip(*rows, strict=True)))
         branches = [
-            branch if branch.made == made else self.body(jaxpr, others, site, made)
+            branch if branch.results == forms else self.body(jaxpr, others, site, forms)
             for branch, jaxpr in zip(branches, traced, strict=True)
         ]
-        arrays = self.unpack_all(others, branches[0].given)
-        avals = list(map(structure.type_of_value, arrays))
-        jaxprs = [
-            structure.trace(self._taken(branches, i), avals, branch.jaxpr)
-            for i, branch in enumerate(branches)
-        ]
-        which = self.unpack(index, self.form(index))[0]
-        out = params.bind_cond(eqn, [which, *arrays], jaxprs)
-        return self.collect_results(eqn, [(branch, others) for branch in branches], out)
 
-    def _taken(
-        self, branches: Sequence[Body[FormT, OpT]], i: int
-    ) -> Callable[..., list[Array]]:
-        """Returns a function that runs one branch, with sums for all branches."""
-
-        def run(*arrays: Array) -> list[Array]:
+        def run(i: int, *arrays: Array) -> list[Array]:
             results, new = self._split(branches[i], arrays)
             sums = list(map(self._start_sums, branches))
             sums[i] = _varying(new, branches[i].axes)
             return [*results, *jax.tree.leaves(sums)]
 
-        return run
+        arrays = self.unpack_all(others, branches[0].operands)
+        avals = list(map(structure.type_of_value, arrays))
+        jaxprs = [
+            structure.trace(functools.partial(run, i), avals, branch.jaxpr)
+            for i, branch in enumerate(branches)
+        ]
+        which = self.unpack(index, self.form(index))[0]
+        out = params.bind_cond(eqn, [which, *arrays], jaxprs)
+        return self.collect_results(eqn, [(branch, others) for branch in branches], out)
 
     def _loop(
         self, eqn: Eqn, operands: Sequence[ValueT], site: Place
@@ -360,21 +334,20 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         loop = params.loop_of(eqn)
         if loop.cond is not None and _has_lanes(loop.cond):
             return self.equation(eqn, operands, site)
-        of_test, given = operands[: loop.n_cond], list(operands[loop.n_cond :])
-        step = self._settle(loop, given, site)
+        of_test, of_step = operands[: loop.n_cond], list(operands[loop.n_cond :])
+        step = self._settle(loop, of_step, site)
         if loop.cond is None:
-            out = self._scan(eqn, loop, given, step)
-            return self.collect_results(eqn, [(step, given)], out)
-        of_test = [*of_test, *given[loop.carries]]
+            out = self._scan(eqn, loop, of_step, step)
+            return self.collect_results(eqn, [(step, of_step)], out)
+        of_test = [*of_test, *of_step[loop.carries]]
         test = self.body(loop.cond, of_test, site)
-        out = self._while(loop, of_test[: loop.n_cond], given, test, step)
-        return self.collect_results(
-            eqn, [(test, of_test), (step, given)], out, number=1
-        )
+        out = self._while(loop, of_test[: loop.n_cond], of_step, test, step)
+        bodies = [(test, of_test), (step, of_step)]
+        return self.collect_results(eqn, bodies, out, number=1)
 
     def _settle(
         self, loop: params.Loop, operands: list[ValueT], site: Place
-    ) -> Body[FormT, OpT]:
+    ) -> Body[OpT]:
         """Returns the body of a loop, traced until its carries keep their forms.
 
         Args:
@@ -387,7 +360,7 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         while True:
             operands[loop.carries] = self.converted(first, forms)
             body = self.body(loop.body, operands, site, forms)
-            found = list(body.made[: loop.n_carry])
+            found = list(body.results[: loop.n_carry])
             if found == forms:
                 return body
             forms = found
@@ -397,13 +370,13 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         eqn: Eqn,
         loop: params.Loop,
         operands: Sequence[ValueT],
-        body: Body[FormT, OpT],
+        body: Body[OpT],
     ) -> Sequence[Array]:
         """Runs a scan, which carries the sums."""
         n_consts, at, n = loop.n_consts, loop.carries, loop.carries.stop
-        consts = self.unpack_all(operands[:n_consts], body.given[:n_consts])
-        start = self.unpack_all(operands[at], body.given[at])
-        pairs = zip(operands[n:], body.given[n:], strict=True)
+        consts = self.unpack_all(operands[:n_consts], body.operands[:n_consts])
+        start = self.unpack_all(operands[at], body.operands[at])
+        pairs = zip(operands[n:], body.operands[n:], strict=True)
         rows = [array for pair in pairs for array in self.unpack_rows(*pair)]
 
         def step(
@@ -423,14 +396,14 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         loop: params.Loop,
         consts: Sequence[ValueT],
         operands: Sequence[ValueT],
-        test: Body[FormT, OpT],
-        step: Body[FormT, OpT],
+        test: Body[OpT],
+        step: Body[OpT],
     ) -> Sequence[Array]:
         """Runs a while, which carries the sums of its condition and of its body."""
         n, at = loop.n_consts, loop.carries
-        of_test = self.unpack_all(consts, test.given[: loop.n_cond])
-        of_step = self.unpack_all(operands[:n], step.given[:n])
-        first = self.unpack_all(operands[at], step.given[at])
+        of_test = self.unpack_all(consts, test.operands[: loop.n_cond])
+        of_step = self.unpack_all(operands[:n], step.operands[:n])
+        first = self.unpack_all(operands[at], step.operands[at])
 
         def tested(carry: Sequence[Array], sums: PyTree) -> tuple[Array, PyTree]:
             (goes_on, *_), new = self._split(test, [*of_test, *carry])
@@ -452,17 +425,17 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
         self, eqn: Eqn, operands: Sequence[ValueT], site: Place
     ) -> Sequence[ValueT]:
         """Runs the function of each device; sums add up over the devices."""
-        jaxpr, given = params.body_of(eqn), tuple(map(self.form, operands))
+        jaxpr, forms = params.body_of(eqn), tuple(map(self.form, operands))
         call = sharding.shard_map_of(eqn)
         axes = call.axes
-        arrays = self.unpack_all(operands, given)
-        made: list[FormT] = []
+        arrays = self.unpack_all(operands, forms)
+        of_results: list[bool] = []
         ops: list[OpT] = []
 
         def run(*arrays: Array) -> tuple[list[Array], PyTree]:
-            results, sums = self._run_inside(jaxpr, arrays, given, site, ops)
-            made[:] = map(self.form, results)
-            pairs = zip(results, made, strict=True)
+            results, sums = self._run_inside(jaxpr, arrays, forms, site, ops)
+            of_results[:] = map(self.form, results)
+            pairs = zip(results, of_results, strict=True)
             out = [array for pair in pairs for array in self.unpack_device(*pair, axes)]
             return out, self._add_over_devices(sums, axes)
 
@@ -470,20 +443,15 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
             run(*arrays)
             return ()
 
-        def specs(
-            of_program: Sequence[PartitionSpec], forms: Sequence[FormT]
-        ) -> list[PartitionSpec]:
-            pairs = zip(of_program, forms, strict=True)
-            return [spec for pair in pairs for spec in self.specs(*pair)]
-
-        in_specs = tuple(specs(call.in_specs, given))
+        in_specs = tuple(_with_seconds(call.in_specs, forms, self.second_spec))
         # The specs of the results depend on their forms, which a first trace finds.
         jax.eval_shape(call.map(trace_once, in_specs, ()), *arrays)
-        mapped = call.map(run, in_specs, (specs(call.out_specs, made), jax.P()))
+        out_specs = _with_seconds(call.out_specs, of_results, self.second_spec)
+        mapped = call.map(run, in_specs, (out_specs, jax.P()))
         # Outside of jit, JAX would compile each op for all devices.
         out, sums = jax.jit(mapped)(*arrays)
         self.note(ops, sums)
-        return self.pack_all(out, made)
+        return self.pack_all(out, of_results)
 
     def _add_over_devices(self, sums: PyTree, axes: frozenset[str]) -> PyTree:
         rows = jax.tree.map(lambda column: sharding.gathered(column, axes), sums)
@@ -492,6 +460,16 @@ class CountingEvaluator(abc.ABC, Generic[ValueT, FormT, OpT]):
             for at in (0, slice(1, None))
         )
         return lax.scan(lambda sums, row: (self.add(sums, row), None), first, others)[0]
+
+
+def _with_seconds(
+    of_program: Iterable[AnyT], forms: Sequence[bool], second: Callable[[AnyT], AnyT]
+) -> list[AnyT]:
+    """Returns the types or the specs of all arrays, given those of the program."""
+    found: list[AnyT] = []
+    for one, form in zip(of_program, forms, strict=True):
+        found += [one, second(one)] if form else [one]
+    return found
 
 
 def _varying(sums: PyTree, axes: frozenset[str]) -> PyTree:

@@ -17,7 +17,11 @@ from jax.typing import DTypeLike
 
 from jmp_lite.autocasting.arguments import read_function
 from jmp_lite.autocasting.plan import Planner
-from jmp_lite.autocasting.rules.match import AnyPrecision, in_json_or_name
+from jmp_lite.autocasting.rules.match import (
+    AnyPrecision,
+    in_json_or_name,
+    unused_scopes,
+)
 from jmp_lite.autocasting.rules.presets import PRESETS, check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import (
     Rules,
@@ -25,26 +29,26 @@ from jmp_lite.autocasting.rules.rules import (
     fields_of,
     requested_formats,
 )
-from jmp_lite.autocasting.rules.scopes import unused_scopes
 from jmp_lite.autocasting.rules.serialization import fields_for_json
 from jmp_lite.autocasting.run import Runner
 from jmp_lite.casting.dtypes import default_device, hint_for, unknown_name
 from jmp_lite.formats.float8 import Float8Format, describe_formats
+from jmp_lite.insight import provenance
 from jmp_lite.insight.backward import (
-    Difference,
+    ArgNums,
+    Differentiable,
     backward_of,
-    depth_that_fits,
-    grouped,
+    check_argnums,
     rows_of_backward,
 )
-from jmp_lite.insight.gradients import ArgNums, Arguments, check_argnums
 from jmp_lite.insight.lints import Lint, LintInput, find_lints
-from jmp_lite.insight.rows import (
-    Row,
+from jmp_lite.insight.rows import Row, decided_rows, is_low
+from jmp_lite.insight.summaries import (
+    Difference,
     Totals,
     casts_in,
-    decided_rows,
-    is_low,
+    depth_that_fits,
+    grouped,
     totals_of,
 )
 from jmp_lite.insight.tables import Uncalled, count, html_table, text_table
@@ -338,14 +342,14 @@ def explain(
         rows, kept = [one.row for one in decided], None
         programs = [[jaxpr] for jaxpr in (traced, run)]
         if backward:
-            arguments = Arguments.of(args, kwargs, argnums)
-            passes = [backward_of(one, treedef, arguments) for one in (traced, run)]
-            written = passes[0]
-            if program.held:
-                written = backward_of(program.as_written, treedef, arguments)
-            kept = written.kept, passes[1].kept
+            of_all = traced, run, program.as_written
+            passes = [
+                backward_of(Differentiable(one, treedef, args, kwargs, argnums))
+                for one in (of_all if program.held else of_all[:2])
+            ]
+            kept = passes[-1 if program.held else 0].kept, passes[1].kept
             rows += rows_of_backward(passes[1], passes[0])
-            programs = [[one.forward, one.backward] for one in passes]
+            programs = [[one.forward, one.backward] for one in passes[:2]]
         as_traced, as_run = (casts_in(each, low) for each in programs)
         added = tuple(n - m for n, m in zip(as_run, as_traced, strict=True))
         forward = [one for one in decided if not one.row.is_backward]
@@ -355,7 +359,8 @@ def explain(
             rules,
             has_gradients=backward or len(forward) < len(decided),
             program=program,
-            alone=_alone(args, kwargs),
+            added=provenance.addends_in(traced, _alone(args, kwargs)),
+            closely_read=provenance.closely_read(traced),
         )
         counts = {} if program.is_unchanged else planner.passes
         return Explanation(
@@ -371,11 +376,11 @@ def explain(
     return Uncalled("explain", fun, explained)
 
 
-def _alone(args: PyTree, kwargs: PyTree) -> frozenset[int]:
+def _alone(args: PyTree, kwargs: PyTree) -> set[int]:
     """Returns the float32 arrays that are whole arguments, not leaves of a pytree."""
     arrays = arrays_in(args, kwargs)
-    is_alone = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
-    return frozenset(i for i, yes in enumerate(is_alone) if yes)
+    wholes = [len(path) == 2 and leaf.dtype == "float32" for path, leaf in arrays]
+    return {i for i, is_whole in enumerate(wholes) if is_whole}
 
 
 def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
@@ -385,7 +390,7 @@ def _unused(rules: Rules, rows: Sequence[Row], jaxpr: Jaxpr) -> Iterable[str]:
     if rules.carries:
         # As rules of a precision that applies to every op: a carry has no format.
         carries = [(pattern, Precision.FULL) for pattern, _ in rules.carries]
-        inside = [(path, params.op_of(eqn)) for eqn, path in equations(jaxpr)]
+        inside = ((path, params.op_of(eqn)) for eqn, path in equations(jaxpr))
         loops = [(path, op) for path, op in inside if op in ("scan", "while")]
         yield from _unused_scopes("carry", carries, loops)
     ops = list(dict.fromkeys(row.op for row in rows))

@@ -1,13 +1,13 @@
 """Finds probable problems in what autocast does with a function.
 
-A lint names a problem, its place and a remedy. Each check is a function that yields
-lints, and one table lists all checks.
+A lint names a problem, its place and a remedy. Each check yields lints, and one table
+lists all checks.
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -26,21 +26,19 @@ from jmp_lite.autocasting.decide.facts import (
 )
 from jmp_lite.autocasting.decide.values import roots_of
 from jmp_lite.autocasting.passes import homogeneity
-from jmp_lite.autocasting.rules.match import RuleSource
+from jmp_lite.autocasting.rules.match import FULL_SCOPE, RuleSource
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.autocasting.rules.scopes import FULL_SCOPE
 from jmp_lite.casting.losses import LOSS_SCALE_SCOPE
 from jmp_lite.formats.number_format import LOW, Verdict
-from jmp_lite.insight import provenance
-from jmp_lite.insight.reasons import origin_in_words
 from jmp_lite.insight.rows import (
     DecidedRow,
     bytes_of,
     is_decided_inside,
+    origin_in_words,
     placed_equations,
     times_or_once,
 )
-from jmp_lite.insight.tables import Place, count, short
+from jmp_lite.insight.tables import count, short
 from jmp_lite.jaxprs import params, source, structure
 from jmp_lite.jaxprs.dataflow import equations, jaxprs
 from jmp_lite.jaxprs.products import PRODUCTS, product_sizes
@@ -101,8 +99,10 @@ class LintInput(NamedTuple):
       rules: the rules.
       has_gradients: whether the function is differentiated.
       program: the function as autocast reads it.
-      alone: the numbers of the float32 inputs that are whole arguments, not leaves of a
-        pytree.
+      added: for each sum, by id, the operands that are float32 arguments. Parameters
+        are not data: they come in pytrees, and data comes as an array.
+      closely_read: the equations, by id, whose result is read by what needs its digits,
+        by the name of a lint.
     """
 
     decided: Sequence[DecidedRow]
@@ -110,7 +110,30 @@ class LintInput(NamedTuple):
     rules: Rules
     has_gradients: bool
     program: Program
-    alone: frozenset[int]
+    added: Mapping[int, set[int]]
+    closely_read: Mapping[str, set[int]]
+
+
+class RowLint(NamedTuple):
+    """A check of one equation at a time, with one text.
+
+    Attributes:
+      name: the kind of problem.
+      applies: whether an equation has it.
+      message: the problem.
+      remedy: how to solve it.
+    """
+
+    name: str
+    applies: Callable[[LintInput, DecidedRow], bool]
+    message: str
+    remedy: str
+
+    def __call__(self, inputs: LintInput) -> Iterator[Lint]:
+        """Yields a lint for each equation with the problem."""
+        for decided in inputs.decided:
+            if self.applies(inputs, decided):
+                yield _make_lint(decided, self.name, self.message, self.remedy)
 
 
 def find_lints(inputs: LintInput) -> tuple[Lint, ...]:
@@ -120,17 +143,16 @@ def find_lints(inputs: LintInput) -> tuple[Lint, ...]:
         for lint in check(inputs):
             message = lint.message.replace(lint.scope, "")
             like.setdefault((lint.name, message, lint.remedy), []).append(lint)
-    return tuple(map(_counted, like.values()))
-
-
-def _counted(same: Sequence[Lint]) -> Lint:
-    more = len({(lint.scope, lint.source) for lint in same}) - 1
-    like_it = f" (and {more} like it)" if more else ""
-    return dataclasses.replace(same[0], message=same[0].message + like_it)
+    found: list[Lint] = []
+    for same in like.values():
+        more = len({(lint.scope, lint.source) for lint in same}) - 1
+        like_it = f" (and {more} like it)" if more else ""
+        found.append(dataclasses.replace(same[0], message=same[0].message + like_it))
+    return tuple(found)
 
 
 def _make_lint(decided: DecidedRow, name: str, message: str, remedy: str) -> Lint:
-    row, package = decided.row, source.line_in_package(decided.record.eqn)
+    row, package = decided.row, source.line_in_package(decided.eqn)
     is_same = package.rpartition(":")[0] in row.source
     return Lint(
         name, message, remedy, row.scope, row.source, "" if is_same else package
@@ -138,12 +160,12 @@ def _make_lint(decided: DecidedRow, name: str, message: str, remedy: str) -> Lin
 
 
 def _follows_float32(decided: DecidedRow) -> bool:
-    decision = decided.record.decision
+    decision = decided.decision
     return decision.run is Run.FULL and decision.leader is not None
 
 
 def _has_low(decided: DecidedRow) -> bool:
-    return any(o.state is State.LOW for o in decided.record.operands)
+    return any(o.state is State.LOW for o in decided.operands)
 
 
 def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
@@ -153,74 +175,53 @@ def _widened_stream(inputs: LintInput) -> Iterator[Lint]:
     that is deliberately float32: a norm, a softplus. The float32 carry of a loop has a
     row with its own reason.
     """
-    first: dict[int, DecidedRow] = {}
     after: dict[int, list[DecidedRow]] = {}
     is_cast_back: set[int] = set()
     for decided in inputs.decided:
-        record = decided.record
-        if record.result is None and _follows_float32(decided):
-            name = id(record.origin)
-            low = (is_from_16_bits(o.state, o.lineage.roots) for o in record.operands)
-            widens = any(low) and roots_of(record.operands) is None
-            origin = record.origin
+        if decided.result is None and _follows_float32(decided):
+            name = id(decided.origin)
+            low = (is_from_16_bits(o.state, o.lineage.roots) for o in decided.operands)
+            widens = any(low) and roots_of(decided.operands) is None
+            origin = decided.origin
             # A number, or the carry of a loop, is float32 by choice.
             is_op = is_equation(origin) and params.op_of(origin) not in HIGHER_ORDER
-            if widens and is_op:
-                first.setdefault(name, decided)
-            if name in first:
+            if name in after or (widens and is_op):
                 after.setdefault(name, []).append(decided)
-        if record.decision.run is Run.LOW:
-            for operand in record.operands:
-                if operand.state is State.HARD:
-                    is_cast_back.add(id(operand.origin))
-    for name, decided in first.items():
-        rows = [one.row for one in after[name]]
+        if decided.decision.run is Run.LOW:
+            wide = (o for o in decided.operands if o.state is State.HARD)
+            is_cast_back.update(id(operand.origin) for operand in wide)
+    for name, stream in after.items():
+        rows = [decided.row for decided in stream]
         # The tail of a loss ends in float32, and a cast fuses with a single op.
         if name not in is_cast_back or len(rows) == 1:
             continue
         size = sum(row.bytes_run * times_or_once(row.times) for row in rows)
         yield _make_lint(
-            decided,
+            stream[0],
             "widened stream",
-            f"{decided.origin} is float32 and meets a 16-bit value here: {len(rows)} "
+            f"{stream[0].leader} is float32 and meets a 16-bit value here: {len(rows)} "
             f"ops ({count(size)}B) from here on run in float32",
             "Apply jmp_lite.as_low to it if 16 bits suffice from here on",
         )
 
 
-def _float32_input(inputs: LintInput) -> Iterator[Lint]:
-    """An argument follows the 16-bit value that it is added to.
+def _adds_an_input(inputs: LintInput, decided: DecidedRow) -> bool:
+    """Whether an argument follows the 16-bit value that it is added to."""
+    decision = decided.decision
+    if decision.run is not Run.LOW or decision.match or not _has_low(decided):
+        return False
+    shape = decided.eqn.outvars[0].aval.shape  # A bias is spread over the other axes.
+    added = [decided.operands[i] for i in inputs.added.get(id(decided.eqn), ())]
+    is_whole = [facts.state is State.SOFT and facts.shape == shape for facts in added]
+    return len(shape) > 1 and any(is_whole)
 
-    Parameters are not data: they come in pytrees, and data comes as an array.
-    """
-    if not inputs.alone:
-        return
-    given = [
-        provenance.ArgumentOrigin(frozenset([i]), i)
-        if i in inputs.alone
-        else provenance.ArgumentOrigin()
-        for i in range(len(structure.parts(inputs.program.jaxpr).invars))
-    ]
-    addends = provenance.Addends()
-    addends.outputs(inputs.program.jaxpr, given)
-    for decided in inputs.decided:
-        record = decided.record
-        follows = record.decision.match is None and _has_low(decided)
-        if not follows or record.decision.run is not Run.LOW:
-            continue
-        shape = record.eqn.outvars[0].aval.shape
-        for i in addends.added.get(id(record.eqn), ()):
-            operand = record.operands[i]
-            is_spread = operand.shape != shape or len(shape) < 2
-            if operand.state is State.SOFT and not is_spread:
-                yield _make_lint(
-                    decided,
-                    "float32 input",
-                    "a float32 input is rounded to 16 bits before it is added to a "
-                    "16-bit value",
-                    "Apply jmp_lite.as_full to it if all its digits matter "
-                    "(coordinates, times)",
-                )
+
+_FLOAT32_INPUT = RowLint(
+    "float32 input",
+    _adds_an_input,
+    "a float32 input is rounded to 16 bits before it is added to a 16-bit value",
+    "Apply jmp_lite.as_full to it if all its digits matter (coordinates, times)",
+)
 
 
 def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
@@ -228,16 +229,15 @@ def _float32_carry(inputs: LintInput) -> Iterator[Lint]:
     if inputs.rules.default is Precision.FULL:  # Everything but products is float32.
         return
     for decided in inputs.decided:
-        record = decided.record
-        if record.result is None or record.decision.run is not Run.FULL:
+        if decided.result is None or decided.decision.run is not Run.FULL:
             continue
-        if _trains_or_filters(record.eqn):
-            continue
-        remedy = "Apply jmp_lite.as_low to the named value if 16 bits suffice"
-        is_result = record.decision.reason is Reason.CARRY_RESULT
-        if is_result:
+        if decided.decision.reason is Reason.CARRY_RESULT:
             remedy = 'Use rules.carry(scope, "follow") if layers pass it on'
-        if is_result or record.origin is not None:
+        elif decided.origin is not None:
+            remedy = "Apply jmp_lite.as_low to the named value if 16 bits suffice"
+        else:
+            continue
+        if not _trains_or_filters(decided.eqn):
             yield _make_lint(
                 decided, "float32 carry", f"float32 {decided.row.reason}", remedy
             )
@@ -249,7 +249,7 @@ def _trains_or_filters(loop: Eqn) -> bool:
     A filter has a small state, which it solves for.
     """
     bodies = list(params.inner_jaxprs(loop))
-    live = [eqn for body in bodies for eqn, _ in placed_equations(body, Place())]
+    live = [eqn for body in bodies for eqn, _ in placed_equations(body)]
     eqns = [eqn for body in bodies for eqn, _ in equations(body)]
     solves = any(params.op_of(eqn) in SOLVING for eqn in eqns)
     if solves or any(map(source.is_transposed, live)):
@@ -258,25 +258,22 @@ def _trains_or_filters(loop: Eqn) -> bool:
     return bool(sizes) and all(n < 8 for size in sizes for n in size)
 
 
-def _asked_for_float32(inputs: LintInput) -> Iterator[Lint]:
-    for decided in inputs.decided:
-        if decided.record.decision.reason is Reason.HIGHEST_PRECISION:
-            yield _make_lint(
-                decided,
-                "float32 product",
-                "a matrix product requests a specific precision and runs in float32",
-                "Leave precision= out if 16 bits suffice, or call it under "
-                "jmp_lite.low_precision if a package sets it",
-            )
+_FLOAT32_PRODUCT = RowLint(
+    "float32 product",
+    lambda _, decided: decided.decision.reason is Reason.HIGHEST_PRECISION,
+    "a matrix product requests a specific precision and runs in float32",
+    "Leave precision= out if 16 bits suffice, or call it under jmp_lite.low_precision "
+    "if a package sets it",
+)
 
 
 def _off_tensor_cores(inputs: LintInput) -> Iterator[Lint]:
     """Sizes of products that are no multiples of 8: one lint for each size."""
     with_size: dict[int, list[tuple[int, DecidedRow]]] = {}
     for decided in inputs.decided:
-        if decided.row.op not in PRODUCTS or decided.record.decision.run is not Run.LOW:
+        if decided.row.op not in PRODUCTS or decided.decision.run is not Run.LOW:
             continue
-        sizes = product_sizes(decided.record.eqn)
+        sizes = product_sizes(decided.eqn)
         if 1 in sizes:  # A vector product or a depthwise convolution: no tensor cores.
             continue
         # A symbolic size is unknown.
@@ -285,7 +282,7 @@ def _off_tensor_cores(inputs: LintInput) -> Iterator[Lint]:
             with_size.setdefault(size, []).append((math.prod(known), decided))
     for size, products in with_size.items():
         _, largest = max(products, key=lambda pair: pair[0])
-        sizes = " x ".join(map(str, product_sizes(largest.record.eqn)))
+        sizes = " x ".join(map(str, product_sizes(largest.eqn)))
         many = len(products) > 1
         yield _make_lint(
             largest,
@@ -301,7 +298,7 @@ def _unfit_for_format(inputs: LintInput) -> Iterator[Lint]:
     """A product has no requested number format, or has one that it should not have."""
     found: dict[str, Counter[Verdict]] = {}
     for decided in inputs.decided:
-        decision = decided.record.decision
+        decision = decided.decision
         requested, verdict = decision.requested, decision.verdict
         if requested == LOW:
             continue
@@ -322,66 +319,59 @@ def _unfit_for_format(inputs: LintInput) -> Iterator[Lint]:
             )
 
 
-def _lost_digits(inputs: LintInput) -> Iterator[Lint]:
-    """The reader of a 16-bit product needs more of its digits."""
-    readers, residues = provenance.ProductReaders(), provenance.Residues()
-    for analysis in (readers, residues):
-        analysis.follow(inputs.program.jaxpr)
-    found = {**readers.found, "residue": residues.found}
-    for decided in inputs.decided:
-        if decided.record.decision.run is Run.LOW:
-            for name, message, remedy in _LOST_DIGITS:
-                if id(decided.record.eqn) in found.get(name, ()):
-                    yield _make_lint(decided, name, message, remedy)
+def _of_readers(name: str, message: str, remedy: str) -> RowLint:
+    """Returns the check of a 16-bit product whose reader needs more of its digits."""
+
+    def applies(inputs: LintInput, decided: DecidedRow) -> bool:
+        is_read = id(decided.eqn) in inputs.closely_read.get(name, ())
+        return is_read and decided.decision.run is Run.LOW
+
+    return RowLint(name, applies, message, remedy)
 
 
 _LOST_DIGITS = (
-    (
+    _of_readers(
         "low phase",
         "sin or cos reads the result of a 16-bit product",
         "Compute it under jmp_lite.full_precision if its angles are large",
     ),
-    (
+    _of_readers(
         "cancellation",
         "a 16-bit product is a term of a difference that a root or a pick (argmax, "
         "top_k) reads",
         "Compute it under jmp_lite.full_precision, or sum squared differences",
     ),
-    (
+    _of_readers(
         "low lookup",
         "a 16-bit product looks up integers, or averages them, and rounds those above "
         "256",
         "Use an index instead of the product, or jmp_lite.full_precision",
     ),
-    (
+    _of_readers(
         "residue",
         "a 16-bit product is subtracted, and a state or the result reads what is left",
         "Compute it under jmp_lite.full_precision if both are close to each other",
     ),
-    (
+    _of_readers(
         "low range",
         "a quotient divides by a difference of 16-bit products, which is 0 where they "
         "are close to each other",
         "Compute them under jmp_lite.full_precision, or divide by more",
     ),
 )
-"""The name of each lint, its message and its remedy."""
 
 
-def _amplified_rounding(inputs: LintInput) -> Iterator[Lint]:
-    """A rule or a mark lowers a difference, and an op amplifies its rounding error."""
-    differences = provenance.Differences()
-    differences.follow(inputs.program.jaxpr)
-    for decided in inputs.decided:
-        is_low = decided.record.decision.state is State.LOW
-        if is_low and id(decided.record.eqn) in differences.amplified:
-            yield _make_lint(
-                decided,
-                "amplified rounding",
-                "a logarithm, a root, a quotient or a step reads this 16-bit sum or "
-                "difference, and amplifies its rounding error",
-                "Compute it under jmp_lite.full_precision",
-            )
+# A rule or a mark lowers what autocast would not.
+_AMPLIFIED_ROUNDING = RowLint(
+    "amplified rounding",
+    lambda inputs, decided: (
+        decided.decision.state is State.LOW
+        and id(decided.eqn) in inputs.closely_read.get("amplified rounding", ())
+    ),
+    "a logarithm, a root, a quotient or a step reads this 16-bit sum or difference, "
+    "and amplifies its rounding error",
+    "Compute it under jmp_lite.full_precision",
+)
 
 
 def _wide_work(inputs: LintInput) -> Iterator[Lint]:
@@ -389,7 +379,7 @@ def _wide_work(inputs: LintInput) -> Iterator[Lint]:
     sizes = Counter[str]()
     for decided in inputs.decided:
         times = times_or_once(decided.row.times)
-        for var in decided.record.eqn.outvars:
+        for var in decided.eqn.outvars:
             if structure.is_of_numbers(var.aval):
                 sizes[structure.dtype_of(var).name] += times * bytes_of(var)
     for name, remedy in _OF_WIDE_DTYPES.items():
@@ -415,7 +405,7 @@ def _low_sampling(inputs: LintInput) -> Iterator[Lint]:
     """Random numbers are made of 16 random bits, or fewer."""
     marks: dict[Eqn, Mark] = {}
     ContentAnalysis(marks).read(inputs.program.jaxpr, "")
-    for eqn, place in placed_equations(inputs.program.jaxpr, Place()):
+    for eqn, place in placed_equations(inputs.program.jaxpr):
         if params.op_of(eqn) != "bitcast_convert_type":
             continue
         (var,) = eqn.outvars
@@ -472,7 +462,7 @@ def _opaque(inputs: LintInput) -> Iterator[Lint]:
     is_low: set[object] = set()
     known: set[int] = set()  # Equations inside of one that was checked.
     for decided in inputs.decided:
-        eqn, decision = decided.record.eqn, decided.record.decision
+        eqn, decision = decided.eqn, decided.decision
         if decision.state is State.LOW:
             is_low.update(eqn.outvars)
         is_kept = decision.run is Run.AS_TRACED and decision.state is State.HARD
@@ -484,7 +474,8 @@ def _opaque(inputs: LintInput) -> Iterator[Lint]:
             is_cast, remedy = not given.isdisjoint(is_low), _FOR_A_LOOP
         else:
             returns_float32 = any(map(structure.is_float32, eqn.outvars))
-            is_kernel = _is_kernel(decided.row.op)
+            op = record_of(decided.row.op)
+            is_kernel = op is None or op.group == "kernel" or op.is_higher_order
             is_cast = _has_low(decided) and returns_float32 and is_kernel
             remedy = _FOR_A_KERNEL if is_kernel else _FOR_A_FUNCTION
         inside = [e for j in params.inner_jaxprs(eqn) for e, _ in equations(j)]
@@ -507,12 +498,6 @@ def _opaque(inputs: LintInput) -> Iterator[Lint]:
             )
 
 
-def _is_kernel(op: str) -> bool:
-    """Whether autocast does not know what an op computes."""
-    known = record_of(op)
-    return known is None or known.group == "kernel" or known.is_higher_order
-
-
 _FOR_A_FUNCTION = "Apply jmp_lite.autocast to the function inside it if 16 bits suffice"
 
 _FOR_A_KERNEL = "Call it through jmp_lite.low_call if it accepts 16 bits"
@@ -524,7 +509,7 @@ def _literal(inputs: LintInput) -> Iterator[Lint]:
     for decided in inputs.decided:
         if not (_follows_float32(decided) and _has_low(decided)):
             continue
-        for operand in decided.record.operands:
+        for operand in decided.operands:
             number = operand.origin  # For a marked number it is the mark.
             if operand.state is State.HARD and isinstance(number, NumberOrigin):
                 what, remedy = _misfit(number, np.dtype(inputs.rules.compute_dtype))
@@ -566,7 +551,7 @@ def _rule_of_scaled_cotangents(inputs: LintInput) -> Iterator[Lint]:
     """A backward rule that clips or normalises what a loss scale has multiplied."""
     if not inputs.has_gradients or inputs.rules.compute_dtype != np.float16:
         return
-    for eqn, place in placed_equations(inputs.program.jaxpr, Place()):
+    for eqn, place in placed_equations(inputs.program.jaxpr):
         is_rule = params.op_of(eqn) == "custom_vjp_call"
         culprit = homogeneity.culprit_of(eqn) if is_rule else None
         if culprit is not None:
@@ -587,13 +572,12 @@ def _useless_mark(inputs: LintInput) -> Iterator[Lint]:
     low = Counter[int]()
     reads = Counter[int](id(result.origin) for result in inputs.results)
     for decided in inputs.decided:
-        record = decided.record
-        match = record.decision.match
+        match = decided.decision.match
         is_full = match is not None and match.name == FULL_SCOPE
         if is_full and decided.row.op == "name":
-            marked[id(record.eqn)] = decided
-        is_low = decided.row.op in PRODUCTS and record.decision.run is Run.LOW
-        for operand in record.operands:
+            marked[id(decided.eqn)] = decided
+        is_low = decided.row.op in PRODUCTS and decided.decision.run is Run.LOW
+        for operand in decided.operands:
             reads[id(operand.origin)] += 1
             low[id(operand.origin)] += is_low
     for name, decided in marked.items():
@@ -629,15 +613,15 @@ def _inner_autocast(inputs: LintInput) -> Iterator[Lint]:
 
 _CHECKS: Sequence[Callable[[LintInput], Iterator[Lint]]] = (
     _widened_stream,
-    _float32_input,
+    _FLOAT32_INPUT,
     _float32_carry,
-    _asked_for_float32,
+    _FLOAT32_PRODUCT,
     _off_tensor_cores,
     _unfit_for_format,
-    _lost_digits,
+    *_LOST_DIGITS,
     _wide_work,
     _low_sampling,
-    _amplified_rounding,
+    _AMPLIFIED_ROUNDING,
     _opaque,
     _literal,
     _no_loss_scale,

@@ -17,9 +17,9 @@ from jmp_lite.autocasting.rules.match import AnyPrecision, name_of
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.autocasting.rules.rules import Rules
 from jmp_lite.formats.number_format import NumberFormat
+from jmp_lite.insight.backward import ArgNums, Differentiable, floats_in
 from jmp_lite.insight.candidates import NUMBER, without_numbers
 from jmp_lite.insight.comparison import Comparison, compared_with_float32
-from jmp_lite.insight.gradients import ArgNums, Arguments, Differentiable, floats_in
 from jmp_lite.insight.statistics import fetched
 from jmp_lite.insight.tables import text_table
 from jmp_lite.jaxprs import structure
@@ -88,14 +88,14 @@ class Sample:
         program = read_function(fun, self.args, self.kwargs, rules)
         with jax.default_matmul_precision("highest"):
             highest = read_function(fun, self.args, self.kwargs, rules)
-        arguments = Arguments.of(self.args, self.kwargs, argnums)
+        traced, treedef, written = program.jaxpr, program.treedef, program.as_written
         self._function = Differentiable(
-            program.jaxpr, program.treedef, arguments, program.as_written
+            traced, treedef, self.args, self.kwargs, argnums, written
         )
         self._arrays = jax.device_put(list(program.arrays))
-        floats = floats_in(structure.parts(program.as_written).invars)
+        floats = floats_in(structure.parts(written).invars)
         fetched([self._arrays[i] for i in floats])  # They have to be concrete.
-        outputs = floats_in(structure.parts(program.as_written).outvars)
+        outputs = floats_in(structure.parts(written).outvars)
         self._n_outputs = len(outputs)
         results = self._function.names_of_results
         names = [*results, *self._function.names_of_gradients]
@@ -121,12 +121,8 @@ class Sample:
 
     def error(self, rules: Rules, options: Mapping[str, bool]) -> Error:
         """Returns the error under some rules, with some compiler options."""
-        run = functools.partial(
-            run_function,
-            rules,
-            self._function.traced,
-            types=self._function.types,
-        )
+        traced, types = self._function.traced, self._function.types
+        run = functools.partial(run_function, rules, traced, types=types)
         found = self._run(run, self._arrays, options)
         errors = [
             # Infinities and NaN count even in a result that is not judged.
@@ -290,10 +286,13 @@ class TuningReport:
     def table(self) -> str:
         """Returns the steps as a table of text."""
         headers = ("lowered", "error", "worst in", "outcome")
-        rows = [
-            (_names(step.lowered), *_cells(step.error), _outcome(step))
-            for step in self.steps
-        ]
+        rows: list[Sequence[str]] = []
+        for step in self.steps:
+            is_low = step.precision is Precision.LOW
+            outcome = "16 bits" if is_low else name_of(step.precision)
+            if not step.is_tolerated:
+                outcome = "too large"  # Its halves are tried next.
+            rows.append((_names(step.lowered), *_cells(step.error), outcome))
         return text_table(headers, [("", rows)], right=(1,))
 
     def to_json(self) -> str:
@@ -307,10 +306,9 @@ class TuningReport:
         ]
         if self.kept:
             headers = ("kept", "", "as", "error without it", "worst in")
-            named = [(k, name_of(k.precision).upper()) for k in self.kept]
             rows = [
-                (k.kind, k.name or "(all)", precision, *_cells(k.without))
-                for k, precision in named
+                (kind, name or "(all)", name_of(precision).upper(), *_cells(error))
+                for kind, name, precision, error in self.kept
             ]
             lines.append(text_table(headers, [("", rows)], right=(3,)))
         if self.not_judged:
@@ -336,12 +334,6 @@ _SHOWN = 3
 
 def _cells(error: Error) -> tuple[str, str]:
     return f"{error.largest:.2g}", error.worst
-
-
-def _outcome(step: Step) -> str:
-    if not step.is_tolerated:
-        return "too large"  # Its halves are tried next.
-    return "16 bits" if step.precision is Precision.LOW else name_of(step.precision)
 
 
 def _names(names: Sequence[str]) -> str:

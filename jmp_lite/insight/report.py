@@ -1,7 +1,6 @@
 """Reports on the numbers of pytrees: gradients, parameters, activations."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -53,11 +52,7 @@ class CountedLeaf(NamedTuple):
     known: statistics.Numbers | None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["counts"],
-    meta_fields=["leaves", "dtype"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NumericsReport:
     """The numbers of a pytree, leaf by leaf. It is a pytree, and prints as a table.
@@ -76,8 +71,8 @@ class NumericsReport:
     """
 
     counts: Mapping[str, PyTree]
-    leaves: tuple[CountedLeaf, ...]
-    dtype: str | None
+    leaves: tuple[CountedLeaf, ...] = dataclasses.field(metadata={"static": True})
+    dtype: str | None = dataclasses.field(metadata={"static": True})
 
     @property
     def rows(self) -> tuple[LeafNumerics, ...]:

@@ -187,27 +187,16 @@ def counted_together(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
         if len(group) == 1:
             counts[group[0]] = counted(arrays[group[0]], dtype)
             continue
-        rows = _counted_in_rows([arrays[i] for i in group], dtype)
-        counts.update(zip(group, rows, strict=True))
+        # As rows of one array, with zeros at the end, which do not count.
+        most = max(arrays[i].size for i in group)
+        rows = [jnp.ravel(sizes_of(arrays[i])) for i in group]
+        sizes = jnp.stack([jnp.pad(row, (0, most - row.size)) for row in rows])
+        ends = _ends_for(sizes, dtype, _has_scale(arrays[group[0]], dtype), [1])
+        columns = _reduce_counts(_classify(sizes, ends), [1])
+        for at, i in enumerate(group):
+            found = jax.tree.map(lambda column, at=at: column[at], columns)
+            counts[i] = {**found, "elements": Count.split(arrays[i].size)}
     return [counts[i] for i in range(len(arrays))]
-
-
-def _counted_in_rows(arrays: Sequence[Array], dtype: DTypeLike) -> list[Counts]:
-    most = max(array.size for array in arrays)
-    # Zeros do not count.
-    rows = [
-        jnp.pad(jnp.ravel(sizes_of(array)), (0, most - array.size)) for array in arrays
-    ]
-    sizes = jnp.stack(rows)
-    ends = _ends_for(sizes, dtype, _has_scale(arrays[0], dtype), [1])
-    columns = _reduce_counts(_classify(sizes, ends), [1])
-    return [
-        {
-            **jax.tree.map(lambda column, i=i: column[i], columns),
-            "elements": Count.split(array.size),
-        }
-        for i, array in enumerate(arrays)
-    ]
 
 
 def _has_scale(array: ArrayLike, dtype: DTypeLike) -> bool:
@@ -227,7 +216,14 @@ def _ends_for(
     xp = jnp if isinstance(sizes, jax.Array) else np
     finite = xp.where(xp.isfinite(sizes), sizes, 0)
     largest = xp.max(finite, axis=tuple(axes), keepdims=True, initial=0)
-    return [end * _scale(largest, dtype).astype(sizes.dtype) for end in ends]
+    # A float64 beyond float32 overflows under the largest scale.
+    largest = xp.minimum(largest, float(jnp.finfo(jnp.float32).max))
+    if isinstance(largest, jax.Array):
+        scale = scale_for(largest, dtype)
+    else:
+        with jax.ensure_compile_time_eval():  # Under jit it would be traced.
+            scale = np.asarray(scale_for(jnp.float32(largest), dtype))
+    return [end * scale.astype(sizes.dtype) for end in ends]
 
 
 def _classify(
@@ -301,16 +297,6 @@ def _reduce_counts(each: Mapping[str, Any], axes: Sequence[int]) -> Counts:
     }
 
 
-def _scale(largest: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
-    """Returns the scale for a largest value, on the host if that is on the host."""
-    # A float64 beyond float32 overflows under the largest scale.
-    end = float(jnp.finfo(jnp.float32).max)
-    if isinstance(largest, jax.Array):
-        return scale_for(jnp.minimum(largest, end), dtype)
-    with jax.ensure_compile_time_eval():  # Under jit it would be traced.
-        return np.asarray(scale_for(jnp.float32(np.minimum(largest, end)), dtype))
-
-
 def _widest() -> Dtype:
     return jax.dtypes.canonicalize_dtype(np.float64)
 
@@ -373,18 +359,15 @@ def fetched(tree: PyTree) -> PyTree:
 
 def fetch_counts(counts: Mapping[str, PyTree]) -> dict[str, np.ndarray]:
     """Returns counts as NumPy arrays, joined over the axes of vmap and scan."""
-    return {
-        name: _join_stacks(name, column) for name, column in fetched(counts).items()
-    }
-
-
-def _join_stacks(name: str, column: Count | ArrayLike) -> np.ndarray:
-    join, start = _JOINS.get(name, ("add", 0))
-    if isinstance(column, Count):
-        column = column.low + (column.high.astype(np.uint64) << np.uint64(32))
-    column = np.atleast_1d(column)
-    stacks = tuple(range(column.ndim - 1))
-    return getattr(np, join).reduce(column, axis=stacks, initial=start)
+    found: dict[str, np.ndarray] = {}
+    for name, column in fetched(counts).items():
+        join, start = _JOINS.get(name, ("add", 0))
+        if isinstance(column, Count):
+            column = column.low + (column.high.astype(np.uint64) << np.uint64(32))
+        column = np.atleast_1d(column)
+        stacks = tuple(range(column.ndim - 1))
+        found[name] = getattr(np, join).reduce(column, axis=stacks, initial=start)
+    return found
 
 
 def numbers(columns: Mapping[str, np.ndarray], i: int) -> Numbers:

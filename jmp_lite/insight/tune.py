@@ -18,9 +18,9 @@ from jmp_lite.autocasting.rules.match import AnyPrecision, in_json_or_name, name
 from jmp_lite.autocasting.rules.presets import check_convertible, choose_rules
 from jmp_lite.autocasting.rules.rules import Rules, Scope, requested_formats
 from jmp_lite.insight import candidates, measured
+from jmp_lite.insight.backward import ArgNums, check_argnums
 from jmp_lite.insight.candidates import Rule, Units, is_searched, rules_with
 from jmp_lite.insight.explanation import explain
-from jmp_lite.insight.gradients import ArgNums, check_argnums
 from jmp_lite.insight.measured import Error, Kept, Sample, Step, Tuned, in_words
 from jmp_lite.insight.rows import Row, is_decided_inside, times_or_once
 from jmp_lite.insight.tables import Uncalled
@@ -157,7 +157,6 @@ class _Trials:
         self._progress = progress or (lambda _: None)
         self._errors: dict[Rules, Error] = {}
         self._most = 0
-        self._growth: Mapping[tuple[str, str], float] | None = None
 
     def announce(self, n_more: int) -> None:
         """Reports how many trials may follow."""
@@ -203,21 +202,16 @@ class _Trials:
 
         The scope of a recomputed op is that of its first computation.
         """
-        if self._growth is None:
-            found: dict[tuple[str, str], float] = {}
-            for row in self.sample.comparison(rules).rows:
-                key = row.scope.replace(_AGAIN, ""), row.op
-                found[key] = max(row.error_out - row.error_in, found.get(key, 0.0))
-            self._growth = found
-        return self._growth
+        found: dict[tuple[str, str], float] = {}
+        for row in self.sample.comparison(rules).rows:
+            key = row.scope.replace("rematted_computation/", ""), row.op
+            found[key] = max(row.error_out - row.error_in, found.get(key, 0.0))
+        return found
 
     def rows(self, rules: Rules, kept: Iterable[Rule] = ()) -> Sequence[Row]:
         """Returns how each equation runs under some rules."""
         explained = explain(self.sample.fun, rules_with(rules, kept))
         return explained(*self.sample.args, **self.sample.kwargs).rows
-
-
-_AGAIN = "rematted_computation/"
 
 
 def _run(trials: _Trials, start: Rules) -> Tuned:
@@ -284,15 +278,16 @@ class _Search:
                 "the function (as_low, low_precision, low_call); (b) float32 products "
                 "that the device rounds (jax_default_matmul_precision)."
             )
-        ways = candidates.ways_to_keep(self._trials.rows(self._start), self._start)
-        found = [rules for way in ways if (rules := self._smallest(way)) is not None]
+        growth = self._trials.growth(self._start)
+        found: list[list[Rule]] = []
+        for way in candidates.ways_to_keep(self._trials.rows(self._start), self._start):
+            kept = self._suspects(way, growth)
+            if self._is_enough(way.rules(kept)):
+                found.append(self._smallest(way, kept))
         return min(map(self._needed, [*found, everything]), key=self._in_float32)
 
-    def _smallest(self, units: Units) -> list[Rule] | None:
-        """Returns rules for the units to keep; None if all units do not suffice."""
-        kept = self._suspects(units)
-        if kept is None:
-            return None
+    def _smallest(self, units: Units, kept: set[str]) -> list[Rule]:
+        """Returns rules for the units to keep among some that suffice."""
 
         def lowers(group: Sequence[str]) -> bool:
             fewer = units.rules(kept.difference(group))
@@ -304,17 +299,18 @@ class _Search:
         units.lower(units.ordered(kept), lowers)
         return units.rules(kept)
 
-    def _suspects(self, units: Units) -> set[str] | None:
+    def _suspects(
+        self, units: Units, growth: Mapping[tuple[str, str], float]
+    ) -> set[str]:
         """Returns units that suffice, starting with those in which errors grow most.
 
-        Each trial doubles their number. None if even all units do not suffice.
+        Each trial doubles their number, up to all units.
         """
-        ordered = units.by_growth(self._trials.growth(self._start))
+        ordered = units.by_growth(growth)
         n = 1
         while n < len(ordered) and not self._is_enough(units.rules(ordered[:n])):
             n *= 2
-        kept = set(ordered[:n])
-        return kept if self._is_enough(units.rules(kept)) else None
+        return set(ordered[:n])
 
     def _needed(self, kept: list[Rule]) -> list[Rule]:
         """Drops rules that are not needed."""

@@ -1,7 +1,6 @@
 """``watch``: counts the numbers that each op of a function makes."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,11 +37,7 @@ class OpNumerics(statistics.Numbers):
     is_first: bool
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["counts"],
-    meta_fields=["ops", "dtype", "results", "slots"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WatchedNumerics:
     """The numbers that each op of a function made; a pytree that prints as a table.
@@ -56,10 +51,14 @@ class WatchedNumerics:
     """
 
     counts: Mapping[str, PyTree]
-    ops: tuple[WatchedOp, ...]
-    dtype: str
-    results: tuple[Source, ...] = ()
-    slots: tuple[tuple[Slot, tuple[Source, ...]], ...] = ()
+    ops: tuple[WatchedOp, ...] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+    results: tuple[Source, ...] = dataclasses.field(
+        default=(), metadata={"static": True}
+    )
+    slots: tuple[tuple[Slot, tuple[Source, ...]], ...] = dataclasses.field(
+        default=(), metadata={"static": True}
+    )
 
     @property
     def rows(self) -> tuple[OpNumerics, ...]:
@@ -67,7 +66,7 @@ class WatchedNumerics:
 
         Ops that never ran have no row.
         """
-        return tuple(row for _, row in _numbered(self))
+        return tuple(row for _, row in _rows_by_op(self))
 
     def __str__(self) -> str:
         titles = ("elements", "op", *statistics.headers(self.dtype), "scope", "where")
@@ -78,14 +77,14 @@ class WatchedNumerics:
         return text_table(titles, [("", rows)], right=(0, 2, 3, 4, 5, 6, 7, 8))
 
 
-def _numbered(stats: WatchedNumerics) -> Iterator[tuple[int, OpNumerics]]:
-    """Yields the row of each op that ran, after its position in ``stats.ops``."""
+def _rows_by_op(stats: WatchedNumerics) -> Iterator[tuple[WatchedOp, OpNumerics]]:
+    """Yields each op that ran, with its row."""
     columns = statistics.fetch_counts(stats.counts)
-    for i, (scope, op, source, *_) in enumerate(stats.ops):
+    for i, op in enumerate(stats.ops):
         if columns["elements"][i]:
             found: dict[str, Any] = dict(vars(statistics.numbers(columns, i)))
-            found.update(scope=scope, op=op, source=source)
-            yield i, OpNumerics(**found, is_first=bool(columns["is_first"][i]))
+            found.update(scope=op.scope, op=op.op, source=op.source)
+            yield op, OpNumerics(**found, is_first=bool(columns["is_first"][i]))
 
 
 Args = ParamSpec("Args")
@@ -158,13 +157,10 @@ def watch(
         results_from = frozenset[Source]().union(*(value.sources for value in seen))
         order = np.argsort([op.number for op in ops])
         counts = jax.tree.map(lambda column: gathered(column[order]), counts)
-        stats = WatchedNumerics(
-            counts,
-            tuple(ops[i] for i in order),
-            target.name,
-            tuple(results_from),
-            watcher.graph.frozen(),
-        )
+        # Tuples, for the structure of a pytree.
+        slots = tuple((s, tuple(made)) for s, made in watcher.graph.of_slots.items())
+        ordered, reaching = tuple(ops[i] for i in order), tuple(results_from)
+        stats = WatchedNumerics(counts, ordered, target.name, reaching, slots)
         results = [
             structure.as_typed(x.array, var.aval)
             for x, var in zip(seen, structure.parts(traced.jaxpr).outvars, strict=True)
@@ -207,10 +203,10 @@ def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
             "Expected the second result of a watched function, got "
             f"{type(stats).__name__}."
         )
-    numbered = [(stats.ops[i], row) for i, row in _numbered(stats)]
+    rows = list(_rows_by_op(stats))
     # An infinity is followed from op to op as long as each result contains an infinity
     # or a NaN. A select that drops it ends its way.
-    broken = {op.number: op for op, row in numbered if row.inf or row.nan}
+    broken = {op.number: op for op, row in rows if row.inf or row.nan}
     of_slots = dict(stats.slots)
     reaching, left = set[Source](), list(stats.results)
     while left:
@@ -219,5 +215,5 @@ def first_nonfinite(stats: WatchedNumerics) -> OpNumerics | None:
             continue
         reaching.add(one)
         left += broken[one].reads if isinstance(one, int) else of_slots[one]
-    harmful = [row for op, row in numbered if op.number in reaching and row.is_first]
-    return next(iter(harmful), None)
+    harmful = (row for op, row in rows if op.number in reaching and row.is_first)
+    return next(harmful, None)

@@ -6,10 +6,11 @@ twice. Which op reads which is noted while tracing, so that an infinity can be f
 to the results, or to where it is dropped.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp_lite.autocasting.rules.scopes import of_the_user
+from jmp_lite.autocasting.rules.match import of_the_user
 from jmp_lite.insight import statistics
 from jmp_lite.insight.counting import Body, CountingEvaluator
 from jmp_lite.insight.statistics import Counts
@@ -44,9 +45,10 @@ Source = int | Slot
 
 
 class Graph:
-    """Where the values in slots come from, and the values of jaxprs inside."""
+    """The numbers of ops, and where the values in slots and of jaxprs come from."""
 
     def __init__(self) -> None:
+        self.numbers = itertools.count()
         self.of_slots: dict[Slot, set[Source]] = {}
         # By the id of the list of ops, which is kept so that its id is not reused.
         self._bodies: dict[int, tuple[object, list[Slot], list[set[Source]]]] = {}
@@ -82,10 +84,6 @@ class Graph:
             self.of_slots[slot] |= made
         return results
 
-    def frozen(self) -> tuple[tuple[Slot, tuple[Source, ...]], ...]:
-        """Returns the sources of all slots, for the structure of a pytree."""
-        return tuple((slot, tuple(found)) for slot, found in self.of_slots.items())
-
 
 class WatchedOp(NamedTuple):
     """An op and its place.
@@ -105,76 +103,65 @@ class WatchedOp(NamedTuple):
     reads: tuple[Source, ...] = ()
 
 
+@dataclasses.dataclass(eq=False)
 class CountedArray:
     """The numbers of an array, which are counted when they are read.
 
-    Args:
+    Attributes:
       array: the array.
       count: counts this array, together with others.
+      known: the counts, once they are taken.
     """
 
-    def __init__(self, array: Array, count: Callable[[], None]) -> None:
-        self.array = array
-        self.known: Counts | None = None
-        self._count = count
+    array: Array
+    count: Callable[[], None]
+    known: Counts | None = None
 
     @property
     def counts(self) -> Counts:
         """The counts."""
         if self.known is None:
-            self._count()
+            self.count()
         assert self.known is not None
         return self.known
 
 
+@dataclasses.dataclass(eq=False)
 class FlaggedValue:
     """A value and a flag: are all its numbers finite?
 
-    Args:
+    Attributes:
       array: the value.
-      is_finite: the flag; None if it is not computed yet.
-      finite_steps: a flag for each element of the first axis, if a loop stacked them.
+      flag: the flag; None if it is not computed yet.
+      steps: a flag for each element of the first axis, if a loop stacked them.
       counted: the counts of the value, if they are taken.
       sources: the ops that made it, or the slots that hold it.
     """
 
-    def __init__(
-        self,
-        array: Array,
-        is_finite: Array | np.bool_ | None = None,
-        finite_steps: Array | None = None,
-        counted: CountedArray | None = None,
-        sources: frozenset[Source] = frozenset(),
-    ) -> None:
-        self.array = array
-        self.counted = counted
-        self.sources = sources
-        self._is_finite = is_finite
-        self._finite_steps = finite_steps
+    array: Array
+    flag: Array | np.bool_ | None = None
+    steps: Array | None = None
+    counted: CountedArray | None = None
+    sources: frozenset[Source] = frozenset()
 
     @property
     def is_finite(self) -> Array | np.bool_:
         """Whether all its numbers are finite; True if they are not floats."""
-        if self._is_finite is None and self.counted is not None:
-            self._is_finite = statistics.are_finite(self.counted.counts)
-        if self._is_finite is None and self._finite_steps is not None:
-            self._is_finite = self._finite_steps.all()
-        if self._is_finite is None:
-            self._is_finite = _are_all_finite(self.array)
-        return self._is_finite
+        if self.flag is None and self.counted is not None:
+            self.flag = statistics.are_finite(self.counted.counts)
+        elif self.flag is None and self.steps is not None:
+            self.flag = self.steps.all()
+        elif self.flag is None:
+            self.flag = _are_all_finite(self.array)
+        return self.flag
 
+    @property
     def finite_steps(self) -> Array:
         """Whether the numbers of each element of its first axis are finite."""
-        if self._finite_steps is None:
+        if self.steps is None:
             array = jnp.asarray(self.array)
-            self._finite_steps = _are_all_finite(array, tuple(range(1, array.ndim)))
-        return self._finite_steps
-
-    def with_array(self, array: Array) -> "FlaggedValue":
-        """Returns a value with the same numbers in another array."""
-        return FlaggedValue(
-            array, self._is_finite, counted=self.counted, sources=self.sources
-        )
+            self.steps = _are_all_finite(array, tuple(range(1, array.ndim)))
+        return self.steps
 
 
 class Note(NamedTuple):
@@ -190,40 +177,28 @@ class Note(NamedTuple):
     results: Sequence[CountedArray]
     operands: Sequence[FlaggedValue]
 
-    @property
-    def counts(self) -> Counts:
-        """The counts of its results, without ``is_first``."""
-        each = [result.counts for result in self.results]
-        return functools.reduce(statistics.added, each)
 
-
-class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
+class Watcher(CountingEvaluator[FlaggedValue, WatchedOp]):
     """Runs jaxprs and counts the numbers of all results.
 
     Args:
       dtype: the dtype that shares are given for.
       elements: the largest number of elements of a result to count; None for all.
-      numbers: an iterator that numbers the ops.
-      graph: the sources of values in slots.
+      graph: the numbers of ops, and the sources of values in slots.
     """
 
     def __init__(
-        self,
-        dtype: Dtype,
-        elements: int | None = None,
-        numbers: Iterator[int] | None = None,
-        graph: Graph | None = None,
+        self, dtype: Dtype, elements: int | None = None, graph: Graph | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(FlaggedValue)
         self.graph = Graph() if graph is None else graph
         self._dtype, self._elements = dtype, elements
         self._uncounted: list[CountedArray] = []
-        self._numbers = itertools.count() if numbers is None else numbers
         self._notes: list[Note] = []
 
     def inner(self) -> "Watcher":
         """Returns a watcher for a jaxpr inside."""
-        return Watcher(self._dtype, self._elements, self._numbers, self.graph)
+        return Watcher(self._dtype, self._elements, self.graph)
 
     # ------------------------------------------------------------------ the equations
 
@@ -235,46 +210,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         results = params.bind(eqn, [value.array for value in operands])
         # The counts of its operand are known.
         if name in KEEPING_NUMBERS or _is_cast_in_range(eqn):
-            return [operands[0].with_array(results[0])]
-        op = (of_the_user(site.path), name, site.source)
-        return self._counted(operands, results, op)
-
-    def call(
-        self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place
-    ) -> Sequence[FlaggedValue]:
-        """Runs a call; a checkpoint stays one.
-
-        An equation with rules keeps them, and its jaxpr runs once more.
-        """
-        op = params.op_of(eqn)
-        if op in params.MERE_CALLS:
-            return self.run(params.body_of(eqn), operands, site)
-        if op in params.REMAT:
-            body = self.body(params.body_of(eqn), operands, site)
-            arrays = self.unpack_all(operands, body.given)
-            arrays = params.bind_remat(eqn, arrays, body.jaxpr)
-            return self.collect_results(eqn, [(body, operands)], arrays)
-        if not params.has_only_axis_effects(eqn):  # They must happen once.
-            return self.equation(eqn, operands, site)
-        stopped = [
-            FlaggedValue(lax.stop_gradient(x.array), x.is_finite, sources=x.sources)
-            for x in operands
-        ]
-        seen = self.run(params.body_of(eqn), stopped, site)
-        arrays = params.bind(eqn, [value.array for value in operands])
-        pairs = zip(arrays, seen, strict=True)
-        return [
-            FlaggedValue(array, value.is_finite, sources=value.sources)
-            for array, value in pairs
-        ]
-
-    def _counted(
-        self,
-        operands: Sequence[FlaggedValue],
-        results: Sequence[Array],
-        op: tuple[str, str, str],
-    ) -> list[FlaggedValue]:
-        """Counts the numbers of results, and returns the results with their flags."""
+            return [dataclasses.replace(operands[0], array=results[0], steps=None)]
         each = [
             CountedArray(self._sample(array), self._count) if _is_float(array) else None
             for array in results
@@ -284,10 +220,10 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         read = frozenset[Source]().union(*(value.sources for value in operands))
         sources = read  # A number of another kind, such as a flag, tells of them.
         if made:
-            number = next(self._numbers)
-            sources = frozenset[Source]([number])
-            watched = WatchedOp(*op, number, tuple(read))
-            self._notes.append(Note(watched, made, operands))
+            place = (of_the_user(site.path), name, site.source)
+            op = WatchedOp(*place, next(self.graph.numbers), tuple(read))
+            sources = frozenset[Source]([op.number])
+            self._notes.append(Note(op, made, operands))
         for value in operands:  # An op may write into a reference.
             if not structure.is_of_numbers(jax.typeof(value.array)):
                 value.sources |= sources | read
@@ -307,19 +243,47 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
             return array
         return statistics.sample(array, self._elements)
 
+    def call(
+        self, eqn: Eqn, operands: Sequence[FlaggedValue], site: Place
+    ) -> Sequence[FlaggedValue]:
+        """Runs a call; a checkpoint stays one.
+
+        An equation with rules keeps them, and its jaxpr runs once more.
+        """
+        op = params.op_of(eqn)
+        if op in params.MERE_CALLS:
+            return self.run(params.body_of(eqn), operands, site)
+        if op in params.REMAT:
+            body = self.body(params.body_of(eqn), operands, site)
+            arrays = self.unpack_all(operands, body.operands)
+            arrays = params.bind_remat(eqn, arrays, body.jaxpr)
+            return self.collect_results(eqn, [(body, operands)], arrays)
+        if not params.has_only_axis_effects(eqn):  # They must happen once.
+            return self.equation(eqn, operands, site)
+        stopped = [
+            FlaggedValue(lax.stop_gradient(x.array), x.is_finite, sources=x.sources)
+            for x in operands
+        ]
+        seen = self.run(params.body_of(eqn), stopped, site)
+        arrays = params.bind(eqn, [value.array for value in operands])
+        return [
+            FlaggedValue(array, value.is_finite, sources=value.sources)
+            for array, value in zip(arrays, seen, strict=True)
+        ]
+
     # ------------------------------------------------------------------ jaxprs inside
 
     def _run_inside(
         self,
         jaxpr: Jaxpr,
         arrays: Sequence[Array],
-        given: Sequence[None],
+        forms: Sequence[bool],
         site: Place,
         ops: list[WatchedOp],
     ) -> tuple[list[FlaggedValue], Counts]:
         """Runs a jaxpr inside, whose inputs are slots."""
         tool = self.inner()
-        operands = tool.pack_all(arrays, given)
+        operands = tool.pack_all(arrays, forms)
         slots = self.graph.enter(len(operands))
         for slot, operand in zip(slots, operands, strict=True):
             operand.sources = frozenset[Source]([slot])
@@ -331,7 +295,7 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
     def collect_results(
         self,
         eqn: Eqn,
-        bodies: Sequence[tuple[Body[None, WatchedOp], Sequence[FlaggedValue]]],
+        bodies: Sequence[tuple[Body[WatchedOp], Sequence[FlaggedValue]]],
         arrays: Sequence[Array],
         number: int = 0,
     ) -> list[FlaggedValue]:
@@ -348,13 +312,10 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
         return results
 
     def converted(
-        self, values: Sequence[FlaggedValue], forms: Sequence[None]
+        self, values: Sequence[FlaggedValue], forms: Sequence[bool]
     ) -> list[FlaggedValue]:
         """Returns the carries of a loop: they have one form."""
-        found = super().converted(values, forms)
-        for new, old in zip(found, values, strict=True):
-            new.sources = old.sources
-        return found
+        return list(values)
 
     # --------------------------------------------------------------------- the counts
 
@@ -368,12 +329,13 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
 
     def found(self) -> tuple[list[WatchedOp], Counts]:
         """Returns the ops that ran, and their counts."""
-        parts = list(self._noted)
         if self._notes:
-            columns = statistics.stacked([note.counts for note in self._notes])
+            each = [[result.counts for result in note.results] for note in self._notes]
+            sums = [functools.reduce(statistics.added, counts) for counts in each]
+            columns = statistics.stacked(sums)
             columns["is_first"] = self._are_first(statistics.are_finite(columns))
-            parts.insert(0, ([note.op for note in self._notes], columns))
-        return self.joined(parts)
+            self.note([note.op for note in self._notes], columns)
+        return super().found()
 
     def nothing(self, n: int) -> Counts:
         """Returns the counts of ops that did not run."""
@@ -413,51 +375,35 @@ class Watcher(CountingEvaluator[FlaggedValue, None, WatchedOp]):
 
     # --------------------------------------------------------------------- the values
 
-    def constant(self, array: Array) -> FlaggedValue:
-        """Returns a constant, which has no flag yet."""
-        return FlaggedValue(array)
+    def form(self, value: FlaggedValue) -> bool:
+        """Returns True: each value is an array and a flag."""
+        return True
 
-    def form(self, value: FlaggedValue) -> None:
-        """Returns None: each value is an array and a flag."""
-
-    def join(self, forms: Sequence[None]) -> None:
-        """Returns None."""
-
-    def width(self, form: None) -> int:
-        """Returns two: an array and a flag."""
-        return 2
-
-    def unpack(self, value: FlaggedValue, form: None) -> tuple[Array, Array]:
+    def unpack(self, value: FlaggedValue, form: bool) -> tuple[Array, Array]:
         """Returns an array and its flag."""
         flag = jnp.asarray(value.is_finite)
         axes = sharding.mapped_axes_of(value.array)
         return value.array, sharding.as_varying(flag, axes)
 
-    def pack(self, arrays: Sequence[Any], form: None) -> FlaggedValue:
-        """Returns the value of an array and its flag."""
-        return FlaggedValue(*arrays)
+    def second_type(self, aval: Aval) -> Aval:
+        """Returns the type of a flag."""
+        return structure.flag_type(aval)
 
-    def types(self, aval: Aval, form: None) -> tuple[Aval, Aval]:
-        """Returns the types of an array and its flag."""
-        return aval, structure.flag_type(aval)
+    def second_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of a flag, which all devices share."""
+        return jax.P()
 
-    def unpack_rows(self, value: FlaggedValue, form: None) -> tuple[Array, Array]:
+    def unpack_rows(self, value: FlaggedValue, form: bool) -> tuple[Array, Array]:
         """Returns an array and a flag for each of its rows."""
-        return value.array, value.finite_steps()
+        return value.array, value.finite_steps
 
-    def pack_rows(self, arrays: Sequence[Array], form: None) -> FlaggedValue:
+    def pack_rows(self, *arrays: Array) -> FlaggedValue:
         """Returns the value of an array with a flag for each of its rows."""
-        array, finite_steps = arrays
-        return FlaggedValue(array, finite_steps=finite_steps)
-
-    def specs(
-        self, spec: PartitionSpec, form: None
-    ) -> tuple[PartitionSpec, PartitionSpec]:
-        """Returns the specs of an array and its flag."""
-        return spec, jax.P()
+        array, steps = arrays
+        return FlaggedValue(array, steps=steps)
 
     def unpack_device(
-        self, value: FlaggedValue, form: None, axes: frozenset[str]
+        self, value: FlaggedValue, form: bool, axes: frozenset[str]
     ) -> tuple[Array, Array]:
         """Returns an array, and one flag for all devices."""
         array, flag = self.unpack(value, form)

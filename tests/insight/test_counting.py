@@ -17,7 +17,7 @@ import jmp_lite as jmp
 from jmp_lite.autocasting.plan import Planner
 from jmp_lite.autocasting.rules.presets import get_rules
 from jmp_lite.insight.comparer import Comparer, Twin
-from jmp_lite.insight.reasons import records_of
+from jmp_lite.insight.rows import records_of
 from jmp_lite.insight.watcher import FlaggedValue, Watcher
 from jmp_lite.jaxprs import params
 from jmp_lite.ops import HIGHER_ORDER
@@ -94,7 +94,7 @@ def test_all_tools_enter_the_same_equations(name, monkeypatch):
     )
     watcher, watched = visiting(Watcher)
     monkeypatch.setattr(
-        watcher, "inner", lambda self: watcher(np.dtype("float16"), None, iter(int, 1))
+        watcher, "inner", lambda self: watcher(np.dtype("float16"), None, self.graph)
     )
     tool = watcher(np.dtype("float16"))
     jax.eval_shape(

@@ -30,8 +30,7 @@ from jmp_lite.autocasting.rules.presets import PRESETS, get_rules
 from jmp_lite.formats.number_format import Product
 from jmp_lite.formats.table import FORMATS
 from jmp_lite.insight.explanation import Explanation, explain
-from jmp_lite.insight.reasons import DecisionRecord, code_of, reason_in_words
-from jmp_lite.insight.rows import Row
+from jmp_lite.insight.rows import DecisionRecord, Row, code_of, reason_in_words
 from jmp_lite.insight.tables import short
 from jmp_lite.jaxprs.products import product_sizes
 from jmp_lite.ops import HIGHER_ORDER, Precision

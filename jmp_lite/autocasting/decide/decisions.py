@@ -1,6 +1,6 @@
 """Decisions as data: how an equation runs, and why; the plan of a jaxpr.
 
-A reason is a code. Only ``insight/reasons.py`` has its text.
+A reason is a code. Only ``insight/rows.py`` has its text.
 """
 
 import dataclasses

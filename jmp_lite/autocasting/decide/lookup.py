@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite.autocasting.decide.facts import Mark
-from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource
+from jmp_lite.autocasting.rules.match import RuleMatch, RuleSource, match_scope
 from jmp_lite.autocasting.rules.rules import Rules
-from jmp_lite.autocasting.rules.scopes import match_scope
 from jmp_lite.jaxprs import params, products, source, structure
 from jmp_lite.jaxprs.products import PRODUCTS
 from jmp_lite.jaxprs.types import Eqn, Jaxpr

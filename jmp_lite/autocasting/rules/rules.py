@@ -18,10 +18,10 @@ from jmp_lite.autocasting.rules.match import (
     AnyPrecision,
     format_of,
     in_json,
+    match_scope,
     name_of,
     parse_precision,
 )
-from jmp_lite.autocasting.rules.scopes import match_scope
 from jmp_lite.autocasting.rules.serialization import fields_for_json, fields_in_json
 from jmp_lite.casting.dtypes import hint_for, parse_dtype, unknown_name
 from jmp_lite.formats.float8 import Float8
