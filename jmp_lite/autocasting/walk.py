@@ -101,7 +101,6 @@ class Walk:
             raised = frozenset(i for i, pair in pairs if self._is_raised(*pair))
             for i in raised:
                 value, spec = results[i], Spec(State.HARD, results[i].kind)
-                # A norm of it stays a function of one 16-bit value.
                 lineage = Lineage(value.roots)
                 results[i] = Facts.of(spec, value.origin, value.shape, lineage)
             step = step._replace(results=results, raised=raised)
