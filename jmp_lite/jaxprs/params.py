@@ -59,7 +59,7 @@ def inner_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
 
 
 # JAX's primitive is ``remat2`` (0.10, 0.12). A high one is called ``checkpoint`` here.
-REMAT = ("checkpoint", "remat", "remat2")
+REMAT = ("checkpoint", "remat2")
 
 
 CALLS = ("jit", *REMAT)

@@ -562,6 +562,15 @@ def test_other_widths_than_float32_stay_as_they_are_in_x64():
         }
 
 
+def test_a_product_of_float32_with_a_result_in_float64_is_float64():
+    with jax.enable_x64(True):
+        x = jnp.ones((4, 4), jnp.float32) / 3
+        fun = lambda x: jnp.sin(lax.dot(x, x, preferred_element_type=jnp.float64))
+        actual, expected = autocast(fun)(x), fun(x)
+        chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_numbers_that_only_64_bits_reach_raise_no_warning():
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -30,7 +30,7 @@ class Ancestors(NamedTuple):
         analysis comes before any decision.
       reduced: those of which it is a sum, a mean or a maximum.
       is_state: whether it is a carry of a loop, moved, scaled or added to.
-      slice_of: if it is a slice, the whole value; else None.
+      is_slice: whether it is a slice of a value, possibly moved.
       depth: how many products of slices of one value are nested in it, at most 3.
       is_negative: whether it is a negative multiple, so that adding it subtracts.
     """
@@ -38,7 +38,7 @@ class Ancestors(NamedTuple):
     roots: int = 0
     reduced: int = 0
     is_state: bool = False
-    slice_of: Var | None = None
+    is_slice: bool = False
     depth: int = 0
     is_negative: bool = False
 
@@ -137,7 +137,7 @@ class Ancestry(Forward[Ancestors]):
             joined.roots,
             joined.roots if is_sum else joined.reduced,
             joined.is_state and stays_state,
-            facts[0].slice_of if is_move else None,
+            is_move and facts[0].is_slice,
             # A product in a loop would have no fixed point without a bound.
             min(joined.depth + is_product, 3),
             _is_negative(eqn, op, facts),
@@ -152,7 +152,7 @@ class Ancestry(Forward[Ancestors]):
         pairs = zip(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, strict=True)
         # Other sizes than integers are symbols.
         are_parts = any(type(n) is type(m) is int and 2 * n <= m for n, m in pairs)
-        known = whole._replace(slice_of=whole.slice_of or eqn.invars[0])
+        known = whole._replace(is_slice=True)
         return [
             known._replace(roots=self._root(eqn, i).roots) if are_parts else known
             for i in range(len(eqn.outvars))
@@ -184,7 +184,7 @@ class Ancestry(Forward[Ancestors]):
 
 
 def _are_slices(facts: Sequence[Ancestors]) -> bool:
-    return all(fact.slice_of for fact in facts)
+    return all(fact.is_slice for fact in facts)
 
 
 def _is_negative(eqn: Eqn, op: str, facts: Sequence[Ancestors]) -> bool:

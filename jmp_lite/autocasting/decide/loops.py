@@ -253,10 +253,8 @@ class _Flow(Forward[_Source]):
         """Whether an op takes a slice of a loop constant that depends on the step."""
         if op not in TAKING_SLICES:
             return False
-        stack, *indices = operands
         # ``stack[index]`` of one index, in each step, is no stack of layers.
-        varies = any(index.inputs & self._varying for index in indices)
-        return varies and not stack.inputs & self._varying
+        return any(index.inputs & self._varying for index in operands[1:])
 
     def _see_product(self, operands: Sequence[_Source]) -> None:
         """Records a product of a carry's value and a slice of this step."""

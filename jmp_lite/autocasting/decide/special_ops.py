@@ -195,8 +195,10 @@ def demanded_by(readers: Readers) -> Reason | None:
 
 def _asks_for_float32(product: products.ProductParams) -> bool:
     """Whether a matrix product requests more than the ambient precision."""
-    # Under x64, a program may ask for a result in float64.
-    if product.result_dtype not in (None, np.dtype("float32")):
+    # Under x64, a program may ask for a result in float64, which NumPy says is equal to
+    # None.
+    dtype = product.result_dtype
+    if dtype is not None and dtype != np.float32:
         return True
     # With ``jax_default_matmul_precision``, JAX writes the setting into each product of
     # the trace. A setting of the whole program must not switch autocast off.
