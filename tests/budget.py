@@ -32,12 +32,12 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "autocasting": Size(4491, 29, 82, 11),
+    "autocasting": Size(4480, 28, 82, 11),
     "casting": Size(373, 4, 6, 3),
     "flax": Size(650, 4, 11, 4),
     "formats": Size(603, 8, 2, 9),
-    "insight": Size(3895, 18, 54, 2),
-    "jaxprs": Size(1831, 14, 45, 8),
+    "insight": Size(3687, 17, 44, 3),
+    "jaxprs": Size(1831, 14, 47, 8),
     "optimizers": Size(1212, 8, 27, 5),
     "scaling": Size(1314, 6, 15, 4),
     "top": Size(778, 10, 8, 1),
