@@ -169,6 +169,12 @@ def test_zeros_of_e8m0_are_nan():
     assert np.isnan(as_float32(jnp.zeros(2, jnp.float8_e8m0fnu))).all()
 
 
+def test_the_largest_e8m0_number_is_nan():
+    x = jnp.array([1, 2, 4], "float8_e8m0fnu")
+    assert np.isnan(as_float32(jnp.max(x)))
+    assert jnp.max(x.astype("float32")) == 4
+
+
 # --------------------------------------------------------------------------- optimizers
 
 
