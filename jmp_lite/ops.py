@@ -306,7 +306,7 @@ function | KEEP | contains a function, traced for its operands' dtypes
 
 higher_order | KEEP | contains ops, which are decided one by one
     all: is_higher_order
-    jit scan while cond checkpoint remat remat2 custom_jvp_call custom_vjp_call
+    jit scan while cond checkpoint remat2 custom_jvp_call custom_vjp_call
     custom_vmap_call remat_opt shard_map closed_call eval_jaxpr compute_on
     xla_metadata_call
 
