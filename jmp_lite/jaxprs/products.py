@@ -57,9 +57,9 @@ def dot_dimensions(eqn: Eqn) -> lax.DotDimensionNumbers:
 
     The product is a ``dot_general`` or a ``ragged_dot_general``.
     """
-    if op_of(eqn) == "dot_general":
-        return eqn.params["dimension_numbers"]
-    return ragged_axes(eqn).dot_dimension_numbers
+    if "ragged_dot_dimension_numbers" in eqn.params:
+        return ragged_axes(eqn).dot_dimension_numbers
+    return eqn.params["dimension_numbers"]
 
 
 def ragged_axes(eqn: Eqn) -> lax.RaggedDotDimensionNumbers:

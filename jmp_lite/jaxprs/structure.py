@@ -148,13 +148,14 @@ def shape_of(value: object) -> tuple[int, ...]:
 
 def is_float32(atom: Var) -> bool:
     """Whether an atom was traced as a float32 array. A Ref is not an array."""
-    return isinstance(atom.aval, jax.core.ShapedArray) and dtype_of(atom) == np.float32
+    aval = atom.aval
+    return isinstance(aval, jax.core.ShapedArray) and aval.dtype == np.float32
 
 
 def is_float(atom: Var) -> bool:
     """Whether an atom was traced as a floating-point array. A Ref is not an array."""
-    is_array = isinstance(atom.aval, jax.core.ShapedArray)
-    return is_array and _is_kind(dtype_of(atom), jnp.inexact)
+    aval = atom.aval
+    return isinstance(aval, jax.core.ShapedArray) and _is_kind(aval.dtype, jnp.inexact)
 
 
 def is_wide_float(atom: Var) -> bool:
