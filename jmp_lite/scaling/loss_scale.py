@@ -206,29 +206,9 @@ class NoOpLossScale(LossScale):
         return self
 
 
-class _Scaling(LossScale):
-    """A loss scale with a factor."""
-
-    def scale(self, tree: Tree) -> Tree:
-        """Multiplies the floating-point leaves by the scale and returns float32."""
-        return multiplied(tree, self._factor())
-
-    def unscale(self, tree: Tree) -> Tree:
-        """Divides the floating-point leaves by the scale and returns float32."""
-        # By its reciprocal, which is the quotient for a power of two; other factors
-        # round once more. XLA's CPU backend repeats the operation in each loop that
-        # reads a gradient, and a division takes longer.
-        with jax.named_scope(LOSS_SCALE_SCOPE):
-            reciprocal = jnp.float32(1) / jnp.asarray(self._factor(), jnp.float32)
-        return multiplied(tree, reciprocal)
-
-    def _factor(self) -> Scalar:
-        return self.loss_scale
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(_Scaling):
+class StaticLossScale(LossScale):
     """A loss scale that never changes, such as the 128 of MXNet and MindSpore.
 
     Attributes:
@@ -255,12 +235,20 @@ class StaticLossScale(_Scaling):
             )
         object.__setattr__(self, "loss_scale", factor)
 
+    def scale(self, tree: Tree) -> Tree:
+        """Multiplies the floating-point leaves by the scale and returns float32."""
+        return multiplied(tree, self._positive())
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Divides the floating-point leaves by the scale and returns float32."""
+        return divided(tree, self._positive())
+
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
         """Returns this scale."""
         boolean_scalar(grads_finite)
         return self
 
-    def _factor(self) -> np.float32:
+    def _positive(self) -> np.float32:
         if self.loss_scale == 0:
             raise ValueError(
                 "Expected a positive loss_scale, got 0, which makes "
@@ -291,7 +279,7 @@ _NAMES_ELSEWHERE = {
 
 
 @dataclasses.dataclass(frozen=True, init=False)
-class DynamicLossScale(_Scaling):
+class DynamicLossScale(LossScale):
     """A loss scale that grows while gradients are finite and shrinks on an overflow.
 
     The scale grows on exactly the ``period``-th finite step in a row. It backs off on a
@@ -407,6 +395,14 @@ class DynamicLossScale(_Scaling):
             raise ValueError(
                 f"Expected a positive loss_scale up to 2**126, got {start}."
             )
+
+    def scale(self, tree: Tree) -> Tree:
+        """Multiplies the floating-point leaves by the scale and returns float32."""
+        return multiplied(tree, self.loss_scale)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Divides the floating-point leaves by the scale and returns float32."""
+        return divided(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Returns the scale of the next step.
@@ -550,3 +546,13 @@ def multiplied(tree: Tree, factor: Scalar) -> Tree:
 
     with jax.named_scope(LOSS_SCALE_SCOPE):
         return jax.tree.map(multiply, tree)
+
+
+def divided(tree: Tree, loss_scale: Scalar) -> Tree:
+    """Divides real and complex leaves by a loss scale, in 32 bits or more."""
+    # By its reciprocal, which is the quotient for a power of two; other factors round
+    # once more. XLA's CPU backend repeats the operation in each loop that reads a
+    # gradient, and a division takes longer.
+    with jax.named_scope(LOSS_SCALE_SCOPE):
+        reciprocal = jnp.float32(1) / jnp.asarray(loss_scale, jnp.float32)
+    return multiplied(tree, reciprocal)
