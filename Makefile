@@ -15,7 +15,7 @@ BENCHMARKS ?= autocast head loss_scaling moments steps insight accuracy sweep co
 
 help:
 	@echo "make demo     train on real digits in three precisions (about a minute)"
-	@echo "make test     the tests and doctests, in six minutes"
+	@echo "make test     the tests and doctests, in twelve minutes"
 	@echo "make test-benchmarks  the tests of the benchmarks"
 	@echo "make slow     the tests that take longer, notebooks among them"
 	@echo "make targets  the tests that compile for an H100 and a TPU v5e"
@@ -38,7 +38,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.test
-	@echo "All tests but the slow ones: about six minutes on two cores, four in the next run."
+	@echo "All tests but the slow ones: about twelve minutes on two cores."
 	$(BIN)/python -m pytest -m "not (slow or targets or benchmarks)" -q \
 	  --numprocesses auto --dist loadscope $(ARGS)
 

@@ -39,7 +39,7 @@ BUDGET = {
     "insight": Size(3687, 17, 44, 3),
     "jaxprs": Size(1832, 14, 47, 8),
     "optimizers": Size(1212, 8, 27, 5),
-    "scaling": Size(1317, 6, 15, 4),
+    "scaling": Size(1315, 6, 13, 4),
     "top": Size(778, 10, 8, 1),
     "training": Size(661, 3, 5, 4),
 }

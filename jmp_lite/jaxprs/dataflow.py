@@ -144,8 +144,6 @@ class Forward(_Analysis[Fact]):
         if loop.cond is not None:
             # Nothing leaves a condition. But analyses that mark ops have to see those
             # in it.
-            # Nothing leaves a condition. But analyses that mark ops have to see those
-            # in it.
             self.outputs(loop.cond, [*operands[: loop.n_cond], *results], inside)
         return results
 
@@ -206,7 +204,6 @@ class Backward(_Analysis[Fact]):
             for atom, fact in zip(atoms, facts, strict=True):
                 if not structure.is_literal(atom):
                     # Most values have one reader, so most need no join.
-                    # Most values have one reader, so most need no join.
                     is_first = atom not in known
                     known[atom] = fact if is_first else self.join(known[atom], fact)
 
@@ -247,7 +244,6 @@ class Backward(_Analysis[Fact]):
         if loop.cond is None:
             return self.loop_facts(eqn, loop, results, inside)
         of_cond = self.inputs(loop.cond, [self.predicate_fact()], inside)
-        # The condition reads each carry, also the last one.
         # The condition reads each carry, also the last one.
         read = self._join_all([results, of_cond[loop.n_cond :]])
         of_body = self.loop_facts(eqn, loop, read, inside)

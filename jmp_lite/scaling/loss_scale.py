@@ -1,7 +1,6 @@
 """Loss scales: none, one that stays, one that grows and shrinks; and their numbers."""
 
 import abc
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterable
@@ -435,9 +434,8 @@ class DynamicLossScale(LossScale):
             jnp.where(counter == 0, grown, loss_scale),
             jnp.where(backs_off, shrunk, loss_scale),
         )
-        adjusted = copy.copy(self)
-        vars(adjusted).update(loss_scale=after, counter=counter, overflows=overflows)
-        return adjusted
+        _, static = _flatten_dynamic(self)
+        return _unflatten_dynamic(static, (after, counter, overflows))
 
     def _count_overflow(self, finite: Array) -> tuple[Array | None, Array | bool]:
         """Returns the overflows in a row, and whether the scale backs off."""
